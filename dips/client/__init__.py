@@ -1,0 +1,1 @@
+"""LIVES: the agent beside a torchrun job, and the library in every rank."""

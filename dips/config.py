@@ -1,0 +1,228 @@
+"""Gathers every option: reads YAML, refuses unknown keys, hashes what all must agree on.
+
+Two files. The *run file* (`dips.yaml`) belongs to the operator: master and slaves read it, `dips init` makes the run
+from it. The *cluster file* (`cluster.yaml`) belongs to one training cluster. Both hold the section `shared`, inline or
+as the path of a third file: what all must agree on, compared by digest at Join.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dips.errors import ConfigError
+from dips.ids import check_name
+from dips.protocol.options import (
+    DataOptions,
+    Options,
+    OuterOptions,
+    PenaltyOptions,
+    StopOptions,
+    TimingOptions,
+)
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+MIB = 1 << 20
+
+
+class Section(BaseModel):
+    """A mapping of the file: unknown keys are refused by name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Shared(Section):
+    """What every process of the run must agree on; its digest is compared at Join."""
+
+    run: str
+    outer: OuterOptions = OuterOptions()
+    penalty: PenaltyOptions = PenaltyOptions()
+    stop: StopOptions = StopOptions()
+    data: DataOptions = DataOptions()
+    chunk_bytes: Annotated[int, Field(ge=4096, le=MIB)] = MIB  # larger ZeroMQ messages were 3 to 5 times slower
+    durability: Literal["commit"] = "commit"  # a version is on disk everywhere before it exists
+
+    @property
+    def digest(self) -> str:
+        """Hash of the agreed values, not of the file's spelling: `0.7` and a default of 0.7 agree."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+class MasterSection(Section):
+    """The one that decides."""
+
+    listen: str = "127.0.0.1:7800"  # host:port of the control server
+    directory: Path  # ledger, logs, timeline
+    timing: TimingOptions = TimingOptions()
+    keep_snapshots: Annotated[int, Field(ge=2)] = 2
+
+
+class SlaveSection(Section):
+    """One holder of layers."""
+
+    name: str
+    master: str  # host:port
+    listen: str = "127.0.0.1:0"  # control server; port 0 takes a free one
+    lanes: tuple[str, ...] = ("127.0.0.1:0",)  # data lanes
+    directory: Path  # snapshots; one slave each, locked for life
+    initial_model: Path  # safetensors of `dips init`; read once, for v0@r0
+    slots: Annotated[int, Field(ge=1)] = 2  # pushes that may move at once
+    pinned: Annotated[int, Field(ge=0)] = 1  # older versions kept in memory for slow readers
+    transit_bytes: Annotated[int, Field(ge=4 * MIB)] = 256 * MIB  # asked for and not yet staged, over all streams
+    askers: Annotated[int, Field(ge=1)] = 4  # streams kept busy at once on a lane
+    stall_s: Annotated[float, Field(gt=0)] = 30.0  # a transfer without a new byte for so long is over
+    threads: Annotated[int, Field(ge=0)] = 0  # kernels; 0: all cores
+
+
+class RunFile(Section):
+    """`dips.yaml`: one run, its master and its slaves."""
+
+    shared: Shared
+    master: MasterSection
+    slaves: tuple[SlaveSection, ...] = Field(min_length=1)
+    insecure: bool = False  # plain text; only on loopback
+
+    def options(self) -> Options:
+        """Gather what tunes the Coordinator."""
+        s = self.shared
+        return Options(s.outer, s.penalty, s.stop, s.data, self.master.timing, self.master.keep_snapshots)
+
+    def slave(self, name: str) -> SlaveSection:
+        """Return one slave's section; raise ConfigError naming those that exist."""
+        for section in self.slaves:
+            if section.name == name:
+                return section
+        raise ConfigError(f"no slave {name!r} in this run file; it names {', '.join(s.name for s in self.slaves)}")
+
+
+class PaceSection(Section):
+    """When a cluster pushes."""
+
+    steps: Annotated[int, Field(ge=1)] = 64  # H, §5.1
+
+
+class ClusterFile(Section):
+    """`cluster.yaml`: one training cluster."""
+
+    shared: Shared
+    cluster: str
+    master: str  # host:port
+    pace: PaceSection = PaceSection()
+    socket: Path | None = None  # Unix socket between agent and rank 0; default beside the cluster file's directory
+    directory: Path = Path(".")  # logs, timeline, socket
+    beat_s: Annotated[float, Field(gt=0)] = 2.0
+    poll_s: Annotated[float, Field(gt=0)] = 2.0  # no collective waits longer for anybody outside the cluster
+    stall_s: Annotated[float, Field(gt=0)] = 30.0  # a transfer without a new byte for so long is begun anew
+    retry_s: Annotated[float, Field(gt=0)] = 30.0  # longest pause between two tries to reach the master
+    max_restarts: Annotated[int, Field(ge=0)] = 10  # of the trainer, by the agent
+    insecure: bool = False  # plain text; only on loopback
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def load_run(path: Path) -> RunFile:
+    """Read a run file; raise ConfigError naming file and key."""
+    config = _load(path, RunFile)
+    _check_names(path, [(config.shared.run, "run"), *((s.name, "slave") for s in config.slaves)])
+    names = [s.name for s in config.slaves]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{path}: slaves: the name {name!r} stands {names.count(name)} times, expected once")
+    addresses = [config.master.listen, *(a for s in config.slaves for a in (s.master, s.listen, *s.lanes))]
+    _check_loopback(path, config.insecure, addresses)
+    return config
+
+
+def load_cluster(path: Path) -> ClusterFile:
+    """Read a cluster file; raise ConfigError naming file and key."""
+    config = _load(path, ClusterFile)
+    _check_names(path, [(config.shared.run, "run"), (config.cluster, "cluster")])
+    _check_loopback(path, config.insecure, [config.master])
+    return config
+
+
+def host_port(address: str) -> tuple[str, int]:
+    """Split `host:port` (IPv6 hosts in brackets); raise ConfigError on anything else."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"expected an address like 127.0.0.1:7800, got {address!r}")
+    return host.strip("[]"), int(port)
+
+
+def _load(path: Path, model: type[Model]) -> Model:
+    raw = _read_yaml(path)
+    shared = raw.get("shared")
+    if isinstance(shared, str):
+        raw["shared"] = _read_yaml(path.parent / shared)
+    try:
+        return model.model_validate(_resolve(raw, path.parent))
+    except ConfigError as error:  # from __post_init__ of an options class
+        raise ConfigError(f"{path}: {error}") from error
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_explain(error)}") from error
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected a mapping of keys, got {type(raw).__name__}")
+    return raw
+
+
+_PATH_KEYS = frozenset({"directory", "initial_model", "socket"})
+
+
+def _resolve(raw: Any, base: Path) -> Any:
+    """Make relative paths relative to the file that names them, so that a daemon may start anywhere."""
+    if isinstance(raw, dict):
+        return {
+            k: str(base / v) if k in _PATH_KEYS and isinstance(v, str) else _resolve(v, base)
+            for k, v in raw.items()
+        }
+    return [_resolve(v, base) for v in raw] if isinstance(raw, list) else raw
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            lines.append(f"{key}: unknown key (misspelt, or of another version?)")
+        elif problem["type"] == "missing":
+            lines.append(f"{key}: missing, and it has no default")
+        else:
+            lines.append(f"{key}: {problem['msg']}, got {problem.get('input')!r}")
+    return "; ".join(lines)
+
+
+def _check_names(path: Path, names: list[tuple[str, str]]) -> None:
+    for name, what in names:
+        try:
+            check_name(name, what)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+
+def _check_loopback(path: Path, insecure: bool, addresses: list[str]) -> None:
+    """Plain text leaves the machine never, and stays on it only when that is asked for (design.md section 10)."""
+    if not insecure:
+        raise ConfigError(
+            f"{path}: insecure: expected `insecure: true`, since certificates are not implemented yet; "
+            "plain text is allowed on loopback only"
+        )
+    for address in addresses:
+        host, _ = host_port(address)
+        if host != "localhost" and not host.startswith("127.") and host != "::1":
+            raise ConfigError(f"{path}: plain text (`insecure: true`) is allowed on loopback only, got {address!r}")

@@ -1,0 +1,113 @@
+"""Every error of Di-PS, by whose fault it is and what to do; one table maps class → gRPC status → exit code → advice.
+
+A message says what was expected, what came, and from whom. A lost round is a value, not an exception.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class DipsError(Exception):
+    """Base of all errors that Di-PS raises on purpose."""
+
+
+class ConfigError(DipsError):
+    """The configuration is wrong: refuse to start; the message names file and key."""
+
+
+class ProtocolError(DipsError):
+    """Somebody broke the protocol."""
+
+
+class LocalProtocolError(ProtocolError):
+    """We broke it: our bug."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer broke it: drop the peer, keep the house."""
+
+
+class Stale(DipsError):
+    """What came belongs to yesterday: refresh or rejoin."""
+
+
+class StaleTerm(Stale):
+    """An order of a master that has a successor."""
+
+
+class StaleIncarnation(Stale):
+    """A message of an earlier life of a cluster or slave."""
+
+
+class StalePush(Stale):
+    """A push or pull at or below the highest that is closed."""
+
+
+class StaleVersion(Stale):
+    """A version that is not, or no longer, held."""
+
+
+class Unavailable(DipsError):
+    """Nobody's fault: ask again, with backoff."""
+
+
+class UnavailableMaster(Unavailable):
+    """The master does not answer."""
+
+
+class UnavailableSlave(Unavailable):
+    """A slave does not answer."""
+
+
+class Busy(DipsError):
+    """A pool or a lane is full: wait."""
+
+
+class Denied(DipsError):
+    """This identity may not do this."""
+
+
+class Corrupt(DipsError):
+    """These bytes are wrong and will be wrong when read again."""
+
+
+class CorruptFrame(Corrupt):
+    """A frame whose checksum, size or place is wrong."""
+
+
+class CorruptSnapshot(Corrupt):
+    """A snapshot whose digest is wrong, or of another run."""
+
+
+class CorruptManifest(Corrupt):
+    """A manifest that does not match the run's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Treatment:
+    """How one class of error leaves the process: gRPC status name, exit code (sysexits.h), metric label, advice."""
+
+    status: str
+    exit_code: int
+    label: str
+    advice: str
+
+
+# The first row whose class matches is used, so the special stand before the general.
+TREATMENTS: tuple[tuple[type[DipsError], Treatment], ...] = (
+    (ConfigError, Treatment("INVALID_ARGUMENT", 78, "config", "mend the named key and start again")),
+    (LocalProtocolError, Treatment("INTERNAL", 70, "local_protocol", "report this: it is a bug of Di-PS")),
+    (RemoteProtocolError, Treatment("INVALID_ARGUMENT", 76, "remote_protocol", "the peer is at fault: see its log")),
+    (Stale, Treatment("FAILED_PRECONDITION", 75, "stale", "refresh or rejoin")),
+    (Unavailable, Treatment("UNAVAILABLE", 69, "unavailable", "try again; retries back off by themselves")),
+    (Busy, Treatment("RESOURCE_EXHAUSTED", 75, "busy", "wait and ask again")),
+    (Denied, Treatment("PERMISSION_DENIED", 77, "denied", "check whose name this process bears")),
+    (Corrupt, Treatment("DATA_LOSS", 65, "corrupt", "use an intact copy")),
+    (DipsError, Treatment("UNKNOWN", 1, "other", "see the message")),
+)
+
+
+def treatment(error: DipsError) -> Treatment:
+    """Return how `error` is to be shown and counted."""
+    return next(t for cls, t in TREATMENTS if isinstance(error, cls))

@@ -1,0 +1,72 @@
+"""Names that are never used twice (design.md section 5).
+
+A version is named by the outer steps that θ has had and by the round that made it, `v12@r17`: after a rollback a
+new v7 is made by another round, so two contents never share a name. A transfer (push or pull) is named by its
+sender: (cluster, incarnation, seq), seq strictly rising within one incarnation, shared by pushes and pulls.
+The pull that follows the Outcome of push s bears the number s too.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from dips.errors import ConfigError
+
+_VERSION = re.compile(r"v(\d+)@r(\d+)")
+_NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class VersionId:
+    """`version` outer steps, made by `round`; version 0 is `v0@r0`, the model of `dips init`."""
+
+    version: int
+    round: int
+
+    def __str__(self) -> str:
+        return f"v{self.version}@r{self.round}"
+
+    @classmethod
+    def parse(cls, text: str) -> VersionId:
+        """Read `v12@r17`; raise ValueError on anything else."""
+        match = _VERSION.fullmatch(text)
+        if match is None:
+            raise ValueError(f"expected a version name like v12@r17, got {text!r}")
+        return cls(int(match[1]), int(match[2]))
+
+
+GENESIS = VersionId(0, 0)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PushId:
+    """One push of one life of a cluster."""
+
+    cluster: str
+    inc: int
+    seq: int
+
+    def __str__(self) -> str:
+        return f"{self.cluster}/{self.inc}#{self.seq}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PullId:
+    """One pull of one life of a cluster; seq counts pushes and pulls together."""
+
+    cluster: str
+    inc: int
+    seq: int
+
+    def __str__(self) -> str:
+        return f"{self.cluster}/{self.inc}^{self.seq}"
+
+
+def check_name(name: str, what: str) -> str:
+    """Return `name` if it may name a run, cluster or slave (file names, metrics and logs carry it)."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{what} name {name!r} is not usable: expected 1 to 63 of a-z 0-9 . _ - beginning and ending with a letter or digit"
+        )
+    return name

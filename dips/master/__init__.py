@@ -1,0 +1,1 @@
+"""LIVES: the master, which decides and holds no tensors."""

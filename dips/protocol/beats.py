@@ -1,0 +1,77 @@
+"""Beats: the small regular messages that prove life, and what each is answered.
+
+The answer lists everything that is live for the asker; what is not on it is dropped there, so lost orders heal by
+themselves. `as_of` is the number of the last order that the list knows: what was opened by a later one stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dips.ids import PullId, PushId, VersionId
+from dips.protocol.effects import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterBeat:
+    cluster: str
+    inc: int
+    trainer: str  # "starting" | "training" | "dead"
+    activity: str  # "inner" | "push" | "window" | "pull" | "idle": what a person sees
+    attempt: int  # lives of the trainer under this agent
+    inner_steps: int  # taken by this agent's trainer since the agent's start
+    tokens_carried: int  # consumed, not yet settled by an Outcome
+    tokens_lost: int  # consumed and lost with dead trainers, since the agent's start
+    loss: float
+    base: VersionId | None
+    bytes_moved: int  # of the present transfer
+    bytes_total: int
+    bytes_per_s: float  # of the present or last transfer
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterBeatAnswer:
+    term: int
+    lease_s: float
+    standing: str  # "live" | "gone" (lease ran out: join again) | "fenced" (a newer life exists: exit)
+    push: PushId | None
+    pull: PullId | None
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One push or pull moving through a slave."""
+
+    cluster: str
+    inc: int
+    seq: int
+    push: bool
+    nbytes: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlaveBeat:
+    slave: str
+    sinc: int
+    term: int
+    memory: VersionId | None
+    staged: tuple[PushId, ...]  # full and not yet measured
+    transfers: tuple[Transfer, ...]
+    pool_used: int  # bytes
+    pool_limit: int  # bytes
+    bytes_in: int  # since the start of the process
+    bytes_out: int
+    persist_s: float  # of the last snapshot
+    apply_s: float  # of the last Apply
+
+
+@dataclass(frozen=True, slots=True)
+class SlaveBeatAnswer:
+    term: int
+    lease_s: float
+    register: bool  # this master does not know you as READY: register
+    as_of: int
+    pushes: tuple[PushId, ...]
+    pulls: tuple[PullId, ...]

@@ -1,0 +1,318 @@
+"""What is to be done: every output of the Coordinator, in the imperative, frozen.
+
+Effects of one step leave in their order. Nothing behind a Record leaves before that record is durable.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dips.ids import PullId, PushId, VersionId
+from dips.protocol.records import Record
+
+# ---- orders to slaves -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPush:
+    """Reserve a slot; legal above the cluster's tombstone."""
+
+    push: PushId
+    order: tuple[int, ...]  # ranks in the order in which this slave asks them; as long as the speaking ranks
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DropPush:
+    """Free the slot and set the tombstone."""
+
+    push: PushId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    round: int
+    push: PushId
+    version: VersionId
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    round: int
+    push: PushId
+    weight: float  # T_j / T_first; 1.0 for the first, whose buffer becomes acc
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    round: int
+    version: VersionId
+    scale: float
+    lr: float
+    momentum: float
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    version: VersionId
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Flip to `version`, whose ledger row exists, and open these pulls on it."""
+
+    version: VersionId
+    pulls: tuple[PullId, ...]
+    pull_deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Drop acc, θ′, m′ and the folded pushes of a round that has no row; keep unfolded and moving pushes."""
+
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPull:
+    pull: PullId
+    version: VersionId
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClosePull:
+    pull: PullId
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """Delete these snapshots; never named while one of the newest two that are complete on all slaves."""
+
+    versions: tuple[VersionId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Answer, so that a slave that was deaf is heard to hear."""
+
+
+OrderBody = (
+    OpenPush | DropPush | Measure | Fold | Apply | Persist | Commit | Abort | OpenPull | ClosePull | Retire | Ping
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Send `body` to a slave; its answer comes back as OrderAnswered or OrderFailed with the same number.
+
+    A number is never used twice in a term; a repeated order keeps its number, and the slave repeats its answer.
+    """
+
+    slave: str
+    sinc: int
+    term: int
+    number: int
+    body: OrderBody
+    deadline_s: float
+
+
+# ---- what a slave is told when it registers ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """You hold the head: serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadVersion:
+    """Load `version` from your snapshot (v0@r0: from the initial model) and register again."""
+
+    version: VersionId
+
+
+@dataclass(frozen=True, slots=True)
+class CommitVersion:
+    """What you prepared exists: flip to it and register again."""
+
+    version: VersionId
+
+
+@dataclass(frozen=True, slots=True)
+class AbortVersion:
+    """What you prepared never came to be: drop it and register again."""
+
+    version: VersionId
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing can be ordered now; the reason says why. Register again after `retry_after_s`."""
+
+    retry_after_s: float
+    reason: str
+
+
+SlaveOrder = Hold | LoadVersion | CommitVersion | AbortVersion | Wait
+
+
+# ---- answers to clusters and slaves ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    term: int
+    sinc: int
+    order: SlaveOrder
+    head: VersionId
+    layers: tuple[int, ...]  # indices into the manifest
+    genesis: tuple[str, ...]  # xxh3-128 of each of those layers at v0@r0, in hexadecimal
+    manifest: str  # JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    term: int
+    inc: int
+    head: VersionId
+    progress: Progress
+    ranges: tuple[int, ...]  # still leased to this cluster, in order
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Accepted tokens over the run's: what drives every cluster's learning-rate schedule."""
+
+    tokens: int
+    tokens_target: int  # 0 if the run has no token target
+    finished: VersionId | None  # the last version of a finished run
+
+
+@dataclass(frozen=True, slots=True)
+class SlaveAddress:
+    name: str
+    sinc: int
+    lanes: tuple[str, ...]
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A push may move, or a pull of `version` is pinned everywhere."""
+
+    version: VersionId  # pull: what is pinned; push: the head now (information only)
+    slaves: tuple[SlaveAddress, ...]
+    order: tuple[tuple[int, ...], ...]  # for each rank, indices into `slaves` in its order of asking
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Not yet; ask again. The reason says what is waited for."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Not now: train on, ask again after `retry_after_s` at an inner-step boundary."""
+
+    retry_after_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """This push or pull is over and changed nothing; its progress goes to the next one, with the next seq."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """This push has a place in a window; it survives its cluster, and dies with its round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the round said of a push; `pull` is the grant of the pull that bears the push's seq, if it is open."""
+
+    kind: str  # "accepted" | "gated" | "skipped"
+    version: VersionId | None  # accepted: the version that contains it; gated: the head
+    reason: str
+    pull: Grant | None
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The run is over; pull `version` if you want the final model."""
+
+    version: VersionId
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """Data ranges leased to the cluster; `exhausted` if none are left to lease."""
+
+    ranges: tuple[int, ...]
+    exhausted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """Heard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request is answered with an error: the class's name in dips.errors, and the message."""
+
+    error: str
+    message: str
+
+
+Result = (
+    Registered
+    | Joined
+    | Grant
+    | Pending
+    | Refused
+    | Dropped
+    | Committed
+    | Outcome
+    | Finished
+    | Ranges
+    | Acknowledged
+    | Failed
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answer question `req`."""
+
+    req: int
+    result: Result
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Tell the log and the timeline; `kind` is a stable word, `fields` are what a person wants beside it."""
+
+    kind: str
+    fields: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """Leave: a later master exists, or the ledger is older than what a slave has seen."""
+
+    code: int
+    reason: str
+
+
+Effect = Order | Record | Reply | Note | Exit

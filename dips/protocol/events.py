@@ -1,0 +1,256 @@
+"""What happened: every input of the Coordinator, in the past tense, frozen.
+
+`req` names the question that a Reply must answer; it means nothing else. Requests of clusters and slaves carry the
+same fields as their messages in `protos/dips/v1`, so that one table-driven converter (wire/messages.py) serves all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dips.ids import PullId, PushId, VersionId
+
+# ---- from slaves ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SlaveRegistered:
+    """A slave says who it is and what it holds; asked again until the answer is Hold."""
+
+    req: int
+    slave: str
+    nonce: str  # of the process: a retried Register gets the same incarnation
+    run: str
+    address: str  # host:port of its control server
+    lanes: tuple[str, ...]  # host:port of each data lane
+    term_seen: int
+    memory: VersionId | None  # θ, m in memory
+    prepared: VersionId | None  # θ′, m′ in memory beside them
+    complete: tuple[VersionId, ...]  # verified snapshots on its disk, `prepared` ones too
+    slots: int
+    reason: str  # why it is not holding what was ordered ("" if nothing failed)
+
+
+@dataclass(frozen=True, slots=True)
+class PushStaged:
+    """All ranges of a push lie on this slave, checked; said once, and in every beat until Measure or Drop."""
+
+    slave: str
+    sinc: int
+    push: PushId
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushRefused:
+    """A slave dropped a push on its own account: ranges overlap or leave gaps, or it stalled."""
+
+    slave: str
+    sinc: int
+    push: PushId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class OrderAnswered:
+    """A slave carried out an order."""
+
+    slave: str
+    sinc: int
+    number: int
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class OrderFailed:
+    """An order got no answer before its deadline (`deaf`), or a refusal (`refused`), or the slave knew a later term."""
+
+    slave: str
+    sinc: int
+    number: int
+    kind: str  # "deaf" | "refused" | "stale_term"
+    reason: str
+
+
+# ---- from clusters --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterJoined:
+    req: int
+    cluster: str
+    nonce: str
+    run: str
+    manifest_digest: str
+    config_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class PushRequested:
+    req: int
+    push: PushId
+    base: VersionId
+    ranks: int  # speaking ranks, each of which says HELLO to every slave
+
+
+@dataclass(frozen=True, slots=True)
+class PushFinished:
+    """The ranks heard DONE from every slave; asks for a place in the window."""
+
+    req: int
+    push: PushId
+    tokens: int  # consumed since the last settled freeze
+    inner_steps: int
+    ranges: tuple[int, ...]  # data ranges used up since the last settled freeze
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class PushAborted:
+    """The cluster gives up a push that is not committed."""
+
+    req: int
+    push: PushId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoundAwaited:
+    req: int
+    push: PushId
+
+
+@dataclass(frozen=True, slots=True)
+class PullRequested:
+    req: int
+    pull: PullId
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PullFinished:
+    """The ranks agreed: `installed` on all, or on none."""
+
+    req: int
+    pull: PullId
+    installed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RangesRequested:
+    """Asks for data ranges; `seq` rises with each question, so a repetition gets the same ranges."""
+
+    req: int
+    cluster: str
+    inc: int
+    seq: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterLeft:
+    """Goes gracefully; `tokens_lost` were consumed and will never be pushed."""
+
+    req: int
+    cluster: str
+    inc: int
+    tokens_lost: int
+
+
+# ---- from the judge of liveness (membership.py) and from the runtime --------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerChanged:
+    """The trainer of a cluster started (`moving`), hung or died (not moving)."""
+
+    cluster: str
+    inc: int
+    moving: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSilent:
+    cluster: str
+    inc: int
+    silent_s: float
+    tokens_lost: int  # consumed, as its last beat told, and never to be pushed
+
+
+@dataclass(frozen=True, slots=True)
+class SlaveSilent:
+    slave: str
+    sinc: int
+    silent_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Blind:
+    """Nobody was looking for `gap_s`: every deadline moves by it."""
+
+    gap_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """A deadline may have passed."""
+
+
+# ---- answers of slaves to orders --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The order is carried out and has nothing to tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Σ(θ − θ_j)² of each of the slave's layers in manifest order; `finite` is False if any element is not."""
+
+    layer_sq: tuple[float, ...]
+    finite: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """Σ acc² over the slave's layers, after the fold."""
+
+    acc_sq: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    version: VersionId
+
+
+@dataclass(frozen=True, slots=True)
+class Persisted:
+    version: VersionId
+    digest: str  # of the snapshot's manifest
+
+
+Answer = Done | Measured | Folded | Prepared | Persisted
+
+Event = (
+    SlaveRegistered
+    | PushStaged
+    | PushRefused
+    | OrderAnswered
+    | OrderFailed
+    | ClusterJoined
+    | PushRequested
+    | PushFinished
+    | PushAborted
+    | RoundAwaited
+    | PullRequested
+    | PullFinished
+    | RangesRequested
+    | ClusterLeft
+    | TrainerChanged
+    | ClusterSilent
+    | SlaveSilent
+    | Blind
+    | Ticked
+)

@@ -1,0 +1,118 @@
+"""The manifest: the ordered list of layers that every party must agree on, made from full (unsharded) parameters.
+
+A layer is the unit of placement: a list of parameters that one slave holds. It depends on the model alone, never on
+how a cluster shards it, so clusters with different layouts train the same global model. Parameters are grouped by the
+name of their block (`layers.3.attention.wq.weight` → `layers.3`), others by their module (`tok_embeddings`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from dips.errors import CorruptManifest
+
+BYTES_PER_PARAMETER = 4  # the global model is fp32
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One full parameter: its name in the model's state dict, and its unsharded shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Parameters that live together on one slave, in the model's order."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel for p in self.parameters)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * BYTES_PER_PARAMETER
+
+    def offsets(self) -> tuple[int, ...]:
+        """Where each parameter begins in the layer's flat array, in elements."""
+        starts, at = [], 0
+        for parameter in self.parameters:
+            starts.append(at)
+            at += parameter.numel
+        return tuple(starts)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All layers of the model; a layer's index here is its name on the wire."""
+
+    layers: tuple[Layer, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(layer.numel for layer in self.layers)
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        layers = [{"name": l.name, "parameters": [[p.name, list(p.shape)] for p in l.parameters]} for l in self.layers]
+        return json.dumps({"format": 1, "layers": layers}, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Read what `to_json` wrote; raise CorruptManifest on anything else."""
+        try:
+            raw = json.loads(text)
+            if raw["format"] != 1:
+                raise CorruptManifest(f"expected manifest format 1, got {raw['format']!r}")
+            return cls(
+                tuple(
+                    Layer(l["name"], tuple(Parameter(n, tuple(int(d) for d in shape)) for n, shape in l["parameters"]))
+                    for l in raw["layers"]
+                )
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptManifest(f"not a manifest: {error!r} in {text[:80]!r}") from error
+
+    @classmethod
+    def from_shapes(cls, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Manifest:
+        """Group (name, full shape) pairs into layers, in the order in which blocks first appear."""
+        groups: dict[str, list[Parameter]] = {}
+        for name, shape in shapes:
+            groups.setdefault(layer_of(name), []).append(Parameter(name, tuple(shape)))
+        return cls(tuple(Layer(name, tuple(parameters)) for name, parameters in groups.items()))
+
+    def differences(self, other: Manifest, most: int = 5) -> list[str]:
+        """Say where `other` differs from this one, at most `most` lines, for an error that a person reads."""
+        mine = {p.name: p.shape for layer in self.layers for p in layer.parameters}
+        theirs = {p.name: p.shape for layer in other.layers for p in layer.parameters}
+        lines = [f"{n}: expected shape {s}, it is missing" for n, s in mine.items() if n not in theirs]
+        lines += [f"{n}: shape {s} was not expected" for n, s in theirs.items() if n not in mine]
+        lines += [f"{n}: expected shape {s}, got {theirs[n]}" for n, s in mine.items() if theirs.get(n, s) != s]
+        if not lines and self.digest != other.digest:
+            lines = ["same parameters in another order or grouping"]
+        return lines if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} more"]
+
+
+def layer_of(parameter: str) -> str:
+    """Name the layer of a parameter: its path up to and with the first number, else its module."""
+    parts = parameter.split(".")
+    for i, part in enumerate(parts[:-1]):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return ".".join(parts[:-1]) or parameter

@@ -1,0 +1,134 @@
+"""Options of the deciding part, each with its unit and the reason of its default.
+
+Plain dataclasses, so that this room needs nothing but the standard library. Bounds are checked in `__post_init__`, said
+once for every caller; config.py checks types and refuses unknown keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from dips.errors import ConfigError
+
+FORBID: dict[str, Any] = {"extra": "forbid"}
+
+
+def _require(holds: bool, key: str, expected: str, got: object) -> None:
+    if not holds:
+        raise ConfigError(f"{key}: expected {expected}, got {got!r}")
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Clip of the averaged pseudo-gradient over the whole model; at most one of the two, none means no clip."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+    norm: float | None = None  # φ of the paper, absolute
+    relative: float | None = None  # times the running median of accepted ‖δ‖
+
+    def __post_init__(self) -> None:
+        _require(self.norm is None or self.relative is None, "clip", "norm or relative, not both", self)
+        for key, value in (("clip.norm", self.norm), ("clip.relative", self.relative)):
+            _require(value is None or value > 0, key, "a number above 0", value)
+
+
+@dataclass(frozen=True)
+class OuterOptions:
+    """The outer step (§4.1): Nesterov as torch.optim.SGD(nesterov=True)."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+    lr: float = 0.7  # §5.1
+    momentum: float = 0.8  # §5.1
+    clip: Clip = field(default_factory=lambda: Clip(norm=1.0))  # φ = 1, the paper's
+
+    def __post_init__(self) -> None:
+        _require(self.lr > 0, "outer.lr", "a number above 0", self.lr)
+        _require(0 <= self.momentum < 1, "outer.momentum", "a number in [0, 1)", self.momentum)
+
+
+@dataclass(frozen=True)
+class PenaltyOptions:
+    """The pseudo-gradient penalty (§4.1, design.md section 8)."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+    rule: str = "dips"  # "dips" | "none" (finite check only)
+    alpha: float = 0.02  # §4.1: weight of the newest norm
+    beta: float = 3.0  # §4.1
+    e_cap: float = 2.0  # bounds the threshold: a loud history must not disarm the gate
+    sigma_floor: float = 0.02  # of μ: a quiet history must not gate everybody
+    hard_cap: float = 10.0  # of μ: holds in warm-ups too
+    warmup_rounds: int = 10  # accepted pushes of a cluster before its scores count
+    history: int = 50  # rounds whose scores set the threshold
+    gate_patience: int = 3  # gates in a row before a new warm-up or quarantine
+
+    def __post_init__(self) -> None:
+        _require(self.rule in ("dips", "none"), "penalty.rule", "dips or none", self.rule)
+        _require(0 < self.alpha < 1, "penalty.alpha", "a number in (0, 1)", self.alpha)
+        _require(self.beta > 0, "penalty.beta", "a number above 0", self.beta)
+        _require(self.hard_cap > 1, "penalty.hard_cap", "a number above 1", self.hard_cap)
+        for key in ("warmup_rounds", "history", "gate_patience"):
+            _require(getattr(self, key) >= 1, f"penalty.{key}", "a whole number, at least 1", getattr(self, key))
+
+
+@dataclass(frozen=True)
+class StopOptions:
+    """When the run ends; 0 means never by this measure (Algorithm 1, line 7)."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+    tokens: int = 0  # accepted by the lineage
+    versions: int = 0  # outer steps
+    wall_s: float = 0.0  # since this master's start
+
+    def __post_init__(self) -> None:
+        for key in ("tokens", "versions", "wall_s"):
+            _require(getattr(self, key) >= 0, f"stop.{key}", "0 or more", getattr(self, key))
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """The data set, pre-partitioned into ranges (§4.2)."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+    ranges: int = 0  # 0: clusters bring their own data
+    epochs: int = 1  # range e·ranges + i is range i in epoch e: nothing is trained twice under one number
+
+    def __post_init__(self) -> None:
+        _require(self.ranges >= 0, "data.ranges", "0 or more", self.ranges)
+        _require(self.epochs >= 1, "data.epochs", "at least 1", self.epochs)
+
+
+@dataclass(frozen=True)
+class TimingOptions:
+    """Deadlines and leases of the master; seconds on its monotonic clock."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
+    window_s: float | None = None  # None: 5 % of the median time between a cluster's pushes, at least 1 s
+    beat_s: float = 2.0
+    lease_beats: int = 5  # silence of so many beats is death
+    hang_s: float = 120.0  # inner steps unseen for so long: the window does not wait for this trainer
+    order_s: float = 10.0  # for orders that move no model: open, drop, commit, abort, ping
+    compute_s: float = 300.0  # for Measure, Fold, Apply, Persist
+    transfer_s: float = 3600.0  # for a push or pull to move
+    busy_retry_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        _require(self.window_s is None or self.window_s >= 0, "timing.window_s", "0 or more, or null", self.window_s)
+        for key in ("beat_s", "lease_beats", "hang_s", "order_s", "compute_s", "transfer_s", "busy_retry_s"):
+            _require(getattr(self, key) > 0, f"timing.{key}", "a number above 0", getattr(self, key))
+
+    @property
+    def lease_s(self) -> float:
+        return self.beat_s * self.lease_beats
+
+
+@dataclass(frozen=True)
+class Options:
+    """All that the Coordinator is tuned by."""
+
+    outer: OuterOptions = field(default_factory=OuterOptions)
+    penalty: PenaltyOptions = field(default_factory=PenaltyOptions)
+    stop: StopOptions = field(default_factory=StopOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    timing: TimingOptions = field(default_factory=TimingOptions)
+    keep_snapshots: int = 2  # complete on all slaves, never fewer than 2

@@ -1,0 +1,203 @@
+"""What the ledger remembers: the rows that the Coordinator orders written, and the state that a master starts from.
+
+The VersionCommitted row is the commit point of an outer step. Everything that it settles is in that one transaction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dips.ids import PushId, VersionId
+
+
+@dataclass(frozen=True, slots=True)
+class IncarnationGiven:
+    role: str  # "cluster" | "slave"
+    name: str
+    inc: int
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReserved:
+    round: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class FoldRow:
+    """One accepted push, in the order of folding."""
+
+    push: PushId
+    base: VersionId
+    tokens: int
+    inner_steps: int
+    weight: float  # T_j / T_first, as folded
+    norm: float  # G_j
+    score: float  # E_j; 0 in a warm-up or when exempt
+    loss: float
+    ranges: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OutcomeRow:
+    push: PushId
+    kind: str  # "accepted" | "gated" | "skipped"
+    reason: str
+    tokens: int
+    inner_steps: int
+    norm: float
+    score: float
+    ranges: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltyRow:
+    """A cluster's penalty statistics after the round; see penalty.py."""
+
+    cluster: str
+    n: int
+    mu: float
+    sigma: float
+    last_norm: float
+    warm_left: int
+    gated_in_a_row: int
+    quarantined: bool
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreHistory:
+    """Accepted scores outside warm-ups of the last rounds, oldest first: one tuple a round; and accepted ‖δ‖."""
+
+    scores: tuple[tuple[float, ...], ...]
+    delta_norms: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VersionCommitted:
+    """THE COMMIT: the version exists if and only if this row does."""
+
+    version: VersionId
+    parent: VersionId
+    durable: bool
+    folds: tuple[FoldRow, ...]
+    outcomes: tuple[OutcomeRow, ...]
+    scale: float
+    lr: float
+    momentum: float
+    delta_norm: float  # ‖c·acc‖ before clipping
+    clipped: bool
+    digests: tuple[tuple[str, str], ...]  # (slave, digest of its snapshot's manifest)
+    penalty: tuple[PenaltyRow, ...]
+    history: ScoreHistory
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEnded:
+    """A round that made no version: `skipped` (it broke; progress goes back) or `unchanged` (all gated)."""
+
+    round: int
+    kind: str
+    reason: str
+    outcomes: tuple[OutcomeRow, ...]
+    penalty: tuple[PenaltyRow, ...]  # empty for skipped
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class RangesLeased:
+    cluster: str
+    inc: int
+    seq: int
+    ranges: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterEnded:
+    """A life of a cluster is over: its unsettled ranges are free again, its unsettled tokens are lost."""
+
+    cluster: str
+    inc: int
+    reason: str
+    tokens_lost: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class VersionsRetired:
+    """Row first, delete after."""
+
+    versions: tuple[VersionId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFinished:
+    version: VersionId
+    reason: str
+    at: float
+
+
+Record = (
+    IncarnationGiven
+    | RoundReserved
+    | VersionCommitted
+    | RoundEnded
+    | RangesLeased
+    | ClusterEnded
+    | VersionsRetired
+    | RunFinished
+)
+
+
+# ---- what a master starts from ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """Written once by `dips init`."""
+
+    run: str
+    config_digest: str
+    manifest: str  # JSON
+    placement: tuple[tuple[str, tuple[int, ...]], ...]  # (slave, layers)
+    genesis: tuple[str, ...]  # xxh3-128 of each layer's bytes at v0@r0
+    genesis_norms: tuple[float, ...]  # ‖θ₀‖ of each layer
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRow:
+    version: VersionId
+    parent: VersionId
+    durable: bool
+    tokens: int  # accepted by this version
+    retired: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRow:
+    """The newest life of a cluster or slave; `ended` if it is over."""
+
+    name: str
+    inc: int
+    nonce: str
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerState:
+    """Everything that a new master knows; `next_round` is above every reserved round."""
+
+    row: RunRow
+    term: int
+    next_round: int
+    versions: tuple[VersionRow, ...]  # the lineage of the head, oldest first, v0@r0 included
+    clusters: tuple[PeerRow, ...]
+    slaves: tuple[PeerRow, ...]
+    outcomes: tuple[tuple[OutcomeRow, VersionId | None], ...]  # the newest of each cluster, with its version if accepted
+    penalty: tuple[PenaltyRow, ...]
+    history: ScoreHistory
+    leased: tuple[tuple[str, int, int, tuple[int, ...]], ...]  # (cluster, inc, seq, ranges still leased), in order
+    settled: tuple[int, ...]  # ranges trained or gated, ascending
+    finished: VersionId | None

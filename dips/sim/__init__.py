@@ -1,0 +1,1 @@
+"""DREAMS: one simulated world from one seed: network, disks, crashes, around the real deciding code."""

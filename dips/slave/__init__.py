@@ -1,0 +1,1 @@
+"""LIVES: a slave, which holds layers and moves them."""

@@ -1,0 +1,70 @@
+"""The two seams of a slave: the data flow that moves bytes, and the disk that keeps them.
+
+The shard (shard.py) orders both and knows neither: the daemon gives it ZeroMQ and files, the simulation a simulated
+network and simulated disks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dips.ids import PullId, PushId, VersionId
+from dips.protocol.beats import Transfer
+
+F32 = npt.NDArray[np.float32]
+Arrays = Mapping[int, F32]  # layer index in the manifest → the layer's flat parameters
+
+
+class FlowEvents(Protocol):
+    """What the data flow reports, from its own threads; each returns at once."""
+
+    def staged(self, push: PushId, nbytes: int) -> None:
+        """All ranges of the push are in its buffers, checked; nobody writes into them any more."""
+
+    def refused(self, push: PushId, reason: str) -> None:
+        """The push cannot be completed (ranges overlap or leave gaps, it stalled); nobody writes any more."""
+
+    def released(self, pull: PullId, reason: str) -> None:
+        """Nobody reads the pull's source any more: not a rank, not libzmq. Said once for each opened pull."""
+
+
+class Flow(Protocol):
+    """The data flow of one slave."""
+
+    def start(self, sinc: int, events: FlowEvents) -> None:
+        """Serve streams of incarnation `sinc`; called again after each Register that changed it."""
+
+    def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float) -> None:
+        """Accept HELLOs of the push's ranks (there are len(order)) and ask them, in that order, into `buffers`."""
+
+    def drop_push(self, push: PushId) -> None:
+        """Stop receiving; on return nobody writes into its buffers. An unknown push is nothing to drop."""
+
+    def open_pull(self, pull: PullId, version: VersionId, source: Arrays, deadline_s: float) -> None:
+        """Serve `source` to the pull's ranks until it is closed or passes its deadline."""
+
+    def close_pull(self, pull: PullId) -> None:
+        """Serve no further; `released` is said when the last byte in flight is gone. Unknown: nothing."""
+
+    def transfers(self) -> tuple[Transfer, ...]:
+        """What is moving now, for beats and status."""
+
+
+class Disk(Protocol):
+    """Snapshots of one slave; every call may raise OSError or CorruptSnapshot."""
+
+    def complete(self) -> tuple[VersionId, ...]:
+        """Versions whose snapshot is whole and of this run, ascending; a bad one is passed over loudly."""
+
+    def write(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
+        """Make a snapshot durable (written aside, fsynced, renamed, directory fsynced); return its digest."""
+
+    def read(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
+        """Fill both from the snapshot, verifying every digest; v0@r0 comes from the initial model if not on disk."""
+
+    def delete(self, versions: tuple[VersionId, ...]) -> None:
+        """Remove snapshots; a missing one is fine."""

@@ -1,0 +1,1 @@
+"""TELLS: logs, the timeline, metrics, status."""

@@ -1,0 +1,29 @@
+"""Structured logs: one line per event and effect, with ids; for people on a terminal, JSON elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import structlog
+
+Log = structlog.stdlib.BoundLogger
+
+
+def configure(role: str, name: str, level: str = "info") -> Log:
+    """Set up this process's log on standard error and return its logger, bound to who we are."""
+    terminal = sys.stderr.isatty()
+    renderer = structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer()
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    log: Log = structlog.get_logger().bind(role=role, name=name)
+    return log

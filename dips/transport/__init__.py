@@ -1,0 +1,1 @@
+"""MOVES: pools, lanes, streams of the data flow; channels of the control flow."""

@@ -1,0 +1,1 @@
+"""SPELLS: frames, chunks, and protobuf messages ⇄ events."""
