@@ -81,7 +81,7 @@ class ClusterJoined:
     cluster: str
     nonce: str
     run: str
-    manifest_digest: str
+    manifest: str  # JSON, so that a mismatch can be answered with its first differences
     config_digest: str
 
 

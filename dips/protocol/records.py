@@ -195,9 +195,13 @@ class LedgerState:
     versions: tuple[VersionRow, ...]  # the lineage of the head, oldest first, v0@r0 included
     clusters: tuple[PeerRow, ...]
     slaves: tuple[PeerRow, ...]
-    outcomes: tuple[tuple[OutcomeRow, VersionId | None], ...]  # the newest of each cluster, with its version if accepted
+    outcomes: tuple[
+        tuple[OutcomeRow, VersionId | None], ...
+    ]  # the newest of each cluster, with its version if accepted
     penalty: tuple[PenaltyRow, ...]
     history: ScoreHistory
-    leased: tuple[tuple[str, int, int, tuple[int, ...]], ...]  # (cluster, inc, seq, ranges still leased), in order
+    leased: tuple[
+        tuple[str, int, int, tuple[int, ...]], ...
+    ]  # (cluster, inc, seq, ranges of that lease not yet settled), in order
     settled: tuple[int, ...]  # ranges trained or gated, ascending
     finished: VersionId | None

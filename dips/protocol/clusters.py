@@ -1,0 +1,116 @@
+"""Lives of clusters: join, leave, silence, trainers that stop and go, data ranges (protocol.md rows 2, 3; why.md 4, 24)."""
+
+from __future__ import annotations
+
+from dips.errors import CorruptManifest
+from dips.protocol import pulls, pushes
+from dips.protocol.effects import Acknowledged, Failed, Joined, Ranges
+from dips.protocol.events import ClusterJoined, RangesRequested, TrainerChanged
+from dips.protocol.manifest import Manifest
+from dips.protocol.moves import ClusterState
+from dips.protocol.records import ClusterEnded, IncarnationGiven, RangesLeased
+from dips.protocol.world import Cluster, World
+
+MAX_CLUSTERS = 10_000  # names ever heard; bounds memory and metric labels
+MAX_RANGES_ASKED = 1_024
+
+
+def joined(w: World, event: ClusterJoined) -> None:
+    """Begin a life; the older one is fenced and its uncommitted push dropped. A repeated nonce gets the same life."""
+    problem = _mismatch(w, event)
+    if problem:
+        w.reply(event.req, problem)
+        return
+    cluster = w.clusters.get(event.cluster)
+    if cluster is None or not (cluster.live and cluster.nonce == event.nonce):
+        cluster = _begin(w, event, cluster)
+    ranges = w.ranges.held_by(cluster.name, cluster.inc)
+    w.reply(event.req, Joined(w.term, cluster.inc, w.head, w.progress(), ranges))
+
+
+def _mismatch(w: World, event: ClusterJoined) -> Failed | None:
+    if event.run != w.row.run:
+        return Failed(
+            "ConfigError", f"shared.run: this master serves {w.row.run!r}, the cluster belongs to {event.run!r}"
+        )
+    if event.config_digest != w.row.config_digest:
+        return Failed(
+            "ConfigError",
+            f"shared: digest {event.config_digest[:12]} differs from the run's {w.row.config_digest[:12]}; "
+            "copy the section `shared` of the run file",
+        )
+    try:
+        differences = w.manifest.differences(Manifest.from_json(event.manifest))
+    except CorruptManifest as error:
+        return Failed("CorruptManifest", str(error))
+    if differences:
+        return Failed("CorruptManifest", "this model is not the run's: " + "; ".join(differences))
+    if event.cluster not in w.clusters and len(w.clusters) >= MAX_CLUSTERS:
+        return Failed("Busy", f"this run has heard {MAX_CLUSTERS} cluster names, its limit")
+    return None
+
+
+def _begin(w: World, event: ClusterJoined, old: Cluster | None) -> Cluster:
+    inc = 1
+    if old is not None:
+        inc = old.inc + 1
+        if old.live:
+            end(w, old, f"fenced by its next life {old.name}/{inc}", 0)
+        old.reborn(inc, event.nonce)
+    cluster = old or Cluster(event.cluster, inc, event.nonce)
+    w.clusters[event.cluster] = cluster
+    w.record(IncarnationGiven("cluster", cluster.name, inc, event.nonce))
+    w.note("cluster_joined", cluster=cluster.name, inc=inc, head=w.head)
+    return cluster
+
+
+def end(w: World, cluster: Cluster, reason: str, tokens_lost: int) -> None:
+    """A life is over. Its committed push counts; everything else of it is freed."""
+    committed = cluster.push if cluster.push and cluster.push.committed else None
+    if cluster.push and not committed:
+        pushes.drop(w, cluster, reason)
+    if cluster.pull:
+        pulls.close(w, cluster, reason)
+    w.ranges.release(cluster.name, cluster.inc, keep=committed.ranges if committed else ())
+    # Tokens of a committed push are not lost with the cluster: its round settles them.
+    lost = max(0, tokens_lost - (committed.tokens if committed else 0))
+    cluster.tokens["lost"] += lost
+    cluster.become(ClusterState.GONE, reason)
+    w.record(ClusterEnded(cluster.name, cluster.inc, reason, lost, w.now))
+    w.note("cluster_gone", cluster=cluster.name, inc=cluster.inc, reason=reason)
+
+
+def trainer_changed(w: World, event: TrainerChanged) -> None:
+    """A trainer that hangs or is dead keeps its lease, and no window waits for it."""
+    cluster = w.clusters.get(event.cluster)
+    if cluster is None or cluster.inc != event.inc or not cluster.live:
+        return
+    cluster.moving = event.moving
+    if cluster.state is ClusterState.TRAINING and not event.moving:
+        cluster.become(ClusterState.IDLE, event.reason)
+    elif cluster.state is ClusterState.IDLE and event.moving:
+        cluster.become(ClusterState.TRAINING, event.reason)
+
+
+def ranges_requested(w: World, event: RangesRequested) -> None:
+    """Lease data ranges; a repeated question gets the same ones."""
+    cluster = w.living(event.req, event.cluster, event.inc)
+    if cluster is None:
+        return
+    if not 1 <= event.count <= MAX_RANGES_ASKED:
+        w.reply(event.req, Failed("RemoteProtocolError", f"count: expected 1 to {MAX_RANGES_ASKED}, got {event.count}"))
+        return
+    if w.finished:
+        w.reply(event.req, Ranges((), True))
+        return
+    taken, new = w.ranges.lease(cluster.name, cluster.inc, event.seq, event.count)
+    if new and taken:
+        w.record(RangesLeased(cluster.name, cluster.inc, event.seq, taken))
+    w.reply(event.req, Ranges(taken, not taken))
+
+
+def left(w: World, req: int, name: str, inc: int, tokens_lost: int) -> None:
+    """Goes gracefully; saying it twice is fine."""
+    if w.standing(name, inc) == "live":
+        end(w, w.clusters[name], "left", tokens_lost)
+    w.reply(req, Acknowledged())

@@ -1,0 +1,181 @@
+"""The machine that decides: events in, effects out (design.md section 5). One owner, no clock, no socket, no thread.
+
+Legal moves are in moves.py, the state in world.py, what each event means in slaves.py, clusters.py, pushes.py, pulls.py
+and round.py. This file only brings them together: which event goes where, what follows when all slaves have answered an
+order, and when to look again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+from dips.ids import PullId, PushId
+from dips.protocol import clusters, pulls, pushes, round, slaves, view
+from dips.protocol.effects import Effect, Progress
+from dips.protocol.events import (
+    Blind,
+    ClusterJoined,
+    ClusterLeft,
+    ClusterSilent,
+    Event,
+    OrderAnswered,
+    OrderFailed,
+    PullFinished,
+    PullRequested,
+    PushAborted,
+    PushFinished,
+    PushRefused,
+    PushRequested,
+    PushStaged,
+    RangesRequested,
+    RoundAwaited,
+    SlaveRegistered,
+    SlaveSilent,
+    Ticked,
+    TrainerChanged,
+)
+from dips.protocol.manifest import Manifest
+from dips.protocol.moves import RoundState, SlaveState
+from dips.protocol.options import Options
+from dips.protocol.records import LedgerState
+from dips.protocol.world import Chorus, World
+
+Continue = Callable[[World, Chorus], None]
+
+
+def _nothing_follows(w: World, chorus: Chorus) -> None:
+    """The order was an end in itself."""
+
+
+# What follows when every slave has answered an order of this kind.
+CONTINUE: dict[str, Continue] = {
+    "open_push": pushes.opened,
+    "open_pull": pulls.opened,
+    "measure": round.measured,
+    "fold": round.folded,
+    "apply": round.applied,
+    "persist": round.persisted,
+    "commit": round.flipped,
+    "done": _nothing_follows,
+}
+
+
+def _order_answered(w: World, event: OrderAnswered) -> None:
+    chorus = slaves.answered(w, event)
+    if chorus is not None:
+        CONTINUE[chorus.kind](w, chorus)
+
+
+def _cluster_silent(w: World, event: ClusterSilent) -> None:
+    if w.standing(event.cluster, event.inc) == "live":
+        clusters.end(w, w.clusters[event.cluster], f"silent for {event.silent_s:.1f} s", event.tokens_lost)
+
+
+def _cluster_left(w: World, event: ClusterLeft) -> None:
+    clusters.left(w, event.req, event.cluster, event.inc, event.tokens_lost)
+
+
+def _blind(w: World, event: Blind) -> None:
+    """Nobody was looking: every deadline moves by the gap (why.md 12)."""
+    w.started += event.gap_s
+    if w.round is not None:
+        w.round.closes += event.gap_s
+    for cluster in w.clusters.values():
+        for transfer in (cluster.push, cluster.pull):
+            if transfer is not None:
+                transfer.deadline += event.gap_s
+        if cluster.requested_at is not None:
+            cluster.requested_at += event.gap_s
+    w.note("blind", gap_s=f"{event.gap_s:.3f}")
+
+
+def _ticked(w: World, event: Ticked) -> None:
+    """Time has passed; what that means is decided after every event."""
+
+
+HANDLERS: dict[type[Event], Callable[[World, Any], None]] = {
+    SlaveRegistered: slaves.registered,
+    SlaveSilent: slaves.silent,
+    OrderAnswered: _order_answered,
+    OrderFailed: slaves.failed,
+    PushStaged: pushes.staged,
+    PushRefused: pushes.refused,
+    ClusterJoined: clusters.joined,
+    ClusterLeft: _cluster_left,
+    ClusterSilent: _cluster_silent,
+    TrainerChanged: clusters.trainer_changed,
+    RangesRequested: clusters.ranges_requested,
+    PushRequested: pushes.requested,
+    PushFinished: pushes.finished,
+    PushAborted: pushes.aborted,
+    RoundAwaited: pushes.awaited,
+    PullRequested: pulls.requested,
+    PullFinished: pulls.finished,
+    Blind: _blind,
+    Ticked: _ticked,
+}
+
+
+class Coordinator:
+    """All decisions of a master, from one ledger state on. `now` is the master's monotonic clock, in seconds."""
+
+    def __init__(self, state: LedgerState, manifest: Manifest, options: Options, now: float) -> None:
+        self._world = World(state, manifest, options, now)
+
+    def step(self, event: Event, now: float) -> list[Effect]:
+        """Take one event; return what is to be done, in order."""
+        w = self._world
+        w.now, w.out = now, []
+        HANDLERS[type(event)](w, event)
+        if not isinstance(event, Blind):
+            pushes.expire(w)
+            pulls.expire(w)
+            round.finish_if_due(w)
+            round.advance(w)
+        return w.out
+
+    def next_deadline(self) -> float:
+        """When to send Ticked if nothing happens before; inf if nothing is due."""
+        w = self._world
+        due = [
+            t.deadline
+            for c in w.clusters.values()
+            for t in (c.push, c.pull)
+            if t and not getattr(t, "committed", False)
+        ]
+        if w.round is not None and w.round.state is RoundState.COLLECTING and w.round.current is None:
+            due.append(w.round.closes)
+        if w.options.stop.wall_s and not w.finished and w.round is None:
+            due.append(w.started + w.options.stop.wall_s)
+        return min(due, default=inf)
+
+    # ---- read-only, for the runtime ----
+
+    @property
+    def term(self) -> int:
+        return self._world.term
+
+    def progress(self) -> Progress:
+        return self._world.progress()
+
+    def cluster_standing(self, cluster: str, inc: int) -> tuple[str, PushId | None, PullId | None]:
+        """("live" | "gone" | "fenced", its open push, its open pull): what a beat is answered."""
+        standing = self._world.standing(cluster, inc)
+        if standing != "live":
+            return standing, None, None
+        found = self._world.clusters[cluster]
+        return standing, found.push.id if found.push else None, found.pull.id if found.pull else None
+
+    def slave_live(self, slave: str, sinc: int) -> tuple[bool, int, tuple[PushId, ...], tuple[PullId, ...]]:
+        """(must it register?, number of the last order that this list knows, live pushes, live pulls)."""
+        w = self._world
+        known = w.slaves.get(slave)
+        register = known is None or known.sinc != sinc or known.state is not SlaveState.READY
+        pushes_live = tuple(p.id for p in w.open_pushes())
+        return register, w.last_number, pushes_live, tuple(p.id for p in w.open_pulls())
+
+    def view(self, now: float) -> dict[str, Any]:
+        """The status as plain data: every state with its reason."""
+        return view.view(self._world, now)

@@ -1,0 +1,89 @@
+"""Data ranges and their fates (§4.2, why.md 37): each is free, leased to one life of a cluster, or settled for good.
+
+A leased range stays leased while its cluster carries it unsettled. An accepted push settles its ranges as trained, a
+gated one as gated; when a life ends, what it had leased and not settled is free again. Range e·ranges + i is range i
+in epoch e, so nothing is trained twice under one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from dips.protocol.options import DataOptions
+
+
+@dataclass
+class Lease:
+    """What one life of a cluster holds: the answer to its last question, and all ranges that are not settled."""
+
+    seq: int = 0
+    answer: tuple[int, ...] = ()
+    ranges: list[int] = field(default_factory=list)
+
+
+class RangeBook:
+    """Who holds which range. Ranges are handed out in ascending order, freed ones first."""
+
+    def __init__(
+        self,
+        options: DataOptions,
+        settled: Iterable[int] = (),
+        leased: Iterable[tuple[str, int, int, tuple[int, ...]]] = (),
+    ) -> None:
+        self.total = options.ranges * options.epochs
+        self.settled = set(settled)
+        self._leases: dict[tuple[str, int], Lease] = {}
+        for cluster, inc, seq, ranges in leased:
+            lease = self._leases.setdefault((cluster, inc), Lease())
+            lease.ranges += ranges
+            if seq > lease.seq:
+                lease.seq, lease.answer = seq, ranges
+        taken = self.settled | {r for lease in self._leases.values() for r in lease.ranges}
+        self._next = max(taken, default=-1) + 1
+        self._freed = [r for r in range(self._next) if r not in taken]
+
+    @property
+    def free(self) -> int:
+        return len(self._freed) + self.total - self._next
+
+    @property
+    def leased(self) -> int:
+        return sum(len(lease.ranges) for lease in self._leases.values())
+
+    def held_by(self, cluster: str, inc: int) -> tuple[int, ...]:
+        lease = self._leases.get((cluster, inc))
+        return tuple(lease.ranges) if lease else ()
+
+    def lease(self, cluster: str, inc: int, seq: int, count: int) -> tuple[tuple[int, ...], bool]:
+        """Lease up to `count` ranges; return them, and whether they are new (False: a repeated question)."""
+        lease = self._leases.setdefault((cluster, inc), Lease())
+        if seq <= lease.seq:
+            return lease.answer, False
+        taken = tuple(self._take() for _ in range(min(count, self.free)))
+        lease.seq, lease.answer = seq, taken
+        lease.ranges += taken
+        return taken, True
+
+    def settle(self, cluster: str, inc: int, ranges: Sequence[int]) -> None:
+        """Trained or gated: never leased again in this lineage."""
+        self.settled.update(ranges)
+        lease = self._leases.get((cluster, inc))
+        if lease:
+            gone = set(ranges)
+            lease.ranges = [r for r in lease.ranges if r not in gone]
+
+    def release(self, cluster: str, inc: int, keep: Sequence[int] = ()) -> None:
+        """Free what a dead life held, but for `keep`: the ranges of its push that is committed and not yet settled."""
+        lease = self._leases.pop((cluster, inc), None)
+        if lease is None:
+            return
+        self._freed = sorted({*self._freed, *(r for r in lease.ranges if r not in keep)})
+        if keep:
+            self._leases[cluster, inc] = Lease(lease.seq, lease.answer, [r for r in lease.ranges if r in keep])
+
+    def _take(self) -> int:
+        if self._freed:
+            return self._freed.pop(0)
+        self._next += 1
+        return self._next - 1

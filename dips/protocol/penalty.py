@@ -1,0 +1,172 @@
+"""The pseudo-gradient penalty (§4.1, design.md section 8, why.md 10): which pushes may enter the outer step.
+
+A push's norm G = Σ over layers ‖θ − θ_j‖₂, divided by √(inner steps), is compared with its cluster's own past:
+score E = (G − μ)/σ, gated when E > β·min(E_cap, max(1, max E)). Statistics move only when a version is committed
+(`settled`), so a skipped round leaves no trace; asking (`verdict`) changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite, sqrt
+from statistics import median
+
+from dips.protocol.options import PenaltyOptions
+from dips.protocol.records import PenaltyRow, ScoreHistory
+
+LARGEST_NORM = 1e30  # beyond it squares overflow in fp32 kernels; not finite for any purpose
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the penalty says of one push, and why. `tracked` is False if it must leave the statistics alone."""
+
+    accepted: bool
+    norm: float
+    score: float
+    reason: str
+    tracked: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A verdict whose round has ended."""
+
+    cluster: str
+    verdict: Verdict
+
+
+def fresh(cluster: str, options: PenaltyOptions) -> PenaltyRow:
+    """Statistics of a cluster that was never heard."""
+    return PenaltyRow(cluster, 0, 0.0, 0.0, 0.0, options.warmup_rounds, 0, False, 0)
+
+
+def norm(layer_sq: Iterable[float], inner_steps: int) -> float:
+    """G of a push: Σ over layers ‖θ − θ_j‖₂, over √(inner steps), since paces differ by design."""
+    return sum(sqrt(sq) for sq in layer_sq) / sqrt(max(1, inner_steps))
+
+
+class Penalty:
+    """The statistics of all clusters, and the rule."""
+
+    def __init__(
+        self,
+        options: PenaltyOptions,
+        rows: Iterable[PenaltyRow] = (),
+        history: ScoreHistory = ScoreHistory((), ()),  # noqa: B008 (frozen)
+        genesis_norm: float = 0.0,
+    ) -> None:
+        self._options = options
+        self._rows = {row.cluster: row for row in rows}
+        self.history = history
+        self._genesis_norm = genesis_norm
+
+    def row(self, cluster: str) -> PenaltyRow:
+        return self._rows.get(cluster) or fresh(cluster, self._options)
+
+    def threshold(self) -> float:
+        """β·min(E_cap, max(1, max E)): neither a quiet history gates everybody nor a loud one nobody."""
+        o = self._options
+        largest = max((score for scores in self.history.scores for score in scores), default=1.0)
+        return o.beta * min(o.e_cap, max(1.0, largest))
+
+    def verdict(
+        self, cluster: str, layer_sq: Sequence[float], finite: bool, inner_steps: int, exempt: bool = False
+    ) -> Verdict:
+        """Judge one push; `exempt` if its base is no ancestor of θ (finite check and cap only)."""
+        g = norm(layer_sq, inner_steps) if finite and all(isfinite(sq) for sq in layer_sq) else float("inf")
+        if not g < LARGEST_NORM:
+            return Verdict(False, 0.0, 0.0, "not finite: NaN, Inf or overflow in its parameters", tracked=False)
+        if self._options.rule == "none":
+            return Verdict(True, g, 0.0, "finite", tracked=True)
+        cap = self._cap(cluster, inner_steps)
+        if g > cap:
+            return Verdict(False, g, 0.0, f"norm {g:.4g} above the hard cap {cap:.4g}", tracked=not exempt)
+        row = self.row(cluster)
+        if exempt:
+            return Verdict(True, g, 0.0, "its base is no ancestor: exempt from the score", tracked=False)
+        if row.warm_left > 0 or row.n == 0:
+            return Verdict(True, g, 0.0, f"warm-up, {row.warm_left} pushes left")
+        score, limit = (g - row.mu) / self._sigma(row), self.threshold()
+        if score > limit:
+            return Verdict(False, g, score, f"score {score:.3g} above {limit:.3g} (norm {g:.4g}, mean {row.mu:.4g})")
+        return Verdict(True, g, score, f"score {score:.3g}, at most {limit:.3g}")
+
+    def settled(self, verdicts: Sequence[Settled], live: Sequence[str]) -> tuple[dict[str, PenaltyRow], ScoreHistory]:
+        """Return the statistics and the score history after a round, in the order of folding; nothing is kept yet."""
+        rows = dict(self._rows)
+        scores: list[float] = []
+        limit = self.threshold()
+        for cluster, verdict in ((s.cluster, s.verdict) for s in verdicts if s.verdict.accepted):
+            row = rows.get(cluster) or fresh(cluster, self._options)
+            if verdict.tracked and row.warm_left == 0 and row.n > 0:
+                scores.append(verdict.score)
+            rows[cluster] = self._after_accepted(row, verdict, limit)
+        for cluster in (s.cluster for s in verdicts if not s.verdict.accepted):
+            row = rows.get(cluster) or fresh(cluster, self._options)
+            rows[cluster] = replace(row, gated_in_a_row=row.gated_in_a_row + 1)
+        for settled in verdicts:
+            if not settled.verdict.accepted:
+                rows[settled.cluster] = self._patience(rows, settled, live)
+        kept = self.history.scores
+        if any(s.verdict.accepted for s in verdicts):
+            kept = (*kept, tuple(scores))[-self._options.history :]
+        return rows, ScoreHistory(kept, self.history.delta_norms)
+
+    def keep(self, rows: Mapping[str, PenaltyRow], history: ScoreHistory) -> None:
+        """The round is in the ledger: its statistics are ours."""
+        self._rows = dict(rows)
+        self.history = history
+
+    def _sigma(self, row: PenaltyRow) -> float:
+        corrected = row.sigma / sqrt(1.0 - (1.0 - self._options.alpha) ** row.n)
+        return max(corrected, self._options.sigma_floor * row.mu, 1e-30)
+
+    def _cap(self, cluster: str, inner_steps: int) -> float:
+        """The norm above which even a warm-up is gated."""
+        row, factor = self.row(cluster), self._options.hard_cap
+        if row.accepted >= 2 and row.n > 0:
+            return factor * row.mu
+        others = self._others(self._rows, cluster)
+        if others:
+            return factor * median(others)
+        if row.n > 0:
+            return factor * row.last_norm
+        if row.accepted == 0 and self._genesis_norm > 0:
+            return self._genesis_norm / sqrt(max(1, inner_steps))
+        return float("inf")
+
+    def _after_accepted(self, row: PenaltyRow, verdict: Verdict, limit: float) -> PenaltyRow:
+        if not verdict.tracked:
+            return replace(row, gated_in_a_row=0, quarantined=False, accepted=row.accepted + 1)
+        g, alpha, n = verdict.norm, self._options.alpha, row.n + 1
+        if row.warm_left == 0 and row.n > 0:
+            g = min(g, row.mu + limit * self._sigma(row))
+        weight = max(alpha, 1.0 / n)  # the plain mean until 1/n < α
+        mu = weight * g + (1.0 - weight) * row.mu
+        sigma = sqrt((1.0 - alpha) * row.sigma**2 + alpha * (g - mu) ** 2)
+        return PenaltyRow(
+            row.cluster, n, mu, sigma, verdict.norm, max(0, row.warm_left - 1), 0, False, row.accepted + 1
+        )
+
+    def _patience(self, rows: Mapping[str, PenaltyRow], settled: Settled, live: Sequence[str]) -> PenaltyRow:
+        """Gated `gate_patience` times in a row: warm up again if the world has changed, else quarantine.
+
+        A norm that is not finite, or above the cap, never earns a new warm-up on the strength of its own silence.
+        """
+        row, verdict = rows[settled.cluster], settled.verdict
+        if row.gated_in_a_row < self._options.gate_patience or verdict.norm == 0.0:
+            return row
+        gating = [c for c in live if rows.get(c) and rows[c].gated_in_a_row > 0]
+        others = self._others(rows, settled.cluster)
+        most_are_gated = len(live) > 1 and 2 * len(gating) > len(live)
+        if not others or most_are_gated or verdict.norm < 2 * median(others):
+            return replace(fresh(row.cluster, self._options), accepted=row.accepted, last_norm=row.last_norm)
+        return replace(row, quarantined=True)
+
+    @staticmethod
+    def _others(rows: Mapping[str, PenaltyRow], cluster: str) -> list[float]:
+        return [
+            row.last_norm for name, row in rows.items() if name != cluster and row.accepted > 0 and row.last_norm > 0
+        ]

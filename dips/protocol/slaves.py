@@ -1,0 +1,204 @@
+"""Lives of slaves: register until Hold, be lost, be in doubt (protocol.md rows 1, 18; why.md 1, 13, 23)."""
+
+from __future__ import annotations
+
+from dips.ids import GENESIS
+from dips.protocol import pulls, pushes, round
+from dips.protocol.effects import (
+    Abort,
+    AbortVersion,
+    CommitVersion,
+    Exit,
+    Failed,
+    Hold,
+    LoadVersion,
+    Registered,
+    Retire,
+    SlaveOrder,
+    Wait,
+)
+from dips.protocol.events import OrderAnswered, OrderFailed, SlaveRegistered, SlaveSilent
+from dips.protocol.moves import RoundState, SlaveState
+from dips.protocol.records import IncarnationGiven
+from dips.protocol.world import Chorus, Slave, World
+
+DEAF_ORDERS = 2  # in a row past their deadline: the slave does not hear us, whatever its beats say
+EXIT_STALE = 75
+RETRY_S = 1.0
+
+
+def registered(w: World, event: SlaveRegistered) -> None:
+    """Give the process its incarnation, and the next thing to do until it holds the head."""
+    slave = w.slaves.get(event.slave)
+    problem = _mismatch(w, event)
+    if problem or slave is None:
+        w.reply(
+            event.req,
+            problem or Failed("ConfigError", f"slave {event.slave!r}: this run places layers on {', '.join(w.slaves)}"),
+        )
+        return
+    if event.term_seen > w.term:
+        w.reply(event.req, Failed("StaleTerm", f"this master is term {w.term}, the slave has seen {event.term_seen}"))
+        w.out.append(Exit(EXIT_STALE, f"slave {event.slave} has seen term {event.term_seen}, above ours ({w.term})"))
+        return
+    lose(w, slave, "its process is a new one" if slave.nonce != event.nonce else "it registered again")
+    _name(w, slave, event)
+    order = _order_for(w, event)
+    _enter(w, slave, event, order)
+    genesis = tuple(w.row.genesis[layer] for layer in slave.layers)
+    w.reply(event.req, Registered(w.term, slave.sinc, order, w.head, slave.layers, genesis, w.row.manifest))
+
+
+def _mismatch(w: World, event: SlaveRegistered) -> Failed | None:
+    if event.run != w.row.run:
+        return Failed(
+            "ConfigError", f"shared.run: this master serves {w.row.run!r}, the slave belongs to {event.run!r}"
+        )
+    newest = max((v.round for v in (event.memory, event.prepared, *event.complete) if v), default=0)
+    if newest >= w.next_round:
+        return Failed(
+            "StaleVersion",
+            f"slave {event.slave} holds a version of round {newest}, this ledger knows rounds below {w.next_round}: "
+            "it is an old copy; put the newest ledger back, or start the run anew in other directories",
+        )
+    return None
+
+
+def _name(w: World, slave: Slave, event: SlaveRegistered) -> None:
+    if slave.nonce != event.nonce:
+        slave.sinc, slave.nonce = slave.sinc + 1, event.nonce
+        w.record(IncarnationGiven("slave", slave.name, slave.sinc, event.nonce))
+    slave.address, slave.lanes, slave.slots, slave.memory = event.address, event.lanes, event.slots, event.memory
+    slave.deaf = 0
+
+
+def _order_for(w: World, event: SlaveRegistered) -> SlaveOrder:
+    """What this slave does next on its way to the head."""
+    if w.round is not None and w.round.state is RoundState.PERSISTING:
+        return Wait(RETRY_S, f"whether round {w.round.number} becomes a version is being decided")
+    if event.prepared is not None and event.prepared == w.head:
+        return CommitVersion(w.head)
+    if event.prepared is not None:
+        return AbortVersion(event.prepared)
+    if event.memory == w.head:
+        return Hold()
+    if w.head in event.complete or w.head == GENESIS:
+        return LoadVersion(w.head)
+    held = ", ".join(str(v) for v in event.complete) or "no snapshot"
+    return Wait(
+        RETRY_S, f"the head {w.head} is not on its disk ({held}); {event.reason or 'restore its snapshot directory'}"
+    )
+
+
+def _enter(w: World, slave: Slave, event: SlaveRegistered, order: SlaveOrder) -> None:
+    if not isinstance(order, Hold):
+        reason = order.reason if isinstance(order, Wait) else f"told to {type(order).__name__} {order.version}"
+        slave.become(SlaveState.RESTORING, reason)
+        return
+    slave.become(SlaveState.READY, f"serves {w.head}")
+    w.note("slave_ready", slave=slave.name, sinc=slave.sinc, version=w.head)
+    last = w.next_round - 1
+    if last > w.head.round:  # it may hold pieces of a round that broke while it was away
+        w.order(
+            "done",
+            last,
+            {slave.name: Abort(last, "the round was skipped while you were away")},
+            w.options.timing.order_s,
+        )
+    garbage = tuple(v for v in event.complete if v not in w.versions or w.versions[v].retired)
+    if garbage:
+        w.order("done", w.head, {slave.name: Retire(garbage)}, w.options.timing.order_s)
+
+
+def silent(w: World, event: SlaveSilent) -> None:
+    slave = w.slaves.get(event.slave)
+    if slave and slave.sinc == event.sinc:
+        lose(w, slave, f"silent for {event.silent_s:.1f} s")
+
+
+def lose(w: World, slave: Slave, reason: str) -> None:
+    """Its slots, pins and open round are gone; once Persisted it is only in doubt, and the round goes on."""
+    if slave.state in (SlaveState.LOST, SlaveState.STARTING):
+        return
+    was_ready = slave.state is SlaveState.READY
+    slave.become(SlaveState.LOST, reason)
+    if not was_ready:
+        return
+    w.note("slave_lost", slave=slave.name, sinc=slave.sinc, reason=reason)
+    in_doubt = _has_persisted(w, slave)
+    _stop_waiting(w, slave)
+    if not in_doubt:
+        round.skip(w, f"{slave.name} was lost: {reason}")
+    round.drop_waiting(w, f"{slave.name} was lost: {reason}")
+    pushes.drop_all(w, f"{slave.name} was lost: {reason}")
+    pulls.close_all(w, f"{slave.name} was lost: {reason}")
+
+
+def _has_persisted(w: World, slave: Slave) -> bool:
+    """Its part of the version under way lies complete on its disk."""
+    if w.round is None or w.round.state is not RoundState.PERSISTING:
+        return False
+    return not any(c.kind == "persist" and o.slave == slave.name for c, o in w.choruses.values())
+
+
+def _stop_waiting(w: World, slave: Slave) -> None:
+    """Nobody waits for its answers any more; a chorus that needs them all is ended by whoever ends its subject."""
+    for number, (chorus, order) in list(w.choruses.items()):
+        if order.slave == slave.name:
+            del w.choruses[number]
+            if chorus.kind in ("commit", "done"):
+                chorus.waiting.discard(slave.name)
+    if w.flipping is not None and not w.flipping.waiting:
+        round.flipped(w, w.flipping)
+
+
+def answered(w: World, event: OrderAnswered) -> Chorus | None:
+    """Take an answer; return the chorus if it is complete by it."""
+    found = w.choruses.get(event.number)
+    slave = w.slaves.get(event.slave)
+    if found is None or slave is None or slave.sinc != event.sinc or found[1].slave != event.slave:
+        return None
+    chorus, _ = found
+    slave.deaf = 0
+    del w.choruses[event.number]
+    chorus.waiting.discard(event.slave)
+    chorus.answers[event.slave] = event.answer
+    return chorus if not chorus.waiting else None
+
+
+def failed(w: World, event: OrderFailed) -> None:
+    """An order was not carried out: say it again, give up its subject, or give up the slave."""
+    found = w.choruses.get(event.number)
+    slave = w.slaves.get(event.slave)
+    if event.kind == "stale_term":
+        w.out.append(Exit(EXIT_STALE, f"slave {event.slave} obeys a later master: {event.reason}"))
+    if found is None or slave is None or slave.sinc != event.sinc or event.kind == "stale_term":
+        return
+    chorus, order = found
+    if event.kind == "deaf":
+        slave.deaf += 1
+        if slave.deaf >= DEAF_ORDERS:
+            lose(w, slave, f"deaf: {slave.deaf} orders in a row past their deadline")
+        else:
+            w.out.append(order)
+        return
+    _give_up(w, slave, chorus, event)
+
+
+def _give_up(w: World, slave: Slave, chorus: Chorus, event: OrderFailed) -> None:
+    reason = f"{slave.name} refused: {event.reason}"
+    if chorus.kind == "open_push":
+        for cluster in w.clusters.values():
+            if cluster.push and cluster.push.id == chorus.subject:
+                pushes.drop(w, cluster, reason)
+    elif chorus.kind == "open_pull":
+        for cluster in w.clusters.values():
+            if cluster.pull and cluster.pull.id == chorus.subject:
+                pulls.close(w, cluster, reason)
+    elif chorus.kind in round.ROUND_ORDERS:
+        round.skip(w, reason)
+    elif chorus.kind == "commit":
+        lose(w, slave, reason)  # a slave that will not flip holds another truth: it must register anew
+    else:
+        del w.choruses[event.number]
+        w.note("order_refused", slave=slave.name, reason=event.reason)

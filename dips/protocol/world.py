@@ -1,0 +1,289 @@
+"""Everything that the Coordinator knows, and the few verbs by which its parts say what is to be done.
+
+One owner: only `Coordinator.step` lets the functions of slaves.py, clusters.py, pushes.py, pulls.py and round.py change
+it. `now` is the time of the present step; `out` collects the step's effects in their order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+from dips.ids import PullId, PushId, VersionId
+from dips.protocol.data import RangeBook
+from dips.protocol.effects import Effect, Failed, Grant, Note, Order, OrderBody, Progress, Reply, Result, SlaveAddress
+from dips.protocol.events import Answer
+from dips.protocol.manifest import Manifest
+from dips.protocol.moves import CLUSTER_MOVES, SLAVE_MOVES, ClusterState, RoundState, SlaveState, move
+from dips.protocol.options import Options
+from dips.protocol.order import slaves_for_worker
+from dips.protocol.penalty import Penalty, Verdict
+from dips.protocol.records import LedgerState, OutcomeRow, Record, VersionRow
+
+PACES_KEPT = 16  # times between pushes of a cluster, for the window's default and for who is expected
+
+
+@dataclass
+class Slave:
+    """One holder of layers; the placement names it, a Register gives it a life."""
+
+    name: str
+    layers: tuple[int, ...]
+    sinc: int = 0
+    nonce: str = ""
+    state: SlaveState = SlaveState.STARTING
+    reason: str = "not registered since this master started"
+    address: str = ""
+    lanes: tuple[str, ...] = ()
+    slots: int = 0
+    memory: VersionId | None = None
+    deaf: int = 0  # orders in a row past their deadline
+
+    def become(self, state: SlaveState, reason: str) -> None:
+        if state != self.state:
+            self.state = move(SLAVE_MOVES, self.state, state, f"slave {self.name}")
+        self.reason = reason
+
+
+@dataclass
+class Push:
+    """One push from OpenPush to its Outcome."""
+
+    id: PushId
+    base: VersionId
+    ranks: int
+    deadline: float
+    opened: bool = False
+    staged: set[str] = field(default_factory=set)
+    committed: bool = False
+    tokens: int = 0
+    inner_steps: int = 0
+    ranges: tuple[int, ...] = ()
+    loss: float = 0.0
+    verdict: Verdict | None = None
+    weight: float = 0.0
+
+
+@dataclass
+class Pull:
+    """One pull from OpenPull to FinishPull; `opened` when every slave has pinned the version."""
+
+    id: PullId
+    version: VersionId
+    ranks: int
+    deadline: float
+    opened: bool = False
+
+
+@dataclass
+class Cluster:
+    """One training cluster in its present life."""
+
+    name: str
+    inc: int
+    nonce: str
+    state: ClusterState = ClusterState.JOINING
+    reason: str = "joined"
+    seq_high: int = 0  # the highest seq of a push or pull in this life
+    base: VersionId | None = None
+    ranks: int = 1
+    moving: bool = True  # its inner steps are seen moving
+    push: Push | None = None
+    pull: Pull | None = None
+    dropped: tuple[int, str] = (0, "")  # (seq, reason) of the transfer that was dropped last
+    outcome: OutcomeRow | None = None
+    outcome_version: VersionId | None = None
+    requested_at: float | None = None  # its last RequestPush that was granted
+    paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES_KEPT))
+    counts: dict[str, int] = field(default_factory=lambda: {"accepted": 0, "gated": 0, "skipped": 0})
+    tokens: dict[str, int] = field(default_factory=lambda: {"accepted": 0, "gated": 0, "lost": 0})
+
+    @property
+    def live(self) -> bool:
+        return self.state is not ClusterState.GONE
+
+    @property
+    def pace(self) -> float | None:
+        """Median seconds between two pushes; None before the second."""
+        return median(self.paces) if self.paces else None
+
+    def become(self, state: ClusterState, reason: str) -> None:
+        if state != self.state:
+            self.state = move(CLUSTER_MOVES, self.state, state, f"cluster {self.name}")
+        self.reason = reason
+
+    def reborn(self, inc: int, nonce: str) -> None:
+        """A new life under the same name: counters stay, everything that moves is gone."""
+        self.inc, self.nonce = inc, nonce
+        self.state, self.reason = ClusterState.JOINING, "joined"
+        self.seq_high, self.base, self.moving = 0, None, True
+        self.push = self.pull = self.outcome = self.outcome_version = self.requested_at = None
+        self.dropped = (0, "")
+
+
+@dataclass
+class Round:
+    """One attempt at an outer step."""
+
+    number: int
+    state: RoundState
+    reason: str
+    opened: float
+    closes: float
+    queue: list[Push] = field(default_factory=list)  # committed, to be measured in this order
+    current: Push | None = None  # being measured or folded
+    folded: list[Push] = field(default_factory=list)
+    gated: list[Push] = field(default_factory=list)
+    acc_sq: float = 0.0  # Σ over slaves of Σ acc² after the last fold
+    scale: float = 0.0
+    delta_norm: float = 0.0
+    clipped: bool = False
+
+    @property
+    def pushes(self) -> list[Push]:
+        present = [self.current] if self.current else []
+        return [*self.folded, *self.gated, *present, *self.queue]
+
+
+@dataclass
+class Chorus:
+    """One order given to several slaves; complete when all have answered."""
+
+    kind: str  # whose continuation it is: see coordinator.CONTINUE
+    subject: PushId | PullId | int | VersionId
+    waiting: set[str]
+    answers: dict[str, Answer] = field(default_factory=dict)
+
+
+class World:
+    """The state of the whole run as the master sees it."""
+
+    def __init__(self, state: LedgerState, manifest: Manifest, options: Options, now: float) -> None:
+        self.row, self.manifest, self.options, self.term = state.row, manifest, options, state.term
+        self.now = self.started = now
+        self.out: list[Effect] = []
+        self.slaves = {name: Slave(name, layers) for name, layers in state.row.placement}
+        for peer in state.slaves:
+            if peer.name in self.slaves:
+                self.slaves[peer.name].sinc, self.slaves[peer.name].nonce = peer.inc, peer.nonce
+        self.clusters = {peer.name: Cluster(peer.name, peer.inc, peer.nonce) for peer in state.clusters}
+        for peer in state.clusters:
+            cluster = self.clusters[peer.name]
+            cluster.state = ClusterState.GONE if peer.ended else ClusterState.TRAINING
+            cluster.reason = "its life ended" if peer.ended else "known from the ledger"
+        self._restore_outcomes(state)
+        self.versions: dict[VersionId, VersionRow] = {v.version: v for v in state.versions}
+        self.head = state.versions[-1].version
+        self.next_round = state.next_round
+        self.tokens_accepted = sum(v.tokens for v in state.versions)
+        self.finished = state.finished
+        self.ranges = RangeBook(options.data, state.settled, state.leased)
+        genesis_norm = sum(state.row.genesis_norms)
+        self.penalty = Penalty(options.penalty, state.penalty, state.history, genesis_norm)
+        self.round: Round | None = None
+        self.waiting: list[Push] = []  # committed while no window was open to them
+        self.flipping: Chorus | None = None
+        self.counts = {"applied": 0, "unchanged": 0, "skipped": 0}
+        self.choruses: dict[int, tuple[Chorus, Order]] = {}  # unanswered orders by number
+        self.last_number = 0
+
+    def _restore_outcomes(self, state: LedgerState) -> None:
+        for outcome, version in state.outcomes:
+            cluster = self.clusters.get(outcome.push.cluster)
+            if cluster and cluster.inc == outcome.push.inc:
+                cluster.outcome, cluster.outcome_version = outcome, version
+                cluster.seq_high = outcome.push.seq
+
+    # ---- saying what is to be done ----
+
+    def record(self, record: Record) -> None:
+        self.out.append(record)
+
+    def reply(self, req: int, result: Result) -> None:
+        self.out.append(Reply(req, result))
+
+    def note(self, kind: str, **fields: object) -> None:
+        self.out.append(Note(kind, tuple((key, str(value)) for key, value in fields.items())))
+
+    def order(
+        self,
+        kind: str,
+        subject: PushId | PullId | int | VersionId,
+        bodies: dict[str, OrderBody],
+        deadline_s: float,
+    ) -> Chorus:
+        """Give each named slave its order; the continuation of `kind` is called when all have answered."""
+        chorus = Chorus(kind, subject, set(bodies))
+        for name, body in bodies.items():
+            self.last_number += 1
+            order = Order(name, self.slaves[name].sinc, self.term, self.last_number, body, deadline_s)
+            self.choruses[self.last_number] = (chorus, order)
+            self.out.append(order)
+        return chorus
+
+    def order_all(
+        self, kind: str, subject: PushId | PullId | int | VersionId, body: OrderBody, deadline_s: float
+    ) -> Chorus:
+        """Give every READY slave the same order."""
+        return self.order(kind, subject, {s.name: body for s in self.ready_slaves()}, deadline_s)
+
+    def forget_orders(self, kinds: frozenset[str], subject: PushId | PullId | int | VersionId | None = None) -> None:
+        """Whatever is answered to these from now on no longer matters."""
+        for number, (chorus, _) in list(self.choruses.items()):
+            if chorus.kind in kinds and (subject is None or chorus.subject == subject):
+                del self.choruses[number]
+
+    # ---- what others ask ----
+
+    def standing(self, name: str, inc: int) -> str:
+        """What a life is to this master: "live", "gone" (join again) or "fenced" (a newer life exists: exit)."""
+        cluster = self.clusters.get(name)
+        if cluster is None or inc > cluster.inc:
+            return "gone"
+        if inc < cluster.inc:
+            return "fenced"
+        return "live" if cluster.live else "gone"
+
+    def living(self, req: int, name: str, inc: int) -> Cluster | None:
+        """Return the cluster if this life of it is live; else answer the question with StaleIncarnation."""
+        stand = self.standing(name, inc)
+        if stand == "live":
+            return self.clusters[name]
+        present = self.clusters[name].inc if name in self.clusters else 0
+        self.reply(req, Failed("StaleIncarnation", f"{name}/{inc} is {stand}; the present life is {name}/{present}"))
+        return None
+
+    def ready_slaves(self) -> list[Slave]:
+        return [s for s in self.slaves.values() if s.state is SlaveState.READY]
+
+    def slaves_missing(self) -> list[Slave]:
+        return [s for s in self.slaves.values() if s.state is not SlaveState.READY]
+
+    def grant(self, version: VersionId, ranks: int, deadline_s: float) -> Grant:
+        slaves = tuple(SlaveAddress(s.name, s.sinc, s.lanes, s.layers) for s in self.slaves.values())
+        order = tuple(slaves_for_worker(rank, len(slaves)) for rank in range(ranks))
+        return Grant(version, slaves, order, deadline_s)
+
+    def progress(self) -> Progress:
+        return Progress(self.tokens_accepted, self.options.stop.tokens, self.finished)
+
+    def is_ancestor(self, version: VersionId) -> bool:
+        return version in self.versions
+
+    def open_pushes(self) -> list[Push]:
+        """Pushes that hold a slot on every slave: opening, moving, staged, or committed and not yet folded."""
+        found = [c.push for c in self.clusters.values() if c.push and not c.push.committed]
+        held = (
+            [p for p in self.round.pushes if p not in self.round.folded and p not in self.round.gated]
+            if self.round
+            else []
+        )
+        return [*found, *held, *self.waiting]
+
+    def open_pulls(self) -> list[Pull]:
+        return [c.pull for c in self.clusters.values() if c.pull]
+
+    def staleness(self, base: VersionId | None) -> int | None:
+        """Outer steps that θ has had since `base`; None if it is unknown or no ancestor."""
+        return self.head.version - base.version if base and self.is_ancestor(base) else None
