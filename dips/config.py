@@ -188,8 +188,7 @@ def _resolve(raw: Any, base: Path) -> Any:
     """Make relative paths relative to the file that names them, so that a daemon may start anywhere."""
     if isinstance(raw, dict):
         return {
-            k: str(base / v) if k in _PATH_KEYS and isinstance(v, str) else _resolve(v, base)
-            for k, v in raw.items()
+            k: str(base / v) if k in _PATH_KEYS and isinstance(v, str) else _resolve(v, base) for k, v in raw.items()
         }
     return [_resolve(v, base) for v in raw] if isinstance(raw, list) else raw
 

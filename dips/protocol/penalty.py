@@ -106,9 +106,8 @@ class Penalty:
         for cluster in (s.cluster for s in verdicts if not s.verdict.accepted):
             row = rows.get(cluster) or fresh(cluster, self._options)
             rows[cluster] = replace(row, gated_in_a_row=row.gated_in_a_row + 1)
-        for settled in verdicts:
-            if not settled.verdict.accepted:
-                rows[settled.cluster] = self._patience(rows, settled, live)
+        # All patience is judged on one picture: who warms up first must not decide who else may.
+        rows |= {s.cluster: self._patience(rows, s, live) for s in verdicts if not s.verdict.accepted}
         kept = self.history.scores
         if any(s.verdict.accepted for s in verdicts):
             kept = (*kept, tuple(scores))[-self._options.history :]

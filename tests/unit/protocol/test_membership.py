@@ -1,0 +1,73 @@
+"""The judge of liveness: leases, hung trainers, and a master that was not looking (why.md 12, 24)."""
+
+from __future__ import annotations
+
+from dips.ids import PushId
+from dips.protocol.beats import ClusterBeat, SlaveBeat
+from dips.protocol.events import ClusterSilent, PushStaged, SlaveSilent, TrainerChanged
+from dips.protocol.membership import Judge
+from dips.protocol.options import TimingOptions
+
+TIMING = TimingOptions(beat_s=2.0, lease_beats=5, hang_s=60.0)
+
+
+def beat(cluster: str = "a", inc: int = 1, steps: int = 0, trainer: str = "training", activity: str = "inner") -> ClusterBeat:
+    return ClusterBeat(cluster, inc, trainer, activity, 1, steps, 70, 30, 0.0, None, 0, 0, 0.0)
+
+
+def test_a_lease_ends_after_five_beats_of_silence_and_is_said_once() -> None:
+    """Silence of a whole lease is death; the tokens that it carried are known from its last beat."""
+    judge = Judge(TIMING)
+    judge.welcome_cluster("a", 1, 0.0)
+    judge.heard_cluster(beat(), 3.0)
+    assert judge.next_deadline() == 13.0
+    assert judge.verdicts(12.9) == []
+    assert judge.verdicts(13.0) == [ClusterSilent("a", 1, 10.0, 100)]
+    assert judge.verdicts(99.0) == []
+
+
+def test_a_blind_master_evicts_nobody() -> None:
+    """After a stall of 30 s the leases move by 30 s."""
+    judge = Judge(TIMING)
+    judge.welcome_cluster("a", 1, 0.0)
+    judge.welcome_slave("s", 1, 0.0)
+    judge.shift(30.0)
+    assert judge.verdicts(39.0) == []
+    assert judge.verdicts(40.0) == [ClusterSilent("a", 1, 10.0, 0), SlaveSilent("s", 1, 10.0)]
+
+
+def test_beats_of_an_older_life_are_not_heard() -> None:
+    """Invariant 5: a zombie's beat renews nothing."""
+    judge = Judge(TIMING)
+    judge.welcome_cluster("a", 2, 0.0)
+    judge.heard_cluster(beat(inc=1), 9.0)
+    assert [type(v) for v in judge.verdicts(10.0)] == [ClusterSilent]
+
+
+def test_a_hung_trainer_is_told_from_a_slow_one() -> None:
+    """Beats without inner steps for hang_s: not moving; a step later: moving again. Waiting for a window is no hang."""
+    judge = Judge(TIMING)
+    judge.welcome_cluster("a", 1, 0.0)
+    for now in range(2, 60, 2):
+        assert judge.heard_cluster(beat(steps=1), float(now)) == []
+    judge.heard_cluster(beat(steps=1), 61.0)
+    assert judge.heard_cluster(beat(steps=1), 62.0) == [TrainerChanged("a", 1, False, "no inner step seen for too long")]
+    assert judge.heard_cluster(beat(steps=2), 63.0) == [TrainerChanged("a", 1, True, "training")]
+    for now in range(64, 200, 2):
+        assert judge.heard_cluster(beat(steps=2, activity="window"), float(now)) == []
+
+
+def test_a_dead_trainer_is_said_at_once() -> None:
+    """An agent that beats for a dead trainer keeps its lease, and no window waits for it."""
+    judge = Judge(TIMING)
+    judge.welcome_cluster("a", 1, 0.0)
+    assert judge.heard_cluster(beat(trainer="dead"), 1.0) == [TrainerChanged("a", 1, False, "its trainer died")]
+
+
+def test_what_lies_staged_is_repeated_with_every_beat() -> None:
+    """A lost Staged heals with the next beat."""
+    judge = Judge(TIMING)
+    judge.welcome_slave("s", 4, 0.0)
+    push = PushId("a", 1, 3)
+    said = judge.heard_slave(SlaveBeat("s", 4, 1, None, (push,), (), 0, 0, 0, 0, 0.0, 0.0), 1.0)
+    assert said == [PushStaged("s", 4, push, 0)]

@@ -1,0 +1,155 @@
+"""The penalty against its ten-line twin, and against the stories of why.md 10 and peers.md 5."""
+
+from __future__ import annotations
+
+import random
+from math import inf, nan, sqrt
+
+import pytest
+
+from dips.protocol.options import PenaltyOptions
+from dips.protocol.penalty import Penalty, Settled, Verdict
+
+OPTIONS = PenaltyOptions()
+
+
+class Story:
+    """Drives a Penalty as rounds do: everybody is judged against the past, then the round is settled."""
+
+    def __init__(self, options: PenaltyOptions = OPTIONS, genesis_norm: float = 1e3) -> None:
+        self.penalty = Penalty(options, genesis_norm=genesis_norm)
+
+    def round(self, **norms: float) -> dict[str, Verdict]:
+        """One round; each cluster's G, in one layer and one inner step. Return the verdicts."""
+        said = {c: self.penalty.verdict(c, [g * g], g == g and g != inf, 1) for c, g in norms.items()}
+        self.penalty.keep(*self.penalty.settled([Settled(c, v) for c, v in said.items()], list(norms)))
+        return said
+
+
+def quiet(rng: random.Random, mean: float = 1.0) -> float:
+    return mean * (1 + 0.05 * rng.gauss(0, 1))
+
+
+def test_statistics_equal_a_plain_twin() -> None:
+    """Invariant 8: μ is the plain mean until 1/n < α, then an EMA; σ uses the new μ; the twin is written from §4.1."""
+    rng, story, mu, sigma, n = random.Random(1), Story(), 0.0, 0.0, 0
+    for _ in range(OPTIONS.warmup_rounds):
+        g = quiet(rng)
+        assert story.round(a=g)["a"].accepted
+        n += 1
+        weight = max(0.02, 1 / n)
+        mu = weight * g + (1 - weight) * mu
+        sigma = sqrt(0.98 * sigma**2 + 0.02 * (g - mu) ** 2)
+    row = story.penalty.row("a")
+    assert (row.n, row.warm_left) == (n, 0)
+    assert row.mu == pytest.approx(mu, rel=1e-12)
+    assert row.sigma == pytest.approx(sigma, rel=1e-12)
+
+
+def test_a_quiet_run_gates_nobody() -> None:
+    """4 clusters, noise of 5 %, 1000 rounds: not one false gate."""
+    rng, story = random.Random(2), Story()
+    gated = sum(not v.accepted for _ in range(1000) for v in story.round(**{c: quiet(rng) for c in "abcd"}).values())
+    assert gated == 0
+
+
+@pytest.mark.parametrize("factor", [2.0, 5.0])
+def test_a_change_of_all_for_good_locks_nobody_out(factor: float) -> None:
+    """H doubled for everybody: a few gates, then new warm-ups, never 1200 of 1200."""
+    rng, story = random.Random(3), Story()
+    for _ in range(60):
+        story.round(**{c: quiet(rng) for c in "abcd"})
+    later = [story.round(**{c: quiet(rng, factor) for c in "abcd"}) for _ in range(300)]
+    gated = sum(not v.accepted for said in later for v in said.values())
+    assert 0 < gated <= 4 * OPTIONS.gate_patience
+    assert all(v.accepted for v in later[-1].values())
+
+
+def test_one_cluster_that_is_far_off_stays_gated() -> None:
+    """One of four clusters 5 times (and 100 times) too far, for good: never accepted, shown as quarantined."""
+    for factor in (5.0, 100.0):
+        rng, story = random.Random(4), Story()
+        for _ in range(60):
+            story.round(**{c: quiet(rng) for c in "abcd"})
+        for _ in range(100):
+            said = story.round(a=quiet(rng, factor), **{c: quiet(rng) for c in "bcd"})
+            assert not said["a"].accepted
+            assert all(said[c].accepted for c in "bcd")
+        assert story.penalty.row("a").quarantined
+
+
+def test_one_cluster_somewhat_off_comes_back() -> None:
+    """Half again as far as before, for good: gated as long as patience lasts, then warmed up anew."""
+    rng, story = random.Random(5), Story()
+    for _ in range(60):
+        story.round(**{c: quiet(rng) for c in "abcd"})
+    said = [story.round(a=quiet(rng, 1.5), **{c: quiet(rng) for c in "bcd"})["a"].accepted for _ in range(20)]
+    assert said[: OPTIONS.gate_patience] == [False] * OPTIONS.gate_patience
+    assert all(said[OPTIONS.gate_patience :])
+
+
+def test_a_ratchet_is_bounded() -> None:
+    """A cluster that grows as fast as it is let arms its next step slowly: 12 pushes stay within a factor of 20 (6e31 without the cap)."""
+    rng, story = random.Random(6), Story()
+    for _ in range(60):
+        story.round(**{c: quiet(rng) for c in "abcd"})
+    largest = 1.0
+    for _ in range(12):
+        row, limit = story.penalty.row("a"), story.penalty.threshold()
+        sigma = max(row.sigma / sqrt(1 - 0.98**row.n), 0.02 * row.mu)
+        g = row.mu + 0.99 * limit * sigma
+        assert story.round(a=g, **{c: quiet(rng) for c in "bcd"})["a"].accepted
+        largest = max(largest, g)
+    assert largest < 20
+
+
+@pytest.mark.parametrize("bad", [nan, inf, 1e200])
+def test_failure_5_a_poisoned_detector(bad: float) -> None:
+    """peers.md 5: NaN, Inf and overflow are gated at any time, and leave the statistics as they were."""
+    story = Story()
+    for _ in range(20):
+        story.round(a=1.0, b=1.0)
+    before = story.penalty.row("b")
+    assert not story.round(a=bad, b=1.0)["a"].accepted
+    assert story.penalty.row("a").mu == pytest.approx(1.0)
+    assert story.penalty.row("b").mu == pytest.approx(before.mu)
+    assert story.round(a=1.0, b=1.0)["a"].accepted
+
+
+def test_failure_5_a_millionfold_first_push() -> None:
+    """peers.md 5: a 10⁶-fold norm does not pass in the warm-up: alone it is held against θ₀, beside others against them."""
+    assert not Story(genesis_norm=100.0).round(a=1e6)["a"].accepted
+    story = Story()
+    story.round(b=1.0)
+    assert not story.round(a=1e6, b=1.0)["a"].accepted
+    for _ in range(5):
+        story.round(b=1.0)
+    assert not story.round(b=1e6)["b"].accepted
+
+
+def test_asking_changes_nothing() -> None:
+    """A verdict that no round settles leaves no trace: skipped rounds do not move statistics."""
+    story = Story()
+    for _ in range(15):
+        story.round(a=1.0)
+    before = (story.penalty.row("a"), story.penalty.history)
+    story.penalty.verdict("a", [9.0], True, 1)
+    assert (story.penalty.row("a"), story.penalty.history) == before
+
+
+def test_an_orphan_is_exempt_from_the_score_but_not_from_the_cap() -> None:
+    """A base that is no ancestor of θ: no score, statistics untouched, and still not ten times too far."""
+    story = Story()
+    for _ in range(20):
+        story.round(a=1.0)
+    far = story.penalty.verdict("a", [25.0], True, 1, exempt=True)
+    assert far.accepted
+    assert not far.tracked
+    assert not story.penalty.verdict("a", [11.0**2], True, 1, exempt=True).accepted
+
+
+def test_rule_none_asks_only_for_finite_numbers() -> None:
+    """`penalty.rule: none` accepts whatever is finite."""
+    story = Story(PenaltyOptions(rule="none"))
+    assert story.round(a=1e9)["a"].accepted
+    assert not story.round(a=nan)["a"].accepted

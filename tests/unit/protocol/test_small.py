@@ -1,0 +1,146 @@
+"""The small pure parts of the deciding room: placement, order of asking, data ranges, manifest, moves."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dips.errors import ConfigError, CorruptManifest, LocalProtocolError
+from dips.ids import VersionId
+from dips.protocol.data import RangeBook
+from dips.protocol.manifest import Layer, Manifest, Parameter
+from dips.protocol.moves import ROUND_MOVES, RoundState, move
+from dips.protocol.options import DataOptions
+from dips.protocol.order import slaves_for_worker, workers_for_slave
+from dips.protocol.placement import place
+
+sizes = st.lists(st.integers(1, 50), min_size=1, max_size=7)
+
+
+def manifest_of(numels: list[int]) -> Manifest:
+    return Manifest(tuple(Layer(f"layers.{i}", (Parameter(f"layers.{i}.w", (n,)),)) for i, n in enumerate(numels)))
+
+
+def best_balance(numels: list[int], slaves: int) -> int:
+    """The dumb twin: try every assignment, return the smallest possible largest load."""
+    best = sum(numels)
+    for code in range(slaves ** len(numels)):
+        load = [0] * slaves
+        for n in numels:
+            code, slave = divmod(code, slaves)
+            load[slave] += n
+        best = min(best, max(load))
+    return best
+
+
+@given(sizes, st.integers(1, 3))
+def test_placement_is_a_partition_near_the_best(numels: list[int], slaves: int) -> None:
+    """Every layer lies on exactly one slave, and the fullest holds at most 4/3 of the best balance."""
+    if slaves > len(numels):
+        with pytest.raises(ConfigError, match="at most"):
+            place(manifest_of(numels), [f"s{i}" for i in range(slaves)])
+        return
+    placement = place(manifest_of(numels), [f"s{i}" for i in range(slaves)])
+    assert sorted(layer for _, layers in placement for layer in layers) == list(range(len(numels)))
+    fullest = max(sum(numels[i] for i in layers) for _, layers in placement)
+    assert 3 * fullest <= 4 * best_balance(numels, slaves)
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_no_two_workers_meet_at_a_slave(workers: int, slaves: int) -> None:
+    """In one turn a slave is visited by at most ⌈workers/slaves⌉; by one, when there are no more workers than slaves."""
+    orders = [slaves_for_worker(w, slaves) for w in range(workers)]
+    for turn in range(slaves):
+        visited = [order[turn] for order in orders]
+        assert max(visited.count(s) for s in set(visited)) <= -(-workers // slaves)
+    assert all(sorted(order) == list(range(slaves)) for order in orders)
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_a_slave_asks_in_the_order_in_which_workers_turn_to_it(workers: int, slaves: int) -> None:
+    """Both sides of the order of asking are one table, read by rows and by columns."""
+    for slave in range(slaves):
+        turns = [slaves_for_worker(w, slaves).index(slave) for w in workers_for_slave(slave, workers, slaves)]
+        assert turns == sorted(turns)
+
+
+@given(st.lists(st.tuples(st.sampled_from("lse"), st.sampled_from("ab"), st.integers(1, 4)), max_size=30))
+def test_every_range_has_exactly_one_fate(script: list[tuple[str, str, int]]) -> None:
+    """Invariant 10: free, leased and settled partition the data set, and nothing settled is leased again."""
+    book, seqs = RangeBook(DataOptions(ranges=6, epochs=2)), {"a": 0, "b": 0}
+    settled: set[int] = set()
+    for verb, cluster, count in script:
+        if verb == "l":
+            seqs[cluster] += 1
+            taken, new = book.lease(cluster, 1, seqs[cluster], count)
+            assert new
+            assert not settled & set(taken)
+            assert book.lease(cluster, 1, seqs[cluster], count) == (taken, False)
+        elif verb == "s":
+            done = book.held_by(cluster, 1)[:count]
+            book.settle(cluster, 1, done)
+            settled |= set(done)
+        else:
+            book.release(cluster, 1)
+            seqs[cluster] = 0
+        held = [*book.held_by("a", 1), *book.held_by("b", 1)]
+        assert len(held) == len(set(held)) == book.leased
+        assert book.settled == settled
+        assert book.free + book.leased + len(settled) == 12
+
+
+def test_a_restored_book_repeats_its_last_answer() -> None:
+    """After a restart of the master a repeated question gets the same ranges, and no range is leased twice."""
+    book = RangeBook(DataOptions(ranges=10), settled=(0, 1), leased=(("a", 3, 1, (2,)), ("a", 3, 2, (3, 4))))
+    assert book.lease("a", 3, 2, 2) == ((3, 4), False)
+    assert book.held_by("a", 3) == (2, 3, 4)
+    assert book.lease("b", 1, 1, 2) == ((5, 6), True)
+
+
+def test_manifest_groups_by_block_and_survives_json() -> None:
+    """Layers are blocks in the model's order; the digest hangs on names, shapes and order alone."""
+    shapes = [("embed.weight", (8, 4)), ("layers.0.a.weight", (4, 4)), ("layers.0.b.bias", (4,)), ("norm.weight", (4,))]
+    manifest = Manifest.from_shapes(shapes)
+    assert [layer.name for layer in manifest.layers] == ["embed", "layers.0", "norm"]
+    assert manifest.layers[1].offsets() == (0, 16)
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    for other in ([*shapes[1:], shapes[0]], shapes[:-1], [*shapes[:-1], ("norm.weight", (5,))]):
+        assert Manifest.from_shapes(other).digest != manifest.digest
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format":2,"layers":[]}', '{"format":1,"layers":[{"name":"x"}]}'])
+def test_a_foreign_manifest_is_refused(text: str) -> None:
+    """What is not a manifest of this format is Corrupt, and the message shows what came."""
+    with pytest.raises(CorruptManifest, match="manifest"):
+        Manifest.from_json(text)
+
+
+def test_manifest_differences_name_parameters() -> None:
+    """The first differences are listed in words: missing, unexpected, another shape."""
+    mine = Manifest.from_shapes([("a.weight", (2, 2)), ("b.weight", (3,))])
+    theirs = Manifest.from_shapes([("a.weight", (2, 4)), ("c.weight", (3,))])
+    lines = mine.differences(theirs)
+    assert lines == [
+        "b.weight: expected shape (3,), it is missing",
+        "c.weight: shape (3,) was not expected",
+        "a.weight: expected shape (2, 2), got (2, 4)",
+    ]
+
+
+def test_version_names_are_read_back() -> None:
+    """v12@r17 is one spelling, everywhere."""
+    assert VersionId.parse(str(VersionId(12, 17))) == VersionId(12, 17)
+    with pytest.raises(ValueError, match="v12@r17"):
+        VersionId.parse("12@17")
+
+
+def test_an_illegal_move_is_our_own_bug() -> None:
+    """The tables are walked, not trusted."""
+    for old in RoundState:
+        for new in RoundState:
+            if new in ROUND_MOVES[old]:
+                assert move(ROUND_MOVES, old, new, "round 1") is new
+            else:
+                with pytest.raises(LocalProtocolError, match="may not become"):
+                    move(ROUND_MOVES, old, new, "round 1")
