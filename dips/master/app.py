@@ -1,0 +1,195 @@
+"""`dips-master`: builds one life of the master, its sockets, threads and clocks, and ends it in order."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from grpc import aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from dips.config import RunFile, load_run
+from dips.errors import ConfigError, CorruptManifest, DipsError, treatment
+from dips.master import genesis
+from dips.master.ledger import Ledger
+from dips.master.links import Links
+from dips.master.runtime import Runtime
+from dips.master.servicer import Clusters, Slaves, Status
+from dips.protocol.coordinator import Coordinator
+from dips.protocol.effects import Order
+from dips.protocol.events import OrderAnswered, OrderFailed
+from dips.protocol.manifest import Manifest
+from dips.protocol.membership import Judge
+from dips.protocol.records import Record, RunRow
+from dips.telemetry import logs
+from dips.telemetry.timeline import Timeline
+from dips.transport import control
+from dips.wire.generated.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
+from dips.wire.generated.slave_pb2_grpc import add_SlaveServiceServicer_to_server
+from dips.wire.generated.status_pb2_grpc import add_StatusServiceServicer_to_server
+
+KEY = "master.listen"
+SERVICES = ("", "dips.v1.ClusterService", "dips.v1.SlaveService", "dips.v1.StatusService")
+GRACE_S = 2.0  # calls under way at the end may finish for so long
+
+cli = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@cli.command()
+def serve_command(
+    config: Annotated[Path, typer.Option(help="The run file: one run, its master and its slaves (dips.yaml).")],
+    log_level: Annotated[str, typer.Option(help="debug (every event and order), info, warning or error.")] = "info",
+) -> None:
+    """The master of one run: decides which push counts and when the global model takes its next outer step.
+
+    It holds no parameters. What it must never forget is in <master.directory>/ledger.sqlite, made once by `dips init`;
+    started again on the same directory it goes on from the last version, and clusters and slaves find it by themselves.
+    One master for a run: a second one on the same ledger refuses to start.
+
+    Exit codes: 0 stopped by SIGTERM or SIGINT; 74 the ledger could not be written; 75 a later master exists;
+    78 the run file or the ledger is not usable. Start it again after 74; look at the message after the others.
+
+    Example:  dips init --config dips.yaml --seed 1 && dips-master --config dips.yaml
+    """
+    if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise ConfigError(f"--log-level: expected debug, info, warning or error, got {log_level!r}")
+    run_file = load_run(config)
+    log = logs.configure("master", run_file.shared.run, log_level)
+    raise typer.Exit(asyncio.run(serve(run_file, log)))
+
+
+def main() -> None:
+    """Entry point of the console script; a DipsError ends the process with its message, its advice and its code."""
+    try:
+        cli()
+    except DipsError as error:
+        how = treatment(error)
+        print(f"error: {error}\n{how.advice}", file=sys.stderr)
+        sys.exit(how.exit_code)
+
+
+async def serve(config: RunFile, log: logs.Log, ready: Callable[[str], None] = lambda _: None) -> int:
+    """Live until told to stop; return the exit code. `ready` is told host:port once calls are answered.
+
+    Raise ConfigError or Corrupt if the run file, the ledger or the port is not usable.
+    """
+    host, _ = config.master.listen.rsplit(":", 1)
+    ledger = Ledger.open(genesis.ledger_path(config), wall=time.time)
+    timeline = Timeline(config.master.directory / "timeline.jsonl", "master")
+    server = control.server(lambda method, error: log.error("call failed", method=method, exc_info=error))
+    outside = _Outside(ledger)
+    try:
+        _check_agrees(config, ledger)
+        address = f"{host}:{control.bind(server, config.master.listen, KEY)}"
+        runtime = _build(config, ledger, outside, log, timeline)
+        checker = await _add_services(server, runtime)
+        await server.start()
+        _stop_on_signals(runtime)
+        log.info("serving", address=address, ledger=str(genesis.ledger_path(config)))
+        ready(address)
+        code = await runtime.run()
+        await checker.enter_graceful_shutdown()
+        log.info("stopped", code=code)
+        return code
+    finally:
+        await server.stop(GRACE_S)
+        await outside.close()
+        ledger.close()
+        timeline.close()
+
+
+class _Outside:
+    """The ledger's thread and the slaves' links, as the runtime reaches them."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger, self._links = ledger, Links()
+        self._thread = ThreadPoolExecutor(1, "ledger")
+        self.learn = self._links.learn
+
+    async def write(self, records: Sequence[Record]) -> None:
+        """Return when all are durable; the loop goes on meanwhile."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._ledger.write, records)
+
+    async def execute(self, order: Order) -> OrderAnswered | OrderFailed:
+        return await self._links.execute(order)
+
+    async def close(self) -> None:
+        await self._links.close()
+        self._thread.shutdown()
+
+
+def _build(config: RunFile, ledger: Ledger, outside: _Outside, log: logs.Log, timeline: Timeline) -> Runtime:
+    """Begin a term and bring the machines to life from the ledger's state."""
+    term, now, timing = ledger.start_term(), time.monotonic(), config.master.timing
+    state = ledger.state()
+    log.info("term begins", term=term, head=str(state.versions[-1].version), next_round=state.next_round)
+    return Runtime(
+        Coordinator(state, Manifest.from_json(state.row.manifest), config.options(), now),
+        Judge.restored(timing, state, now),
+        outside,
+        term=term,
+        beat_s=timing.beat_s,
+        lease_s=timing.lease_s,
+        clock=time.monotonic,
+        log=log,
+        timeline=timeline,
+    )
+
+
+async def _add_services(server: aio.Server, runtime: Runtime) -> health.aio.HealthServicer:
+    add_ClusterServiceServicer_to_server(Clusters(runtime), server)
+    add_SlaveServiceServicer_to_server(Slaves(runtime), server)
+    add_StatusServiceServicer_to_server(Status(runtime, time.monotonic), server)
+    checker = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checker, server)
+    for service in SERVICES:
+        await checker.set(service, health_pb2.HealthCheckResponse.SERVING)
+    return checker
+
+
+def _stop_on_signals(runtime: Runtime) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, runtime.stop)
+
+
+def _check_agrees(config: RunFile, ledger: Ledger) -> None:
+    """The ledger and the run file must be of one run; raise ConfigError naming both."""
+    path, row = genesis.ledger_path(config), ledger.state().row
+    if row.run != config.shared.run:
+        raise ConfigError(
+            f"{path} is the ledger of run {row.run!r}, the run file's shared.run is {config.shared.run!r}"
+        )
+    if row.config_digest != config.shared.digest:
+        raise ConfigError(
+            f"{path} was made with shared options of digest {row.config_digest[:12]}, the run file's have "
+            f"{config.shared.digest[:12]}: put the options back as they were, or make a new run with `dips init`"
+        )
+    placed, named = sorted(name for name, _ in row.placement), sorted(slave.name for slave in config.slaves)
+    if placed != named:
+        raise ConfigError(
+            f"{path} places layers on {', '.join(placed)}, the run file's slaves are {', '.join(named)}: "
+            "placement is fixed for a run"
+        )
+    _check_manifest(config, row)
+
+
+def _check_manifest(config: RunFile, row: RunRow) -> None:
+    listing = config.master.directory / genesis.INITIAL_MANIFEST
+    if not listing.exists():
+        return  # only a copy, for people and tools; the ledger's is the true one
+    there, ours = Manifest.from_json(listing.read_text()), Manifest.from_json(row.manifest)
+    if there.digest != ours.digest:
+        lines = "; ".join(ours.differences(there))
+        raise CorruptManifest(f"{listing} is not the model of {genesis.ledger_path(config)}: {lines}")
+
+
+if __name__ == "__main__":
+    main()

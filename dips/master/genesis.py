@@ -1,0 +1,130 @@
+"""Makes a run: from a model's parameters to the ledger's first rows and the files of version 0 (`dips init`).
+
+Only this, or a verified snapshot, ever defines θ (design.md section 4, 7). The ledger is written last, so a run whose
+making was interrupted does not exist.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from safetensors.numpy import save_file
+
+from dips.config import RunFile
+from dips.errors import ConfigError
+from dips.master.ledger import Ledger, holding
+from dips.protocol.manifest import Layer, Manifest
+from dips.protocol.placement import place
+from dips.protocol.records import RunRow
+
+Tensor = npt.NDArray[np.float32]
+
+LEDGER = "ledger.sqlite"
+INITIAL_MODEL = Path("initial") / "model.safetensors"
+INITIAL_MANIFEST = Path("initial") / "manifest.json"
+
+
+def ledger_path(config: RunFile) -> Path:
+    return config.master.directory / LEDGER
+
+
+def make_run(
+    config: RunFile, tensors: Mapping[str, Tensor], *, force: bool = False, wall: Callable[[], float] = lambda: 0.0
+) -> RunRow:
+    """Write `<master.directory>/initial/` and the ledger of a new run; return its first row.
+
+    config   names the run, the slaves and the directory
+    tensors  full fp32 parameters by name, in the model's order; buffers and other types do not belong to θ
+    force    throw an existing ledger away: its run is gone
+    wall     Unix seconds, for the ledger's rows
+
+    Errors   ConfigError: a ledger exists, a dtype is not float32, an element is not finite, more slaves than layers
+    """
+    ledger = ledger_path(config)
+    if ledger.exists() and not force:
+        raise ConfigError(
+            f"{ledger}: a ledger is here already; take another master.directory, or throw this run away with --force"
+        )
+    manifest = _manifest_of(tensors)
+    row = RunRow(
+        run=config.shared.run,
+        config_digest=config.shared.digest,
+        manifest=manifest.to_json(),
+        placement=place(manifest, [slave.name for slave in config.slaves]),
+        genesis=tuple(_digest(layer, tensors) for layer in manifest.layers),
+        genesis_norms=tuple(_norm(layer, tensors) for layer in manifest.layers),
+    )
+    if force:
+        _throw_away(ledger)
+    _write_initial(config.master.directory, tensors, manifest)
+    Ledger.create(ledger, row, wall).close()
+    return row
+
+
+def _manifest_of(tensors: Mapping[str, Tensor]) -> Manifest:
+    if not tensors:
+        raise ConfigError("the model has no parameters")
+    wrong = [f"{name} is {t.dtype}" for name, t in tensors.items() if t.dtype != np.float32]
+    if wrong:
+        raise ConfigError(f"expected parameters in float32, got: {_few(wrong)}; convert the model first")
+    broken = [name for name, t in tensors.items() if not np.isfinite(t).all()]
+    if broken:
+        raise ConfigError(f"expected finite parameters; not finite: {_few(broken)}")
+    empty = [name for name, t in tensors.items() if t.size == 0]
+    if empty:
+        raise ConfigError(f"expected parameters with elements; empty: {_few(empty)}")
+    return Manifest.from_shapes((name, t.shape) for name, t in tensors.items())
+
+
+def _few(lines: list[str], most: int = 5) -> str:
+    return ", ".join(lines[:most]) + (f" and {len(lines) - most} more" if len(lines) > most else "")
+
+
+def _digest(layer: Layer, tensors: Mapping[str, Tensor]) -> str:
+    """xxh3-128 of the layer's flat little-endian bytes, in manifest order: what a slave loads as v0@r0."""
+    digest = xxhash.xxh3_128()
+    for parameter in layer.parameters:
+        digest.update(np.ascontiguousarray(tensors[parameter.name], dtype="<f4").reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _norm(layer: Layer, tensors: Mapping[str, Tensor]) -> float:
+    return float(np.sqrt(sum(np.sum(np.square(tensors[p.name], dtype=np.float64)) for p in layer.parameters)))
+
+
+def _throw_away(ledger: Path) -> None:
+    """Remove the old run's ledger, if no master holds it."""
+    if ledger.exists():
+        with holding(ledger):
+            for suffix in ("", "-wal", "-shm"):
+                Path(f"{ledger}{suffix}").unlink(missing_ok=True)
+    shutil.rmtree(ledger.parent / INITIAL_MODEL.parent, ignore_errors=True)
+
+
+def _write_initial(directory: Path, tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
+    model, listing = directory / INITIAL_MODEL, directory / INITIAL_MANIFEST
+    model.parent.mkdir(parents=True, exist_ok=True)
+    aside = model.with_suffix(".tmp")
+    save_file({name: np.ascontiguousarray(t) for name, t in tensors.items()}, aside)
+    _sync(aside)
+    aside.replace(model)
+    aside = listing.with_suffix(".tmp")
+    aside.write_text(manifest.to_json())
+    _sync(aside)
+    aside.replace(listing)
+    for folder in (model.parent, directory):
+        _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,194 @@
+"""The ledger: what the master must never forget, in SQLite (WAL, synchronous=FULL). The row of a version is its birth.
+
+One `write` is one transaction: all of its records are durable when it returns, or none is. One master holds the file,
+by a lock beside it; readers (`dips history`, plots) open it read-only at any time. What a record means, and when it is
+written, the Coordinator decides; this file does not know.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from dips.errors import ConfigError, Corrupt
+from dips.master.ledger_rows import write_record, write_run
+from dips.master.ledger_state import RoundHistory, read_history, read_state, read_tokens
+from dips.master.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
+from dips.protocol.records import LedgerState, Record, RunRow
+
+MEMORY = ":memory:"
+BUSY_S = 10.0  # how long SQLite waits for a reader's lock before a write fails
+
+Wall = Callable[[], float]
+
+
+def _no_clock() -> float:
+    return 0.0
+
+
+class Ledger:
+    """One open ledger. Not safe from several threads at once; made in one and used in another is fine."""
+
+    def __init__(self, db: sqlite3.Connection, lock: IO[str] | None, wall: Wall) -> None:
+        self._db, self._lock, self._wall = db, lock, wall
+
+    @classmethod
+    def create(cls, path: Path | str, row: RunRow, wall: Wall = _no_clock) -> Ledger:
+        """Make the ledger of a new run; raise ConfigError if the file exists. `wall` gives Unix seconds, for people."""
+        if str(path) != MEMORY and Path(path).exists():
+            raise ConfigError(f"{path}: a ledger is here already; a run is initialised once")
+        lock = _take_lock(path)
+        db = _connect(path, "rwc")
+        with _transaction(db):
+            for statement in SCHEMA.split(";\n"):
+                db.execute(statement)
+            db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            write_run(db, row)
+        if str(path) != MEMORY:
+            _sync_directory(Path(path).parent)
+        return cls(db, lock, wall)
+
+    @classmethod
+    def open(cls, path: Path | str, wall: Wall = _no_clock, *, readonly: bool = False) -> Ledger:
+        """Open a run's ledger, and hold it against a second master unless `readonly`.
+
+        Raise ConfigError if there is none, it is in use, or a newer Di-PS wrote it; Corrupt if it is no ledger.
+        """
+        if not Path(path).is_file():
+            raise ConfigError(f"{path}: no ledger is here; `dips init` makes one")
+        lock = None if readonly else _take_lock(path)
+        try:
+            db = _connect(path, "ro" if readonly else "rw")
+            _check_is_ours(db, path)
+        except BaseException:
+            if lock is not None:
+                lock.close()
+            raise
+        return cls(db, lock, wall)
+
+    def start_term(self) -> int:
+        """Begin the life of a master: a term above every earlier one, durable on return (why.md 4)."""
+        with _transaction(self._db):
+            (term,) = self._db.execute("SELECT coalesce(max(term), 0) + 1 FROM terms").fetchone()
+            self._db.execute("INSERT INTO terms VALUES (?, ?)", (term, self._wall()))
+        return int(term)
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Make all records durable in one transaction, in their order; on any error none of them is written."""
+        with _transaction(self._db):
+            for record in records:
+                write_record(self._db, record, self._wall())
+
+    def state(self) -> LedgerState:
+        """Everything that a new master knows; raise Corrupt if rows contradict each other."""
+        return read_state(self._db)
+
+    def history(self, limit: int = 100) -> list[RoundHistory]:
+        """Return the newest `limit` rounds, oldest first: how each ended, its folds and its outcomes."""
+        return read_history(self._db, limit)
+
+    def tokens(self) -> dict[str, dict[str, int]]:
+        """Return tokens accepted, gated and lost for each cluster that was ever heard of."""
+        return read_tokens(self._db)
+
+    def close(self) -> None:
+        """Close the file and let go of the lock; twice is fine."""
+        self._db.close()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+@contextmanager
+def holding(path: Path) -> Iterator[None]:
+    """Keep masters away from a ledger's file for a while; raise ConfigError if one holds it."""
+    lock = _take_lock(path)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+# ---- opening ------------------------------------------------------------------------------------------------------
+
+
+def _connect(path: Path | str, mode: str) -> sqlite3.Connection:
+    target = MEMORY if str(path) == MEMORY else f"{Path(path).absolute().as_uri()}?mode={mode}"
+    db = sqlite3.connect(target, uri=True, isolation_level=None, timeout=BUSY_S, check_same_thread=False)
+    try:
+        if mode != "ro":
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = FULL")
+            db.execute("PRAGMA foreign_keys = ON")
+    except sqlite3.DatabaseError as error:
+        db.close()
+        raise Corrupt(f"{path}: this is not a ledger of Di-PS: {error}") from error
+    return db
+
+
+def _check_is_ours(db: sqlite3.Connection, path: Path | str) -> None:
+    try:
+        (application,) = db.execute("PRAGMA application_id").fetchone()
+        (schema,) = db.execute("PRAGMA user_version").fetchone()
+        problem: Exception | None = None
+        if application != APPLICATION_ID:
+            problem = Corrupt(f"{path}: this SQLite file is not a ledger of Di-PS (application id {application:#x})")
+        elif schema > SCHEMA_VERSION:
+            problem = ConfigError(
+                f"{path}: ledger format {schema} was written by a newer Di-PS; this one reads up to {SCHEMA_VERSION}"
+            )
+    except sqlite3.DatabaseError as error:
+        problem = Corrupt(f"{path}: this is not a ledger of Di-PS: {error}")
+    if problem is not None:
+        db.close()
+        raise problem
+
+
+def _take_lock(path: Path | str) -> IO[str] | None:
+    """Hold `<ledger>.lock` for life; the kernel lets go when the process dies, however it dies."""
+    if str(path) == MEMORY:
+        return None
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    lock = Path(f"{path}.lock").open("a+")  # noqa: SIM115 (held until close)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.seek(0)
+        holder = lock.read().strip() or "unknown"
+        lock.close()
+        raise ConfigError(
+            f"{path}: this ledger is in use by another master (process {holder}); stop it first"
+        ) from error
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
+
+
+def _sync_directory(directory: Path) -> None:
+    """A new file exists for certain only when its directory says so."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """All of the body or nothing of it, durable when it is left."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        raise

@@ -1,0 +1,223 @@
+"""Reads the ledger back: the state that a new master starts from, and the history that people look at."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import dataclass
+from math import nan
+from typing import Any
+
+from dips.errors import Corrupt
+from dips.ids import GENESIS, PushId, VersionId
+from dips.protocol.records import (
+    FoldRow,
+    LedgerState,
+    OutcomeRow,
+    PeerRow,
+    PenaltyRow,
+    RunRow,
+    ScoreHistory,
+    VersionRow,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundHistory:
+    """One round, as it ended; times are Unix seconds."""
+
+    round: int
+    kind: str  # "applied" | "skipped" | "unchanged" | "unfinished" (open now, or its master died)
+    reason: str
+    opened: float
+    ended: float | None
+    version: VersionId | None  # applied: what it made
+    parent: VersionId | None
+    tokens: int  # accepted
+    scale: float
+    delta_norm: float  # ‖c·acc‖ before clipping
+    clipped: bool
+    folds: tuple[FoldRow, ...]
+    outcomes: tuple[OutcomeRow, ...]
+
+
+def read_state(db: sqlite3.Connection) -> LedgerState:
+    """Gather everything that a new master knows; raise Corrupt if rows contradict each other."""
+    (term,) = db.execute("SELECT coalesce(max(term), 0) FROM terms").fetchone()
+    (last_round,) = db.execute("SELECT coalesce(max(round), 0) FROM rounds").fetchone()
+    finished = db.execute("SELECT version, round FROM finished").fetchone()
+    return LedgerState(
+        row=_run(db),
+        term=term,
+        next_round=last_round + 1,
+        versions=_lineage(db),
+        clusters=_peers(db, "cluster"),
+        slaves=_peers(db, "slave"),
+        outcomes=_newest_outcomes(db),
+        penalty=_newest_penalty(db),
+        history=_score_history(db),
+        leased=_leased(db),
+        settled=tuple(sorted(_settled(db))),
+        finished=VersionId(*finished) if finished else None,
+    )
+
+
+def read_history(db: sqlite3.Connection, limit: int) -> list[RoundHistory]:
+    """Return the newest `limit` rounds, oldest first."""
+    rows = db.execute(
+        """SELECT r.round, e.kind, e.reason, r.wall, e.wall, v.version, v.parent_version, v.parent_round, v.tokens,
+                  v.scale, v.delta_norm, v.clipped
+           FROM rounds r LEFT JOIN round_ends e USING (round) LEFT JOIN versions v USING (round)
+           ORDER BY r.round DESC LIMIT ?""",
+        (limit,),
+    ).fetchall()
+    return [_round(db, row) for row in reversed(rows)]
+
+
+def read_tokens(db: sqlite3.Connection) -> dict[str, dict[str, int]]:
+    """Tokens accepted, gated and lost, by cluster."""
+    names = [
+        name for (name,) in db.execute("SELECT DISTINCT name FROM incarnations WHERE role = 'cluster' ORDER BY name")
+    ]
+    found = {name: {"accepted": 0, "gated": 0, "lost": 0} for name in names}
+    settled = "SELECT cluster, kind, sum(tokens) FROM outcomes WHERE kind != 'skipped' GROUP BY cluster, kind"
+    lost = "SELECT cluster, 'lost', sum(tokens_lost) FROM lives_ended GROUP BY cluster"
+    for cluster, kind, tokens in db.execute(f"{settled} UNION ALL {lost}"):
+        found[cluster][kind] = tokens
+    return found
+
+
+# ---- the state, part by part --------------------------------------------------------------------------------------
+
+
+def _run(db: sqlite3.Connection) -> RunRow:
+    row = db.execute("SELECT run, config_digest, manifest FROM run").fetchone()
+    if row is None:
+        raise Corrupt("the ledger names no run: `dips init` did not finish")
+    placement = db.execute("SELECT slave, layers FROM placement ORDER BY place").fetchall()
+    genesis = db.execute("SELECT digest, norm FROM genesis ORDER BY layer").fetchall()
+    run, config_digest, manifest = row
+    return RunRow(
+        run,
+        config_digest,
+        manifest,
+        tuple((slave, _ints(layers)) for slave, layers in placement),
+        tuple(digest for digest, _ in genesis),
+        tuple(_real(norm) for _, norm in genesis),
+    )
+
+
+def _lineage(db: sqlite3.Connection) -> tuple[VersionRow, ...]:
+    """Walk from the newest version to v0@r0 by parents, and turn it round."""
+    query = """SELECT v.round, v.version, v.parent_version, v.parent_round, v.durable, v.tokens, r.round IS NOT NULL
+               FROM versions v LEFT JOIN retired r USING (round)"""
+    rows: dict[VersionId, VersionRow] = {}
+    for number, version, parent_version, parent_round, durable, tokens, retired in db.execute(query):
+        name, parent = VersionId(version, number), VersionId(parent_version, parent_round)
+        rows[name] = VersionRow(name, parent, bool(durable), tokens, bool(retired))
+    lineage = list[VersionRow]()
+    at = max(rows, key=lambda name: name.round, default=GENESIS)
+    while True:
+        if at not in rows:
+            child = lineage[-1].version if lineage else "the head"
+            raise Corrupt(f"the ledger's lineage is broken: {child} names {at}, which has no row")
+        lineage.append(rows[at])
+        if at == GENESIS:
+            return tuple(reversed(lineage))
+        at = rows.pop(at).parent
+
+
+def _peers(db: sqlite3.Connection, role: str) -> tuple[PeerRow, ...]:
+    query = """SELECT i.name, max(i.inc), i.nonce, e.inc IS NOT NULL
+               FROM incarnations i
+               LEFT JOIN lives_ended e ON i.role = 'cluster' AND e.cluster = i.name AND e.inc = i.inc
+               WHERE i.role = ? GROUP BY i.name ORDER BY i.name"""  # a bare column goes with its max in SQLite
+    return tuple(PeerRow(name, inc, nonce, bool(ended)) for name, inc, nonce, ended in db.execute(query, (role,)))
+
+
+_OUTCOME = "o.cluster, o.inc, o.seq, o.kind, o.reason, o.tokens, o.inner_steps, o.norm, o.score, o.ranges"
+
+
+def _newest_outcomes(db: sqlite3.Connection) -> tuple[tuple[OutcomeRow, VersionId | None], ...]:
+    query = f"""SELECT {_OUTCOME}, v.version, v.round FROM outcomes o LEFT JOIN versions v USING (round)
+                WHERE o.place IN (SELECT max(place) FROM outcomes GROUP BY cluster) ORDER BY o.cluster"""
+    found = []
+    for *row, version, number in db.execute(query):
+        outcome = _outcome(row)
+        found.append((outcome, VersionId(version, number) if outcome.kind == "accepted" else None))
+    return tuple(found)
+
+
+def _newest_penalty(db: sqlite3.Connection) -> tuple[PenaltyRow, ...]:
+    query = """SELECT cluster, n, mu, sigma, last_norm, warm_left, gated_in_a_row, quarantined, accepted FROM penalty
+               WHERE place IN (SELECT max(place) FROM penalty GROUP BY cluster) ORDER BY cluster"""
+    return tuple(
+        PenaltyRow(cluster, n, _real(mu), _real(sigma), _real(last), warm, in_a_row, bool(quarantined), accepted)
+        for cluster, n, mu, sigma, last, warm, in_a_row, quarantined, accepted in db.execute(query)
+    )
+
+
+def _score_history(db: sqlite3.Connection) -> ScoreHistory:
+    row = db.execute("SELECT scores, delta_norms FROM score_history").fetchone()
+    if row is None:
+        return ScoreHistory((), ())
+    return ScoreHistory(tuple(tuple(scores) for scores in json.loads(row[0])), tuple(json.loads(row[1])))
+
+
+def _settled(db: sqlite3.Connection) -> set[int]:
+    rows = db.execute("SELECT ranges FROM outcomes WHERE kind != 'skipped'")
+    return {r for (ranges,) in rows for r in _ints(ranges)}
+
+
+def _leased(db: sqlite3.Connection) -> tuple[tuple[str, int, int, tuple[int, ...]], ...]:
+    """One entry for each life that is not over: its highest seq, and all its ranges that no Outcome settled."""
+    settled = _settled(db)
+    lives: dict[tuple[str, int], tuple[int, list[int]]] = {}
+    query = """SELECT l.cluster, l.inc, l.seq, l.ranges FROM leases l
+               LEFT JOIN lives_ended e ON e.cluster = l.cluster AND e.inc = l.inc
+               WHERE e.inc IS NULL ORDER BY l.place"""
+    for cluster, inc, seq, ranges in db.execute(query):
+        highest, held = lives.setdefault((cluster, inc), (0, []))
+        held += [r for r in _ints(ranges) if r not in settled]
+        lives[cluster, inc] = (max(highest, seq), held)
+    return tuple((cluster, inc, seq, tuple(held)) for (cluster, inc), (seq, held) in lives.items())
+
+
+# ---- leaves -------------------------------------------------------------------------------------------------------
+
+
+def _round(db: sqlite3.Connection, row: tuple[Any, ...]) -> RoundHistory:
+    number, kind, reason, opened, ended, version, parent_version, parent_round, tokens, scale, delta, clipped = row
+    folds = db.execute("SELECT * FROM folds WHERE round = ? ORDER BY place", (number,))
+    query = f"SELECT {_OUTCOME} FROM outcomes o WHERE o.round = ? ORDER BY o.place"
+    outcomes = db.execute(query, (number,))
+    made = version is not None
+    return RoundHistory(
+        number, kind or "unfinished", reason or "", opened, ended,
+        VersionId(version, number) if made else None,
+        VersionId(parent_version, parent_round) if made else None,
+        tokens or 0, scale or 0.0, _real(delta) if made else 0.0, bool(clipped),
+        tuple(_fold(f) for f in folds), tuple(_outcome(o) for o in outcomes),
+    )  # fmt: skip
+
+
+def _fold(row: Any) -> FoldRow:
+    _, _, cluster, inc, seq, base_version, base_round, tokens, inner_steps, weight, norm, score, loss, ranges = row
+    reals = (_real(weight), _real(norm), _real(score), _real(loss))
+    push, base = PushId(cluster, inc, seq), VersionId(base_version, base_round)
+    return FoldRow(push, base, tokens, inner_steps, *reals, _ints(ranges))
+
+
+def _outcome(row: Any) -> OutcomeRow:
+    cluster, inc, seq, kind, reason, tokens, inner_steps, norm, score, ranges = row
+    push = PushId(cluster, inc, seq)
+    return OutcomeRow(push, kind, reason, tokens, inner_steps, _real(norm), _real(score), _ints(ranges))
+
+
+def _real(value: float | None) -> float:
+    """SQLite keeps NaN as NULL."""
+    return nan if value is None else value
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(json.loads(text))

@@ -1,0 +1,84 @@
+"""The ledger's tables. Rows are added and never changed; only `score_history` is one row, replaced by each commit.
+
+`at` is the master's monotonic clock, as decided upon; `wall` is Unix seconds, for people and plots. NaN is stored as
+NULL, which is what SQLite makes of it, so no column of reals says NOT NULL.
+"""
+
+from __future__ import annotations
+
+APPLICATION_ID = 0x44695053  # "DiPS" in the file's header: any other SQLite file is foreign
+SCHEMA_VERSION = 1  # in user_version; a newer one was written by a newer Di-PS
+
+SCHEMA = """
+CREATE TABLE run (
+    only INTEGER PRIMARY KEY CHECK (only = 1),
+    run TEXT NOT NULL, config_digest TEXT NOT NULL, manifest TEXT NOT NULL
+) STRICT;
+CREATE TABLE placement (place INTEGER PRIMARY KEY, slave TEXT NOT NULL UNIQUE, layers TEXT NOT NULL) STRICT;
+CREATE TABLE genesis (layer INTEGER PRIMARY KEY, digest TEXT NOT NULL, norm REAL) STRICT;
+
+CREATE TABLE terms (term INTEGER PRIMARY KEY, wall REAL) STRICT;
+CREATE TABLE incarnations (
+    role TEXT NOT NULL CHECK (role IN ('cluster', 'slave')),
+    name TEXT NOT NULL, inc INTEGER NOT NULL, nonce TEXT NOT NULL,
+    PRIMARY KEY (role, name, inc)
+) STRICT;
+CREATE TABLE lives_ended (
+    cluster TEXT NOT NULL, inc INTEGER NOT NULL, reason TEXT NOT NULL, tokens_lost INTEGER NOT NULL, at REAL, wall REAL,
+    PRIMARY KEY (cluster, inc)
+) STRICT;
+
+CREATE TABLE rounds (round INTEGER PRIMARY KEY, at REAL, wall REAL) STRICT;
+CREATE TABLE round_ends (
+    round INTEGER PRIMARY KEY REFERENCES rounds,
+    kind TEXT NOT NULL CHECK (kind IN ('applied', 'skipped', 'unchanged')),
+    reason TEXT NOT NULL, at REAL, wall REAL
+) STRICT;
+CREATE TABLE versions (
+    round INTEGER PRIMARY KEY, version INTEGER NOT NULL,
+    parent_version INTEGER NOT NULL, parent_round INTEGER NOT NULL,
+    durable INTEGER NOT NULL, tokens INTEGER NOT NULL,
+    scale REAL, lr REAL, momentum REAL, delta_norm REAL, clipped INTEGER NOT NULL
+) STRICT;
+CREATE TABLE digests (
+    round INTEGER NOT NULL REFERENCES versions, slave TEXT NOT NULL, digest TEXT NOT NULL, PRIMARY KEY (round, slave)
+) STRICT;
+CREATE TABLE retired (round INTEGER PRIMARY KEY REFERENCES versions) STRICT;
+
+CREATE TABLE folds (
+    round INTEGER NOT NULL REFERENCES versions, place INTEGER NOT NULL,
+    cluster TEXT NOT NULL, inc INTEGER NOT NULL, seq INTEGER NOT NULL,
+    base_version INTEGER NOT NULL, base_round INTEGER NOT NULL,
+    tokens INTEGER NOT NULL, inner_steps INTEGER NOT NULL,
+    weight REAL, norm REAL, score REAL, loss REAL, ranges TEXT NOT NULL,
+    PRIMARY KEY (round, place),
+    UNIQUE (cluster, inc, seq)  -- once: no push is in two versions (design.md section 4, 4)
+) STRICT;
+CREATE TABLE outcomes (
+    place INTEGER PRIMARY KEY, round INTEGER NOT NULL REFERENCES rounds,
+    cluster TEXT NOT NULL, inc INTEGER NOT NULL, seq INTEGER NOT NULL,
+    kind TEXT NOT NULL CHECK (kind IN ('accepted', 'gated', 'skipped')),
+    reason TEXT NOT NULL, tokens INTEGER NOT NULL, inner_steps INTEGER NOT NULL,
+    norm REAL, score REAL, ranges TEXT NOT NULL
+) STRICT;
+CREATE INDEX outcomes_by_cluster ON outcomes (cluster, place);
+
+CREATE TABLE penalty (
+    place INTEGER PRIMARY KEY, round INTEGER NOT NULL,
+    cluster TEXT NOT NULL, n INTEGER NOT NULL, mu REAL, sigma REAL, last_norm REAL,
+    warm_left INTEGER NOT NULL, gated_in_a_row INTEGER NOT NULL, quarantined INTEGER NOT NULL, accepted INTEGER NOT NULL
+) STRICT;
+CREATE INDEX penalty_by_cluster ON penalty (cluster, place);
+CREATE TABLE score_history (
+    only INTEGER PRIMARY KEY CHECK (only = 1), scores TEXT NOT NULL, delta_norms TEXT NOT NULL
+) STRICT;
+
+CREATE TABLE leases (
+    place INTEGER PRIMARY KEY, cluster TEXT NOT NULL, inc INTEGER NOT NULL, seq INTEGER NOT NULL, ranges TEXT NOT NULL,
+    UNIQUE (cluster, inc, seq)
+) STRICT;
+CREATE TABLE finished (
+    only INTEGER PRIMARY KEY CHECK (only = 1), version INTEGER NOT NULL, round INTEGER NOT NULL,
+    reason TEXT NOT NULL, at REAL, wall REAL
+) STRICT;
+"""

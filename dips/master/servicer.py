@@ -1,0 +1,148 @@
+"""The master's gRPC services: each call is one question to the runtime, asked again while the answer is Pending.
+
+A long poll costs its asker one call in about ten seconds and the master one step at each change that may end the
+wait. Which question is legal when, the Coordinator decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from google.protobuf.message import Message
+
+from dips import errors
+from dips.errors import DipsError, LocalProtocolError
+from dips.master import status
+from dips.master.runtime import Runtime
+from dips.protocol import beats, events
+from dips.protocol.effects import Acknowledged, Failed, Pending, Result
+from dips.wire import messages
+from dips.wire.generated import cluster_pb2, names_pb2, slave_pb2, status_pb2
+from dips.wire.generated.cluster_pb2_grpc import ClusterServiceServicer
+from dips.wire.generated.slave_pb2_grpc import SlaveServiceServicer
+from dips.wire.generated.status_pb2_grpc import StatusServiceServicer
+
+PATIENCE_S = 10.0  # a long poll then answers Pending, well before a client's deadline of 30 s
+LOOK_AGAIN_S = 2.0  # asked again after so long even if nothing is seen to change
+LEAST_PAUSE_S = 0.002  # times the polls under way, between two looks of one poll: many polls share one step's worth
+MOST_PAUSE_S = 1.0
+
+Reply = TypeVar("Reply", bound=Message)
+
+
+class Clusters(ClusterServiceServicer):
+    """Clusters at the master."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime, self._asker = runtime, _Asker(runtime)
+
+    async def Join(self, request: Any, context: Any) -> cluster_pb2.JoinReply:
+        return await self._answer(request, events.ClusterJoined, cluster_pb2.JoinReply)
+
+    async def Beat(self, request: Any, context: Any) -> cluster_pb2.ClusterBeatAnswer:
+        answer = await self._runtime.beat(messages.from_proto(request, beats.ClusterBeat))
+        return cast(cluster_pb2.ClusterBeatAnswer, messages.to_proto(answer))
+
+    async def RequestPush(self, request: Any, context: Any) -> cluster_pb2.RequestPushReply:
+        return await self._answer(request, events.PushRequested, cluster_pb2.RequestPushReply)
+
+    async def FinishPush(self, request: Any, context: Any) -> cluster_pb2.FinishPushReply:
+        return await self._answer(request, events.PushFinished, cluster_pb2.FinishPushReply)
+
+    async def AbortPush(self, request: Any, context: Any) -> cluster_pb2.AbortPushReply:
+        return await self._answer(request, events.PushAborted, cluster_pb2.AbortPushReply)
+
+    async def AwaitRound(self, request: Any, context: Any) -> cluster_pb2.AwaitRoundReply:
+        return await self._answer(request, events.RoundAwaited, cluster_pb2.AwaitRoundReply)
+
+    async def RequestPull(self, request: Any, context: Any) -> cluster_pb2.RequestPullReply:
+        return await self._answer(request, events.PullRequested, cluster_pb2.RequestPullReply)
+
+    async def FinishPull(self, request: Any, context: Any) -> cluster_pb2.FinishPullReply:
+        return await self._answer(request, events.PullFinished, cluster_pb2.FinishPullReply)
+
+    async def RequestRanges(self, request: Any, context: Any) -> cluster_pb2.RequestRangesReply:
+        return await self._answer(request, events.RangesRequested, cluster_pb2.RequestRangesReply)
+
+    async def Leave(self, request: Any, context: Any) -> cluster_pb2.LeaveReply:
+        return await self._answer(request, events.ClusterLeft, cluster_pb2.LeaveReply)
+
+    async def _answer(self, request: Message, question: type[Any], reply: type[Reply]) -> Reply:
+        result = await self._asker.ask(lambda req: messages.from_proto(request, question, req=req))
+        return cast(Reply, messages.wrap(result, reply))
+
+
+class Slaves(SlaveServiceServicer):
+    """Slaves at the master."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime, self._asker = runtime, _Asker(runtime)
+
+    async def Register(self, request: Any, context: Any) -> slave_pb2.Registered:
+        result = await self._asker.ask(lambda req: messages.from_proto(request, events.SlaveRegistered, req=req))
+        return cast(slave_pb2.Registered, messages.to_proto(result))
+
+    async def Beat(self, request: Any, context: Any) -> slave_pb2.SlaveBeatAnswer:
+        answer = await self._runtime.beat(messages.from_proto(request, beats.SlaveBeat))
+        return cast(slave_pb2.SlaveBeatAnswer, messages.to_proto(answer))
+
+    async def Staged(self, request: Any, context: Any) -> names_pb2.Acknowledged:
+        self._runtime.tell(messages.from_proto(request, events.PushStaged))
+        return cast(names_pb2.Acknowledged, messages.to_proto(Acknowledged()))
+
+    async def Refused(self, request: Any, context: Any) -> names_pb2.Acknowledged:
+        self._runtime.tell(messages.from_proto(request, events.PushRefused))
+        return cast(names_pb2.Acknowledged, messages.to_proto(Acknowledged()))
+
+
+class Status(StatusServiceServicer):
+    """What `dips status` and the live view ask."""
+
+    def __init__(self, runtime: Runtime, clock: Callable[[], float]) -> None:
+        self._runtime, self._clock = runtime, clock
+
+    async def Status(self, request: Any, context: Any) -> status_pb2.StatusReply:
+        merged = status.status(self._runtime.view(), self._runtime.beats, self._clock())
+        return status_pb2.StatusReply(json=status.to_json(merged))
+
+
+class _Asker:
+    """Asks the runtime, and asks again while it answers Pending."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._polls = 0  # under way
+
+    async def ask(self, make: Callable[[int], events.Event]) -> Result:
+        """Ask at most PATIENCE_S long; raise the class of dips.errors that a Failed names."""
+        loop = asyncio.get_running_loop()
+        patient_until = loop.time() + PATIENCE_S
+        while True:
+            changed = self._runtime.changed  # taken before the question: a change between the two is not missed
+            result = await self._runtime.ask(make)
+            if isinstance(result, Failed):
+                raise _error_of(result)
+            left = patient_until - loop.time()
+            if not isinstance(result, Pending) or left <= 0:
+                return result
+            await self._rest(changed, min(LOOK_AGAIN_S, left))
+
+    async def _rest(self, changed: asyncio.Event, seconds: float) -> None:
+        self._polls += 1
+        try:
+            await asyncio.sleep(min(MOST_PAUSE_S, LEAST_PAUSE_S * self._polls))
+            async with asyncio.timeout(seconds):
+                await changed.wait()
+        except TimeoutError:
+            pass  # nothing was seen to change: look again all the same
+        finally:
+            self._polls -= 1
+
+
+def _error_of(failed: Failed) -> DipsError:
+    cls = getattr(errors, failed.error, None)
+    if not (isinstance(cls, type) and issubclass(cls, DipsError)):
+        return LocalProtocolError(f"the coordinator named an error that does not exist: {failed}")
+    return cls(failed.message)

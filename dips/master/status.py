@@ -1,0 +1,49 @@
+"""What people look at: the Coordinator's view with the newest beats beside it. For showing, never for deciding."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+from dips.protocol.beats import ClusterBeat, SlaveBeat
+
+Beats = Mapping[tuple[str, str], tuple[ClusterBeat | SlaveBeat, float]]  # by (role, name), with the time when heard
+
+_TOLD_ALREADY = frozenset({"cluster", "slave", "inc", "sinc", "term", "base", "memory"})  # the view has them
+
+
+def status(view: Mapping[str, Any], beats: Beats, now: float) -> dict[str, Any]:
+    """Merge `view` (Coordinator.view) with each peer's newest beat; `heard_s` is that beat's age in seconds."""
+    merged = dict(view)
+    for section, role in (("clusters", "cluster"), ("slaves", "slave")):
+        peers = {name: dict(known) for name, known in view.get(section, {}).items()}
+        for name, known in peers.items():
+            found = beats.get((role, name))
+            if found is not None:
+                known.update(_told(found[0]), heard_s=now - found[1])
+        merged[section] = peers
+    return merged
+
+
+def to_json(merged: Mapping[str, Any]) -> str:
+    """Spell a status as JSON that any reader accepts: NaN and infinity become null."""
+    return json.dumps(_finite(merged), separators=(",", ":"))
+
+
+def _told(beat: ClusterBeat | SlaveBeat) -> dict[str, Any]:
+    fields = {f.name: getattr(beat, f.name) for f in dataclasses.fields(beat) if f.name not in _TOLD_ALREADY}
+    if isinstance(beat, SlaveBeat):
+        fields["staged"] = [str(push) for push in beat.staged]
+        fields["transfers"] = [dataclasses.asdict(t) for t in beat.transfers]
+    return fields
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,181 @@
+"""The control flow's sockets: gRPC servers and channels, with a deadline on every call and one mapping of errors.
+
+An error raised by a handler leaves as the gRPC status of its row in errors.TREATMENTS, its class named in the trailing
+metadata `dips-error`; `call` raises that class again at the other end. A peer that does not answer is Unavailable…,
+whether the link, the process or the deadline ended the wait. What the messages mean this file does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar, cast
+
+import grpc
+from google.protobuf.message import Message
+from grpc import aio
+
+from dips import errors
+from dips.errors import ConfigError, DipsError, LocalProtocolError, RemoteProtocolError, Unavailable
+from dips.wire.messages import MAX_MESSAGE_BYTES
+
+ERROR_KEY = "dips-error"  # trailing metadata: the class of dips.errors that was raised
+MAX_DETAIL = 4000  # bytes of a message in a status: HTTP/2 peers refuse headers above 8 KiB
+KEEPALIVE_MS = 10_000  # clients ping so often, also without calls: a NAT forgets a silent link
+KEEPALIVE_TIMEOUT_MS = 5_000  # and give up when a ping is unanswered for so long
+MIN_PING_INTERVAL_MS = 5_000  # servers permit pings twice as often as we send them; else GOAWAY after 5 s (why.md 35)
+MAX_RECONNECT_BACKOFF_MS = 2_000  # a master that is back is found within two seconds
+MAX_CONCURRENT_CALLS = 10_000  # a server's bound; room for a long poll and a beat of 1,000 clusters, several times
+
+Reply = TypeVar("Reply", bound=Message)
+Report = Callable[[str, BaseException], None]
+
+_SIZES = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+]
+_SERVER_OPTIONS = [
+    *_SIZES,
+    # calls come in bursts (every cluster beats after a stall): above gRPC's own 1,000 they would be cancelled unheard
+    ("grpc.server.max_pending_requests", MAX_CONCURRENT_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_CONCURRENT_CALLS),
+    ("grpc.so_reuseport", 0),  # a second server on our port must fail, not take half of our calls
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+]
+_CHANNEL_OPTIONS = [
+    *_SIZES,
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 3_000),  # how long one attempt to connect may take
+    ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # a channel is a connection of its own, so beats never queue behind a poll
+]
+
+
+def server(report: Report) -> aio.Server:
+    """Make a gRPC server whose handlers may raise DipsError.
+
+    `report(method, error)` is told of every other exception, which the caller sees as LocalProtocolError of ours.
+    """
+    return aio.server(
+        options=_SERVER_OPTIONS,
+        interceptors=[_ErrorsOut(report)],
+        maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS,
+    )
+
+
+def bind(grpc_server: aio.Server, address: str, key: str) -> int:
+    """Listen on host:port and return the port (0 takes a free one); raise ConfigError naming `key` if it is taken."""
+    try:
+        port = grpc_server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(_cannot_listen(key, address)) from error
+    if port == 0:
+        raise ConfigError(_cannot_listen(key, address))
+    return port
+
+
+def channel(address: str) -> aio.Channel:
+    """Make a channel with a connection of its own; it connects at the first call and again after each loss."""
+    return aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+
+
+async def call(
+    method: Callable[..., Awaitable[Reply]],
+    request: Message,
+    *,
+    deadline_s: float,
+    peer: str,
+    unavailable: type[Unavailable],
+) -> Reply:
+    """Ask `method` of a stub; raise the class of dips.errors that the peer raised.
+
+    deadline_s   how long to wait, in seconds
+    peer         who is asked, for the message ("the master at 10.0.0.1:7800")
+    unavailable  UnavailableMaster or UnavailableSlave: raised when nobody answers in time
+    """
+    try:
+        return await method(request, timeout=deadline_s)
+    except aio.AioRpcError as error:
+        raise _raised(error, deadline_s, peer, unavailable) from error
+
+
+# ---- errors out ---------------------------------------------------------------------------------------------------
+
+
+class _ErrorsOut(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
+    """Wraps every unary handler, so that none can forget to translate."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.unary_unary is None:
+            return handler
+        method, inner = handler_call_details.method, handler.unary_unary
+
+        async def outer(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+            try:
+                await context.send_initial_metadata(())  # "heard": a caller that keeps an order of calls waits for it
+                return await cast(Callable[..., Awaitable[Any]], inner)(request, context)
+            except DipsError as error:
+                await _abort(context, error)
+            except aio.AbortError:
+                raise
+            except Exception as error:  # noqa: BLE001 (whatever a handler raised: the caller must get an answer)
+                self._report(method, error)
+                await _abort(context, LocalProtocolError(f"{method}: {type(error).__name__}: {error}"))
+
+        return grpc.unary_unary_rpc_method_handler(
+            cast(Any, outer), handler.request_deserializer, handler.response_serializer
+        )
+
+
+async def _abort(context: aio.ServicerContext[Any, Any], error: DipsError) -> None:
+    status = grpc.StatusCode[errors.treatment(error).status]
+    detail = str(error).encode()[:MAX_DETAIL].decode(errors="ignore")
+    await context.abort(status, detail, ((ERROR_KEY, type(error).__name__),))
+
+
+# ---- errors in ----------------------------------------------------------------------------------------------------
+
+_NOBODY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
+
+
+def _raised(error: aio.AioRpcError, deadline_s: float, peer: str, unavailable: type[Unavailable]) -> DipsError:
+    cls = _class_named(error)
+    if cls is not None:
+        return cls(error.details() or cls.__name__)
+    if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return unavailable(f"{peer} did not answer within {deadline_s:g} s")
+    if error.code() in _NOBODY:
+        return unavailable(f"{peer} cannot be reached: {error.details()}")
+    if (
+        error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    ):  # gRPC's own: a message above MAX_MESSAGE_BYTES, or too many calls
+        return RemoteProtocolError(f"{peer}: {error.details()}")
+    return RemoteProtocolError(f"{peer} answered {error.code().name}, which no Di-PS does: {error.details()}")
+
+
+def _class_named(error: aio.AioRpcError) -> type[DipsError] | None:
+    """Find the class that the peer raised; a name that we do not know says nothing."""
+    for key, value in error.trailing_metadata() or ():
+        found = getattr(errors, str(value), None) if key == ERROR_KEY else None
+        if isinstance(found, type) and issubclass(found, DipsError):
+            return found
+    return None
+
+
+def _cannot_listen(key: str, address: str) -> str:
+    return f"{key}: cannot listen on {address}: the port is in use or the address is not of this machine"

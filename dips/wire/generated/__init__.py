@@ -1,0 +1,1 @@
+"""Stubs of protos/dips/v1, written by protos/generate: never edited."""

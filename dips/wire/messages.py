@@ -1,0 +1,220 @@
+"""Dataclasses of dips/protocol ⇄ protobuf messages: one walk over type hints serves every message of the control flow.
+
+A dataclass and its message have the same name and the same field names (protos/dips/v1). A union of dataclasses is a
+`oneof` with the field's name, whose members are the classes' names in snake_case; a tuple within a tuple is a list of
+`Indices`; `X | None` is an absent message. `req` names a question inside one process and never travels.
+
+What must stay true: what arrives is bounded and named well before anybody uses it. Which message is legal when, this
+file does not know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Callable, Hashable, Iterable
+from functools import cache
+from typing import Any, TypeVar, Union, cast
+
+from google.protobuf.message import Message
+
+from dips import ids
+from dips.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from dips.protocol import beats, effects, events
+from dips.wire.generated import cluster_pb2, names_pb2, slave_pb2, status_pb2
+
+MAX_MESSAGE_BYTES = 16 << 20  # one control message; a manifest of 100,000 parameters is about 8 MiB of JSON
+MAX_INTEGER = (1 << 63) - 1  # the ledger's widest integer
+MAX_ITEMS = 1 << 20  # in one list: data ranges, layers, ranks
+MAX_TEXT = 256  # nonces, addresses, digests, states
+MAX_REASON = 2000  # longer reasons are cut, not refused: a long complaint must not cost a push
+
+T = TypeVar("T")
+
+_NAMES = frozenset({"run", "cluster", "slave", "name"})  # become file names, metrics and log lines
+_UNBOUNDED_TEXT = frozenset({"manifest"})  # MAX_MESSAGE_BYTES bounds it
+_LOCAL = frozenset({"req"})
+_MODULES = (names_pb2, cluster_pb2, slave_pb2, status_pb2)
+
+
+def to_proto(obj: object) -> Message:
+    """Spell a dataclass as the message of the same name."""
+    message = _message_class(type(obj).__name__)()
+    for name, spell, _ in _plan(cast(Hashable, type(obj))):
+        try:
+            spell(message, getattr(obj, name))
+        except (TypeError, ValueError) as error:
+            raise LocalProtocolError(f"{type(obj).__name__}.{name} cannot be spelled: {error}") from error
+    return message
+
+
+def from_proto(message: Message, cls: type[T], **extra: Any) -> T:
+    """Read a message as `cls`; `extra` gives what does not travel (req=7).
+
+    Raise RemoteProtocolError if a field is missing, too big, or a name that may not be one.
+    """
+    values = dict(extra)
+    for name, _, read in _plan(cast(Hashable, cls)):
+        values[name] = read(message)
+    return cls(**values)
+
+
+def wrap(obj: object, wrapper: type[Message]) -> Message:
+    """Put `obj` into a message that is one oneof (Answer, JoinReply); raise LocalProtocolError if it has no place."""
+    (oneof,) = wrapper.DESCRIPTOR.oneofs
+    message = wrapper()
+    _set_member(message, oneof.name, obj)
+    return message
+
+
+def unwrap(message: Message) -> Any:
+    """Read what lies in a message that is one oneof; raise RemoteProtocolError if nothing does."""
+    (oneof,) = message.DESCRIPTOR.oneofs
+    return _get_member(message, oneof.name)
+
+
+# ---- the plan of a dataclass: for each field, how it is spelled and how it is read --------------------------------
+
+_Spell = Callable[[Message, Any], None]
+_Read = Callable[[Message], Any]
+
+
+@cache
+def _plan(cls: Any) -> tuple[tuple[str, _Spell, _Read], ...]:
+    hints = typing.get_type_hints(cls)
+    fields = [f.name for f in dataclasses.fields(cls) if f.name not in _LOCAL]
+    return tuple((name, *_field(cls, name, hints[name])) for name in fields)
+
+
+def _field(cls: type, name: str, hint: Any) -> tuple[_Spell, _Read]:
+    """Choose the pair by the hint; an unknown kind of hint is a bug of ours, found at the first use of the class."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        members = [a for a in arguments if a is not types.NoneType]
+        return _message_pair(name, members[0], optional=True) if len(members) == 1 else _oneof_pair(name)
+    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
+        return _list_pair(name, arguments[0])
+    if dataclasses.is_dataclass(hint):
+        return _message_pair(name, cast(type, hint), optional=False)
+    if hint in (int, float, str, bool):
+        return _scalar_pair(name, hint)
+    raise LocalProtocolError(f"{cls.__name__}.{name}: no spelling for {hint!r}")
+
+
+def _scalar_pair(name: str, hint: type) -> tuple[_Spell, _Read]:
+    def spell(message: Message, value: Any) -> None:
+        setattr(message, name, value[:MAX_REASON] if name == "reason" else value)
+
+    return spell, lambda message: _checked(name, getattr(message, name))
+
+
+def _message_pair(name: str, cls: type, optional: bool) -> tuple[_Spell, _Read]:
+    def spell(message: Message, value: Any) -> None:
+        if value is None and not optional:
+            raise TypeError(f"expected a {cls.__name__}, got None")
+        if value is not None:
+            getattr(message, name).CopyFrom(to_proto(value))
+
+    def read(message: Message) -> Any:
+        if message.HasField(name):
+            return from_proto(getattr(message, name), cls)
+        if optional:
+            return None
+        raise RemoteProtocolError(f"{message.DESCRIPTOR.name}: expected the field {name}, it is missing")
+
+    return spell, read
+
+
+def _oneof_pair(name: str) -> tuple[_Spell, _Read]:
+    return (lambda message, value: _set_member(message, name, value), lambda message: _get_member(message, name))
+
+
+def _list_pair(name: str, item: Any) -> tuple[_Spell, _Read]:
+    spell_item, read_item = _item_pair(name, item)
+
+    def spell(message: Message, values: Iterable[Any]) -> None:
+        getattr(message, name).extend([spell_item(v) for v in values])
+
+    return spell, lambda message: tuple(read_item(v) for v in _bounded(name, getattr(message, name)))
+
+
+def _item_pair(name: str, item: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    if dataclasses.is_dataclass(item):
+        return to_proto, lambda raw: from_proto(raw, cast(type, item))
+    if typing.get_origin(item) is tuple:  # a list within a list, of whole numbers
+        return (
+            lambda values: cluster_pb2.Indices(values=values),
+            lambda raw: tuple(_checked(name, v) for v in _bounded(name, raw.values)),
+        )
+    return lambda value: value, lambda value: _checked(name, value)
+
+
+# ---- leaves -------------------------------------------------------------------------------------------------------
+
+
+def _set_member(message: Message, oneof: str, obj: object) -> None:
+    member = _snake(type(obj).__name__)
+    members = [f.name for f in message.DESCRIPTOR.oneofs_by_name[oneof].fields]
+    if member not in members:
+        raise LocalProtocolError(f"{message.DESCRIPTOR.name}.{oneof}: expected one of {members}, got {obj!r}")
+    field = getattr(message, member)
+    field.SetInParent()
+    field.CopyFrom(to_proto(obj))
+
+
+def _get_member(message: Message, oneof: str) -> Any:
+    member = message.WhichOneof(oneof)
+    if member is None:
+        raise RemoteProtocolError(f"{message.DESCRIPTOR.name}: expected one of {oneof}, nothing is there")
+    raw = getattr(message, member)
+    return from_proto(raw, _dataclass(raw.DESCRIPTOR.name))
+
+
+def _checked(name: str, value: Any) -> Any:
+    """Bound one leaf that arrived; text is cut only where it is a reason."""
+    if isinstance(value, str):
+        return _checked_text(name, value)
+    if isinstance(value, int) and value > MAX_INTEGER:
+        raise RemoteProtocolError(f"{name}: expected at most {MAX_INTEGER}, got {value}")
+    return value
+
+
+def _checked_text(name: str, value: str) -> str:
+    if name in _NAMES:
+        try:
+            return ids.check_name(value, name)
+        except ConfigError as error:
+            raise RemoteProtocolError(str(error)) from error
+    if name == "reason":
+        return value[:MAX_REASON]
+    if name not in _UNBOUNDED_TEXT and len(value) > MAX_TEXT:
+        raise RemoteProtocolError(f"{name}: expected at most {MAX_TEXT} characters, got {len(value)}")
+    return value
+
+
+def _bounded(name: str, values: Any) -> Any:
+    if len(values) > MAX_ITEMS:
+        raise RemoteProtocolError(f"{name}: expected at most {MAX_ITEMS} items, got {len(values)}")
+    return values
+
+
+@cache
+def _message_class(name: str) -> type[Message]:
+    for module in _MODULES:
+        if hasattr(module, name):
+            return cast(type[Message], getattr(module, name))
+    raise LocalProtocolError(f"{name} has no message in protos/dips/v1")
+
+
+@cache
+def _dataclass(name: str) -> type:
+    for module in (ids, effects, events, beats):
+        if hasattr(module, name):
+            return cast(type, getattr(module, name))
+    raise LocalProtocolError(f"the message {name} has no dataclass in dips.protocol")
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()

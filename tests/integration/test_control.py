@@ -1,0 +1,478 @@
+"""The control flow end to end: a real master on loopback, scripted clusters and slaves, every order over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from dips.config import RunFile, load_run
+from dips.errors import ConfigError, CorruptManifest, DipsError, StaleIncarnation, StaleTerm, UnavailableMaster
+from dips.ids import GENESIS, PullId, PushId, VersionId
+from dips.master.app import serve
+from dips.master.genesis import INITIAL_MANIFEST, ledger_path, make_run
+from dips.master.ledger import Ledger
+from dips.master.links import Link
+from dips.protocol import effects, events
+from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer, SlaveBeat, SlaveBeatAnswer
+from dips.protocol.effects import Order
+from dips.transport import control
+from dips.wire import messages
+from dips.wire.generated import slave_pb2, status_pb2
+from dips.wire.generated.cluster_pb2_grpc import ClusterServiceStub
+from dips.wire.generated.slave_pb2_grpc import (
+    OrderServiceServicer,
+    SlaveServiceStub,
+    add_OrderServiceServicer_to_server,
+)
+from dips.wire.generated.status_pb2_grpc import StatusServiceStub
+
+Body = Callable[[Order], Any]
+V1 = VersionId(1, 1)
+
+
+def model() -> dict[str, Any]:
+    return {f"layers.{i}.w": np.full((4, 4), 0.5 + i, np.float32) for i in range(4)}
+
+
+def write_run(tmp_path: Path, **shared: Any) -> Path:
+    """Write a run file for a master on a free port and two slaves."""
+    slaves = [
+        {"name": f"s{i}", "master": "127.0.0.1:1", "directory": f"s{i}", "initial_model": "m/initial/model.safetensors"}
+        for i in range(2)
+    ]
+    timing = {"beat_s": 0.5, "lease_beats": 8, "window_s": 0.05, "order_s": 5.0}
+    raw = {
+        "shared": {"run": "toy", **shared},
+        "master": {"listen": "127.0.0.1:0", "directory": "m", "timing": timing},
+        "slaves": slaves,
+        "insecure": True,
+    }
+    path = tmp_path / "dips.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    return path
+
+
+@asynccontextmanager
+async def master(config: RunFile) -> AsyncIterator[str]:
+    """A master in this process; yields its address and ends it by SIGTERM's own way."""
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(serve(config, structlog.get_logger(), ready.set_result))
+    await asyncio.wait([ready, task], return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        task.result()
+    try:
+        yield ready.result()
+    finally:
+        signal.raise_signal(signal.SIGTERM)
+        assert await task == 0
+
+
+class Slave(OrderServiceServicer):
+    """A slave that holds nothing: answers each order as a real one would, and remembers what it was told."""
+
+    def __init__(self, name: str, layers: int = 2) -> None:
+        self.name, self.layers = name, layers
+        self.orders: list[Order] = []
+        self.sinc = self.term = 0
+        self.memory: VersionId | None = None
+        self.address = ""
+        self.raises: dict[type, DipsError] = {}
+        self.told_more = asyncio.Event()
+
+    async def Execute(self, request: Any, context: Any) -> slave_pb2.Answer:
+        order = messages.from_proto(request, Order)
+        self.orders.append(order)
+        self.told_more.set()
+        if type(order.body) in self.raises:
+            raise self.raises[type(order.body)]
+        return messages.wrap(self.answer(order.body), slave_pb2.Answer)  # type: ignore[return-value]
+
+    def answer(self, body: effects.OrderBody) -> events.Answer:
+        match body:
+            case effects.Measure():
+                return events.Measured((0.25,) * self.layers, True)
+            case effects.Fold():
+                return events.Folded(1.0)
+            case effects.Apply():
+                return events.Prepared(body.version)
+            case effects.Persist():
+                return events.Persisted(body.version, f"digest-{self.name}")
+            case effects.Commit():
+                self.memory = body.version
+        return events.Done()
+
+    def told(self) -> list[str]:
+        return [type(order.body).__name__ for order in self.orders]
+
+    async def has_heard(self, count: int) -> None:
+        """Return when so many orders have come."""
+        while len(self.orders) < count:
+            self.told_more.clear()
+            await asyncio.wait_for(self.told_more.wait(), 10)
+
+    async def register(self, stub: Any) -> list[str]:
+        """Register until Hold; return the orders heard on the way."""
+        heard = []
+        while True:
+            complete = (self.memory,) if self.memory and self.memory.version else ()
+            said = events.SlaveRegistered(
+                0, self.name, f"nonce-{self.name}", "toy", self.address, ("127.0.0.1:9",), self.term,
+                self.memory, None, complete, 2, "",
+            )  # fmt: skip
+            answer = messages.from_proto(await ask(stub.Register, said), effects.Registered)
+            self.sinc, self.term = answer.sinc, answer.term
+            heard.append(type(answer.order).__name__)
+            if isinstance(answer.order, effects.Hold):
+                return heard
+            assert isinstance(answer.order, effects.LoadVersion)
+            self.memory = answer.order.version
+
+    async def beat(self, stub: Any) -> SlaveBeatAnswer:
+        said = SlaveBeat(self.name, self.sinc, self.term, self.memory, (), (), 1, 2, 3, 4, 0.0, 0.0)
+        return messages.from_proto(await ask(stub.Beat, said), SlaveBeatAnswer)
+
+
+@asynccontextmanager
+async def listening(slave: Slave) -> AsyncIterator[Slave]:
+    """Serve a scripted slave on a free port."""
+    server = control.server(lambda method, error: pytest.fail(f"{method}: {error!r}"))
+    add_OrderServiceServicer_to_server(slave, server)
+    slave.address = f"127.0.0.1:{control.bind(server, slave.address or '127.0.0.1:0', 'slaves.listen')}"
+    await server.start()
+    try:
+        yield slave
+    finally:
+        await server.stop(None)
+
+
+async def ask(method: Any, obj: object) -> Any:
+    return await control.call(
+        method, messages.to_proto(obj), deadline_s=15.0, peer="the master", unavailable=UnavailableMaster
+    )
+
+
+class Cluster:
+    """A scripted cluster: speaks for an agent that has no ranks."""
+
+    def __init__(self, config: RunFile, channel: Any, name: str = "a") -> None:
+        self.config, self.channel, self.stub = config, channel, ClusterServiceStub(channel)
+        self.name, self.inc = name, 0
+
+    async def join(self, nonce: str = "n1", manifest: str | None = None, digest: str | None = None) -> effects.Joined:
+        text = (self.config.master.directory / INITIAL_MANIFEST).read_text() if manifest is None else manifest
+        said = events.ClusterJoined(0, self.name, nonce, "toy", text, digest or self.config.shared.digest)
+        joined: effects.Joined = messages.unwrap(await ask(self.stub.Join, said))
+        self.inc = joined.inc
+        return joined
+
+    async def join_and_pull(self) -> None:
+        """Join, and hold the head (seq 1): what every cluster does before it trains."""
+        await self.join()
+        pull = PullId(self.name, self.inc, 1)
+        granted = await self.ask("RequestPull", events.PullRequested(0, pull, 1))
+        assert isinstance(granted, effects.Grant), granted
+        await self.ask("FinishPull", events.PullFinished(0, pull, True))
+
+    async def ask(self, method: str, said: object) -> Any:
+        return messages.unwrap(await ask(getattr(self.stub, method), said))
+
+    async def push(self, seq: int, slaves: list[Slave], slave_stub: Any, tokens: int = 100) -> Any:
+        """Push, commit, and return what the round said of it."""
+        push = PushId(self.name, self.inc, seq)
+        granted = await self.ask("RequestPush", events.PushRequested(0, push, GENESIS, 1))
+        assert isinstance(granted, effects.Grant), granted
+        for slave in slaves:
+            await ask(slave_stub.Staged, events.PushStaged(slave.name, slave.sinc, push, 64))
+        committed = await self.ask("FinishPush", events.PushFinished(0, push, tokens, 64, (), 2.5))
+        assert committed == effects.Committed()
+        return await self.ask("AwaitRound", events.RoundAwaited(0, push))
+
+
+@asynccontextmanager
+async def house(config: RunFile) -> AsyncIterator[tuple[Cluster, list[Slave], Any]]:
+    """A master with two registered slaves and a channel for a cluster."""
+    async with AsyncExitStack() as stack:
+        address = await stack.enter_async_context(master(config))
+        channel = await stack.enter_async_context(control.channel(address))
+        slaves = [await stack.enter_async_context(listening(Slave(f"s{i}"))) for i in range(2)]
+        stub = SlaveServiceStub(channel)
+        for slave in slaves:
+            assert await slave.register(stub) == ["LoadVersion", "Hold"]
+        yield Cluster(config, channel), slaves, stub
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunFile:
+    loaded = load_run(write_run(tmp_path))
+    make_run(loaded, model())
+    return loaded
+
+
+# ---- the main story ------------------------------------------------------------------------------------------------
+
+
+async def test_a_push_becomes_a_version(config: RunFile) -> None:
+    """From Join to FinishPull through every order: the version has its row, and the cluster its Outcome and pull."""
+    async with house(config) as (cluster, slaves, stub):
+        joined = await cluster.join()
+        assert (joined.inc, joined.head, joined.term) == (1, GENESIS, 1)
+        await cluster.join_and_pull()
+        outcome = await cluster.push(2, slaves, stub)
+        assert (outcome.kind, outcome.version, outcome.progress.tokens) == ("accepted", V1, 100)
+        assert [s.name for s in outcome.pull.slaves] == ["s0", "s1"] and outcome.pull.version == V1
+        assert outcome.pull.slaves[0].lanes == ("127.0.0.1:9",)
+        done = await cluster.ask("FinishPull", events.PullFinished(0, PullId("a", 1, 2), True))
+        assert done == effects.Acknowledged()
+        await asyncio.gather(*[slave.has_heard(9) for slave in slaves])
+    for slave in slaves:
+        assert slave.told()[:2] == ["OpenPull", "ClosePull"]
+        assert slave.told()[2:] == ["OpenPush", "Measure", "Fold", "Apply", "Persist", "Commit", "ClosePull"]
+        numbers = [order.number for order in slave.orders]
+        assert numbers == sorted(numbers) and {order.term for order in slave.orders} == {1}
+    ledger = Ledger.open(ledger_path(config))
+    (row,) = ledger.history()
+    ledger.close()
+    assert (row.kind, row.version, row.tokens) == ("applied", V1, 100)
+    assert [fold.push for fold in row.folds] == [PushId("a", 1, 2)]
+
+
+async def test_a_new_master_remembers(config: RunFile) -> None:
+    """After a restart the term is higher, the head stands, and the Outcome is told again from the ledger."""
+    async with house(config) as (cluster, slaves, stub):
+        await cluster.join_and_pull()
+        await cluster.push(2, slaves, stub)
+    async with AsyncExitStack() as stack:
+        address = await stack.enter_async_context(master(config))
+        channel = await stack.enter_async_context(control.channel(address))
+        stub = SlaveServiceStub(channel)
+        for slave in slaves:
+            assert (await slave.beat(stub)).register
+            await stack.enter_async_context(listening(slave))
+            assert await slave.register(stub) == ["Hold"]
+            assert (slave.term, slave.sinc) == (2, 1)
+        again = Cluster(config, channel)
+        again.inc = 1
+        outcome = await again.ask("AwaitRound", events.RoundAwaited(0, PushId("a", 1, 2)))
+        assert (outcome.kind, outcome.version) == ("accepted", V1)
+        grant = await again.ask("RequestPull", events.PullRequested(0, PullId("a", 1, 3), 1))
+        assert grant.version == V1
+
+
+async def test_status_shows_everybody_with_a_reason(config: RunFile) -> None:
+    """The status is JSON with every cluster's and slave's state, its reason, and what its newest beat told."""
+    async with house(config) as (cluster, slaves, stub):
+        await cluster.join()
+        said = ClusterBeat("a", 1, "training", "inner", 1, 12, 300, 0, float("nan"), GENESIS, 0, 0, 0.0)
+        answer = messages.from_proto(await ask(cluster.stub.Beat, said), ClusterBeatAnswer)
+        assert (answer.standing, answer.term, answer.lease_s) == ("live", 1, 4.0)
+        assert not (await slaves[0].beat(stub)).register
+        status_stub = StatusServiceStub(cluster.channel)
+        reply = await control.call(
+            status_stub.Status,
+            status_pb2.StatusRequest(),
+            deadline_s=5.0,
+            peer="the master",
+            unavailable=UnavailableMaster,
+        )
+        status = json.loads(reply.json)
+    assert status["clusters"]["a"]["inner_steps"] == 12 and status["clusters"]["a"]["loss"] is None
+    assert status["clusters"]["a"]["reason"] and status["slaves"]["s0"]["reason"]
+    assert status["slaves"]["s0"]["pool_limit"] == 2 and "pool_limit" not in status["slaves"]["s1"]
+
+
+async def test_a_slave_that_refuses_breaks_the_round_not_the_run(config: RunFile) -> None:
+    """An Apply that fails on one slave skips the round; the cluster hears it in the slave's words, and goes on."""
+    async with house(config) as (cluster, slaves, stub):
+        await cluster.join_and_pull()
+        slaves[1].raises[effects.Apply] = DipsError("out of memory")
+        outcome = await cluster.push(2, slaves, stub)
+        assert outcome.kind == "skipped" and "s1" in outcome.reason and "out of memory" in outcome.reason
+        slaves[1].raises.clear()
+        assert (await cluster.push(3, slaves, stub)).version == VersionId(1, 2)
+
+
+async def test_a_burst_of_calls_is_answered(config: RunFile) -> None:
+    """Calls that come all at once, as after a stall, wait their turn; gRPC's own limit of 1,000 would cancel some."""
+    async with house(config) as (cluster, _, _):
+        await cluster.join()
+        said = ClusterBeat("a", 1, "training", "inner", 1, 12, 300, 0, 2.0, GENESIS, 0, 0, 0.0)
+        answers = await asyncio.gather(*[ask(cluster.stub.Beat, said) for _ in range(1500)])
+    assert {answer.standing for answer in answers} == {"live"}
+
+
+# ---- bad input -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_model_of_another_shape_is_told_where(config: RunFile) -> None:
+    """A cluster whose manifest differs hears the first differences, by class and by name; others are not disturbed."""
+    other = '{"format":1,"layers":[{"name":"layers.0","parameters":[["layers.0.w",[4,5]]]}]}'
+    async with house(config) as (cluster, _, _):
+        with pytest.raises(CorruptManifest, match=r"layers\.0\.w: expected shape \(4, 4\), got \(4, 5\)"):
+            await cluster.join(manifest=other)
+        with pytest.raises(ConfigError, match="digest"):
+            await cluster.join(digest="0" * 64)
+        assert (await cluster.join()).inc == 1
+
+
+async def test_an_older_life_is_fenced(config: RunFile) -> None:
+    """A retried Join gets its own life again; another process gets the next one, and the old one is stale."""
+    async with house(config) as (cluster, _, _):
+        assert [(await cluster.join("n1")).inc for _ in range(2)] == [1, 1]
+        assert (await cluster.join("n2")).inc == 2
+        with pytest.raises(StaleIncarnation, match="a/1 is fenced"):
+            await cluster.ask("RequestPull", events.PullRequested(0, PullId("a", 1, 1), 1))
+
+
+async def test_a_hostile_name_changes_nothing(config: RunFile) -> None:
+    """A name that could be a path is refused at the door."""
+    async with house(config) as (cluster, _, _):
+        cluster.name = "../../etc/passwd"
+        with pytest.raises(DipsError, match="cluster name"):
+            await cluster.join()
+
+
+async def test_a_master_that_has_a_successor_ends(config: RunFile) -> None:
+    """A slave that has seen a later term ends this master with 75."""
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(serve(config, structlog.get_logger(), ready.set_result))
+    slave = Slave("s0")
+    slave.term, slave.address = 9, "127.0.0.1:9"
+    async with control.channel(await ready) as channel:
+        with pytest.raises(StaleTerm, match="has seen 9"):
+            await slave.register(SlaveServiceStub(channel))
+    assert await task == 75
+
+
+async def test_ledger_and_run_file_must_agree(tmp_path: Path, config: RunFile) -> None:
+    """Another run, other shared options, other slaves, another model beside the ledger: each refused by name."""
+    with pytest.raises(ConfigError, match=r"run 'toy', the run file's shared\.run is 'other'"):
+        await serve(load_run(write_run(tmp_path, run="other")), structlog.get_logger())
+    with pytest.raises(ConfigError, match="shared options of digest"):
+        await serve(load_run(write_run(tmp_path, chunk_bytes=8192)), structlog.get_logger())
+    fewer = config.model_copy(update={"slaves": config.slaves[:1]})
+    with pytest.raises(ConfigError, match="places layers on s0, s1, the run file's slaves are s0"):
+        await serve(fewer, structlog.get_logger())
+    (config.master.directory / INITIAL_MANIFEST).write_text('{"format":1,"layers":[]}')
+    with pytest.raises(CorruptManifest, match="is not the model of"):
+        await serve(config, structlog.get_logger())
+
+
+async def test_a_port_in_use_and_a_second_master(config: RunFile, tmp_path: Path) -> None:
+    """A second master on the ledger, or on the port, says so and leaves the first alone."""
+    async with master(config) as address:
+        with pytest.raises(ConfigError, match="in use by another master"):
+            await serve(config, structlog.get_logger())
+        elsewhere = config.master.model_copy(update={"listen": address, "directory": tmp_path / "other"})
+        other = config.model_copy(update={"master": elsewhere})
+        make_run(other, model())
+        with pytest.raises(ConfigError, match=f"master.listen: cannot listen on {address}"):
+            await serve(other, structlog.get_logger())
+
+
+# ---- the way to a slave --------------------------------------------------------------------------------------------
+
+
+def order(number: int, deadline_s: float = 5.0, body: effects.OrderBody | None = None) -> Order:
+    return Order("s0", 1, 1, number, body or effects.Ping(), deadline_s)
+
+
+async def test_orders_arrive_in_the_order_of_their_giving(tmp_path: Path) -> None:
+    """A hundred orders given at once, before the link is up, reach the slave in their order."""
+    async with listening(Slave("s0")) as slave:
+        link = Link("s0", slave.address)
+        answers = await asyncio.gather(*[link.execute(order(n)) for n in range(100)])
+        await link.close()
+    assert [o.number for o in slave.orders] == list(range(100))
+    assert all(isinstance(a, events.OrderAnswered) for a in answers)
+
+
+async def test_a_refusal_and_a_stale_term_are_told_apart() -> None:
+    """What a slave raises comes back as a failure of its kind, with the slave's words."""
+    async with listening(Slave("s0")) as slave:
+        slave.raises = {effects.Ping: StaleTerm("seen 5"), effects.Retire: StaleIncarnation("sinc 2")}
+        link = Link("s0", slave.address)
+        stale = await link.execute(order(1))
+        refused = await link.execute(order(2, body=effects.Retire(())))
+        await link.close()
+    assert isinstance(stale, events.OrderFailed) and (stale.kind, stale.reason) == ("stale_term", "seen 5")
+    assert isinstance(refused, events.OrderFailed) and refused.kind == "refused"
+    assert refused.reason == "StaleIncarnation: sinc 2"
+
+
+async def test_nobody_there_is_deaf_at_the_deadline() -> None:
+    """An order to a closed port is deaf when its deadline passes, not before and not for ever."""
+    slave = Slave("s0")
+    async with listening(slave):
+        pass
+    link = Link("s0", slave.address)
+    began = asyncio.get_running_loop().time()
+    failed = await link.execute(order(1, deadline_s=0.5))
+    took = asyncio.get_running_loop().time() - began
+    await link.close()
+    assert isinstance(failed, events.OrderFailed) and failed.kind == "deaf"
+    assert 0.5 <= took < 3.0
+
+
+async def test_a_link_that_comes_back_carries_the_order() -> None:
+    """An order given while the slave's server is away is carried out when it is back, within its deadline."""
+    slave = Slave("s0")
+    async with listening(slave):
+        pass
+    link = Link("s0", slave.address)
+    giving = asyncio.create_task(link.execute(order(1, deadline_s=20.0)))
+    done, _ = await asyncio.wait([giving], timeout=0.3)
+    assert not done
+    async with listening(slave):
+        assert isinstance(await giving, events.OrderAnswered)
+    await link.close()
+
+
+# ---- the process ---------------------------------------------------------------------------------------------------
+
+
+def test_the_process_serves_and_ends_by_sigterm(tmp_path: Path, config: RunFile) -> None:
+    """`dips-master` logs its address, is healthy, and ends with 0 by SIGTERM."""
+    process = start(tmp_path)
+    try:
+        assert process.stderr is not None
+        address = next(json.loads(line)["address"] for line in process.stderr if '"serving"' in line)
+        assert asyncio.run(health(address)) == health_pb2.HealthCheckResponse.SERVING
+        process.terminate()
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def health(address: str) -> int:
+    async with control.channel(address) as channel:
+        reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+        return int(reply.status)
+
+
+def test_the_process_without_a_ledger_says_what_to_do(tmp_path: Path) -> None:
+    """Before `dips init` the master ends with 78, an error that names the file and the command, and no traceback."""
+    write_run(tmp_path)
+    process = start(tmp_path)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 78
+    assert "error: " in said and "ledger.sqlite: no ledger is here; `dips init` makes one" in said
+    assert "Traceback" not in said
+
+
+def start(tmp_path: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "dips.master.app", "--config", str(tmp_path / "dips.yaml")]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

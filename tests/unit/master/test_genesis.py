@@ -1,0 +1,117 @@
+"""`dips init` defines version 0 once, from finite fp32 parameters, and says what is wrong with anything else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from safetensors.numpy import load_file
+
+from dips.config import MasterSection, RunFile, Shared, SlaveSection
+from dips.errors import ConfigError
+from dips.master.genesis import INITIAL_MANIFEST, INITIAL_MODEL, ledger_path, make_run
+from dips.master.ledger import Ledger
+from dips.protocol.manifest import Manifest
+
+
+def run_file(directory: Path, slaves: int = 2) -> RunFile:
+    sections = tuple(
+        SlaveSection(name=f"s{i}", master="127.0.0.1:1", directory=directory / f"s{i}", initial_model=directory / "x")
+        for i in range(slaves)
+    )
+    return RunFile(shared=Shared(run="toy"), master=MasterSection(directory=directory), slaves=sections, insecure=True)
+
+
+def model() -> dict[str, Any]:
+    rng = np.random.default_rng(1)
+    shapes = {
+        "embed.weight": (8, 4),
+        "layers.0.w": (4, 4),
+        "layers.0.b": (4,),
+        "layers.1.w": (4, 4),
+        "head.weight": (8, 4),
+    }
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def test_version_0_is_what_was_given(tmp_path: Path) -> None:
+    """The files hold the model, the ledger its manifest, placement, digests and norms, all in the model's order."""
+    tensors, config = model(), run_file(tmp_path)
+    row = make_run(config, tensors)
+    manifest = Manifest.from_json((tmp_path / INITIAL_MANIFEST).read_text())
+    assert [layer.name for layer in manifest.layers] == ["embed", "layers.0", "layers.1", "head"]
+    stored = load_file(tmp_path / INITIAL_MODEL)
+    assert all(np.array_equal(stored[name], t) for name, t in tensors.items()) and len(stored) == len(tensors)
+    flat = np.concatenate([tensors["layers.0.w"].ravel(), tensors["layers.0.b"].ravel()])
+    assert row.genesis[1] == xxhash.xxh3_128_hexdigest(flat.tobytes())
+    assert row.genesis_norms[1] == pytest.approx(float(np.linalg.norm(flat.astype(np.float64))), rel=1e-12)
+    assert sorted(layer for _, layers in row.placement for layer in layers) == [0, 1, 2, 3]
+    ledger = Ledger.open(ledger_path(config))
+    assert ledger.state().row == row
+    assert row.config_digest == config.shared.digest
+    ledger.close()
+
+
+def test_a_view_with_strides_is_its_values(tmp_path: Path) -> None:
+    """A transposed parameter is stored and hashed by its elements, not by the memory behind it."""
+    tensors = model()
+    tensors["head.weight"] = np.asfortranarray(tensors["head.weight"])
+    assert make_run(run_file(tmp_path / "a"), tensors).genesis == make_run(run_file(tmp_path / "b"), model()).genesis
+
+
+def test_a_run_is_made_once(tmp_path: Path) -> None:
+    """A second init refuses; with force the old run is gone."""
+    config = run_file(tmp_path)
+    first = make_run(config, model())
+    with pytest.raises(ConfigError, match="--force"):
+        make_run(config, model())
+    other = {name: t + 1 for name, t in model().items()}
+    second = make_run(config, other, force=True)
+    assert second.genesis != first.genesis
+    ledger = Ledger.open(ledger_path(config))
+    assert ledger.state().row == second
+    ledger.close()
+
+
+def test_force_spares_a_living_run(tmp_path: Path) -> None:
+    """A ledger that a master holds is not thrown away, even by force."""
+    config = run_file(tmp_path)
+    row = make_run(config, model())
+    ledger = Ledger.open(ledger_path(config))
+    with pytest.raises(ConfigError, match="in use by another master"):
+        make_run(config, model(), force=True)
+    assert ledger.state().row == row
+    ledger.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("layers.0.w", np.zeros((4, 4)), "layers.0.w is float64"),
+        ("head.weight", np.zeros((8, 4), np.float16), "head.weight is float16"),
+        ("layers.1.w", np.full((4, 4), np.nan, np.float32), "not finite: layers.1.w"),
+        ("layers.0.b", np.zeros((0,), np.float32), "empty: layers.0.b"),
+    ],
+)
+def test_what_is_no_parameter_is_named(tmp_path: Path, name: str, value: Any, said: str) -> None:
+    """A wrong dtype, a NaN and an empty tensor are refused by name, and nothing is written."""
+    config = run_file(tmp_path)
+    with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
+        make_run(config, {**model(), name: value})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_slaves_than_layers(tmp_path: Path) -> None:
+    """A slave without a layer has no part in the run: refused before anything is written."""
+    with pytest.raises(ConfigError, match="expected at most 4"):
+        make_run(run_file(tmp_path, slaves=5), model())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_parameters(tmp_path: Path) -> None:
+    """Nothing to train is an error, not an empty run."""
+    with pytest.raises(ConfigError, match="no parameters"):
+        make_run(run_file(tmp_path), {})

@@ -1,0 +1,245 @@
+"""The ledger gives back what was written, all or nothing, to one master at a time."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from math import inf, isnan, nan
+from pathlib import Path
+
+import pytest
+
+from dips.errors import ConfigError, Corrupt
+from dips.ids import GENESIS, PushId, VersionId
+from dips.master.ledger import MEMORY, Ledger
+from dips.protocol.records import (
+    ClusterEnded,
+    FoldRow,
+    IncarnationGiven,
+    OutcomeRow,
+    PeerRow,
+    PenaltyRow,
+    RangesLeased,
+    RoundEnded,
+    RoundReserved,
+    RunFinished,
+    RunRow,
+    ScoreHistory,
+    VersionCommitted,
+    VersionsRetired,
+)
+
+ROW = RunRow(
+    "run", "d1", '{"format":1,"layers":[]}', (("s0", (0, 2)), ("s1", (1,))), ("aa", "bb", "cc"), (1.0, 2.5, 0.0)
+)
+V1, V2 = VersionId(1, 1), VersionId(2, 3)
+A1, B1, A2 = PushId("a", 1, 1), PushId("b", 1, 1), PushId("a", 1, 2)
+
+
+def penalty(cluster: str, n: int) -> PenaltyRow:
+    return PenaltyRow(cluster, n, 1.5, 0.25, 1.25, 9, 0, False, n)
+
+
+def outcome(push: PushId, kind: str, ranges: tuple[int, ...] = (), tokens: int = 10) -> OutcomeRow:
+    return OutcomeRow(push, kind, "why", tokens, 4, 1.25, 0.5, ranges)
+
+
+def committed(version: VersionId, parent: VersionId, *pushes: PushId, ranges: tuple[int, ...] = ()) -> VersionCommitted:
+    return VersionCommitted(
+        version, parent, True,
+        tuple(FoldRow(p, parent, 10, 4, 1.0, 1.25, 0.5, 2.5, ranges) for p in pushes),
+        tuple(outcome(p, "accepted", ranges) for p in pushes),
+        0.5, 0.7, 0.8, 3.0, True, (("s0", "d0"), ("s1", "d1")),
+        tuple(penalty(p.cluster, version.version) for p in pushes),
+        ScoreHistory(((0.5,),) * version.version, (3.0,) * version.version), 12.5,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def ledger() -> Iterator[Ledger]:
+    made = Ledger.create(MEMORY, ROW)
+    yield made
+    made.close()
+
+
+def test_a_new_run(ledger: Ledger) -> None:
+    """A new ledger knows the run as given, version 0, and nobody."""
+    state = ledger.state()
+    assert state.row == ROW
+    assert (state.term, state.next_round, state.finished) == (0, 1, None)
+    assert [v.version for v in state.versions] == [GENESIS]
+    assert (state.clusters, state.slaves, state.outcomes, state.penalty, state.leased, state.settled) == ((),) * 6
+    assert state.history == ScoreHistory((), ())
+
+
+def test_terms_rise(ledger: Ledger) -> None:
+    """Every start of a master gets a term above all earlier ones."""
+    assert [ledger.start_term() for _ in range(3)] == [1, 2, 3]
+    assert ledger.state().term == 3
+
+
+def test_the_story_of_two_versions(ledger: Ledger) -> None:
+    """What two committed rounds and a skipped one between them left is what a new master starts from."""
+    ledger.write([IncarnationGiven("cluster", "a", 1, "na"), IncarnationGiven("slave", "s0", 1, "ns")])
+    ledger.write([IncarnationGiven("cluster", "b", 1, "nb"), RangesLeased("a", 1, 1, (0, 1)), RoundReserved(1, 1.0)])
+    ledger.write([committed(V1, GENESIS, A1, B1, ranges=(0,))])
+    ledger.write([RoundReserved(2, 2.0), RoundEnded(2, "skipped", "s0 was lost", (outcome(A2, "skipped"),), (), 3.0)])
+    ledger.write([RoundReserved(3, 4.0), committed(V2, V1, PushId("b", 1, 5)), VersionsRetired((V1,))])
+    state = ledger.state()
+    assert [(v.version, v.parent, v.tokens, v.retired) for v in state.versions] == [
+        (GENESIS, GENESIS, 0, False),
+        (V1, GENESIS, 20, True),
+        (V2, V1, 10, False),
+    ]
+    assert state.next_round == 4
+    assert state.clusters == (PeerRow("a", 1, "na", False), PeerRow("b", 1, "nb", False))
+    assert state.slaves == (PeerRow("s0", 1, "ns", False),)
+    assert state.outcomes == (
+        (outcome(A2, "skipped"), None),
+        (outcome(PushId("b", 1, 5), "accepted"), V2),
+    )
+    assert state.penalty == (penalty("a", 1), penalty("b", 2))
+    assert state.history == ScoreHistory(((0.5,), (0.5,)), (3.0, 3.0))
+    assert (state.leased, state.settled) == ((("a", 1, 1, (1,)),), (0,))
+
+
+def test_ranges_of_a_life(ledger: Ledger) -> None:
+    """A life's leases are one entry with the highest seq; skipped pushes settle nothing; the dead hold nothing."""
+    ledger.write([IncarnationGiven("cluster", "a", 1, "n"), IncarnationGiven("cluster", "b", 1, "n")])
+    ledger.write([RangesLeased("a", 1, 1, (0, 1)), RangesLeased("b", 1, 1, (2,)), RangesLeased("a", 1, 2, (3,))])
+    ledger.write([RoundReserved(1, 0.0), RoundEnded(1, "skipped", "x", (outcome(A1, "skipped", (0,)),), (), 0.0)])
+    ledger.write([RoundReserved(2, 0.0), RoundEnded(2, "unchanged", "x", (outcome(A2, "gated", (1,)),), (), 0.0)])
+    assert ledger.state().leased == (("a", 1, 2, (0, 3)), ("b", 1, 1, (2,)))
+    ledger.write([ClusterEnded("a", 1, "silent", 7, 1.0)])
+    state = ledger.state()
+    assert state.leased == (("b", 1, 1, (2,)),)
+    assert state.settled == (1,)
+    assert state.clusters[0] == PeerRow("a", 1, "n", True)
+    ledger.write([IncarnationGiven("cluster", "a", 2, "m")])
+    assert ledger.state().clusters[0] == PeerRow("a", 2, "m", False)
+    assert ledger.tokens() == {
+        "a": {"accepted": 0, "gated": 10, "lost": 7},
+        "b": {"accepted": 0, "gated": 0, "lost": 0},
+    }
+
+
+def test_one_write_is_all_or_nothing(ledger: Ledger) -> None:
+    """A transaction whose last record is impossible leaves no trace of the first."""
+    ledger.write([RoundReserved(1, 0.0)])
+    with pytest.raises(sqlite3.IntegrityError):
+        ledger.write([RoundReserved(2, 0.0), RoundReserved(1, 0.0)])
+    assert ledger.state().next_round == 2
+    ledger.write([RoundReserved(2, 0.0)])
+
+
+def test_a_push_is_in_one_version_only(ledger: Ledger) -> None:
+    """The ledger itself refuses to fold a push twice (design.md section 4, 4)."""
+    ledger.write([RoundReserved(1, 0.0), committed(V1, GENESIS, A1), RoundReserved(3, 0.0)])
+    with pytest.raises(sqlite3.IntegrityError, match=r"folds\.cluster"):
+        ledger.write([committed(V2, V1, A1)])
+    assert ledger.state().versions[-1].version == V1
+
+
+def test_numbers_that_are_not_finite(ledger: Ledger) -> None:
+    """A gated push's infinite norm and a NaN loss survive as what they were."""
+    fold = FoldRow(A1, GENESIS, 10, 4, 1.0, inf, nan, nan, ())
+    version = committed(V1, GENESIS)
+    row = VersionCommitted(V1, GENESIS, True, (fold,), (), 1.0, 0.7, 0.8, inf, False, (), (), version.history, 0.0)
+    ledger.write([RoundReserved(1, 0.0), row])
+    (found,) = ledger.history()
+    assert (found.folds[0].norm, found.delta_norm) == (inf, inf)
+    assert isnan(found.folds[0].loss) and isnan(found.folds[0].score)
+
+
+def test_history_tells_each_round() -> None:
+    """`dips history` sees how each round ended, what it made and of what; times are wall-clock."""
+    times = iter(range(100, 200))
+    ledger = Ledger.create(MEMORY, ROW, wall=lambda: float(next(times)))
+    ledger.write([RoundReserved(1, 0.0)])
+    ledger.write([committed(V1, GENESIS, A1, B1)])
+    ledger.write([RoundReserved(2, 0.0)])
+    ledger.write([RoundEnded(2, "skipped", "s0 was lost", (outcome(A2, "skipped"),), (), 3.0)])
+    ledger.write([RoundReserved(3, 0.0)])
+    applied, skipped, open_round = ledger.history()
+    assert (applied.kind, applied.version, applied.parent, applied.tokens) == ("applied", V1, GENESIS, 20)
+    assert [f.push for f in applied.folds] == [A1, B1]
+    assert (applied.opened, applied.ended) == (100.0, 101.0)
+    assert (skipped.kind, skipped.reason, skipped.version) == ("skipped", "s0 was lost", None)
+    assert skipped.outcomes == (outcome(A2, "skipped"),)
+    assert (open_round.kind, open_round.ended) == ("unfinished", None)
+    assert [r.round for r in ledger.history(limit=2)] == [2, 3]
+    ledger.close()
+
+
+def test_a_finished_run_stays_finished(ledger: Ledger) -> None:
+    """The end of a run is a row like any other."""
+    ledger.write([RunFinished(GENESIS, "0 outer steps", 1.0)])
+    assert ledger.state().finished == GENESIS
+
+
+def test_it_is_on_disk(tmp_path: Path) -> None:
+    """What was written is there after the process is gone, and a reader may look while a master holds it."""
+    path = tmp_path / "deep" / "ledger.sqlite"
+    ledger = Ledger.create(path, ROW)
+    ledger.write([RoundReserved(1, 0.0)])
+    reader = Ledger.open(path, readonly=True)
+    assert reader.state() == ledger.state()
+    reader.close()
+    ledger.close()
+    again = Ledger.open(path)
+    assert again.state().next_round == 2
+    (mode,) = again._db.execute("PRAGMA journal_mode").fetchone()
+    (synchronous,) = again._db.execute("PRAGMA synchronous").fetchone()
+    assert (mode, synchronous) == ("wal", 2)
+    again.close()
+
+
+def test_a_second_master_is_refused(tmp_path: Path) -> None:
+    """Two masters never share a ledger; the second is told which process holds it."""
+    first = Ledger.create(tmp_path / "ledger.sqlite", ROW)
+    with pytest.raises(ConfigError, match=r"in use by another master \(process \d+\)"):
+        Ledger.open(tmp_path / "ledger.sqlite")
+    first.close()
+    Ledger.open(tmp_path / "ledger.sqlite").close()
+
+
+def test_an_existing_ledger_is_not_overwritten(tmp_path: Path) -> None:
+    """A run is initialised once."""
+    Ledger.create(tmp_path / "ledger.sqlite", ROW).close()
+    with pytest.raises(ConfigError, match="already"):
+        Ledger.create(tmp_path / "ledger.sqlite", ROW)
+
+
+def test_what_is_no_ledger_is_named(tmp_path: Path) -> None:
+    """Nothing there, garbage, another program's database and a newer format: each is a clear error."""
+    path = tmp_path / "ledger.sqlite"
+    with pytest.raises(ConfigError, match="`dips init` makes one"):
+        Ledger.open(path)
+    path.write_bytes(b"not a database at all" * 100)
+    with pytest.raises(Corrupt, match="not a ledger of Di-PS"):
+        Ledger.open(path)
+    path.unlink()
+    foreign = sqlite3.connect(path)
+    foreign.execute("CREATE TABLE t (x)")
+    foreign.commit()
+    foreign.close()
+    with pytest.raises(Corrupt, match="not a ledger of Di-PS"):
+        Ledger.open(path)
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    """A ledger of a later Di-PS is not guessed at."""
+    path = tmp_path / "ledger.sqlite"
+    Ledger.create(path, ROW).close()
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(ConfigError, match="format 99 was written by a newer Di-PS"):
+        Ledger.open(path)
+
+
+def test_a_broken_lineage_is_corrupt(ledger: Ledger) -> None:
+    """A version whose parent has no row cannot be started from."""
+    ledger.write([RoundReserved(3, 0.0), committed(V2, V1, A1)])
+    with pytest.raises(Corrupt, match="v2@r3 names v1@r1, which has no row"):
+        ledger.state()

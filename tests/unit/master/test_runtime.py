@@ -1,0 +1,366 @@
+"""The runtime: one owner, ordered effects, durable before told, and no death by our own absence."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from dips.errors import UnavailableMaster
+from dips.ids import GENESIS, PullId, PushId, VersionId
+from dips.master.runtime import EXIT_BUG, EXIT_LEDGER, Runtime
+from dips.protocol.beats import ClusterBeat, SlaveBeat
+from dips.protocol.effects import (
+    Acknowledged,
+    Effect,
+    Exit,
+    Joined,
+    Note,
+    Order,
+    Ping,
+    Progress,
+    Reply,
+)
+from dips.protocol.events import (
+    Blind,
+    ClusterJoined,
+    ClusterLeft,
+    ClusterSilent,
+    Done,
+    Event,
+    OrderAnswered,
+    OrderFailed,
+    PushStaged,
+    RoundAwaited,
+    Ticked,
+)
+from dips.protocol.membership import Judge
+from dips.protocol.options import TimingOptions
+from dips.protocol.records import IncarnationGiven, Record
+from dips.telemetry.timeline import Timeline, read
+
+BEAT_S = 0.05
+TIMING = TimingOptions(beat_s=BEAT_S, lease_beats=4)
+PUSH = PushId("a", 1, 1)
+JOIN = ("a", "nonce", "run", "{}", "digest")
+
+
+class FakeCoordinator:
+    """Remembers its events; answers each by a script: type of event → effects."""
+
+    def __init__(self) -> None:
+        self.seen: list[Event] = []
+        self.script: dict[type, Callable[[Any], list[Effect]]] = {}
+        self.deadline = inf
+        self.standing = "live"
+        self.heard = asyncio.Event()
+
+    def step(self, event: Event, now: float) -> list[Effect]:
+        self.seen.append(event)
+        self.heard.set()
+        if isinstance(event, Ticked):
+            self.deadline = inf
+        return self.script.get(type(event), lambda _: [])(event)
+
+    def next_deadline(self) -> float:
+        return self.deadline
+
+    def progress(self) -> Progress:
+        return Progress(0, 0, None)
+
+    def cluster_standing(self, cluster: str, inc: int) -> tuple[str, PushId | None, PullId | None]:
+        return self.standing, PUSH, None
+
+    def slave_live(self, slave: str, sinc: int) -> tuple[bool, int, tuple[PushId, ...], tuple[PullId, ...]]:
+        return False, 7, (PUSH,), ()
+
+    def view(self, now: float) -> dict[str, Any]:
+        return {"seen": len(self.seen)}
+
+    def kinds(self) -> list[str]:
+        return [type(e).__name__ for e in self.seen]
+
+
+class FakeOutside:
+    """A disk that may be held and may fail; slaves that answer Done."""
+
+    def __init__(self) -> None:
+        self.written: list[Record] = []
+        self.executed: list[int] = []
+        self.addresses: dict[str, str] = {}
+        self.disk = asyncio.Event()
+        self.disk.set()
+        self.fails = False
+
+    async def write(self, records: Sequence[Record]) -> None:
+        await self.disk.wait()
+        if self.fails:
+            raise OSError("disk full")
+        self.written += records
+
+    def learn(self, slave: str, address: str) -> None:
+        self.addresses[slave] = address
+
+    async def execute(self, order: Order) -> OrderAnswered | OrderFailed:
+        self.executed.append(order.number)
+        return OrderAnswered(order.slave, order.sinc, order.number, Done())
+
+
+class Clock:
+    """The real monotonic clock, and what a test adds to it."""
+
+    def __init__(self) -> None:
+        self.added = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.added
+
+
+class House:
+    """A running runtime with everything that a test watches."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.coordinator, self.outside, self.clock = FakeCoordinator(), FakeOutside(), Clock()
+        self.judge = Judge(TIMING)
+        self.path = tmp_path / "timeline.jsonl"
+        self.timeline = Timeline(self.path, "master")
+        self.runtime = Runtime(
+            self.coordinator,
+            self.judge,
+            self.outside,
+            term=3,
+            beat_s=BEAT_S,
+            lease_s=TIMING.lease_s,
+            clock=self.clock,
+            log=structlog.get_logger(),
+            timeline=self.timeline,
+        )
+
+    async def heard(self, kind: type) -> Any:
+        """Return the first event of a kind, when it has come."""
+        while True:
+            self.coordinator.heard.clear()
+            for event in self.coordinator.seen:
+                if isinstance(event, kind):
+                    return event
+            await self.coordinator.heard.wait()
+
+
+@asynccontextmanager
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    made = House(tmp_path)
+    task = asyncio.create_task(made.runtime.run())
+    try:
+        async with asyncio.timeout(10):
+            yield made
+    finally:
+        made.runtime.stop()
+        await task
+        made.timeline.close()
+
+
+def joins(event: ClusterJoined) -> list[Effect]:
+    given = IncarnationGiven("cluster", event.cluster, 1, event.nonce)
+    return [given, Reply(event.req, Joined(3, 1, GENESIS, Progress(0, 0, None), ()))]
+
+
+async def test_an_answer_waits_for_its_record(tmp_path: Path) -> None:
+    """Joined is told when its incarnation is on disk, not before (why.md 29)."""
+    async with house(tmp_path) as h:
+        h.coordinator.script[ClusterJoined] = joins
+        h.outside.disk.clear()
+        asking = asyncio.create_task(h.runtime.ask(lambda req: ClusterJoined(req, *JOIN)))
+        await h.heard(ClusterJoined)
+        done, _ = await asyncio.wait([asking], timeout=0.1)
+        assert not done and h.outside.written == []
+        h.outside.disk.set()
+        assert isinstance(await asking, Joined)
+        assert h.outside.written == [IncarnationGiven("cluster", "a", 1, "nonce")]
+
+
+async def test_a_beat_tells_nothing_that_is_not_durable(tmp_path: Path) -> None:
+    """A beat's answer stands behind the records of the steps before it."""
+    async with house(tmp_path) as h:
+        h.coordinator.script[ClusterJoined] = joins
+        h.outside.disk.clear()
+        asking = asyncio.create_task(h.runtime.ask(lambda req: ClusterJoined(req, *JOIN)))
+        await h.heard(ClusterJoined)
+        beating = asyncio.create_task(h.runtime.beat(beat()))
+        done, _ = await asyncio.wait([beating], timeout=0.1)
+        assert not done
+        h.outside.disk.set()
+        answer = await beating
+        assert (answer.term, answer.standing, answer.push, answer.lease_s) == (3, "live", PUSH, TIMING.lease_s)
+        await asking
+
+
+async def test_orders_leave_in_order_behind_their_record(tmp_path: Path) -> None:
+    """Orders begin in the order in which they were given, after the record before them; their answers are events."""
+    async with house(tmp_path) as h:
+        orders = [Order("s", 1, 3, number, Ping(), 1.0) for number in (1, 2, 3)]
+        h.coordinator.script[PushStaged] = lambda e: [orders[0], IncarnationGiven("slave", "s", 1, "n"), *orders[1:]]
+        h.outside.disk.clear()
+        h.runtime.tell(PushStaged("s", 1, PUSH, 4))
+        first = await h.heard(OrderAnswered)
+        assert (first.number, h.outside.executed) == (1, [1])
+        h.outside.disk.set()
+        while len([e for e in h.coordinator.seen if isinstance(e, OrderAnswered)]) < 3:
+            h.coordinator.heard.clear()
+            await h.coordinator.heard.wait()
+        assert h.outside.executed == [1, 2, 3]
+
+
+async def test_a_record_that_cannot_be_written_ends_the_master(tmp_path: Path) -> None:
+    """Exit 74, nothing told, and the asker hears that this master is unavailable."""
+    made = House(tmp_path)
+    made.coordinator.script[ClusterJoined] = joins
+    made.outside.fails = True
+    running = asyncio.create_task(made.runtime.run())
+    with pytest.raises(UnavailableMaster, match="stopping"):
+        await made.runtime.ask(lambda req: ClusterJoined(req, *JOIN))
+    assert await running == EXIT_LEDGER
+    with pytest.raises(UnavailableMaster):
+        await made.runtime.beat(beat())
+    made.timeline.close()
+
+
+async def test_exit_is_obeyed(tmp_path: Path) -> None:
+    """The Coordinator's Exit ends the runtime with its code, after what stands before it has left."""
+    made = House(tmp_path)
+    made.coordinator.script[PushStaged] = lambda e: [Note("round_skipped", (("round", "4"),)), Exit(75, "a later term")]
+    running = asyncio.create_task(made.runtime.run())
+    made.runtime.tell(PushStaged("s", 1, PUSH, 4))
+    assert await running == 75
+    made.timeline.close()
+    (line,) = read(made.path)
+    assert (line["kind"], line["round"]) == ("round_skipped", "4")
+
+
+async def test_a_bug_of_the_coordinator_ends_the_master(tmp_path: Path) -> None:
+    """A machine that raised is not trusted with another event: exit 70."""
+    made = House(tmp_path)
+
+    def breaks(event: Event) -> list[Effect]:
+        raise AssertionError("impossible")
+
+    made.coordinator.script[PushStaged] = breaks
+    running = asyncio.create_task(made.runtime.run())
+    made.runtime.tell(PushStaged("s", 1, PUSH, 4))
+    assert await running == EXIT_BUG
+    made.timeline.close()
+
+
+async def test_silence_is_judged(tmp_path: Path) -> None:
+    """A cluster that joined and never beats is silent after its lease."""
+    async with house(tmp_path) as h:
+        h.coordinator.script[ClusterJoined] = joins
+        await h.runtime.ask(lambda req: ClusterJoined(req, *JOIN))
+        silent = await h.heard(ClusterSilent)
+        assert silent.silent_s >= TIMING.lease_s
+
+
+async def test_nobody_dies_of_our_absence(tmp_path: Path) -> None:
+    """After a gap of a minute the leases have moved: Blind comes first, and the cluster that beats on is not judged."""
+    async with house(tmp_path) as h:
+        h.coordinator.script[ClusterJoined] = joins
+        await h.runtime.ask(lambda req: ClusterJoined(req, *JOIN))
+        h.clock.added += 60.0
+        blind = await h.heard(Blind)
+        assert blind.gap_s == pytest.approx(60.0, abs=1.0)
+        for _ in range(8):
+            await h.runtime.beat(beat())
+            await asyncio.sleep(BEAT_S / 2)
+        assert "ClusterSilent" not in h.coordinator.kinds()
+        await h.heard(ClusterSilent)  # and when it does fall silent, it is judged as ever
+
+
+async def test_after_a_gap_the_unread_is_read_first(tmp_path: Path) -> None:
+    """A deadline that passed while nobody looked is not acted upon before what lay in the inbox."""
+    async with house(tmp_path) as h:
+        h.coordinator.deadline = h.clock() + 30.0
+        await asyncio.sleep(BEAT_S)
+        h.clock.added += 60.0
+        h.runtime.tell(PushStaged("s", 1, PUSH, 4))
+        await h.heard(Ticked)
+        assert h.coordinator.kinds() == ["Blind", "PushStaged", "Ticked"]
+
+
+async def test_a_deadline_is_a_tick(tmp_path: Path) -> None:
+    """Ticked comes at the Coordinator's deadline, without anybody speaking."""
+    async with house(tmp_path) as h:
+        h.coordinator.deadline = due = h.clock() + 0.15
+        await h.heard(Ticked)
+        assert h.clock() >= due
+        assert h.coordinator.kinds() == ["Ticked"]
+
+
+async def test_a_question_answered_by_a_reply_alone_wakes_no_poll(tmp_path: Path) -> None:
+    """Polls do not wake each other; a fact or an effect wakes them all."""
+    async with house(tmp_path) as h:
+        h.coordinator.script[RoundAwaited] = lambda e: [Reply(e.req, Acknowledged())]
+        changed = h.runtime.changed
+        await h.runtime.ask(lambda req: RoundAwaited(req, PUSH))
+        assert not changed.is_set()
+        h.runtime.tell(PushStaged("s", 1, PUSH, 4))
+        await asyncio.wait_for(changed.wait(), 5)
+
+
+async def test_who_left_is_not_judged_silent(tmp_path: Path) -> None:
+    """A cluster that left gracefully is forgotten by the judge."""
+    async with house(tmp_path) as h:
+        h.coordinator.script[ClusterJoined] = joins
+        h.coordinator.script[ClusterLeft] = lambda e: [Reply(e.req, Acknowledged())]
+        await h.runtime.ask(lambda req: ClusterJoined(req, *JOIN))
+        h.coordinator.standing = "gone"
+        await h.runtime.ask(lambda req: ClusterLeft(req, "a", 1, 0))
+        assert h.judge.next_deadline() == inf
+
+
+async def test_beats_of_live_peers_are_kept(tmp_path: Path) -> None:
+    """The newest beat of a peer that the Coordinator knows is kept for the status; a stranger's is not."""
+    async with house(tmp_path) as h:
+        h.coordinator.standing = "gone"
+        await h.runtime.beat(beat())
+        assert h.runtime.beats == {}
+        h.coordinator.standing = "live"
+        await h.runtime.beat(beat(inner_steps=5))
+        await h.runtime.beat(beat(inner_steps=6))
+        ((kept, _),) = h.runtime.beats.values()
+        assert isinstance(kept, ClusterBeat) and kept.inner_steps == 6
+
+
+async def test_a_slave_of_an_older_term_must_register(tmp_path: Path) -> None:
+    """A beat that bears another master's term is answered with register, whatever the Coordinator remembers."""
+    async with house(tmp_path) as h:
+        stale = await h.runtime.beat(slave_beat(term=2))
+        fresh = await h.runtime.beat(slave_beat(term=3))
+        assert (stale.register, fresh.register) == (True, False)
+        assert (fresh.as_of, fresh.pushes) == (7, (PUSH,))
+
+
+async def test_stop_refuses_those_who_wait(tmp_path: Path) -> None:
+    """A graceful stop answers open questions with UnavailableMaster instead of leaving them to their deadline."""
+    made = House(tmp_path)
+    running = asyncio.create_task(made.runtime.run())
+    asking = asyncio.create_task(made.runtime.ask(lambda req: RoundAwaited(req, PUSH)))
+    await made.heard(RoundAwaited)
+    made.runtime.stop()
+    assert await running == 0
+    with pytest.raises(UnavailableMaster):
+        await asking
+    made.timeline.close()
+
+
+def beat(inner_steps: int = 0) -> ClusterBeat:
+    return ClusterBeat("a", 1, "training", "inner", 1, inner_steps, 0, 0, 0.0, VersionId(0, 0), 0, 0, 0.0)
+
+
+def slave_beat(term: int) -> SlaveBeat:
+    return SlaveBeat("s", 1, term, GENESIS, (), (), 0, 0, 0, 0, 0.0, 0.0)

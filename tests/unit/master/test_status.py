@@ -1,0 +1,49 @@
+"""The status merges what the Coordinator knows with what the newest beats told."""
+
+from __future__ import annotations
+
+import json
+from math import inf, nan
+
+from dips.ids import PushId, VersionId
+from dips.master.status import status, to_json
+from dips.protocol.beats import ClusterBeat, SlaveBeat, Transfer
+
+CLUSTER = ClusterBeat("a", 1, "training", "inner", 1, 640, 100, 0, 2.5, VersionId(1, 1), 0, 0, 1e6)
+SLAVE = SlaveBeat(
+    "s", 2, 1, VersionId(1, 1), (PushId("a", 1, 3),), (Transfer("a", 1, 3, True, 5, 9),), 10, 20, 1, 2, 0.1, 0.2
+)
+
+
+def test_beats_stand_beside_the_view() -> None:
+    """A peer's state and reason come from the Coordinator; steps, loss, bytes and the beat's age from its beat."""
+    view = {"term": 3, "clusters": {"a": {"state": "training"}}, "slaves": {"s": {"state": "ready", "slots": 2}}}
+    merged = status(view, {("cluster", "a"): (CLUSTER, 10.0), ("slave", "s"): (SLAVE, 11.0)}, 12.0)
+    assert merged["term"] == 3
+    cluster, slave = merged["clusters"]["a"], merged["slaves"]["s"]
+    assert (cluster["state"], cluster["inner_steps"], cluster["loss"], cluster["heard_s"]) == (
+        "training",
+        640,
+        2.5,
+        2.0,
+    )
+    assert (slave["slots"], slave["pool_limit"], slave["heard_s"], slave["staged"]) == (2, 20, 1.0, ["a/1#3"])
+    assert slave["transfers"][0]["nbytes"] == 5
+    assert view["clusters"] == {"a": {"state": "training"}}  # the view is not written into
+
+
+def test_a_peer_without_a_beat_and_a_beat_without_a_peer() -> None:
+    """A known peer that was not heard shows its view alone; a cluster and a slave of one name are two."""
+    view = {"clusters": {"s": {"state": "gone"}}, "slaves": {}}
+    merged = status(view, {("slave", "s"): (SLAVE, 1.0)}, 2.0)
+    assert merged["clusters"] == {"s": {"state": "gone"}} and merged["slaves"] == {}
+
+
+def test_json_is_json() -> None:
+    """NaN and infinity, which JSON does not know, become null."""
+    assert json.loads(to_json({"loss": nan, "norms": [inf, 1.0], "n": 1, "ok": True})) == {
+        "loss": None,
+        "norms": [None, 1.0],
+        "n": 1,
+        "ok": True,
+    }
