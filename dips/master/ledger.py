@@ -17,7 +17,7 @@ from typing import IO
 
 from dips.errors import ConfigError, Corrupt
 from dips.master.ledger_rows import write_record, write_run
-from dips.master.ledger_state import RoundHistory, read_history, read_state, read_tokens
+from dips.master.ledger_state import RoundHistory, read_history, read_state, read_totals
 from dips.master.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
 from dips.protocol.records import LedgerState, Record, RunRow
 
@@ -95,7 +95,10 @@ class Ledger:
 
     def tokens(self) -> dict[str, dict[str, int]]:
         """Return tokens accepted, gated and lost for each cluster that was ever heard of."""
-        return read_tokens(self._db)
+        return {
+            t.cluster: {"accepted": t.tokens_accepted, "gated": t.tokens_gated, "lost": t.tokens_lost}
+            for t in read_totals(self._db)
+        }
 
     def close(self) -> None:
         """Close the file and let go of the lock; twice is fine."""

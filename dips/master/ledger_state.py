@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import nan
 from typing import Any
 
 from dips.errors import Corrupt
 from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol.records import (
+    ClusterTotals,
     FoldRow,
     LedgerState,
     OutcomeRow,
@@ -59,6 +60,8 @@ def read_state(db: sqlite3.Connection) -> LedgerState:
         leased=_leased(db),
         settled=tuple(sorted(_settled(db))),
         finished=VersionId(*finished) if finished else None,
+        totals=read_totals(db),
+        rounds=tuple(db.execute("SELECT kind, count(*) FROM round_ends GROUP BY kind ORDER BY kind")),
     )
 
 
@@ -74,17 +77,20 @@ def read_history(db: sqlite3.Connection, limit: int) -> list[RoundHistory]:
     return [_round(db, row) for row in reversed(rows)]
 
 
-def read_tokens(db: sqlite3.Connection) -> dict[str, dict[str, int]]:
-    """Tokens accepted, gated and lost, by cluster."""
-    names = [
-        name for (name,) in db.execute("SELECT DISTINCT name FROM incarnations WHERE role = 'cluster' ORDER BY name")
-    ]
-    found = {name: {"accepted": 0, "gated": 0, "lost": 0} for name in names}
-    settled = "SELECT cluster, kind, sum(tokens) FROM outcomes WHERE kind != 'skipped' GROUP BY cluster, kind"
-    lost = "SELECT cluster, 'lost', sum(tokens_lost) FROM lives_ended GROUP BY cluster"
-    for cluster, kind, tokens in db.execute(f"{settled} UNION ALL {lost}"):
-        found[cluster][kind] = tokens
-    return found
+def read_totals(db: sqlite3.Connection) -> tuple[ClusterTotals, ...]:
+    """What all rounds said of each cluster that was ever heard of."""
+    names = db.execute(
+        "SELECT name FROM incarnations WHERE role = 'cluster' UNION SELECT cluster FROM outcomes ORDER BY 1"
+    )
+    totals = {name: ClusterTotals(name) for (name,) in names}
+    for cluster, kind, pushes, tokens in db.execute(
+        "SELECT cluster, kind, count(*), sum(tokens) FROM outcomes GROUP BY cluster, kind"
+    ):
+        counted: dict[str, int] = {kind: pushes} if kind == "skipped" else {kind: pushes, f"tokens_{kind}": tokens}
+        totals[cluster] = replace(totals[cluster], **counted)
+    for cluster, tokens in db.execute("SELECT cluster, sum(tokens_lost) FROM lives_ended GROUP BY cluster"):
+        totals[cluster] = replace(totals[cluster], tokens_lost=tokens)
+    return tuple(totals.values())
 
 
 # ---- the state, part by part --------------------------------------------------------------------------------------
@@ -170,17 +176,15 @@ def _settled(db: sqlite3.Connection) -> set[int]:
 
 
 def _leased(db: sqlite3.Connection) -> tuple[tuple[str, int, int, tuple[int, ...]], ...]:
-    """One entry for each life that is not over: its highest seq, and all its ranges that no Outcome settled."""
+    """Every lease of a life that is not over, in order, with those of its ranges that no Outcome settled."""
     settled = _settled(db)
-    lives: dict[tuple[str, int], tuple[int, list[int]]] = {}
     query = """SELECT l.cluster, l.inc, l.seq, l.ranges FROM leases l
                LEFT JOIN lives_ended e ON e.cluster = l.cluster AND e.inc = l.inc
                WHERE e.inc IS NULL ORDER BY l.place"""
-    for cluster, inc, seq, ranges in db.execute(query):
-        highest, held = lives.setdefault((cluster, inc), (0, []))
-        held += [r for r in _ints(ranges) if r not in settled]
-        lives[cluster, inc] = (max(highest, seq), held)
-    return tuple((cluster, inc, seq, tuple(held)) for (cluster, inc), (seq, held) in lives.items())
+    return tuple(
+        (cluster, inc, seq, tuple(r for r in _ints(ranges) if r not in settled))
+        for cluster, inc, seq, ranges in db.execute(query)
+    )
 
 
 # ---- leaves -------------------------------------------------------------------------------------------------------

@@ -186,6 +186,19 @@ class PeerRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterTotals:
+    """What all rounds so far said of one cluster: how many pushes, and how many tokens."""
+
+    cluster: str
+    accepted: int = 0
+    gated: int = 0
+    skipped: int = 0
+    tokens_accepted: int = 0
+    tokens_gated: int = 0
+    tokens_lost: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class LedgerState:
     """Everything that a new master knows; `next_round` is above every reserved round."""
 
@@ -205,3 +218,5 @@ class LedgerState:
     ]  # (cluster, inc, seq, ranges of that lease not yet settled), in order
     settled: tuple[int, ...]  # ranges trained or gated, ascending
     finished: VersionId | None
+    totals: tuple[ClusterTotals, ...] = ()
+    rounds: tuple[tuple[str, int], ...] = ()  # ("applied" | "unchanged" | "skipped", how many)

@@ -173,6 +173,7 @@ class World:
             cluster.state = ClusterState.GONE if peer.ended else ClusterState.TRAINING
             cluster.reason = "its life ended" if peer.ended else "known from the ledger"
         self._restore_outcomes(state)
+        self._restore_totals(state)
         self.versions: dict[VersionId, VersionRow] = {v.version: v for v in state.versions}
         self.head = state.versions[-1].version
         self.next_round = state.next_round
@@ -184,7 +185,7 @@ class World:
         self.round: Round | None = None
         self.waiting: list[Push] = []  # committed while no window was open to them
         self.flipping: Chorus | None = None
-        self.counts = {"applied": 0, "unchanged": 0, "skipped": 0}
+        self.counts = {"applied": 0, "unchanged": 0, "skipped": 0, **dict(state.rounds)}
         self.choruses: dict[int, tuple[Chorus, Order]] = {}  # unanswered orders by number
         self.last_number = 0
 
@@ -194,6 +195,13 @@ class World:
             if cluster and cluster.inc == outcome.push.inc:
                 cluster.outcome, cluster.outcome_version = outcome, version
                 cluster.seq_high = outcome.push.seq
+
+    def _restore_totals(self, state: LedgerState) -> None:
+        for t in state.totals:
+            cluster = self.clusters.get(t.cluster)
+            if cluster:
+                cluster.counts = {"accepted": t.accepted, "gated": t.gated, "skipped": t.skipped}
+                cluster.tokens = {"accepted": t.tokens_accepted, "gated": t.tokens_gated, "lost": t.tokens_lost}
 
     # ---- saying what is to be done ----
 

@@ -104,12 +104,12 @@ def test_the_story_of_two_versions(ledger: Ledger) -> None:
 
 
 def test_ranges_of_a_life(ledger: Ledger) -> None:
-    """A life's leases are one entry with the highest seq; skipped pushes settle nothing; the dead hold nothing."""
+    """Each lease is one entry; skipped pushes settle nothing; the dead hold nothing."""
     ledger.write([IncarnationGiven("cluster", "a", 1, "n"), IncarnationGiven("cluster", "b", 1, "n")])
     ledger.write([RangesLeased("a", 1, 1, (0, 1)), RangesLeased("b", 1, 1, (2,)), RangesLeased("a", 1, 2, (3,))])
     ledger.write([RoundReserved(1, 0.0), RoundEnded(1, "skipped", "x", (outcome(A1, "skipped", (0,)),), (), 0.0)])
     ledger.write([RoundReserved(2, 0.0), RoundEnded(2, "unchanged", "x", (outcome(A2, "gated", (1,)),), (), 0.0)])
-    assert ledger.state().leased == (("a", 1, 2, (0, 3)), ("b", 1, 1, (2,)))
+    assert ledger.state().leased == (("a", 1, 1, (0,)), ("b", 1, 1, (2,)), ("a", 1, 2, (3,)))
     ledger.write([ClusterEnded("a", 1, "silent", 7, 1.0)])
     state = ledger.state()
     assert state.leased == (("b", 1, 1, (2,)),)

@@ -1,0 +1,396 @@
+"""One rank's push or pull: its own bytes, straight to and from every slave of the grant.
+
+A push says HELLO to every slave at once (with no ranges too: slaves wait for all ranks) and sends what it is asked. A
+pull asks the slaves in the order of the grant, checks each chunk and copies it into the caller's arrays. Everything is
+made for one transfer, in the calling process (no context is ever inherited by a fork), and gone when the call returns:
+the arrays are the caller's again, also after an error. A broken connection is resumed. No torch here.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+import zmq
+
+from dips.errors import DipsError, LocalProtocolError, RemoteProtocolError, UnavailableSlave
+from dips.protocol.effects import Grant, SlaveAddress
+from dips.transport.intake import Intake
+from dips.transport.lane import Waker
+from dips.transport.pipeline import Stage
+from dips.transport.pool import Transit
+from dips.transport.shares import Piece, Share, check, deal
+from dips.transport.stream import Arrived, Stream
+from dips.wire import streams
+from dips.wire.chunks import Range
+from dips.wire.frame import BadFrame, Kind, check_body, pack
+from dips.wire.streams import StreamName
+
+__all__ = ["Base", "Piece", "Progress", "Stats", "TransferCancelled", "pull", "push"]
+
+Progress = Callable[[int, int], None]  # bytes moved, bytes in all; called on the caller's thread
+
+POLL_MS = 50
+ASKERS = 2  # slaves that a rank pulls from at once: the next begins while the last one drains
+SLOW_S = 1.0  # silence after which the next slave is asked too
+TRANSIT_BYTES = 128 << 20  # asked and not yet in the caller's arrays, of one rank's pull
+DEPTH = TRANSIT_BYTES // 4096  # chunks between the thread that polls and the one that checks
+FLUSH_MS = 500  # for the DONE of a pull to leave
+
+
+class TransferCancelled(DipsError):
+    """The caller's `cancel` was set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """Who transfers: the part of every stream's name that is the same for all slaves."""
+
+    run: str
+    cluster: str
+    inc: int
+    seq: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a transfer moved."""
+
+    nbytes: int
+    seconds: float
+    connections: int  # 1 for each stream, and 1 more for each resume
+
+
+def push(
+    grant: Grant,
+    base: Base,
+    pieces: Sequence[Piece],
+    *,
+    stall_s: float = 30.0,
+    cancel: threading.Event | None = None,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Stats:
+    """Bring `pieces` to the slaves of the grant; return when every slave has all of this rank's bytes.
+
+    The arrays must not change until this returns. Legal after the push was granted; every rank calls it, also one
+    that holds nothing.
+    Errors  UnavailableSlave: deadline passed, or a slave gave the push up. StaleIncarnation: a slave was restarted.
+            StalePush: the push is over. LocalProtocolError: all ranks together do not hold each element exactly once.
+            TransferCancelled.
+    """
+    return _Push(grant, base, pieces, stall_s, clock).run(cancel or threading.Event(), progress)
+
+
+def pull(
+    grant: Grant,
+    base: Base,
+    pieces: Sequence[Piece],
+    *,
+    stall_s: float = 30.0,
+    cancel: threading.Event | None = None,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Stats:
+    """Fill `pieces` with the grant's version; return when every element is there, checked.
+
+    After an error the arrays hold anything.
+    Errors  as for push, and StaleVersion: the pull is open on another version.
+    """
+    return _Pull(grant, base, pieces, stall_s, clock).run(cancel or threading.Event(), progress)
+
+
+@dataclass(eq=False, slots=True)
+class _Part:
+    """This rank's share at one lane of one slave."""
+
+    slave: SlaveAddress
+    share: Share
+    stream: Stream
+    intake: Intake | None = None  # pull: from the first WELCOME on
+    posted: int = 0  # push: bytes that were asked
+    done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A chunk on its way through the stage: to be checksummed (push), or checked and copied (pull)."""
+
+    part: _Part
+    chunk: Range
+    view: memoryview  # in the caller's array
+    stream: int  # push: the epoch that asked
+    frame: Arrived | None = None  # pull
+
+
+class _Transfer(ABC):
+    """The loop of both directions; the calling thread owns everything but the stage."""
+
+    kind: str
+
+    def __init__(
+        self, grant: Grant, base: Base, pieces: Sequence[Piece], stall_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._what = f"{self.kind} {base.cluster}/{base.inc} {base.seq} of rank {base.rank}"
+        self._grant, self._base, self._stall_s, self._clock = grant, base, stall_s, clock
+        for piece in pieces:
+            check(piece)
+        strays = sorted({p.layer for p in pieces} - {layer for slave in grant.slaves for layer in slave.layers})
+        if strays:
+            raise LocalProtocolError(f"{self._what}: no slave of the grant holds layers {strays}")
+        order = grant.order[base.rank] if base.rank < len(grant.order) else ()
+        if sorted(order) != list(range(len(grant.slaves))):
+            raise LocalProtocolError(f"{self._what}: expected an order of all {len(grant.slaves)} slaves, got {order}")
+        self._pieces = pieces
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._waker = Waker()
+        self._results: deque[tuple[_Job, int]] = deque()  # of the stage: job, and checksum (push) or 1 for right (pull)
+        self._parts = list(self._make_parts())
+        self._total = sum(part.share.nbytes for part in self._parts)
+        self._failure: Exception | None = None
+
+    def _make_parts(self) -> Iterator[_Part]:
+        b, rng = self._base, random.Random()
+        version = str(self._grant.version) if self.kind == "pull" else ""
+        for index in self._grant.order[b.rank]:
+            slave = self._grant.slaves[index]
+            hands = deal((p for p in self._pieces if p.layer in slave.layers and p.length), len(slave.lanes))
+            for lane, hand in enumerate(hands):
+                share = Share(hand)
+                name = StreamName(
+                    b.run, self.kind, b.cluster, b.inc, b.seq, b.rank, slave.name, slave.sinc, 1, version, lane
+                )
+                stream = Stream(self._context, slave.lanes[lane], name, share.ranges, self._stall_s, rng)
+                stream.waits = False
+                if share.nbytes or self.kind == "push":
+                    yield _Part(slave, share, stream)
+
+    def run(self, cancel: threading.Event, progress: Progress | None) -> Stats:
+        """Move everything, or raise."""
+        began, told = self._clock(), -1
+        stage = Stage(f"{self.kind}-{self._base.rank}", DEPTH, self._heavy)
+        self._put = stage.put
+        try:
+            while not all(part.done for part in self._parts):
+                now = self._clock()
+                if cancel.is_set():
+                    raise TransferCancelled(f"{self._what} was cancelled")
+                if now - began >= self._grant.deadline_s:
+                    raise UnavailableSlave(f"{self._what} passed its deadline: {self._waiting()}")
+                self._round(now)
+                if progress is not None and told != (moved := self._moved()):
+                    told = moved
+                    progress(moved, self._total)
+        finally:
+            self._close(stage)
+        connections = sum(part.stream.name.epoch for part in self._parts)
+        return Stats(self._total, self._clock() - began, connections)
+
+    def _round(self, now: float) -> None:
+        for part in self._parts:
+            if not part.done and part.stream.step(now):
+                self.broke(part)
+        self._poll()
+        now = self._clock()
+        for part in self._parts:
+            for frame in part.stream.arrived(now):
+                self._frame(part, frame, now)
+                if part.done:
+                    break
+        while self._results:
+            self.result(*self._results.popleft())
+        if self._failure is not None:
+            raise self._failure
+        self.advance(now)
+
+    def _poll(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._waker.theirs, zmq.POLLIN)
+        for part in self._parts:
+            part.stream.register(poller)
+        if self._waker.theirs.fileno() in dict(poller.poll(POLL_MS)):
+            self._waker.drain()
+
+    def _frame(self, part: _Part, frame: Arrived, now: float) -> None:
+        try:
+            if frame.header.kind is Kind.CHUNK:
+                self.chunk(part, frame, now)
+                return
+            check_body(frame.header, frame.body)
+            match frame.header.kind:
+                case Kind.WELCOME:
+                    part.stream.settled()
+                    self.welcome(part, streams.decode_welcome(frame.body), now)
+                case Kind.WANT:
+                    self.want(part, streams.decode_want(frame.body))
+                case Kind.DONE:
+                    streams.decode_done(frame.body)
+                    self.finish(part)
+                case Kind.ERROR:
+                    self._refused(part, streams.decode_error(frame.body), now)
+        except BadFrame as bad:
+            part.stream.again(f"slave {part.slave.name} sent a bad frame: {bad}", now)
+            self.broke(part)
+
+    def _refused(self, part: _Part, error: streams.ErrorMessage, now: float) -> None:
+        cls = streams.CODES[error.code]
+        if cls is not None:
+            raise cls(f"{self._what}: slave {part.slave.name} says: {error.message}")
+        part.stream.again(error.message, now)
+        self.broke(part)
+
+    def _waiting(self) -> str:
+        return "; ".join(
+            f"slave {p.slave.name} at {p.stream.address} "
+            + ("is connected" if p.stream.welcomed else f"is not connected ({p.stream.why})")
+            for p in self._parts
+            if not p.done
+        )
+
+    def finish(self, part: _Part) -> None:
+        """The part is over."""
+        part.done = True
+        part.stream.close(FLUSH_MS if self.kind == "pull" else 0)
+
+    def _close(self, stage: Stage[_Job]) -> None:
+        for part in self._parts:
+            part.stream.close()
+        stage.close()
+        self._results.clear()
+        self._context.term()  # on return libzmq reads no array of the caller's
+        self._waker.close()
+
+    def _heavy(self, job: _Job) -> None:
+        """On the stage's thread."""
+        try:
+            self._results.append((job, self.heavy(job)))
+        except Exception as failure:  # noqa: BLE001  raised again on the caller's thread
+            self._failure = failure
+        if len(self._results) <= 1:  # else the caller's thread was woken for an earlier one and takes this one too
+            self._waker.wake()
+
+    @abstractmethod
+    def heavy(self, job: _Job) -> int:
+        """Checksum, or check and copy; on the stage's thread."""
+
+    @abstractmethod
+    def result(self, job: _Job, value: int) -> None:
+        """What `heavy` returned."""
+
+    @abstractmethod
+    def _moved(self) -> int: ...
+
+    def broke(self, part: _Part) -> None:
+        """The connection is lost; the next one resumes."""
+
+    def advance(self, now: float) -> None:
+        """After each round of the loop."""
+
+    def welcome(self, part: _Part, welcome: streams.Welcome, now: float) -> None:
+        """The slave knows the stream."""
+
+    def want(self, part: _Part, chunks: tuple[Range, ...]) -> None:
+        raise RemoteProtocolError(f"{self._what}: slave {part.slave.name} asked for {chunks[:1]}, but this is a pull")
+
+    def chunk(self, part: _Part, frame: Arrived, now: float) -> None:
+        raise RemoteProtocolError(f"{self._what}: slave {part.slave.name} sent a chunk, but this is a push")
+
+
+class _Push(_Transfer):
+    """Sends what it is asked."""
+
+    kind = "push"
+
+    def want(self, part: _Part, chunks: tuple[Range, ...]) -> None:
+        for chunk in chunks:
+            view = part.share.view(chunk)
+            if view is None:
+                raise RemoteProtocolError(f"{self._what}: slave {part.slave.name} asks for {chunk}, not held here")
+            if not self._put(_Job(part, chunk, view, part.stream.id)):
+                raise RemoteProtocolError(f"{self._what}: slave {part.slave.name} asks for more than {DEPTH} chunks")
+
+    def heavy(self, job: _Job) -> int:
+        return xxhash.xxh3_64_intdigest(job.view)
+
+    def result(self, job: _Job, value: int) -> None:
+        stream = job.part.stream
+        if job.stream == stream.id and not job.part.done:
+            stream.post(pack(stream.header(job.chunk, value)), job.view)
+            job.part.posted += job.chunk.nbytes
+
+    def _moved(self) -> int:
+        return sum(p.share.nbytes if p.done else min(p.posted, p.share.nbytes) for p in self._parts)
+
+
+class _Pull(_Transfer):
+    """Asks, in the order of the grant, and checks what comes."""
+
+    kind = "pull"
+
+    def __init__(
+        self, grant: Grant, base: Base, pieces: Sequence[Piece], stall_s: float, clock: Callable[[], float]
+    ) -> None:
+        super().__init__(grant, base, pieces, stall_s, clock)
+        self._pool = Transit(TRANSIT_BYTES)
+
+    def welcome(self, part: _Part, welcome: streams.Welcome, now: float) -> None:
+        if part.intake is None:
+            part.intake = Intake(part.share.ranges, welcome.chunk_bytes, self._pool, now)
+
+    def advance(self, now: float) -> None:
+        """Ask the first ASKERS slaves that have something to give; who is late is overtaken."""
+        asking = 0
+        for part in self._parts:
+            intake = part.intake
+            if part.done or intake is None or not part.stream.welcomed or asking == ASKERS:
+                continue
+            if not (intake.in_flight and now - intake.heard_at > SLOW_S):
+                asking += 1
+            for unit in intake.ask(now, self._total):
+                part.stream.say(Kind.WANT, streams.encode_want(unit))
+            part.stream.waits = intake.in_flight > 0
+
+    def chunk(self, part: _Part, frame: Arrived, now: float) -> None:
+        chunk = part.intake.claim(frame.header, now) if part.intake is not None else None
+        if chunk is None:
+            return  # it was asked before the connection broke, or never: changes nothing
+        view = part.share.view(chunk)
+        assert view is not None, chunk
+        assert self._put(_Job(part, chunk, view, part.stream.id, frame)), "the queue is as deep as the pool"
+
+    def heavy(self, job: _Job) -> int:
+        assert job.frame is not None
+        try:
+            check_body(job.frame.header, job.frame.body)
+        except BadFrame:
+            return 0
+        np.copyto(np.frombuffer(job.view, np.uint8), np.frombuffer(job.frame.body, np.uint8))
+        return 1
+
+    def result(self, job: _Job, value: int) -> None:
+        intake = job.part.intake
+        assert intake is not None
+        if not value:
+            intake.wrong(job.chunk)
+            return
+        intake.here(job.chunk)
+        if intake.complete:
+            job.part.stream.say(Kind.DONE, streams.encode_done(intake.total))
+            job.part.stream.flush()
+            self.finish(job.part)
+
+    def broke(self, part: _Part) -> None:
+        part.stream.waits = False
+        if part.intake is not None:
+            part.intake.lost()
+
+    def _moved(self) -> int:
+        return sum(p.intake.total - p.intake.left for p in self._parts if p.intake is not None)

@@ -1,0 +1,274 @@
+"""The data flow of one slave over ZeroMQ: lanes that read, stages that check and copy, and the two halves that decide.
+
+    lane thread   recv → header → receiver.claim ──▶ intake stage: checksum, copy into the slot → receiver.stage
+                               → sender.want     ──▶ outgo stage:  checksum → the lane sends from the source
+
+What a frame does wrong is counted in `refused` under its reason and changes nothing else; a lane never dies of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import structlog
+import zmq
+
+from dips.config import host_port
+from dips.ids import PullId, PushId, VersionId
+from dips.protocol.beats import Transfer
+from dips.protocol.manifest import Manifest
+from dips.slave.moves import Move, PushOver, Released, Say, Staged, Wake, error
+from dips.slave.ports import Arrays, FlowEvents
+from dips.slave.receiver import Claim, Receiver
+from dips.slave.sender import Job, Sender
+from dips.transport.lane import Lane, Outgoing
+from dips.transport.pipeline import Stage
+from dips.transport.pool import Transit
+from dips.wire.chunks import Layout
+from dips.wire.frame import BadFrame, Header, Kind, check_body, message, run_id, unpack
+from dips.wire.streams import StreamName, decode_done, decode_hello, decode_want
+
+TICK_S = 0.05  # how often stalls, deadlines and trackers are looked at
+OUTGO_DEPTH = 4096  # chunks asked by all ranks of a lane and not yet checksummed; 16 streams at full credit
+
+_log = structlog.get_logger(__name__)
+
+
+class ZmqFlow:
+    """Implements ports.Flow. Life: made (bound) → use → start, again for each incarnation → close."""
+
+    def __init__(
+        self,
+        run: str,
+        slave: str,
+        lanes: tuple[str, ...],
+        chunk_bytes: int,
+        transit_bytes: int,
+        askers: int,
+        stall_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Bind every lane (`host:port`, port 0 takes a free one); ConfigError names one that cannot be bound."""
+        self._run_name, self._run, self._slave = run, run_id(run), slave
+        self._chunk_bytes = chunk_bytes
+        self._clock = clock
+        self._pool = Transit(transit_bytes)
+        self._receiver = Receiver(len(lanes), chunk_bytes, self._pool, askers, stall_s)
+        self._sender = Sender(chunk_bytes, stall_s, clock)
+        self._sinc = -1
+        self._events: FlowEvents | None = None
+        self._ticked_at = [0.0] * len(lanes)
+        self._counting = threading.Lock()
+        self._lanes: list[Lane] = []
+        self._intake: list[Stage[Claim]] = []
+        self._outgo: list[Stage[Job]] = []
+        self._started = self._over = False
+        self.refused: Counter[str] = Counter()  # frames by reason (wire.frame.REASONS)
+        self.bytes_in = 0  # staged, since the start of the process
+        try:
+            for index, address in enumerate(lanes):
+                host, port = host_port(address)
+                self._lanes.append(Lane(index, host, port, stall_s))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes of chunks handed to libzmq, since the start of the process."""
+        return self._sender.bytes_out
+
+    @property
+    def transit(self) -> tuple[int, int]:
+        """Bytes asked for and not yet in place, and their limit."""
+        return self._pool.used, self._pool.limit
+
+    def addresses(self) -> tuple[str, ...]:
+        """The host:port of each lane, as really bound."""
+        return tuple(lane.address for lane in self._lanes)
+
+    def use(self, manifest: Manifest, layers: tuple[int, ...]) -> None:
+        """Say which layers this slave holds; before start, and never differently."""
+        layout = Layout(manifest, layers)
+        self._receiver.use(layout)
+        self._sender.use(layout)
+
+    def start(self, sinc: int, events: FlowEvents) -> None:
+        """Serve streams of incarnation `sinc`; a new one drops every push and pull of the last."""
+        changed = sinc != self._sinc
+        self._sinc, self._events = sinc, events
+        if not self._started:
+            self._started = True
+            for lane in self._lanes:
+                name = f"lane-{lane.index}"
+                self._intake.append(Stage(f"{name}-intake", self._pool.frames, self._stage))
+                self._outgo.append(Stage(f"{name}-outgo", OUTGO_DEPTH, self._frame))
+            for lane in self._lanes:
+                lane.start(self)
+        elif changed:
+            self._receiver.drop_all()
+            self._sender.close_all(f"slave {self._slave} lives as incarnation {sinc} now")
+
+    def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float) -> None:
+        """Accept HELLOs of the push's ranks and ask them, in that order, into `buffers`."""
+        self._receiver.open(push, order, buffers, deadline_s, self._clock())
+
+    def drop_push(self, push: PushId) -> None:
+        """Stop receiving; on return nobody writes into its buffers."""
+        self._receiver.drop(push)
+
+    def open_pull(self, pull: PullId, version: VersionId, source: Arrays, deadline_s: float) -> None:
+        """Serve `source` until the pull is closed, stalls or passes its deadline."""
+        self._sender.open(pull, version, source, deadline_s, self._clock())
+
+    def close_pull(self, pull: PullId) -> None:
+        """Serve no further; `released` follows when the last byte in flight is gone."""
+        self._sender.close(pull, "closed")
+        self._lanes[0].wake()
+
+    def transfers(self) -> tuple[Transfer, ...]:
+        """What is moving now."""
+        return self._receiver.transfers() + self._sender.transfers()
+
+    def close(self) -> None:
+        """End every thread and socket; on return nobody reads or writes a buffer of anybody. Twice is once."""
+        if self._over:
+            return
+        self._over = True
+        self._sender.close_all("the data flow ends")
+        for lane in self._lanes:
+            lane.stop()
+        for intake, outgo in zip(self._intake, self._outgo, strict=True):
+            intake.close()
+            outgo.close()
+        for lane in self._lanes:
+            lane.close()
+        self._receiver.drop_all()
+        while self._sender.holds:  # libzmq let go at lane.close; its trackers say so a moment later
+            self._do(self._sender.tick(self._clock()))
+            time.sleep(0.001)
+
+    # ---- on the lanes' threads -------------------------------------------------------------------------------------
+
+    def received(self, lane: int, peer: bytes, parts: list[zmq.Frame]) -> None:
+        """Take one message from the network."""
+        with self._guard("received"):
+            if len(parts) != 2:
+                raise BadFrame("parts", f"expected a header and a body, got {len(parts)} parts")
+            body = parts[1].buffer
+            header = unpack(parts[0].buffer, self._run, len(body), self._chunk_bytes)
+            if header.kind is Kind.CHUNK:
+                claim = self._receiver.claim(lane, peer, header, body, self._clock())
+                assert self._intake[lane].put(claim), "the intake queue is as deep as all that may be asked"
+            else:
+                check_body(header, body)
+                self._message(lane, peer, header, body)
+
+    def _message(self, lane: int, peer: bytes, header: Header, body: memoryview) -> None:
+        if header.kind is Kind.HELLO:
+            self._hello(lane, peer, header, body)
+        elif header.kind is Kind.WANT:
+            for job in self._sender.want(lane, peer, header.stream, decode_want(body), self._clock()):
+                if not self._outgo[lane].put(job):
+                    self._sender.gone(job)
+        elif header.kind is Kind.DONE:
+            decode_done(body)
+            self._sender.done(lane, peer, header.stream)
+        else:
+            raise BadFrame("kind", f"a slave is not sent {header.kind.name}")
+
+    def _hello(self, lane: int, peer: bytes, header: Header, body: memoryview) -> None:
+        name, pieces = decode_hello(body)
+        if name.id != header.stream or name.run != self._run_name:
+            raise BadFrame("message", f"the HELLO of {name} bears another stream's number")
+        wrong = self._wrong_house(name)
+        if wrong is not None:
+            moves: list[Move] = [error(lane, peer, name.id, *wrong)]
+        elif name.kind == "push":
+            moves = self._receiver.hello(lane, peer, name, pieces, self._clock())
+        else:
+            moves = self._sender.hello(lane, peer, name, pieces, self._clock())
+        if any(isinstance(move, Say) and move.kind is Kind.ERROR for move in moves):
+            self._count("hello")
+        self._do(moves)
+
+    def _wrong_house(self, name: StreamName) -> tuple[str, str] | None:
+        if name.slave != self._slave:
+            return "invalid", f"this is slave {self._slave}, the HELLO is for {name.slave}"
+        if name.sinc != self._sinc:
+            text = f"slave {self._slave} lives as incarnation {self._sinc}, the HELLO is for {name.sinc}"
+            return "stale_incarnation", text
+        return None
+
+    def turn(self, lane: int) -> None:
+        """After each batch of a lane: ask for what may be asked, end what is over."""
+        with self._guard("turn"):
+            now = self._clock()
+            self._do(self._receiver.plan(lane, now))
+            if now - self._ticked_at[lane] >= TICK_S:
+                self._ticked_at[lane] = now
+                self._do(self._receiver.tick(now))
+                self._do(self._sender.tick(now))
+
+    # ---- on the stages' threads ------------------------------------------------------------------------------------
+
+    def _stage(self, claim: Claim) -> None:
+        with self._guard("stage"):
+            try:
+                moves = self._receiver.stage(claim)
+            except BadFrame:
+                self._lanes[claim.stream.lane].wake()  # it is missing again: ask again
+                raise
+            with self._counting:
+                self.bytes_in += claim.chunk.nbytes
+            self._do(moves)
+
+    def _frame(self, job: Job) -> None:
+        with self._guard("frame"):
+            if job.wanted():
+                frame = Outgoing(job.stream.peer, job.header(self._run), job.body, watch=job)
+                self._lanes[job.stream.lane].post(frame)
+            else:
+                self._sender.gone(job)
+
+    # ---- from any of them -------------------------------------------------------------------------------------------
+
+    def _do(self, moves: Iterable[Move]) -> None:
+        for move in moves:
+            match move:
+                case Say(lane, peer, kind, stream, body):
+                    self._lanes[lane].post(Outgoing(peer, *message(kind, self._run, stream, body)))
+                case Wake(lane):
+                    self._lanes[lane].wake()
+                case Staged(push, nbytes):
+                    self._heard.staged(push, nbytes)
+                case PushOver(push, reason):
+                    _log.warning("push_refused", slave=self._slave, push=str(push), reason=reason)
+                    self._heard.refused(push, reason)
+                case Released(pull, reason):
+                    self._heard.released(pull, reason)
+
+    @property
+    def _heard(self) -> FlowEvents:
+        assert self._events is not None, "start() comes before any stream"
+        return self._events
+
+    @contextmanager
+    def _guard(self, where: str) -> Iterator[None]:
+        """A bad frame is counted; our own fault is said loudly, and the thread goes on for the others."""
+        try:
+            yield
+        except BadFrame as bad:
+            self._count(bad.reason)
+            _log.debug("frame_refused", slave=self._slave, reason=bad.reason, message=str(bad))
+        except Exception:  # noqa: BLE001  a lane that dies of one push's bug takes every cluster with it
+            self._count("failed")
+            _log.exception("flow_failed", slave=self._slave, where=where)
+
+    def _count(self, reason: str) -> None:
+        with self._counting:
+            self.refused[reason] += 1

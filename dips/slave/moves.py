@@ -1,0 +1,79 @@
+"""What the data flow wants done, said by its pure halves (receiver.py, sender.py) and done by flow.py.
+
+Orders to the lanes (Say, Ask again) and news for the shard (Staged, Refused, Released), as values, so that both
+halves can be tested without a socket, and so that nothing is called while a lock is held.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dips.ids import PullId, PushId
+from dips.wire import streams
+from dips.wire.frame import Kind
+from dips.wire.streams import StreamName
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Send one message (not a CHUNK) to one peer of one lane."""
+
+    lane: int
+    peer: bytes
+    kind: Kind
+    stream: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """The lane can ask for more now."""
+
+    lane: int
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    push: PushId
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushOver:
+    """The push is refused; nobody writes into its buffers any more."""
+
+    push: PushId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Nobody reads the pull's source any more."""
+
+    pull: PullId
+    reason: str
+
+
+Move = Say | Wake | Staged | PushOver | Released
+
+
+def error(lane: int, peer: bytes, stream: int, code: str, text: str) -> Say:
+    """Refuse a HELLO."""
+    return Say(lane, peer, Kind.ERROR, stream, streams.encode_error(code, text))
+
+
+class Closed:
+    """For each cluster the highest (incarnation, seq) that is over: what tells "not yet" from "not any more"."""
+
+    def __init__(self) -> None:
+        self._highest: dict[str, tuple[int, int]] = {}
+
+    def add(self, cluster: str, inc: int, seq: int) -> None:
+        self._highest[cluster] = max(self._highest.get(cluster, (0, -1)), (inc, seq))
+
+    def verdict(self, name: StreamName) -> tuple[str, str]:
+        """Code and message for the HELLO of a push or pull that is not open."""
+        text = f"{name.kind} {name.cluster}/{name.inc} {name.seq} at slave {name.slave}"
+        if (name.inc, name.seq) <= self._highest.get(name.cluster, (0, -1)):
+            return "stale_push", f"{text} is over"
+        return "unknown", f"{text} is not open yet: try again"

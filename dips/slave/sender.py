@@ -1,0 +1,294 @@
+"""Pulls going out: which rank may have what of which version, and when nobody reads the source any more.
+
+A rank asks (WANT), a stage makes the checksum, the lane sends the bytes straight from the source. A source is released
+once: when the pull is closed, stalled or past its deadline, and no job and no tracker of libzmq holds a byte of it.
+`released` is never said at send (why.md 8). No socket, no clock; the lock is held over no checksum and no send.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from dips.ids import PullId, VersionId
+from dips.protocol.beats import Transfer
+from dips.slave.moves import Closed, Move, Released, Say, error
+from dips.slave.ports import Arrays
+from dips.transport.credit import MOST_BYTES, MOST_CHUNKS
+from dips.wire import streams
+from dips.wire.chunks import Layout, Range
+from dips.wire.frame import ITEM_BYTES, BadFrame, Header, Kind, pack
+from dips.wire.streams import StreamName, Welcome
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Tracker(Protocol):
+    """What libzmq says of a body that was sent without a copy."""
+
+    @property
+    def done(self) -> bool: ...
+
+
+@dataclass(eq=False, slots=True)
+class OutStream:
+    """One rank's stream on one lane, in its present epoch."""
+
+    pull: Pull
+    lane: int
+    peer: bytes
+    epoch: int
+    stream: int
+    named: int  # bytes of the ranges that its HELLO named
+    held: deque[tuple[Tracker, int]] = field(default_factory=deque)  # what libzmq may still read, and its bytes
+    queued: int = 0  # bytes asked and not handed to libzmq
+    jobs: int = 0  # chunks asked and not handed to libzmq
+    over: bool = False  # DONE, superseded by a later epoch, or unreachable
+
+    def reap(self) -> int:
+        """Forget trackers that are done; return how many bytes they held."""
+        freed = 0
+        while self.held and self.held[0][0].done:
+            freed += self.held.popleft()[1]
+        return freed
+
+
+@dataclass(eq=False, slots=True)
+class Pull:
+    """One open pull."""
+
+    pull: PullId
+    version: VersionId
+    source: dict[int, Bytes]
+    deadline_at: float
+    moved_at: float
+    closed: str = ""  # the reason, once nothing more is served
+    streams: list[OutStream] = field(default_factory=list)  # superseded ones too, while libzmq reads for them
+    out: int = 0  # bytes that left libzmq
+
+    @property
+    def idle(self) -> bool:
+        return not any(s.jobs or s.held for s in self.streams)
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One chunk that a rank asked for. The lane watches it (transport/lane.py, Sent)."""
+
+    sender: Sender
+    stream: OutStream
+    chunk: Range
+    body: memoryview
+
+    def header(self, run: int) -> bytes:
+        """Make the checksum and the header. Cost: reads the chunk once, without the GIL."""
+        layer, param, offset, _ = self.chunk
+        checksum = xxhash.xxh3_64_intdigest(self.body)
+        return pack(Header(Kind.CHUNK, run, self.stream.stream, self.body.nbytes, checksum, layer, param, offset))
+
+    def wanted(self) -> bool:
+        return not (self.stream.over or self.stream.pull.closed)
+
+    def sent(self, tracker: Tracker) -> None:
+        self.sender.sent(self, tracker)
+
+    def gone(self) -> None:
+        self.sender.gone(self)
+
+
+class Sender:
+    """All pulls of one slave, over all its lanes."""
+
+    def __init__(self, chunk_bytes: int, stall_s: float, clock: Callable[[], float]) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._stall_s = stall_s
+        self._clock = clock
+        self._pulls: dict[PullId, Pull] = {}
+        self._streams: dict[tuple[int, bytes, int], OutStream] = {}
+        self._latest: dict[tuple[PullId, int, int], OutStream] = {}  # (pull, rank, lane)
+        self._closed = Closed()
+        self._lock = threading.Lock()
+        self._layout: Layout | None = None
+        self.bytes_out = 0
+
+    def use(self, layout: Layout) -> None:
+        """Say which layers this slave holds."""
+        self._layout = layout
+
+    def open(self, pull: PullId, version: VersionId, source: Arrays, deadline_s: float, now: float) -> None:
+        """Serve `source` until close, stall or deadline; opening an open pull again changes nothing."""
+        assert self._layout is not None, "use() comes before open()"
+        sizes = {layer: array.size for layer, array in source.items()}
+        assert sizes == self._layout.numel, f"source of {sizes} elements for layers of {self._layout.numel}"
+        views = {layer: array.view(np.uint8) for layer, array in source.items()}
+        with self._lock:
+            if pull not in self._pulls:
+                self._pulls[pull] = Pull(pull, version, views, now + deadline_s, now)
+
+    def hello(self, lane: int, peer: bytes, name: StreamName, pieces: tuple[Range, ...], now: float) -> list[Move]:
+        """A rank says that it will ask; a HELLO at or below the stream's epoch is refused and changes nothing."""
+        pull_id = PullId(name.cluster, name.inc, name.seq)
+        place = (pull_id, name.rank, lane)
+        with self._lock:
+            refusal = self._refusal(self._pulls.get(pull_id), self._latest.get(place), lane, name, pieces)
+            if refusal is not None:
+                return [error(lane, peer, name.id, *refusal)]
+            pull = self._pulls[pull_id]
+            pull.moved_at = now
+            if place in self._latest:
+                self._end(self._latest[place])
+            named = sum(piece.nbytes for piece in pieces)
+            stream = OutStream(pull, lane, peer, name.epoch, name.id, named)
+            pull.streams.append(stream)
+            self._streams[lane, peer, name.id] = self._latest[place] = stream
+            body = streams.encode_welcome(Welcome(named, self._chunk_bytes))
+            return [Say(lane, peer, Kind.WELCOME, name.id, body)]
+
+    def _refusal(
+        self, pull: Pull | None, latest: OutStream | None, lane: int, name: StreamName, pieces: tuple[Range, ...]
+    ) -> tuple[str, str] | None:
+        """Code and message if this HELLO may not join, else None."""
+        if pull is None:
+            return self._closed.verdict(name)
+        if pull.closed:
+            return "stale_push", f"pull {pull.pull} is over: {pull.closed}"
+        if name.version != str(pull.version):
+            return "stale_version", f"pull {pull.pull} is open on {pull.version}, got {name.version!r}"
+        if name.lane != lane:
+            return "invalid", f"{name} came on lane {lane}"
+        assert self._layout is not None
+        outside = self._layout.outside(pieces)
+        if outside:
+            return "ranges", f"rank {name.rank}: {outside}"
+        if latest is not None and name.epoch <= latest.epoch:
+            return "stale_push", f"epoch {name.epoch} of rank {name.rank} is over, {latest.epoch} is the last"
+        return None
+
+    def want(self, lane: int, peer: bytes, stream_id: int, chunks: tuple[Range, ...], now: float) -> list[Job]:
+        """Take a WANT; raise BadFrame if the stream is unknown, the ranges are foreign or the credit is passed."""
+        with self._lock:
+            stream = self._streams.get((lane, peer, stream_id))
+            if stream is None or stream.over:
+                raise BadFrame("stream", f"no stream {stream_id:016x} on this connection")
+            assert self._layout is not None
+            outside = self._layout.outside(chunks) or self._too_long(chunks)
+            if outside:
+                raise BadFrame("range", f"pull {stream.pull.pull}: {outside}")
+            self._reap(stream, now)
+            nbytes = sum(chunk.nbytes for chunk in chunks)
+            held = stream.queued + sum(n for _, n in stream.held)
+            # Twice the credit: a chunk that has arrived may still be on its way out of libzmq's books.
+            if held + nbytes > 2 * MOST_BYTES or stream.jobs + len(stream.held) + len(chunks) > 2 * MOST_CHUNKS:
+                raise BadFrame("credit", f"pull {stream.pull.pull}: {nbytes} bytes more than {held} in flight")
+            stream.queued += nbytes
+            stream.jobs += len(chunks)
+            stream.pull.moved_at = now
+            return [Job(self, stream, chunk, self._view(stream.pull, chunk)) for chunk in chunks]
+
+    def _too_long(self, chunks: tuple[Range, ...]) -> str | None:
+        longest = max((chunk.nbytes for chunk in chunks), default=0)
+        return f"a chunk of {longest} bytes, at most {self._chunk_bytes}" if longest > self._chunk_bytes else None
+
+    def _view(self, pull: Pull, chunk: Range) -> memoryview:
+        assert self._layout is not None
+        begin, end = self._layout.place(chunk)
+        return pull.source[chunk.layer][begin * ITEM_BYTES : end * ITEM_BYTES].data
+
+    def sent(self, job: Job, tracker: Tracker) -> None:
+        """The lane handed the chunk to libzmq, which reads it until the tracker is done."""
+        with self._lock:
+            self._unqueue(job)
+            job.stream.held.append((tracker, job.body.nbytes))
+            self.bytes_out += job.body.nbytes
+            self._reap(job.stream, self._clock())
+
+    def gone(self, job: Job) -> None:
+        """The chunk will not leave; if its pull is still served, its peer is unreachable."""
+        with self._lock:
+            self._unqueue(job)
+            self._end(job.stream)
+
+    def _unqueue(self, job: Job) -> None:
+        job.stream.jobs -= 1
+        job.stream.queued -= job.body.nbytes
+
+    def _reap(self, stream: OutStream, now: float) -> None:
+        freed = stream.reap()
+        if freed:
+            stream.pull.out += freed
+            stream.pull.moved_at = now
+
+    def done(self, lane: int, peer: bytes, stream_id: int) -> None:
+        """The rank has all it wants; nothing for an unknown stream: an honest DONE may come after the close."""
+        with self._lock:
+            stream = self._streams.get((lane, peer, stream_id))
+            if stream is None:
+                return
+            stream.pull.moved_at = self._clock()
+            self._end(stream)
+
+    def _end(self, stream: OutStream) -> None:
+        stream.over = True
+        self._streams.pop((stream.lane, stream.peer, stream.stream), None)
+
+    def close(self, pull_id: PullId, reason: str) -> None:
+        """Serve no further; `tick` says when the source is released."""
+        with self._lock:
+            pull = self._pulls.get(pull_id)
+            if pull is not None:
+                self._close(pull, reason)
+
+    def close_all(self, reason: str) -> None:
+        """Serve nothing further: the slave lives another life, or ends."""
+        with self._lock:
+            for pull in self._pulls.values():
+                self._close(pull, reason)
+
+    def _close(self, pull: Pull, reason: str) -> None:
+        pull.closed = pull.closed or reason
+        for stream in pull.streams:
+            self._end(stream)
+
+    def tick(self, now: float) -> list[Move]:
+        """Close what stalls or is past its deadline; release what nobody reads any more."""
+        moves: list[Move] = []
+        with self._lock:
+            for pull in list(self._pulls.values()):
+                for stream in pull.streams:
+                    self._reap(stream, now)
+                pull.streams = [s for s in pull.streams if not s.over or s.jobs or s.held]
+                if not pull.closed and now >= pull.deadline_at:
+                    self._close(pull, "it passed its deadline")
+                elif not pull.closed and now - pull.moved_at >= self._stall_s:
+                    self._close(pull, f"nothing moved for {self._stall_s:g} s")
+                if pull.closed and pull.idle:
+                    moves.append(self._release(pull))
+        return moves
+
+    def _release(self, pull: Pull) -> Released:
+        del self._pulls[pull.pull]
+        self._closed.add(pull.pull.cluster, pull.pull.inc, pull.pull.seq)
+        for place in [place for place in self._latest if place[0] == pull.pull]:
+            del self._latest[place]
+        return Released(pull.pull, pull.closed)
+
+    @property
+    def holds(self) -> bool:
+        """Some source is not released."""
+        return bool(self._pulls)
+
+    def transfers(self) -> tuple[Transfer, ...]:
+        """What is moving now."""
+        with self._lock:
+            return tuple(
+                Transfer(p.pull.cluster, p.pull.inc, p.pull.seq, False, p.out, sum(s.named for s in p.streams))
+                for p in self._pulls.values()
+                if not p.closed
+            )

@@ -1,0 +1,120 @@
+"""What one stream is to bring: every chunk is missing → asked → claimed → here, and each byte is written once.
+
+The same for both directions: a slave takes a push in from a rank, a rank takes a pull in from a slave. A chunk that is
+not asked for is refused, so duplicates and strangers change nothing; a wrong one is missing again; when the connection
+breaks, what was asked is missing again, and what is claimed goes on. Pure; the owner serialises the calls.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from dips.transport.credit import MOST_CHUNKS, Credit
+from dips.transport.pool import Transit, cost
+from dips.wire.chunks import Range, split
+from dips.wire.frame import ITEM_BYTES, Header
+
+UNIT_CHUNKS = 8  # in one WANT
+
+
+class Intake:
+    """The chunks of one stream; it survives the stream's connections."""
+
+    def __init__(self, pieces: Iterable[Range], chunk_bytes: int, pool: Transit, now: float) -> None:
+        self._missing = deque(split(pieces, chunk_bytes))
+        self._asked: dict[tuple[int, int, int], Range] = {}
+        self._asked_bytes = 0
+        self._claimed = 0  # chunks being checked and copied
+        self._pool = pool
+        self.credit = Credit()
+        self.left = sum(chunk.nbytes for chunk in self._missing)  # bytes not here
+        self.total = self.left
+        self.heard_at = now  # the last byte, or the first WANT after silence
+
+    @property
+    def complete(self) -> bool:
+        return self.left == 0
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes that were asked and did not come yet."""
+        return self._asked_bytes
+
+    @property
+    def busy(self) -> bool:
+        """Something was asked and is not in its place yet."""
+        return bool(self._asked) or self._claimed > 0
+
+    @property
+    def hungry(self) -> bool:
+        """Something is missing, and less than half of what may be in flight is."""
+        return (
+            bool(self._missing) and 2 * self._asked_bytes <= self.credit.bytes and 2 * len(self._asked) <= MOST_CHUNKS
+        )
+
+    def ask(self, now: float, allowance: int) -> list[tuple[Range, ...]]:
+        """Take what may be asked now, as WANTs of at most UNIT_CHUNKS; nothing while more than half is in flight.
+
+        allowance  bytes of the stream's turn; the last chunk may pass it
+        """
+        if not self.hungry:
+            return []
+        idle = not self._asked
+        chunks = self._take(allowance)
+        if chunks and idle:
+            self.heard_at = now
+        self.credit.asked(now, idle and bool(chunks))
+        return [tuple(chunks[i : i + UNIT_CHUNKS]) for i in range(0, len(chunks), UNIT_CHUNKS)]
+
+    def _take(self, allowance: int) -> list[Range]:
+        chunks: list[Range] = []
+        while self._missing and allowance > 0 and len(self._asked) < MOST_CHUNKS:
+            chunk = self._missing[0]
+            if self._asked and self._asked_bytes + chunk.nbytes > self.credit.bytes:
+                break
+            if not self._pool.take(cost(chunk.nbytes)):
+                break
+            self._missing.popleft()
+            self._asked[chunk[:3]] = chunk
+            self._asked_bytes += chunk.nbytes
+            allowance -= chunk.nbytes
+            chunks.append(chunk)
+        return chunks
+
+    def claim(self, header: Header, now: float) -> Range | None:
+        """asked → claimed, if this very chunk was asked; else None. `here`, `wrong` or `drop` must follow."""
+        key = (header.layer, header.param, header.offset)
+        chunk = self._asked.get(key)
+        if chunk is None or chunk.length * ITEM_BYTES != header.length:
+            return None
+        del self._asked[key]
+        self._asked_bytes -= chunk.nbytes
+        self._claimed += 1
+        self.heard_at = now
+        self.credit.arrived(chunk.nbytes, now)
+        return chunk
+
+    def here(self, chunk: Range) -> None:
+        """claimed → here: it is in its place."""
+        self.drop(chunk)
+        self.left -= chunk.nbytes
+
+    def wrong(self, chunk: Range) -> None:
+        """claimed → missing: its bytes were not what its sender saw."""
+        self.drop(chunk)
+        self._missing.appendleft(chunk)
+
+    def drop(self, chunk: Range) -> None:
+        """claimed → nothing: the transfer is over."""
+        assert self._claimed > 0
+        self._claimed -= 1
+        self._pool.give(cost(chunk.nbytes))
+
+    def lost(self) -> None:
+        """asked → missing: the connection is gone, or the transfer is over."""
+        for chunk in reversed(self._asked.values()):
+            self._pool.give(cost(chunk.nbytes))
+            self._missing.appendleft(chunk)
+        self._asked.clear()
+        self._asked_bytes = 0

@@ -1,0 +1,192 @@
+"""A lane: one ROUTER socket with its own thread and context. It always reads, and it never stages.
+
+Other threads `post` frames and `wake` it; only its own thread touches the socket. What a lane does with a frame is
+its handler's business. Options and reasons: protocol.md section 3. It doesn't know pushes, pulls or credits; nothing
+here can overflow because a CHUNK leaves only after a WANT, and WANTs are bounded.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import zmq
+
+from dips.errors import ConfigError
+from dips.transport.credit import MOST_CHUNKS
+from dips.wire.frame import FRAME_LIMIT, Buffer
+
+RCVHWM = MOST_CHUNKS + 16  # frames of one connection: never met by honest peers
+HANDSHAKE_MS = 10_000
+_BATCH = 64  # frames read before anything is sent
+_POLL_MS = 50
+
+
+class Sent(Protocol):
+    """Told what became of a posted frame, on the lane's thread."""
+
+    def wanted(self) -> bool:
+        """Whether the frame may still leave; asked just before it does."""
+
+    def sent(self, tracker: zmq.MessageTracker) -> None:
+        """It was handed to libzmq, which reads the body until the tracker is done."""
+
+    def gone(self) -> None:
+        """It did not leave: its peer is gone, or it was not wanted any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """One frame to one peer; with `watch` the body is sent without a copy."""
+
+    peer: bytes
+    header: bytes
+    body: Buffer
+    watch: Sent | None = None
+
+
+class Handler(Protocol):
+    """What a lane's thread calls; every call returns at once and raises nothing."""
+
+    def received(self, lane: int, peer: bytes, parts: list[zmq.Frame]) -> None: ...
+
+    def turn(self, lane: int) -> None:
+        """After each batch, and at least every 50 ms: post what may be asked now, end what is over."""
+
+
+class Waker:
+    """Wakes a poll from another thread; waking twice is waking once."""
+
+    def __init__(self) -> None:
+        self._ours, self.theirs = socket.socketpair()
+        self._ours.setblocking(False)
+        self.theirs.setblocking(False)
+
+    def wake(self) -> None:
+        try:
+            self._ours.send(b"\0")
+        except BlockingIOError:
+            return  # it is full of wakes already
+        except OSError as error:
+            if error.errno != errno.EBADF:  # closed under a late caller: nobody is left to wake
+                raise
+
+    def drain(self) -> None:
+        try:
+            self.theirs.recv(4096)
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        self._ours.close()
+        self.theirs.close()
+
+
+class Lane:
+    """One ROUTER; bound when made, served from `start` to `close`."""
+
+    def __init__(self, index: int, host: str, port: int, stall_s: float) -> None:
+        self.index = index
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._waker = Waker()
+        self._outbox: deque[Outgoing] = deque()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        options: dict[int, Any] = {
+            zmq.ROUTER_MANDATORY: 1,  # a vanished stream is EHOSTUNREACH, not silence
+            zmq.SNDHWM: 0,  # any other value turns into loss or a stalled lane
+            zmq.RCVHWM: RCVHWM,
+            zmq.MAXMSGSIZE: FRAME_LIMIT,
+            zmq.LINGER: 0,
+            zmq.IMMEDIATE: 1,
+            zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
+            zmq.IPV6: 1,
+            zmq.TCP_MAXRT: max(1, int(stall_s * 1000)),  # a peer that reads nothing for so long loses its connection
+        }
+        try:
+            for option, value in options.items():
+                self._socket.setsockopt(option, value)
+            host = f"[{host}]" if ":" in host else host
+            self._socket.bind(f"tcp://{host}:{port}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(
+                f"lane {index}: cannot listen on {host}:{port}: {error.strerror}; name a free port, or 0 for any"
+            ) from error
+        port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self.address = f"{host}:{port}"  # as the configuration spells the host: libzmq maps IPv4 into IPv6 here
+
+    def start(self, handler: Handler) -> None:
+        """Begin to serve."""
+        self._thread = threading.Thread(target=self._serve, args=(handler,), name=f"lane-{self.index}", daemon=True)
+        self._thread.start()
+
+    def post(self, frame: Outgoing) -> None:
+        """Send a frame soon; from any thread, never blocks."""
+        self._outbox.append(frame)
+        if threading.current_thread() is not self._thread:
+            self._waker.wake()
+
+    def wake(self) -> None:
+        """Let the handler have its turn now; from any thread."""
+        self._waker.wake()
+
+    def stop(self) -> None:
+        """End the thread: nothing is received any more."""
+        self._stop.set()
+        if self._thread is not None:
+            self._waker.wake()
+            self._thread.join()
+
+    def close(self) -> None:
+        """End the thread and the socket; on return libzmq holds no body any more."""
+        self.stop()
+        self._socket.close(linger=0)
+        self._context.term()
+        self._waker.close()
+        while self._outbox:
+            _drop(self._outbox.popleft())
+
+    def _serve(self, handler: Handler) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._waker.theirs, zmq.POLLIN)
+        while not self._stop.is_set():
+            if self._waker.theirs.fileno() in dict(poller.poll(_POLL_MS)):
+                self._waker.drain()
+            for _ in range(_BATCH):
+                try:
+                    peer, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                except zmq.Again:
+                    break
+                handler.received(self.index, peer.bytes, parts)
+            handler.turn(self.index)
+            while self._outbox:
+                self._send(self._outbox.popleft())
+
+    def _send(self, frame: Outgoing) -> None:
+        if frame.watch is not None and not frame.watch.wanted():
+            frame.watch.gone()
+            return
+        try:
+            self._socket.send(frame.peer, zmq.NOBLOCK | zmq.SNDMORE)
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
+                raise
+            _drop(frame)
+            return
+        self._socket.send(frame.header, zmq.NOBLOCK | zmq.SNDMORE)
+        if frame.watch is None:
+            self._socket.send(frame.body, zmq.NOBLOCK)
+        else:
+            frame.watch.sent(self._socket.send(frame.body, zmq.NOBLOCK, copy=False, track=True))
+
+
+def _drop(frame: Outgoing) -> None:
+    if frame.watch is not None:
+        frame.watch.gone()

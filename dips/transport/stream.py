@@ -1,0 +1,202 @@
+"""A rank's end of one stream: a DEALER made for it, thrown away when it breaks, made anew with the next epoch.
+
+Reconnecting sockets replay what was queued to whoever answers; a refused handshake never recovers (why.md 9, 33).
+So a socket lives as long as its connection: the monitor, or silence while something is owed, ends it, and after a
+pause with jitter a new one says HELLO with epoch + 1. What the frames mean is the owner's business.
+One thread owns a stream. Time is an argument.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from dips.transport.lane import HANDSHAKE_MS, RCVHWM
+from dips.wire import streams
+from dips.wire.chunks import Range
+from dips.wire.frame import FRAME_LIMIT, MESSAGE_LIMIT, BadFrame, Buffer, Header, Kind, message, run_id, unpack
+from dips.wire.streams import StreamName
+
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 2.0
+_BROKEN = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_OPTIONS: dict[int, Any] = {
+    zmq.SNDHWM: 0,  # what is queued was asked for
+    zmq.RCVHWM: RCVHWM,
+    zmq.MAXMSGSIZE: FRAME_LIMIT,
+    zmq.LINGER: 0,
+    zmq.IMMEDIATE: 1,
+    zmq.RECONNECT_IVL: -1,
+    zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
+    zmq.HEARTBEAT_IVL: 10_000,
+    zmq.HEARTBEAT_TIMEOUT: 40_000,
+    zmq.TCP_MAXRT: 30_000,
+    zmq.IPV6: 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """One frame that came; the body of a CHUNK is not checked yet."""
+
+    header: Header
+    body: memoryview
+
+
+class Stream:
+    """Frames to and from one lane of one slave, over as many connections as it takes."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        name: StreamName,
+        pieces: tuple[Range, ...],
+        stall_s: float,
+        rng: random.Random,
+    ) -> None:
+        self.address = address
+        self.name = name
+        self.why = "it was not tried yet"  # of the last broken connection
+        self.welcomed = False
+        self.waits = True  # something is owed to us: silence counts
+        self._context = context
+        self._pieces = pieces
+        self._stall_s = stall_s
+        self._rng = rng
+        self._run = run_id(name.run)
+        self._pause_s = FIRST_PAUSE_S
+        self._again_at = 0.0
+        self._moved_at = 0.0
+        self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._outbox: deque[tuple[bytes, Buffer]] = deque()
+        self._held: deque[zmq.MessageTracker] = deque()
+
+    @property
+    def id(self) -> int:
+        """Of the present epoch."""
+        return self.name.id
+
+    def post(self, header: bytes, body: Buffer) -> None:
+        """Send a frame as soon as the connection takes it; the body is not copied."""
+        self._outbox.append((header, body))
+
+    def say(self, kind: Kind, body: bytes) -> None:
+        """Send a message."""
+        self.post(*message(kind, self._run, self.id, body))
+
+    def header(self, chunk: Range, checksum: int) -> Header:
+        """The header of a CHUNK of this stream."""
+        return Header(Kind.CHUNK, self._run, self.id, chunk.nbytes, checksum, chunk.layer, chunk.param, chunk.offset)
+
+    def register(self, poller: zmq.Poller) -> None:
+        """Let the owner's poll see this stream."""
+        if self._socket is not None and self._monitor is not None:
+            poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if self._outbox else 0))
+            poller.register(self._monitor, zmq.POLLIN)
+
+    def step(self, now: float) -> bool:
+        """Connect, send, notice breaks; True if a connection broke, so that what was asked must be asked again."""
+        if self._socket is None:
+            if now >= self._again_at:
+                self._connect(now)
+            return False
+        self.flush()
+        if self._reap() or not (self.waits or self._held or self._outbox or not self.welcomed):
+            self._moved_at = now
+        broken = self._broken()
+        if broken is None and now - self._moved_at >= self._stall_s:
+            broken = f"nothing moved for {self._stall_s:g} s"
+        if broken is None:
+            return False
+        self.again(broken, now)
+        return True
+
+    def again(self, why: str, now: float) -> None:
+        """Give this connection up and make another after a pause, with the next epoch."""
+        self.close()
+        self.why = why
+        self.welcomed = False
+        self.name = replace(self.name, epoch=self.name.epoch + 1)
+        self._again_at = now + self._pause_s * self._rng.uniform(0.5, 1.0)
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+    def arrived(self, now: float) -> Iterator[Arrived]:
+        """What has come, as far as it is whole and of this epoch; everything else is passed over."""
+        while self._socket is not None and self._socket.poll(0):
+            frame = self._read(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+            if frame is not None:
+                self._moved_at = now
+                yield frame
+
+    def _read(self, parts: list[zmq.Frame]) -> Arrived | None:
+        if len(parts) != 2:
+            return None
+        body = parts[1].buffer
+        try:
+            header = unpack(parts[0].buffer, self._run, len(body), MESSAGE_LIMIT)
+        except BadFrame:
+            return None  # asked again when the stream is found to stall
+        return Arrived(header, body) if header.stream == self.id else None
+
+    def settled(self) -> None:
+        """The slave answered: the next break begins with a short pause again."""
+        self.welcomed = True
+        self._pause_s = FIRST_PAUSE_S
+
+    def close(self, linger_ms: int = 0) -> None:
+        """End the connection; libzmq may read what was posted until the context has ended."""
+        if self._socket is not None and self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close(linger=linger_ms)
+        self._socket = self._monitor = None
+        self._outbox.clear()
+        self._held.clear()
+
+    def _connect(self, now: float) -> None:
+        self._socket = self._context.socket(zmq.DEALER)
+        for option, value in _OPTIONS.items():
+            self._socket.setsockopt(option, value)
+        self._monitor = self._socket.get_monitor_socket(_BROKEN)
+        self._socket.connect(f"tcp://{self.address}")
+        self._moved_at = now
+        self.say(Kind.HELLO, streams.encode_hello(self.name, self._pieces))
+
+    def flush(self) -> None:
+        """Hand over what the connection takes now."""
+        while self._outbox and self._socket is not None:
+            header, body = self._outbox[0]
+            try:
+                self._socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
+            except zmq.Again:
+                return  # no connection yet
+            self._held.append(self._socket.send(body, zmq.NOBLOCK, copy=False, track=True))
+            self._outbox.popleft()
+
+    def _reap(self) -> bool:
+        moved = False
+        while self._held and self._held[0].done:
+            self._held.popleft()
+            moved = True
+        return moved
+
+    def _broken(self) -> str | None:
+        assert self._monitor is not None
+        if not self._monitor.poll(0):
+            return None
+        event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+        return f"connection lost ({zmq.Event(event['event'])!r})"

@@ -1,0 +1,66 @@
+"""Whose turn it is to be asked: deficit round robin in bytes among the streams of one lane.
+
+At most `askers` streams are asked at once; a turn lasts `quantum` bytes and goes on while nobody waits, so the link
+is never idle for the sake of fairness. What a turn took too much is paid in the next. A slow stream loses its turn
+and nobody waits for it: an order of asking, never a barrier (why.md 5). Pure.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+QUANTUM_BYTES = 16 << 20  # a few credits: fewer bytes would empty the link at each change of turn
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Turns(Generic[K]):
+    """The order of asking of one lane."""
+
+    def __init__(self, askers: int, quantum: int = QUANTUM_BYTES) -> None:
+        assert min(askers, quantum) >= 1
+        self._askers = askers
+        self._quantum = quantum
+        self._active: dict[K, int] = {}  # → bytes it may still ask in this turn
+        self._waiting: deque[K] = deque()
+        self._debt: dict[K, int] = {}
+
+    def enter(self, key: K) -> None:
+        """Stand at the end of the line; nothing for who stands there already."""
+        if key not in self._active and key not in self._waiting:
+            self._waiting.append(key)
+
+    def leave(self, key: K) -> None:
+        """Be gone; nothing for who is not there."""
+        self._debt.pop(key, None)
+        if self._active.pop(key, None) is None and key in self._waiting:
+            self._waiting.remove(key)
+
+    def rotate(self, drained: Callable[[K], bool], slow: Callable[[K], bool]) -> tuple[K, ...]:
+        """End turns that are over, begin those that may, and return who may be asked, oldest turn first.
+
+        drained  nothing is in flight: only then is a used-up turn over, so that at most `askers` are busy
+        slow     it was asked and is silent: it loses its turn to whoever waits
+        """
+        for key, left in list(self._active.items()):
+            if not self._waiting:
+                if left <= 0:
+                    self._active[key] = left + self._quantum
+            elif slow(key) or (left <= 0 and drained(key)):
+                del self._active[key]
+                self._debt[key] = min(left, 0)
+                self._waiting.append(key)
+        while self._waiting and len(self._active) < self._askers:
+            key = self._waiting.popleft()
+            self._active[key] = self._quantum + self._debt.pop(key, 0)
+        return tuple(self._active)
+
+    def left(self, key: K) -> int:
+        """Bytes that `key` may still be asked for in its turn; 0 or less if none, or if it has no turn."""
+        return self._active.get(key, 0)
+
+    def spend(self, key: K, nbytes: int) -> None:
+        """`key` was asked for `nbytes`."""
+        self._active[key] -= nbytes

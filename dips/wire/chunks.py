@@ -1,0 +1,107 @@
+"""Ranges of parameters: how a rank says what it holds, how it is cut into chunks, whether all of it is there.
+
+A layer is a list of parameters; a range is a piece of one parameter's flattened elements, so a rank sends what it
+holds and nobody gathers (design.md section 6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from dips.protocol.manifest import Manifest
+from dips.wire.frame import ITEM_BYTES
+
+MOST_PROBLEMS = 5  # lines of an error that a person reads
+
+
+class Range(NamedTuple):
+    """`length` elements of one parameter from element `offset` on; a chunk is a range of at most chunk_bytes."""
+
+    layer: int  # index in the manifest
+    param: int  # index in the layer
+    offset: int
+    length: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.length * ITEM_BYTES
+
+
+class Field(NamedTuple):
+    """One parameter as the layer's flat array holds it."""
+
+    name: str
+    start: int  # element of the layer's flat array
+    numel: int
+
+
+class Layout:
+    """Where every range of some layers lies; it depends on the manifest alone."""
+
+    def __init__(self, manifest: Manifest, layers: Iterable[int]) -> None:
+        self.fields: dict[tuple[int, int], Field] = {}
+        self.numel: dict[int, int] = {}  # of each layer
+        for index in layers:
+            layer = manifest.layers[index]
+            self.numel[index] = layer.numel
+            for k, (parameter, start) in enumerate(zip(layer.parameters, layer.offsets(), strict=True)):
+                self.fields[index, k] = Field(parameter.name, start, parameter.numel)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.numel.values()) * ITEM_BYTES
+
+    def place(self, piece: Range) -> tuple[int, int]:
+        """Return begin and end of a range in its layer's flat array, in elements."""
+        begin = self.fields[piece.layer, piece.param].start + piece.offset
+        return begin, begin + piece.length
+
+    def outside(self, pieces: Iterable[Range]) -> str | None:
+        """Describe the first range that does not lie in these layers, or return None."""
+        for piece in pieces:
+            field = self.fields.get((piece.layer, piece.param))
+            if field is None:
+                return f"layer {piece.layer} parameter {piece.param} is not held here"
+            if piece.length < 1 or piece.offset + piece.length > field.numel:
+                return (
+                    f"{field.name}: elements {piece.offset} to {piece.offset + piece.length} were named, "
+                    f"it has {field.numel}"
+                )
+        return None
+
+
+def split(pieces: Iterable[Range], chunk_bytes: int) -> Iterator[Range]:
+    """Cut ranges into chunks of at most `chunk_bytes`, in order."""
+    most = chunk_bytes // ITEM_BYTES
+    for layer, param, offset, length in pieces:
+        for begin in range(0, length, most):
+            yield Range(layer, param, offset + begin, min(most, length - begin))
+
+
+def uncovered(layout: Layout, claims: Mapping[str, Sequence[Range]]) -> list[str]:
+    """Say where claims (who → its ranges, inside the layout) overlap or leave gaps; [] if each element has one owner.
+
+    At most MOST_PROBLEMS lines. Cost: sorts the ranges of each parameter.
+    """
+    owned: dict[tuple[int, int], list[tuple[int, int, str]]] = {key: [] for key in layout.fields}
+    for who, pieces in claims.items():
+        for piece in pieces:
+            owned[piece.layer, piece.param].append((piece.offset, piece.length, who))
+    problems = [line for key, spans in owned.items() for line in _problems(layout.fields[key], sorted(spans))]
+    if len(problems) > MOST_PROBLEMS:
+        return [*problems[:MOST_PROBLEMS], f"and {len(problems) - MOST_PROBLEMS} more"]
+    return problems
+
+
+def _problems(field: Field, spans: list[tuple[int, int, str]]) -> Iterator[str]:
+    at, owner = 0, ""  # everything before `at` is owned; `owner` reaches farthest
+    for offset, length, who in spans:
+        if offset > at:
+            yield f"{field.name}: elements {at} to {offset} come from no rank"
+        elif offset < at:
+            yield f"{field.name}: elements {offset} to {min(at, offset + length)} come from {owner} and from {who}"
+        if offset + length > at:
+            at, owner = offset + length, who
+    if at < field.numel:
+        yield f"{field.name}: elements {at} to {field.numel} come from no rank"

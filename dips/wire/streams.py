@@ -1,0 +1,190 @@
+"""The messages of a stream, in msgpack: HELLO, WELCOME, WANT, DONE, ERROR; and the stream's name.
+
+A stream is one rank's share of one push or pull at one slave's lane in one life of both; a broken one is taken up by
+the same name with the next epoch. What is decoded is checked for type and size before anybody sees it; everything else
+raises BadFrame("message").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import msgpack
+import xxhash
+
+from dips.errors import (
+    DipsError,
+    LocalProtocolError,
+    StaleIncarnation,
+    StalePush,
+    StaleVersion,
+    UnavailableSlave,
+)
+from dips.wire.chunks import Range
+from dips.wire.frame import MESSAGE_LIMIT, BadFrame, Buffer
+
+NAME_LIMIT = 64  # characters of any name in a message
+TEXT_LIMIT = 4000  # characters of an ERROR's message
+_BIGGEST = 1 << 62  # of any number in a message
+
+# What an ERROR's code means for the rank that gets it; "unknown" alone is tried again until the deadline.
+CODES: dict[str, type[DipsError] | None] = {
+    "unknown": None,  # the push or pull is not open here yet
+    "stale_incarnation": StaleIncarnation,  # the slave lives another life
+    "stale_push": StalePush,  # the push or pull is closed, or a later epoch of this stream exists
+    "stale_version": StaleVersion,  # the pull is open on another version
+    "ranges": LocalProtocolError,  # all ranks together do not hold each element exactly once
+    "invalid": LocalProtocolError,  # the HELLO contradicts itself
+    "refused": UnavailableSlave,  # the slave gave the push up: it stalled or passed its deadline
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StreamName:
+    """Who sends what to whom, in which life; never used twice."""
+
+    run: str
+    kind: str  # "push" | "pull"
+    cluster: str
+    inc: int
+    seq: int
+    rank: int
+    slave: str
+    sinc: int
+    epoch: int  # rises with each new connection
+    version: str  # "v12@r17" for pulls, "" for pushes
+    lane: int = 0  # index of the slave's lane
+
+    @property
+    def id(self) -> int:
+        """The name in 64 bits, as every header carries it."""
+        return xxhash.xxh3_64_intdigest("|".join(str(getattr(self, f.name)) for f in fields(self)).encode())
+
+
+_NAME_TYPES = tuple(int if f.type == "int" else str for f in fields(StreamName))
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The slave knows the stream; `missing` bytes of a push it does not have yet (pulls: of what HELLO named)."""
+
+    missing: int
+    chunk_bytes: int  # no WANT of this stream names a longer range
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorMessage:
+    """A HELLO is refused; `code` is one of CODES."""
+
+    code: str
+    message: str
+
+
+def encode_hello(name: StreamName, pieces: Sequence[Range]) -> bytes:
+    """Spell a HELLO; raise LocalProtocolError if the ranges do not fit into one."""
+    body = _packed([*(getattr(name, f.name) for f in fields(name)), _flat(pieces)])
+    if len(body) > MESSAGE_LIMIT:
+        raise LocalProtocolError(
+            f"a HELLO of {len(pieces)} ranges has {len(body)} bytes, at most {MESSAGE_LIMIT} are allowed: "
+            "join neighbouring ranges"
+        )
+    return body
+
+
+def decode_hello(body: Buffer) -> tuple[StreamName, tuple[Range, ...]]:
+    """Read a HELLO."""
+    values = _list(body, len(_NAME_TYPES) + 1)
+    for value, kind in zip(values, _NAME_TYPES, strict=False):
+        _number(value) if kind is int else _text(value, NAME_LIMIT)
+    name = StreamName(*values[:-1])
+    if name.kind not in ("push", "pull"):
+        raise BadFrame("message", f"expected a push or a pull, got {name.kind!r}")
+    return name, _ranges(values[-1])
+
+
+def encode_welcome(welcome: Welcome) -> bytes:
+    return _packed([welcome.missing, welcome.chunk_bytes])
+
+
+def decode_welcome(body: Buffer) -> Welcome:
+    """Read a WELCOME."""
+    missing, chunk_bytes = _list(body, 2)
+    if not 4 <= _number(chunk_bytes) <= MESSAGE_LIMIT:
+        raise BadFrame("message", f"expected chunks of 4 to {MESSAGE_LIMIT} bytes, got {chunk_bytes}")
+    return Welcome(_number(missing), chunk_bytes)
+
+
+def encode_want(chunks: Sequence[Range]) -> bytes:
+    return _packed(_flat(chunks))
+
+
+def decode_want(body: Buffer) -> tuple[Range, ...]:
+    """Read a WANT: one CHUNK is asked for by each of its ranges."""
+    return _ranges(_unpacked(body))
+
+
+def encode_done(nbytes: int) -> bytes:
+    """Spell a DONE: the receiver has all of the stream's `nbytes`, checked."""
+    return _packed(nbytes)
+
+
+def decode_done(body: Buffer) -> int:
+    """Read a DONE."""
+    return _number(_unpacked(body))
+
+
+def encode_error(code: str, text: str) -> bytes:
+    assert code in CODES, code
+    return _packed([code, text[:TEXT_LIMIT]])
+
+
+def decode_error(body: Buffer) -> ErrorMessage:
+    """Read an ERROR; an unknown code counts as `refused`, so that a later release may add some."""
+    code, text = _list(body, 2)
+    _text(code, NAME_LIMIT)
+    return ErrorMessage(code if code in CODES else "refused", _text(text, TEXT_LIMIT))
+
+
+def _packed(value: Any) -> bytes:
+    packed: bytes = msgpack.packb(value)
+    return packed
+
+
+def _unpacked(body: Buffer) -> Any:
+    try:
+        return msgpack.unpackb(body)
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+        raise BadFrame("message", f"not msgpack: {error}") from error
+
+
+def _flat(pieces: Iterable[Range]) -> list[int]:
+    return [number for piece in pieces for number in piece]
+
+
+def _list(body: Buffer, length: int) -> list[Any]:
+    value = _unpacked(body)
+    if not isinstance(value, list) or len(value) != length:
+        raise BadFrame("message", f"expected a list of {length}, got {str(value)[:80]}")
+    return value
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _BIGGEST:
+        raise BadFrame("message", f"expected a whole number from 0 on, got {str(value)[:80]}")
+    return value
+
+
+def _text(value: Any, limit: int) -> str:
+    if not isinstance(value, str) or len(value) > limit:
+        raise BadFrame("message", f"expected a text of at most {limit} characters, got {str(value)[:80]}")
+    return value
+
+
+def _ranges(value: Any) -> tuple[Range, ...]:
+    if not isinstance(value, list) or len(value) % 4:
+        raise BadFrame("message", "expected ranges as a flat list of layer, param, offset, length")
+    for number in value:
+        _number(number)
+    return tuple(Range(*value[i : i + 4]) for i in range(0, len(value), 4))

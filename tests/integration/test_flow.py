@@ -1,0 +1,749 @@
+"""The data flow over loopback: a real ZmqFlow and real ranks in threads; what is staged and pulled is bit for bit.
+
+Failures are placed by bytes (a proxy that cuts, a peer that speaks the frames itself), never by sleeping.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import xxhash
+import zmq
+
+from dips.client.transfer import Base, Piece, Stats, TransferCancelled, pull, push
+from dips.errors import (
+    ConfigError,
+    LocalProtocolError,
+    StaleIncarnation,
+    StalePush,
+    StaleVersion,
+    UnavailableSlave,
+)
+from dips.ids import PullId, PushId, VersionId
+from dips.protocol.effects import Grant, SlaveAddress
+from dips.protocol.manifest import Layer, Manifest, Parameter
+from dips.slave.flow import ZmqFlow
+from dips.wire import streams
+from dips.wire.chunks import Range
+from dips.wire.frame import Header, Kind, message, pack, run_id, unpack
+from dips.wire.streams import StreamName
+
+RUN = "demo"
+CHUNK_BYTES = 1 << 16
+SINC = 3
+V = VersionId(4, 5)
+MANIFEST = Manifest(
+    (
+        Layer("embed", (Parameter("embed.weight", (300, 700)),)),
+        Layer("layers.0", (Parameter("layers.0.w", (1000, 513)), Parameter("layers.0.norm", (7,)))),
+        Layer("head", (Parameter("head.weight", (64, 64)), Parameter("head.bias", (1,)))),
+    )
+)
+LAYERS = (0, 1, 2)
+Model = dict[int, np.ndarray]
+
+
+class Heard:
+    """Collects what the flow reports, and waits for it."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[str, object, object]] = []
+        self._new = threading.Condition()
+
+    def _add(self, kind: str, who: object, what: object) -> None:
+        with self._new:
+            self.all.append((kind, who, what))
+            self._new.notify_all()
+
+    def staged(self, push: PushId, nbytes: int) -> None:
+        self._add("staged", push, nbytes)
+
+    def refused(self, push: PushId, reason: str) -> None:
+        self._add("refused", push, reason)
+
+    def released(self, pull: PullId, reason: str) -> None:
+        self._add("released", pull, reason)
+
+    def of(self, kind: str, who: object) -> list[object]:
+        return [what for k, w, what in self.all if (k, w) == (kind, who)]
+
+    def wait(self, kind: str, who: object) -> object:
+        with self._new:
+            assert self._new.wait_for(lambda: self.of(kind, who), 20), f"no {kind} of {who}: {self.all}"
+            return self.of(kind, who)[0]
+
+
+class House:
+    """One slave: its flow, its events, its buffers."""
+
+    def __init__(self, lanes: int = 1, stall_s: float = 10.0, transit_bytes: int = 64 << 20) -> None:
+        self.flow = ZmqFlow(RUN, "s0", ("127.0.0.1:0",) * lanes, CHUNK_BYTES, transit_bytes, 2, stall_s)
+        self.heard = Heard()
+        self.flow.use(MANIFEST, LAYERS)
+        self.flow.start(SINC, self.heard)
+
+    def address(self, lanes: Sequence[str] | None = None, sinc: int = SINC) -> SlaveAddress:
+        return SlaveAddress("s0", sinc, tuple(lanes or self.flow.addresses()), LAYERS)
+
+    def grant(self, ranks: int, lanes: Sequence[str] | None = None, deadline_s: float = 30.0) -> Grant:
+        return Grant(V, (self.address(lanes),), ((0,),) * ranks, deadline_s)
+
+    def open_push(self, push_id: PushId, ranks: int = 1, deadline_s: float = 30.0) -> Model:
+        buffers = blank()
+        self.flow.open_push(push_id, tuple(range(ranks)), buffers, deadline_s)
+        return buffers
+
+
+@contextmanager
+def house(**options) -> Iterator[House]:
+    """A slave that is gone, with its threads, when the test is over; nothing stays in transit."""
+    made = House(**options)
+    try:
+        yield made
+    finally:
+        made.flow.close()
+        assert made.flow.transit[0] == 0
+        assert made.flow.refused["failed"] == 0
+
+
+def blank() -> Model:
+    return {i: np.full(MANIFEST.layers[i].numel, np.nan, np.float32) for i in LAYERS}
+
+
+def model(seed: int) -> Model:
+    rng = np.random.default_rng(seed)
+    return {i: rng.standard_normal(MANIFEST.layers[i].numel).astype(np.float32) for i in LAYERS}
+
+
+def shares(values: Model, ranks: int) -> list[list[Piece]]:
+    """Cut every parameter unevenly: rank r has r + 1 parts of it, so small ones fall to some ranks only."""
+    hands: list[list[Piece]] = [[] for _ in range(ranks)]
+    whole = ranks * (ranks + 1) // 2
+    for i in LAYERS:
+        layer = MANIFEST.layers[i]
+        for k, (parameter, start) in enumerate(zip(layer.parameters, layer.offsets(), strict=True)):
+            for r in range(ranks):
+                a, b = (parameter.numel * (n * (n + 1) // 2) // whole for n in (r, r + 1))
+                if b > a:
+                    hands[r].append(Piece(i, k, a, b - a, values[i][start + a : start + b]))
+    return hands
+
+
+def base(seq: int, rank: int = 0, cluster: str = "fast") -> Base:
+    return Base(RUN, cluster, 1, seq, rank)
+
+
+def same(a: Model, b: Model) -> bool:
+    return all(np.array_equal(a[i].view(np.uint32), b[i].view(np.uint32)) for i in LAYERS)
+
+
+def together(*calls) -> list[object]:
+    """Run every rank in a thread of its own; the first error is raised."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(60) for future in [pool.submit(call) for call in calls]]
+
+
+@contextmanager
+def background(call) -> Iterator[Future]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(call)
+
+
+class Proxy:
+    """TCP to `target`; the first `cuts` connections are cut after `after` bytes in the given direction."""
+
+    def __init__(self, target: str, after: int, cuts: int = 1, upward: bool = True) -> None:
+        host, port = target.rsplit(":", 1)
+        self._target = (host, int(port))
+        self._after, self._cuts, self._upward = after, cuts, upward
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
+        self.connections = 0
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._server.accept()
+            except OSError:
+                return  # closed
+            self.connections += 1
+            far = socket.create_connection(self._target)
+            self._sockets += [near, far]
+            limit = self._after if self.connections <= self._cuts else None
+            for a, b, counted in ((near, far, self._upward), (far, near, not self._upward)):
+                thread = threading.Thread(target=self._pump, args=(a, b, limit if counted else None))
+                self._threads.append(thread)
+                thread.start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, limit: int | None) -> None:
+        moved = 0
+        try:
+            while (piece := source.recv(4096)) and (limit is None or moved < limit):
+                sink.sendall(piece)
+                moved += len(piece)
+        except OSError:
+            pass  # the other direction ended first
+        for end in (source, sink):
+            try:
+                end.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # it is over already
+
+    def close(self) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        for end in self._sockets:
+            try:
+                end.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # it is over already
+        for thread in self._threads:
+            thread.join(10)
+            assert not thread.is_alive()
+        for end in self._sockets:
+            end.close()
+
+
+@contextmanager
+def proxy(*args, **options) -> Iterator[Proxy]:
+    made = Proxy(*args, **options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+class Raw:
+    """A peer that speaks frames itself, as honest or as false as the test wants."""
+
+    def __init__(self, address: str, name: StreamName, rcvhwm: int = 1000) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVHWM, rcvhwm)
+        self.socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        self.socket.connect(f"tcp://{address}")
+        self.name = name
+
+    def say(self, kind: Kind, body: bytes) -> None:
+        self.socket.send_multipart(message(kind, run_id(RUN), self.name.id, body))
+
+    def hello(self, pieces: Sequence[Range]) -> None:
+        self.say(Kind.HELLO, streams.encode_hello(self.name, pieces))
+
+    def chunk(self, chunk: Range, body: bytes, checksum: int | None = None) -> None:
+        checksum = xxhash.xxh3_64_intdigest(body) if checksum is None else checksum
+        header = Header(Kind.CHUNK, run_id(RUN), self.name.id, len(body), checksum, *chunk[:3])
+        self.socket.send_multipart([pack(header), body])
+
+    def hear(self, kind: Kind) -> bytes:
+        header, body = self.socket.recv_multipart()
+        assert unpack(header, run_id(RUN), len(body), CHUNK_BYTES).kind is kind, streams.decode_error(body)
+        return body
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+@contextmanager
+def raw(*args, **options) -> Iterator[Raw]:
+    made = Raw(*args, **options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def name_of(kind: str, seq: int, rank: int = 0, epoch: int = 1) -> StreamName:
+    return StreamName(RUN, kind, "fast", 1, seq, rank, "s0", SINC, epoch, str(V) if kind == "pull" else "")
+
+
+WHOLE = [Range(i, k, 0, parameter.numel) for i in LAYERS for k, parameter in enumerate(MANIFEST.layers[i].parameters)]
+
+
+def body_of(values: Model, chunk: Range) -> bytes:
+    start = MANIFEST.layers[chunk.layer].offsets()[chunk.param] + chunk.offset
+    return values[chunk.layer][start : start + chunk.length].tobytes()
+
+
+# ---- pushes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "lanes"), [(1, 1), (2, 1), (3, 1), (3, 2)])
+def test_a_push_is_staged_bit_for_bit(ranks, lanes):
+    """Whatever each rank holds, the slave's buffers are the cluster's parameters [invariant 1]."""
+    with house(lanes=lanes) as slave:
+        values, push_id = model(ranks), PushId("fast", 1, 1)
+        buffers = slave.open_push(push_id, ranks)
+        grant = slave.grant(ranks)
+        hands = shares(values, ranks)
+        seen: list[tuple[int, int]] = []
+
+        def rank(r: int) -> Stats:
+            report = (lambda moved, total: seen.append((moved, total))) if r == 0 else None
+            return push(grant, base(1, r), hands[r], progress=report)
+
+        stats = together(*(lambda r=r: rank(r) for r in range(ranks)))
+        assert slave.heard.wait("staged", push_id) == 4 * MANIFEST.numel
+        assert same(buffers, values)
+        assert sum(s.nbytes for s in stats) == slave.flow.bytes_in == 4 * MANIFEST.numel
+        assert [s.connections for s in stats] == [lanes] * ranks
+        assert seen[-1] == (stats[0].nbytes, stats[0].nbytes)
+        assert not slave.flow.refused
+
+
+def test_a_rank_that_holds_nothing_is_waited_for_and_told_done():
+    """Every rank says HELLO; before that nobody is asked."""
+    with house() as slave:
+        values, push_id = model(1), PushId("fast", 1, 1)
+        buffers = slave.open_push(push_id, 2)
+        with background(lambda: push(slave.grant(2), base(1, 1), shares(values, 1)[0])) as first:
+            empty = push(slave.grant(2), base(1, 0), [])
+            assert first.result(20).nbytes == 4 * MANIFEST.numel
+        assert empty.nbytes == 0
+        slave.heard.wait("staged", push_id)
+        assert same(buffers, values)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda p: replace(p, length=p.length - 9, array=p.array[:-9]), "come from no rank"),
+        (
+            lambda p: replace(p, offset=p.offset - 9, length=p.length + 9, array=np.zeros(p.length + 9, np.float32)),
+            "rank 0 and from rank 1",
+        ),
+        (lambda p: replace(p, offset=p.offset + 9), "were named, it has"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused_by_name(change, says):
+    """A gap, an overlap, a range beyond the parameter: each rank hears which, and the master does."""
+    with house() as slave:
+        push_id = PushId("fast", 1, 1)
+        slave.open_push(push_id, 2)
+        hands = shares(model(1), 2)
+        hands[1][1] = change(hands[1][1])
+
+        def rank(r: int) -> str:
+            with pytest.raises(LocalProtocolError) as refused:
+                push(slave.grant(2), base(1, r), hands[r])
+            return str(refused.value)
+
+        for text in together(lambda: rank(0), lambda: rank(1)):
+            assert says in text
+            assert "layers.0.w" in text
+        assert says in slave.heard.wait("refused", push_id)
+        assert not slave.heard.of("staged", push_id)
+
+
+@pytest.mark.parametrize("after", [0, 40, 100_000, 600_000])
+def test_a_cut_push_is_resumed(after):
+    """A connection that breaks anywhere costs its frames in flight, not the push."""
+    with house() as slave, proxy(slave.flow.addresses()[0], after, cuts=2) as cut:
+        values, push_id = model(2), PushId("fast", 1, 1)
+        buffers = slave.open_push(push_id)
+        stats = push(slave.grant(1, [cut.address]), base(1), shares(values, 1)[0])
+        slave.heard.wait("staged", push_id)
+        assert same(buffers, values)
+        assert stats.connections == cut.connections == 3
+        assert slave.flow.bytes_in == 4 * MANIFEST.numel  # every chunk was staged once
+
+
+def test_an_answer_that_is_lost_is_asked_again():
+    """Cut in the slave's direction, DONE included: the rank says HELLO again and hears what is missing, or DONE."""
+    with house() as slave:
+        values = model(3)
+        for seq, after in enumerate((0, 100, 300, 500), start=1):
+            push_id = PushId("fast", 1, seq)
+            buffers = slave.open_push(push_id)
+            with proxy(slave.flow.addresses()[0], after, upward=False) as cut:
+                push(slave.grant(1, [cut.address]), base(seq), shares(values, 1)[0])
+            slave.heard.wait("staged", push_id)
+            assert same(buffers, values)
+            slave.flow.drop_push(push_id)
+
+
+def test_duplicates_and_strangers_change_nothing():
+    """Unasked, repeated, corrupt, misplaced and late chunks are refused and counted; the buffers are right."""
+    with house() as slave, raw(slave.flow.addresses()[0], name_of("push", 1)) as peer:
+        values, false, push_id = model(4), model(5), PushId("fast", 1, 1)
+        buffers = slave.open_push(push_id)
+        early = Range(0, 0, 0, 100)
+        peer.chunk(early, body_of(false, early))  # before HELLO
+        peer.hello(WHOLE)
+        assert streams.decode_welcome(peer.hear(Kind.WELCOME)).missing == 4 * MANIFEST.numel
+        corrupt = True
+        left = 4 * MANIFEST.numel
+        while left:
+            for chunk in streams.decode_want(peer.hear(Kind.WANT)):
+                if corrupt:
+                    corrupt = False
+                    peer.chunk(chunk, body_of(values, chunk), checksum=1)
+                    continue
+                peer.chunk(chunk._replace(offset=chunk.offset + 1), body_of(false, chunk))  # nobody asked for that
+                peer.chunk(chunk, body_of(values, chunk))
+                peer.chunk(chunk, body_of(false, chunk))  # again, with other bytes
+                left -= chunk.nbytes
+        assert streams.decode_done(peer.hear(Kind.DONE)) == 4 * MANIFEST.numel
+        slave.heard.wait("staged", push_id)
+        peer.chunk(early, body_of(false, early))  # after the freeze
+        peer.hello(WHOLE)  # of the same epoch
+        assert streams.decode_error(peer.hear(Kind.ERROR)).code == "stale_push"
+        assert same(buffers, values)
+        refused = slave.flow.refused
+        chunks = refused["unasked"] // 2
+        assert chunks > 10
+        assert {k: refused[k] for k in ("stream", "body_checksum", "hello")} == {
+            "stream": 1,
+            "body_checksum": 1,
+            "hello": 1,
+        }
+        assert len(slave.heard.of("staged", push_id)) == 1
+
+
+def test_an_older_epoch_is_refused():
+    """After a new HELLO the old connection's frames change nothing [invariant 5]."""
+    address_of = lambda slave: slave.flow.addresses()[0]  # noqa: E731
+    with house() as slave, ExitStack() as stack:
+        values, false, push_id = model(4), model(5), PushId("fast", 1, 1)
+        buffers = slave.open_push(push_id)
+        old = stack.enter_context(raw(address_of(slave), name_of("push", 1, epoch=1)))
+        old.hello(WHOLE)
+        old.hear(Kind.WELCOME)
+        wanted = streams.decode_want(old.hear(Kind.WANT))
+        new = stack.enter_context(raw(address_of(slave), name_of("push", 1, epoch=2)))
+        new.hello(WHOLE)
+        new.hear(Kind.WELCOME)
+        for chunk in wanted:
+            old.chunk(chunk, body_of(false, chunk))
+        old.hello(WHOLE)
+        while True:  # WANTs of the first asking come before the answer
+            header, body = old.socket.recv_multipart()
+            if unpack(header, run_id(RUN), len(body), CHUNK_BYTES).kind is Kind.ERROR:
+                break
+        assert streams.decode_error(body).code == "stale_push"
+        assert slave.flow.refused["stream"] == len(wanted)
+        left = 4 * MANIFEST.numel
+        while left:
+            for chunk in streams.decode_want(new.hear(Kind.WANT)):
+                new.chunk(chunk, body_of(values, chunk))
+                left -= chunk.nbytes
+        slave.heard.wait("staged", push_id)
+        assert same(buffers, values)
+
+
+def test_garbage_beside_a_push_costs_it_nothing():
+    """HTTP, random ZMTP, foreign runs, endless claims: refused by name or by libzmq; the push never notices."""
+    with house() as slave, ExitStack() as stack:
+        address = slave.flow.addresses()[0]
+        host, port = address.rsplit(":", 1)
+        for noise in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 64, b"\xff" + b"\0" * 8 + b"\x7f"):
+            plain = stack.enter_context(socket.create_connection((host, int(port))))
+            plain.sendall(noise)
+        peer = stack.enter_context(raw(address, name_of("push", 1)))
+        rng = np.random.default_rng(0)
+        for n in (1, 2, 3, 5):
+            peer.socket.send_multipart([rng.bytes(64)] * n)
+        foreign = pack(Header(Kind.HELLO, run_id("other"), 1, 1, xxhash.xxh3_64_intdigest(b"x")))
+        peer.socket.send_multipart([foreign, b"x"])
+        peer.say(Kind.HELLO, b"\xc1")
+        peer.say(Kind.WELCOME, b"\0")
+        peer.say(Kind.WANT, streams.encode_want([Range(0, 0, 0, 1)]))
+        peer.say(Kind.DONE, streams.encode_done(1))
+        values, push_id = model(6), PushId("fast", 1, 1)
+        buffers = slave.open_push(push_id)
+        push(slave.grant(1), base(1), shares(values, 1)[0])
+        slave.heard.wait("staged", push_id)
+        assert same(buffers, values)
+        peer.say(Kind.HELLO, streams.encode_hello(replace(name_of("push", 9), sinc=SINC), ()))  # refused, not answered
+        peer.name = name_of("push", 9)
+        peer.hello([])  # its ERROR is the last answer: everything before it was read
+        assert streams.decode_error(peer.hear(Kind.ERROR)).code == "unknown"
+        assert dict(slave.flow.refused) == {
+            "parts": 3, "magic": 1, "run": 1, "message": 2, "kind": 1, "stream": 1, "hello": 1
+        }  # fmt: skip
+
+
+def test_two_pushes_at_once_do_not_mix():
+    """Two clusters on one lane, each in its own slot."""
+    with house(transit_bytes=4 << 20) as slave:
+        a, b = model(7), model(8)
+        ids = PushId("fast", 1, 1), PushId("slow", 1, 1)
+        buffers = [slave.open_push(push_id, 2) for push_id in ids]
+        together(
+            *(
+                lambda values=values, push_id=push_id, r=r: push(
+                    slave.grant(2), base(1, r, push_id.cluster), shares(values, 2)[r]
+                )
+                for values, push_id in zip((a, b), ids, strict=True)
+                for r in (0, 1)
+            )
+        )
+        for push_id in ids:
+            slave.heard.wait("staged", push_id)
+        assert same(buffers[0], a)
+        assert same(buffers[1], b)
+
+
+def test_a_push_that_stalls_ends():
+    """One rank never comes: the push ends after stall_s and says who is missing; the other rank hears it."""
+    with house(stall_s=0.3) as slave:
+        push_id = PushId("fast", 1, 1)
+        slave.open_push(push_id, 2)
+        with pytest.raises(UnavailableSlave, match=r"ranks \[1\] never said HELLO"):
+            push(slave.grant(2), base(1), shares(model(1), 2)[0])
+        assert "ranks [1] never said HELLO" in slave.heard.wait("refused", push_id)
+
+
+def test_a_rank_that_stops_sending_ends_its_push_and_no_other():
+    """It was asked and is silent: its push ends after stall_s; a push beside it is staged meanwhile."""
+    with house(stall_s=0.5) as slave, raw(slave.flow.addresses()[0], name_of("push", 1)) as peer:
+        silent, lively = PushId("fast", 1, 1), PushId("slow", 1, 1)
+        slave.open_push(silent)
+        values = model(2)
+        buffers = slave.open_push(lively)
+        peer.hello(WHOLE)
+        peer.hear(Kind.WELCOME)
+        peer.hear(Kind.WANT)
+        push(slave.grant(1), base(1, 0, "slow"), shares(values, 1)[0])
+        assert same(buffers, values)
+        assert "rank 0 brought 0 of" in slave.heard.wait("refused", silent)
+        assert not slave.heard.of("refused", lively)
+
+
+def test_a_push_past_its_deadline_ends():
+    """However lively: the deadline is the end, and the rank hears it."""
+    with house() as slave, raw(slave.flow.addresses()[0], name_of("push", 1)) as peer:
+        push_id = PushId("fast", 1, 1)
+        slave.open_push(push_id, deadline_s=0.2)
+        peer.hello(WHOLE)
+        assert "passed its deadline" in slave.heard.wait("refused", push_id)
+        while True:
+            header, body = peer.socket.recv_multipart()
+            if unpack(header, run_id(RUN), len(body), CHUNK_BYTES).kind is Kind.ERROR:
+                break
+        assert streams.decode_error(body).code == "refused"
+
+
+def test_a_dropped_push_is_not_written_any_more():
+    """On return of drop_push its buffers are somebody else's; chunks that come later are refused."""
+    with house() as slave, raw(slave.flow.addresses()[0], name_of("push", 1)) as peer:
+        push_id = PushId("fast", 1, 1)
+        buffers = slave.open_push(push_id)
+        peer.hello(WHOLE)
+        peer.hear(Kind.WELCOME)
+        wanted = streams.decode_want(peer.hear(Kind.WANT))
+        values = model(1)
+        for chunk in wanted:
+            peer.chunk(chunk, body_of(values, chunk))
+        slave.flow.drop_push(push_id)
+        for layer in buffers.values():
+            layer[:] = -1.0
+        for chunk in wanted:
+            peer.chunk(chunk, body_of(values, chunk))
+        peer.hello(WHOLE)
+        while True:
+            header, body = peer.socket.recv_multipart()
+            if unpack(header, run_id(RUN), len(body), CHUNK_BYTES).kind is Kind.ERROR:
+                break
+        assert streams.decode_error(body).code == "stale_push"
+        assert all((layer == -1.0).all() for layer in buffers.values())
+        assert slave.flow.transfers() == ()
+
+
+def test_a_rank_waits_for_a_push_that_is_not_open_yet():
+    """Its HELLO came before OpenPush: it backs off and tries again."""
+    with house() as slave:
+        values, push_id = model(1), PushId("fast", 1, 1)
+        with background(lambda: push(slave.grant(1), base(1), shares(values, 1)[0])) as moving:
+            while not slave.flow.refused["hello"]:
+                assert not moving.done()
+            buffers = slave.open_push(push_id)
+            assert moving.result(20).connections > 1
+        slave.heard.wait("staged", push_id)
+        assert same(buffers, values)
+
+
+def test_what_ends_a_push_is_named():
+    """Deadline, cancel, another life of the slave, a push that is over."""
+    with house() as slave:
+        pieces = shares(model(1), 1)[0]
+        with pytest.raises(UnavailableSlave, match="not open yet: try again"):
+            push(slave.grant(1, deadline_s=0.3), base(1), pieces)
+        cancel = threading.Event()
+        cancel.set()
+        with pytest.raises(TransferCancelled):
+            push(slave.grant(1), base(1), pieces, cancel=cancel)
+        lives_on = Grant(V, (slave.address(sinc=SINC - 1),), ((0,),), 30.0)
+        with pytest.raises(StaleIncarnation, match="incarnation 3"):
+            push(lives_on, base(1), pieces)
+        slave.open_push(PushId("fast", 1, 2))
+        slave.flow.drop_push(PushId("fast", 1, 2))
+        with pytest.raises(StalePush, match="is over"):
+            push(slave.grant(1), base(2), pieces)
+
+
+def test_an_unreachable_slave_is_tried_until_the_deadline():
+    """Nobody listens there: the error names slave, address and what was seen."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    grant = Grant(V, (SlaveAddress("s0", SINC, (address,), LAYERS),), ((0,),), 0.5)
+    with pytest.raises(UnavailableSlave, match=f"slave s0 at {address} is not connected"):
+        push(grant, base(1), shares(model(1), 1)[0])
+
+
+def test_a_new_incarnation_drops_what_the_last_one_had_open():
+    """After a new Register streams of the old life are refused, and its pulls are released."""
+    with house() as slave:
+        slave.open_push(PushId("fast", 1, 1))
+        slave.flow.open_pull(PullId("fast", 1, 1), V, model(1), 30.0)
+        slave.flow.start(SINC + 1, slave.heard)
+        assert "incarnation 4" in slave.heard.wait("released", PullId("fast", 1, 1))
+        assert slave.flow.transfers() == ()
+        with pytest.raises(StaleIncarnation):
+            push(slave.grant(1), base(1), shares(model(1), 1)[0])
+
+
+def test_a_port_in_use_is_named():
+    """Two slaves cannot share a lane's port, and the second says so."""
+    with house() as slave, pytest.raises(ConfigError, match=slave.flow.addresses()[0]):
+        ZmqFlow(RUN, "s1", slave.flow.addresses(), CHUNK_BYTES, 4 << 20, 2, 1.0)
+
+
+# ---- pulls --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "lanes"), [(1, 1), (2, 1), (3, 2)])
+def test_a_pull_is_bit_for_bit(ranks, lanes):
+    """Every rank gets its own shard of the version; the source is released once, after the close."""
+    with house(lanes=lanes) as slave:
+        source, target, pull_id = model(9), blank(), PullId("fast", 1, 1)
+        slave.flow.open_pull(pull_id, V, source, 30.0)
+        hands = shares(target, ranks)
+        together(*(lambda r=r: pull(slave.grant(ranks), base(1, r), hands[r]) for r in range(ranks)))
+        assert same(source, target)
+        assert not slave.heard.of("released", pull_id)
+        slave.flow.close_pull(pull_id)
+        slave.flow.close_pull(pull_id)
+        assert slave.heard.wait("released", pull_id) == "closed"
+        assert slave.flow.bytes_out == 4 * MANIFEST.numel
+        with pytest.raises(StalePush, match="is over"):
+            pull(slave.grant(ranks), base(1), hands[0])
+        assert slave.heard.of("released", pull_id) == ["closed"]
+
+
+def test_a_rank_pulls_its_layers_from_several_slaves():
+    """Each slave gives what it holds, in the order of the grant."""
+    with ExitStack() as stack:
+        source, target, pull_id = model(1), blank(), PullId("fast", 1, 1)
+        addresses = []
+        for index, layers in enumerate(((0, 2), (1,))):
+            flow = ZmqFlow(RUN, f"s{index}", ("127.0.0.1:0",), CHUNK_BYTES, 4 << 20, 2, 10.0)
+            stack.callback(flow.close)
+            flow.use(MANIFEST, layers)
+            flow.start(index, Heard())
+            flow.open_pull(pull_id, V, {i: source[i] for i in layers}, 30.0)
+            addresses.append(SlaveAddress(f"s{index}", index, flow.addresses(), layers))
+        grant = Grant(V, tuple(addresses), ((1, 0),), 30.0)
+        pull(grant, base(1), shares(target, 1)[0])
+        assert same(source, target)
+
+
+@pytest.mark.parametrize("after", [0, 30, 5_000, 2_000_000])
+def test_a_cut_pull_is_resumed(after):
+    """What did not come is asked again on a new connection; what came is kept."""
+    with house() as slave, proxy(slave.flow.addresses()[0], after, cuts=2, upward=False) as cut:
+        source, target, pull_id = model(9), blank(), PullId("fast", 1, 1)
+        slave.flow.open_pull(pull_id, V, source, 30.0)
+        stats = pull(slave.grant(1, [cut.address]), base(1), shares(target, 1)[0])
+        assert same(source, target)
+        assert stats.connections == cut.connections
+        assert stats.connections > 1
+        slave.flow.close_pull(pull_id)
+        slave.heard.wait("released", pull_id)
+
+
+def test_a_rank_that_vanishes_leaves_no_pin():
+    """It asked and is gone: close releases the source, though nobody read what was asked."""
+    with house() as slave:
+        pull_id = PullId("fast", 1, 1)
+        slave.flow.open_pull(pull_id, V, model(1), 30.0)
+        with raw(slave.flow.addresses()[0], name_of("pull", 1)) as peer:
+            peer.hello([])
+            peer.hear(Kind.WELCOME)
+            peer.say(Kind.WANT, streams.encode_want([Range(0, 0, 0, 1000)]))
+            peer.hear(Kind.CHUNK)
+        slave.flow.close_pull(pull_id)
+        assert slave.heard.wait("released", pull_id) == "closed"
+
+
+def test_a_rank_that_never_reads_is_released_when_its_connection_dies():
+    """It asks for more than any kernel buffers and reads nothing: the pull stalls, its connection ends, once."""
+    big = Manifest((Layer("big", (Parameter("big.w", (16 << 20,)),)),))
+    flow, heard = ZmqFlow(RUN, "s0", ("127.0.0.1:0",), 1 << 20, 4 << 20, 2, 0.5), Heard()
+    try:
+        flow.use(big, (0,))
+        flow.start(SINC, heard)
+        pull_id = PullId("fast", 1, 1)
+        flow.open_pull(pull_id, V, {0: np.zeros(16 << 20, np.float32)}, 30.0)
+        with raw(flow.addresses()[0], name_of("pull", 1), rcvhwm=1) as peer:
+            peer.hello([])
+            assert streams.decode_welcome(peer.hear(Kind.WELCOME)).chunk_bytes == 1 << 20
+            chunks = [Range(0, 0, i << 18, 1 << 18) for i in range(64)]
+            peer.say(Kind.WANT, streams.encode_want(chunks))
+            assert "nothing moved for 0.5 s" in heard.wait("released", pull_id)
+        assert len(heard.of("released", pull_id)) == 1
+    finally:
+        flow.close()
+
+
+def test_a_pull_that_nobody_reads_ends_at_its_stall_or_deadline():
+    """A pin ends when its reader makes no progress, or passes its deadline."""
+    with house(stall_s=0.2) as slave:
+        slave.flow.open_pull(PullId("fast", 1, 1), V, model(1), 30.0)
+        assert "nothing moved" in slave.heard.wait("released", PullId("fast", 1, 1))
+    with house() as slave:
+        slave.flow.open_pull(PullId("fast", 1, 1), V, model(1), 0.1)
+        assert "deadline" in slave.heard.wait("released", PullId("fast", 1, 1))
+
+
+def test_a_pull_of_another_version_is_refused():
+    """v@r is in the name of every stream: a rank never fills its arrays from another version [invariant 5]."""
+    with house() as slave:
+        slave.flow.open_pull(PullId("fast", 1, 1), VersionId(4, 6), model(1), 30.0)
+        target = blank()
+        with pytest.raises(StaleVersion, match="v4@r6"):
+            pull(slave.grant(1), base(1), shares(target, 1)[0])
+        assert all(np.isnan(layer).all() for layer in target.values())
+
+
+def test_a_rank_asks_for_no_more_than_it_may():
+    """WANTs beyond the credit, beyond a chunk, or outside the slave's layers are refused; the lane goes on."""
+    with house() as slave, raw(slave.flow.addresses()[0], name_of("pull", 1)) as peer:
+        slave.flow.open_pull(PullId("fast", 1, 1), V, model(1), 30.0)
+        peer.hello([])
+        peer.hear(Kind.WELCOME)
+        for chunks in ([Range(0, 0, 0, CHUNK_BYTES)], [Range(7, 0, 0, 1)], [Range(0, 0, i, 1) for i in range(1000)]):
+            peer.say(Kind.WANT, streams.encode_want(chunks))
+        peer.say(Kind.WANT, streams.encode_want([Range(0, 0, 5, 1)]))
+        assert len(peer.hear(Kind.CHUNK)) == 4
+        assert dict(slave.flow.refused) == {"range": 2, "credit": 1}
+
+
+def test_closing_the_flow_releases_every_pull():
+    """A slave that ends says so for each pull, and its threads are gone."""
+    with house() as slave:
+        slave.flow.open_pull(PullId("fast", 1, 1), V, model(1), 30.0)
+        heard = slave.heard
+    assert heard.of("released", PullId("fast", 1, 1)) == ["the data flow ends"]
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("lane-")]

@@ -1,0 +1,154 @@
+"""Receiver: the moments of a push, without a socket and without a clock."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import xxhash
+
+from dips.ids import PushId
+from dips.protocol.manifest import Layer, Manifest, Parameter
+from dips.slave.moves import Move, PushOver, Say, Staged
+from dips.slave.receiver import Receiver
+from dips.transport.pool import Transit
+from dips.wire import streams
+from dips.wire.chunks import Layout, Range
+from dips.wire.frame import BadFrame, Header, Kind
+from dips.wire.streams import StreamName
+
+PUSH = PushId("fast", 1, 1)
+N = 4096
+MANIFEST = Manifest((Layer("a", (Parameter("a.w", (N,)),)),))
+HALVES = (Range(0, 0, 0, N // 2), Range(0, 0, N // 2, N // 2))
+VALUES = np.arange(N, dtype=np.float32)
+
+
+def name(rank: int, epoch: int = 1) -> StreamName:
+    return StreamName("demo", "push", "fast", 1, 1, rank, "s0", 1, epoch, "")
+
+
+class Story:
+    """A push of two ranks with half of the parameter each; order 1, 0; askers 1."""
+
+    def __init__(self, transit: int = 1 << 20, askers: int = 1) -> None:
+        self.pool = Transit(transit)
+        self.receiver = Receiver(1, 4096, self.pool, askers, stall_s=10.0)
+        self.receiver.use(Layout(MANIFEST, (0,)))
+        self.buffer = np.zeros(N, np.float32)
+        self.receiver.open(PUSH, (1, 0), {0: self.buffer}, 60.0, 0.0)
+
+    def hello(self, rank: int, pieces: tuple[Range, ...] | None = None, epoch: int = 1) -> list[Move]:
+        pieces = (HALVES[rank],) if pieces is None else pieces
+        return self.receiver.hello(0, b"%d" % rank, name(rank, epoch), pieces, 0.0)
+
+    def wants(self, now: float = 0.0) -> list[tuple[bytes, Range]]:
+        """Who is asked for what."""
+        says = [m for m in self.receiver.plan(0, now) if isinstance(m, Say)]
+        return [(say.peer, chunk) for say in says for chunk in streams.decode_want(say.body)]
+
+    def bring(self, rank: int, chunk: Range, epoch: int = 1, values: np.ndarray = VALUES) -> list[Move]:
+        body = values[chunk.offset : chunk.offset + chunk.length].tobytes()
+        checksum = xxhash.xxh3_64_intdigest(body)
+        header = Header(Kind.CHUNK, 0, name(rank, epoch).id, len(body), checksum, *chunk[:3])
+        claim = self.receiver.claim(0, b"%d" % rank, header, memoryview(body), 0.0)
+        return self.receiver.stage(claim)
+
+
+def kinds(moves: list[Move]) -> list[str]:
+    return [m.kind.name if isinstance(m, Say) else type(m).__name__ for m in moves]
+
+
+def test_nobody_is_asked_before_all_ranks_said_hello():
+    """The ranges of all ranks are compared before the first WANT."""
+    story = Story()
+    assert kinds(story.hello(0)) == ["WELCOME"]
+    assert story.wants() == []
+    assert kinds(story.hello(1)) == ["WELCOME", "Wake", "Wake"]
+    assert {peer for peer, _ in story.wants()} == {b"1"}  # one asker, and rank 1 is first in the order
+
+
+def test_a_push_is_staged_when_the_last_chunk_is_in_its_place():
+    """Each rank hears DONE when its own are here; the push is staged once, then frozen."""
+    story = Story()
+    story.hello(0)
+    story.hello(1)
+    news: list[str] = []
+    while wants := story.wants():
+        for peer, chunk in wants:
+            news += kinds(story.bring(int(peer), chunk))
+    assert [k for k in news if k != "Wake"] == ["DONE", "DONE", "Staged"]
+    assert np.array_equal(story.buffer, VALUES)
+    with pytest.raises(BadFrame) as refused:
+        story.bring(0, HALVES[0])
+    assert refused.value.reason == "unasked"
+    assert kinds(story.hello(0, epoch=2)) == ["WELCOME", "DONE"]  # its DONE was lost: it is told again
+    assert story.pool.used == 0
+
+
+def test_ranks_without_anything_make_no_push_wait():
+    """A push all of whose ranges one rank holds needs the HELLO of the other, and no byte of it."""
+    story = Story()
+    assert kinds(story.hello(0, ())) == ["WELCOME"]
+    assert kinds(story.hello(1, HALVES)) == ["WELCOME", "Wake", "DONE"]
+
+
+def test_a_gap_is_told_to_every_rank():
+    """And the push is over: the next HELLO hears it too."""
+    story = Story()
+    story.hello(0)
+    moves = story.hello(1, ())
+    assert kinds(moves) == ["WELCOME", "ERROR", "ERROR", "PushOver"]
+    assert moves[-1] == PushOver(PUSH, f"a.w: elements {N // 2} to {N} come from no rank")
+    assert kinds(story.hello(1, epoch=2)) == ["ERROR"]
+
+
+def test_other_ranges_after_a_break_are_refused():
+    """What all agreed on does not change under way."""
+    story = Story()
+    story.hello(0)
+    (answer,) = story.hello(0, (), epoch=2)
+    assert isinstance(answer, Say)
+    assert streams.decode_error(answer.body).code == "invalid"
+
+
+def test_a_drop_between_claim_and_copy_writes_nothing():
+    """A chunk waits in the stage's queue while its push is dropped: its bytes go nowhere, the books balance."""
+    story = Story()
+    story.hello(0)
+    story.hello(1)
+    peer, chunk = story.wants()[0]
+    body = memoryview(VALUES[chunk.offset : chunk.offset + chunk.length].tobytes())
+    header = Header(Kind.CHUNK, 0, name(1).id, len(body), xxhash.xxh3_64_intdigest(body), *chunk[:3])
+    claim = story.receiver.claim(0, peer, header, body, 0.0)
+    story.receiver.drop(PUSH)
+    assert story.receiver.stage(claim) == []
+    assert not story.buffer.any()
+    assert story.pool.used == 0
+
+
+def test_who_waits_for_its_turn_is_not_stalled():
+    """Silence counts only while something is owed: a push that nobody asks does not end."""
+    story = Story(transit=4096)
+    assert story.pool.take(4096)  # others use the whole pool
+    story.hello(0)
+    story.hello(1)
+    assert story.wants() == []
+    assert story.receiver.tick(1000.0 - 950) == []
+    story.pool.give(4096)
+    assert len(story.wants(50.0)) == 1
+    assert kinds(story.receiver.tick(59.9)) == []
+    assert kinds(story.receiver.tick(60.0)) == ["ERROR", "ERROR", "PushOver"]  # its deadline
+
+
+def test_a_silent_rank_loses_its_turn_to_the_next():
+    """Rank 1 was asked and does not answer: rank 0 is asked; the push goes on when rank 1 does."""
+    story = Story()
+    story.hello(0)
+    story.hello(1)
+    first = story.wants()
+    second = story.wants(now=1.5)
+    assert {peer for peer, _ in second} == {b"0"}
+    news = [kind for peer, chunk in first + second for kind in kinds(story.bring(int(peer), chunk))]
+    assert news[-1] == "Staged"
+    assert Staged(PUSH, 4 * N) == Staged(PUSH, story.buffer.nbytes)
+    assert np.array_equal(story.buffer, VALUES)

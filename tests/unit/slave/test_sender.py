@@ -1,0 +1,122 @@
+"""Sender: a source is released when nobody reads it any more, and that is said once [invariant 11]."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dips.ids import PullId, VersionId
+from dips.protocol.manifest import Layer, Manifest, Parameter
+from dips.slave.moves import Move, Released, Say
+from dips.slave.sender import Job, Sender
+from dips.wire import streams
+from dips.wire.chunks import Layout, Range
+from dips.wire.frame import BadFrame, Kind, check_body, unpack
+from dips.wire.streams import StreamName
+
+PULL, V = PullId("fast", 1, 1), VersionId(2, 2)
+MANIFEST = Manifest((Layer("a", (Parameter("a.w", (1000,)),)),))
+CHUNK = Range(0, 0, 100, 50)
+
+
+class Tracker:
+    """libzmq's word on a body, as the test wants it."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+
+def name(epoch: int = 1) -> StreamName:
+    return StreamName("demo", "pull", "fast", 1, 1, 0, "s0", 1, epoch, str(V))
+
+
+def make() -> Sender:
+    sender = Sender(4096, 10.0, lambda: 0.0)
+    sender.use(Layout(MANIFEST, (0,)))
+    sender.open(PULL, V, {0: np.arange(1000, dtype=np.float32)}, 60.0, 0.0)
+    return sender
+
+
+def code(moves: list[Move]) -> str:
+    (move,) = moves
+    assert isinstance(move, Say)
+    return streams.decode_error(move.body).code if move.kind is Kind.ERROR else move.kind.name
+
+
+def asked(sender: Sender, peer: bytes = b"p", epoch: int = 1) -> Job:
+    assert code(sender.hello(0, peer, name(epoch), (), 0.0)) == "WELCOME"
+    (job,) = sender.want(0, peer, name(epoch).id, (CHUNK,), 0.0)
+    return job
+
+
+def test_a_chunk_leaves_from_the_source_with_its_checksum():
+    """The body is the source's own memory, and the header is right."""
+    job = asked(make())
+    header = unpack(job.header(7), 7, job.body.nbytes, 4096)
+    check_body(header, job.body)
+    assert np.frombuffer(job.body, np.float32).tolist() == list(range(100, 150))
+    assert (header.layer, header.param, header.offset, header.stream) == (0, 0, 100, name().id)
+
+
+def test_a_source_is_held_until_the_last_tracker_is_done():
+    """Not at send, not at DONE, not at close: when libzmq has let go; and it is said once."""
+    sender, tracker = make(), Tracker()
+    job = asked(sender)
+    sender.sent(job, tracker)
+    sender.done(0, b"p", name().id)
+    sender.close(PULL, "closed")
+    assert sender.tick(0.0) == []
+    tracker.done = True
+    assert sender.tick(0.0) == [Released(PULL, "closed")]
+    assert sender.tick(0.0) == []
+    assert not sender.holds
+
+
+def test_a_source_is_held_while_a_chunk_is_queued():
+    """A chunk between WANT and socket reads the source too; after the close it does not leave any more."""
+    sender = make()
+    job = asked(sender)
+    assert job.wanted()
+    sender.close(PULL, "closed")
+    assert not job.wanted()
+    assert sender.tick(0.0) == []
+    job.gone()
+    assert sender.tick(0.0) == [Released(PULL, "closed")]
+
+
+def test_a_superseded_connection_is_waited_for():
+    """A later epoch takes over at once; what libzmq still holds for the old one keeps the source."""
+    sender, old, new = make(), Tracker(), Tracker()
+    sender.sent(asked(sender, b"old", 1), old)
+    sender.sent(asked(sender, b"new", 2), new)
+    with pytest.raises(BadFrame, match="no stream"):
+        sender.want(0, b"old", name(1).id, (CHUNK,), 0.0)
+    assert code(sender.hello(0, b"old", name(1), (), 0.0)) == "stale_push"
+    new.done = True
+    sender.close(PULL, "closed")
+    assert sender.tick(0.0) == []
+    old.done = True
+    assert sender.tick(0.0) == [Released(PULL, "closed")]
+
+
+def test_progress_keeps_a_pull_and_silence_ends_it():
+    """A pull stalls when nothing is asked and nothing leaves; its deadline ends it in any case."""
+    sender, tracker = make(), Tracker()
+    sender.sent(asked(sender), tracker)
+    assert sender.tick(9.0) == []
+    tracker.done = True
+    assert sender.tick(9.5) == []  # it moved at 9.5
+    assert sender.tick(19.0) == []
+    assert sender.tick(19.6) == [Released(PULL, "nothing moved for 10 s")]
+    assert make().tick(60.0) == [Released(PULL, "it passed its deadline")]
+
+
+def test_before_and_after_a_pull_a_rank_hears_which():
+    """Not open yet: try again. Over: never again."""
+    sender = make()
+    later = StreamName("demo", "pull", "fast", 1, 2, 0, "s0", 1, 1, str(V))
+    assert code(sender.hello(0, b"p", later, (), 0.0)) == "unknown"
+    sender.close(PULL, "closed")
+    assert code(sender.hello(0, b"p", name(), (), 0.0)) == "stale_push"
+    sender.tick(0.0)
+    assert code(sender.hello(0, b"p", name(), (), 0.0)) == "stale_push"

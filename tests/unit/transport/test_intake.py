@@ -1,0 +1,169 @@
+"""Intake, pool and credit: what is asked, what is believed, and that the books always balance."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dips.transport.credit import LEAST_BYTES, MOST_BYTES, MOST_CHUNKS, Credit
+from dips.transport.intake import UNIT_CHUNKS, Intake
+from dips.transport.pool import FLOOR_BYTES, Transit
+from dips.wire.chunks import Range
+from dips.wire.frame import Header, Kind
+
+MIB = 1 << 20
+
+
+def header(chunk: Range, nbytes: int | None = None) -> Header:
+    return Header(
+        Kind.CHUNK, 0, 0, chunk.nbytes if nbytes is None else nbytes, 0, chunk.layer, chunk.param, chunk.offset
+    )
+
+
+def make(nbytes: int, pool: Transit | None = None, chunk_bytes: int = MIB) -> Intake:
+    return Intake([Range(0, 0, 0, nbytes // 4)], chunk_bytes, pool or Transit(256 * MIB), 0.0)
+
+
+def asked(intake: Intake, allowance: int = 1 << 60) -> list[Range]:
+    return [chunk for unit in intake.ask(0.0, allowance) for chunk in unit]
+
+
+def test_a_stream_is_asked_for_its_credit_in_units():
+    """The first asking fills the least credit, in WANTs of few chunks."""
+    intake = make(100 * MIB)
+    units = intake.ask(0.0, 1 << 60)
+    assert sum(c.nbytes for u in units for c in u) == LEAST_BYTES
+    assert all(len(unit) <= UNIT_CHUNKS for unit in units)
+
+
+def test_more_is_asked_when_half_is_here():
+    """Nothing is asked while more than half is in flight; then the credit is filled up again."""
+    intake = make(100 * MIB)
+    chunks = asked(intake)
+    assert asked(intake) == []
+    for chunk in chunks[: len(chunks) // 2]:
+        assert intake.claim(header(chunk), 0.0) == chunk
+        intake.here(chunk)
+    assert sum(c.nbytes for c in asked(intake)) == LEAST_BYTES // 2
+
+
+def test_small_chunks_are_bounded_by_their_number():
+    """A thousand norms in flight would pass the receive buffer's limit in frames."""
+    intake = Intake([Range(0, i, 0, 8) for i in range(1000)], MIB, Transit(256 * MIB), 0.0)
+    assert len(asked(intake)) == MOST_CHUNKS
+
+
+def test_a_turn_bounds_what_is_asked():
+    """The last chunk may pass the allowance, no further one."""
+    assert len(asked(make(100 * MIB), allowance=MIB + 1)) == 2
+    assert asked(make(100 * MIB), allowance=0) == []
+
+
+def test_a_chunk_is_claimed_once():
+    """Unasked, repeated and misshapen chunks are refused and change nothing."""
+    intake = make(2 * MIB)
+    stranger = Range(0, 0, 0, MIB // 4)
+    assert intake.claim(header(stranger), 0.0) is None  # not asked yet
+    first, second = asked(intake)
+    assert intake.claim(header(first, nbytes=4), 0.0) is None  # of another length
+    assert intake.claim(header(first), 0.0) == first
+    assert intake.claim(header(first), 0.0) is None  # again, while it is copied
+    intake.here(first)
+    assert intake.claim(header(first), 0.0) is None  # again, when it is here
+    assert intake.left == second.nbytes
+
+
+def test_a_wrong_chunk_is_asked_again():
+    """Its bytes were not what its sender saw: it is missing, and only it."""
+    intake = make(2 * MIB)
+    first, second = asked(intake)
+    intake.claim(header(first), 0.0)
+    intake.wrong(first)
+    intake.claim(header(second), 0.0)
+    intake.here(second)
+    assert asked(intake) == [first]
+
+
+def test_what_was_asked_of_a_broken_connection_is_asked_again():
+    """In the same order; what is here stays, what is being copied goes on."""
+    pool = Transit(256 * MIB)
+    intake = make(4 * MIB, pool)
+    a, b, c, d = asked(intake)
+    for chunk in (a, b):
+        intake.claim(header(chunk), 0.0)
+    intake.here(a)
+    intake.lost()
+    assert pool.used == b.nbytes
+    intake.here(b)
+    assert asked(intake) == [c, d]
+
+
+def test_an_empty_pool_is_waited_for():
+    """Streams share one sum; what is given back can be asked by another."""
+    pool = Transit(4 * MIB)
+    first, second = make(8 * MIB, pool), make(8 * MIB, pool)
+    chunks = asked(first)
+    assert pool.used == pool.limit
+    assert asked(second) == []
+    first.claim(header(chunks[0]), 0.0)
+    first.here(chunks[0])
+    assert len(asked(second)) == 1
+
+
+def test_a_pool_never_gives_what_it_has_not():
+    """Giving back more than was taken is our bug."""
+    pool = Transit(FLOOR_BYTES)
+    assert pool.take(FLOOR_BYTES)
+    assert not pool.take(1)
+    pool.give(FLOOR_BYTES)
+    with pytest.raises(AssertionError):
+        pool.give(1)
+
+
+@given(st.lists(st.sampled_from(["ask", "here", "wrong", "lost"]), max_size=60), st.integers(1, 40))
+def test_the_books_balance(steps, pieces):
+    """Whatever happens in whatever order: in the end every byte is here once and nothing is in transit."""
+    pool = Transit(64 * MIB)
+    intake = Intake([Range(0, i, 0, 1000) for i in range(pieces)], 1024, pool, 0.0)
+    claimed: list[Range] = []
+    flight: list[Range] = []
+    arrived: list[Range] = []
+    for step in [*steps, *["ask", "here"] * (4 * pieces)]:
+        if step == "ask":
+            flight += asked(intake)
+        elif step == "lost":
+            intake.lost()
+            flight = []
+        elif flight:
+            chunk = flight.pop(0)
+            claimed.append(chunk)
+            assert intake.claim(header(chunk), 0.0) == chunk
+            if step == "wrong":
+                intake.wrong(chunk)
+            else:
+                intake.here(chunk)
+                arrived.append(chunk)
+        assert 0 <= pool.used <= pool.limit
+        assert intake.in_flight == sum(c.nbytes for c in flight)
+    assert intake.complete
+    assert pool.used == 0
+    assert len(set(arrived)) == len(arrived)
+    assert sum(c.nbytes for c in arrived) == intake.total
+
+
+def test_credit_grows_to_twice_bandwidth_times_round_trip():
+    """A link of 100 MiB/s at 100 ms gets 20 MiB, and never more than the most or less than the least."""
+    credit, now = Credit(), 0.0
+    credit.asked(now, idle=True)
+    now += 0.1
+    for _ in range(100):
+        credit.arrived(MIB, now)
+        now += 0.01
+    assert 18 * MIB <= credit.bytes <= 22 * MIB
+    slow, fast = Credit(), Credit()
+    for measure, nbytes in ((slow, 1000), (fast, 1 << 40)):
+        measure.asked(0.0, idle=True)
+        measure.arrived(nbytes, 1.0)
+    assert slow.bytes == LEAST_BYTES
+    assert fast.bytes == MOST_BYTES

@@ -1,0 +1,34 @@
+"""A stage works off what it is given, in order, and never lets its giver wait."""
+
+from __future__ import annotations
+
+import threading
+
+from dips.transport.pipeline import Stage
+
+
+def test_items_are_worked_in_order_and_the_end_waits_for_all():
+    """Closing loses nothing; closing twice is closing once."""
+    seen: list[int] = []
+    stage = Stage("test", 100, seen.append)
+    assert all(stage.put(i) for i in range(100))
+    stage.close()
+    stage.close()
+    assert seen == list(range(100))
+
+
+def test_a_full_stage_says_so_at_once():
+    """A producer is never blocked: it is told, and decides."""
+    go, busy = threading.Event(), threading.Event()
+
+    def work(_: int) -> None:
+        busy.set()
+        assert go.wait(10)
+
+    stage = Stage("test", 1, work)
+    assert stage.put(1)
+    assert busy.wait(10)
+    assert stage.put(2)
+    assert not stage.put(3)
+    go.set()
+    stage.close()

@@ -1,0 +1,100 @@
+"""Turns: fair in bytes, never idle while somebody waits, and nobody waits for who is slow."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dips.transport.turns import Turns
+
+
+def drained(_: str) -> bool:
+    return True
+
+
+def prompt(_: str) -> bool:
+    return False
+
+
+def test_no_more_than_askers_are_asked_in_the_order_of_the_grant():
+    """Who entered first is asked first."""
+    turns: Turns[str] = Turns(askers=2, quantum=10)
+    for key in "abc":
+        turns.enter(key)
+    assert turns.rotate(drained, prompt) == ("a", "b")
+    assert turns.left("c") == 0
+
+
+def test_a_used_up_turn_passes_to_who_waits():
+    """And comes back, when all others had theirs."""
+    turns: Turns[str] = Turns(askers=1, quantum=10)
+    for key in "abc":
+        turns.enter(key)
+    order = []
+    for _ in range(6):
+        (key,) = turns.rotate(drained, prompt)
+        order.append(key)
+        turns.spend(key, 10)
+    assert order == list("abcabc")
+
+
+def test_a_turn_ends_only_when_nothing_is_in_flight():
+    """At most `askers` streams are busy, draining ones included."""
+    turns: Turns[str] = Turns(askers=1, quantum=10)
+    turns.enter("a")
+    turns.enter("b")
+    turns.rotate(drained, prompt)
+    turns.spend("a", 10)
+    assert turns.rotate(lambda _: False, prompt) == ("a",)
+    assert turns.rotate(drained, prompt) == ("b",)
+
+
+def test_a_stream_alone_is_never_stopped():
+    """A turn goes on while nobody waits."""
+    turns: Turns[str] = Turns(askers=1, quantum=10)
+    turns.enter("a")
+    for _ in range(5):
+        turns.rotate(lambda _: False, prompt)
+        assert turns.left("a") > 0
+        turns.spend("a", turns.left("a"))
+
+
+def test_a_silent_stream_loses_its_turn():
+    """Nobody waits for who was asked and does not answer; it stands in line again."""
+    turns: Turns[str] = Turns(askers=1, quantum=10)
+    turns.enter("a")
+    turns.enter("b")
+    turns.rotate(drained, prompt)
+    turns.spend("a", 5)
+    assert turns.rotate(lambda _: False, lambda key: key == "a") == ("b",)
+    turns.leave("b")
+    assert turns.rotate(drained, prompt) == ("a",)
+
+
+def test_who_leaves_is_gone_from_everywhere():
+    """Active, waiting or unknown: leaving is always possible, entering twice is entering once."""
+    turns: Turns[str] = Turns(askers=1, quantum=10)
+    for key in "aabb":
+        turns.enter(key)
+    turns.rotate(drained, prompt)
+    for key in "abz":
+        turns.leave(key)
+    assert turns.rotate(drained, prompt) == ()
+
+
+@given(st.lists(st.integers(1, 25), min_size=2, max_size=6))
+def test_streams_are_served_evenly_in_bytes(sizes):
+    """Streams of small and of large chunks get the same number of bytes, to within a turn and a chunk."""
+    quantum = 30
+    turns: Turns[int] = Turns(1, quantum)
+    for key in range(len(sizes)):
+        turns.enter(key)
+    served: Counter[int] = Counter()
+    for _ in range(2000):
+        for key in turns.rotate(lambda _: True, lambda _: False):
+            if turns.left(key) > 0:
+                turns.spend(key, sizes[key])
+                served[key] += sizes[key]
+    assert max(served.values()) - min(served[k] for k in range(len(sizes))) <= quantum + max(sizes)

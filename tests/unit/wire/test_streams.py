@@ -1,0 +1,111 @@
+"""Messages of a stream: read as they were written; anything else is a BadFrame."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dips.errors import DipsError, LocalProtocolError
+from dips.wire import streams
+from dips.wire.chunks import Range
+from dips.wire.frame import BadFrame
+from dips.wire.streams import CODES, ErrorMessage, StreamName, Welcome
+
+NAME = StreamName("demo", "push", "fast", 2, 7, 1, "s0", 3, 1, "")
+RANGES = (Range(0, 1, 0, 10), Range(4, 0, 1 << 40, 3))
+READERS = (
+    streams.decode_hello,
+    streams.decode_welcome,
+    streams.decode_want,
+    streams.decode_done,
+    streams.decode_error,
+)
+
+
+def test_each_message_is_read_as_it_was_written():
+    """HELLO, WELCOME, WANT, DONE and ERROR survive the wire."""
+    assert streams.decode_hello(streams.encode_hello(NAME, RANGES)) == (NAME, RANGES)
+    assert streams.decode_hello(streams.encode_hello(NAME, ())) == (NAME, ())
+    assert streams.decode_welcome(streams.encode_welcome(Welcome(5, 4096))) == Welcome(5, 4096)
+    assert streams.decode_want(streams.encode_want(RANGES)) == RANGES
+    assert streams.decode_done(streams.encode_done(1 << 50)) == 1 << 50
+    assert streams.decode_error(streams.encode_error("ranges", "a gap")) == ErrorMessage("ranges", "a gap")
+
+
+def verdict(read, body: bytes) -> str:
+    """`read`, or the reason of the refusal; any other exception is the test's failure."""
+    try:
+        read(body)
+    except BadFrame as bad:
+        return bad.reason
+    return "read"
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_are_a_bad_frame(body):
+    """A stranger's bytes never raise anything else."""
+    for read in READERS:
+        assert verdict(read, body) in ("read", "message")
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=11) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=20,
+)
+
+
+@given(VALUES)
+def test_arbitrary_msgpack_is_a_bad_frame_or_a_message(value):
+    """Well-formed msgpack of the wrong shape is refused as such."""
+    for read in READERS:
+        assert verdict(read, msgpack.packb(value)) in ("read", "message")
+
+
+@pytest.mark.parametrize(
+    "body", [[1, True, 0, 1], [0, 0, -1, 1], [0, 0, 0], [0, 0, 0, 1.0], [0, 0, 1 << 62, 1], "abcd"]
+)
+def test_ranges_are_whole_numbers_in_fours(body):
+    """Negative, fractional, huge or missing numbers never become a range."""
+    with pytest.raises(BadFrame):
+        streams.decode_want(msgpack.packb(body))
+
+
+def test_a_hello_names_a_push_or_a_pull():
+    """Another kind of transfer is not known."""
+    with pytest.raises(BadFrame, match="push or a pull"):
+        streams.decode_hello(streams.encode_hello(replace(NAME, kind="steal"), ()))
+
+
+def test_a_hello_that_does_not_fit_says_so_to_its_sender():
+    """Too many ranges are the sender's error, with a proposal."""
+    with pytest.raises(LocalProtocolError, match="join neighbouring ranges"):
+        streams.encode_hello(NAME, [Range(2**30, 2**30, 2**40, 2**40)] * 60_000)
+
+
+def test_every_part_of_a_name_makes_another_stream():
+    """No two lives of anybody share a stream."""
+    for field in fields(StreamName):
+        value = getattr(NAME, field.name)
+        other = replace(NAME, **{field.name: value + 1 if isinstance(value, int) else value + "x"})
+        assert other.id != NAME.id, field.name
+
+
+def test_every_error_code_is_an_error_of_ours_or_a_retry():
+    """Ranks know what each code means; only `unknown` is tried again."""
+    assert [code for code, cls in CODES.items() if cls is None] == ["unknown"]
+    assert all(issubclass(cls, DipsError) for cls in CODES.values() if cls)
+
+
+def test_an_unknown_error_code_is_a_refusal():
+    """A later release may add codes."""
+    assert streams.decode_error(msgpack.packb(["later", "x"])).code == "refused"
