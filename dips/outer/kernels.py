@@ -1,0 +1,164 @@
+"""The kernels of the outer step, compiled: plain functions over flat fp32 arrays that release the GIL.
+
+What must stay true: element-wise results have the bits of twins.py, so they are compiled without fastmath (a fused
+multiply-add would round once less). Sums are inner functions that index from 0 (with an offset numba's wrap-around of
+negative indices turns the loop into gathers: 12 GB/s instead of 41) and may be reassociated, but never run under
+`fastmath=True`, which deletes the check for NaN and infinity. Sums are kept in fp64: a finite sum is a finite push.
+
+It knows one array at a time; crew.py spreads layers over threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+F32 = npt.NDArray[np.float32]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+BLOCK = 4096  # elements, 16 KiB: what fold has written is still in the L1 cache when its squares are summed
+_SUMS = {"reassoc", "contract", "nsz"}
+
+
+def _compiled(**flags: Any) -> Callable[[_Function], _Function]:
+    """Compile without the GIL; kept in NUMBA_CACHE_DIR or beside this file, not at all where neither can be written."""
+
+    def decorate(function: _Function) -> _Function:
+        try:
+            made: _Function = numba.njit(nogil=True, cache=True, **flags)(function)
+        except RuntimeError:  # numba's word for "no place to cache": a read-only root without NUMBA_CACHE_DIR
+            made = numba.njit(nogil=True, **flags)(function)
+        return made
+
+    return decorate
+
+
+@_compiled(fastmath=_SUMS)
+def _sum_sq(a: F32) -> float:
+    total = 0.0
+    for i in range(a.size):
+        x = np.float64(a[i])
+        total += x * x
+    return total
+
+
+@_compiled(fastmath=_SUMS)
+def _sum_sq_difference(a: F32, b: F32) -> float:
+    total = 0.0
+    for i in range(a.size):
+        x = np.float64(a[i] - b[i])
+        total += x * x
+    return total
+
+
+@_compiled()
+def _subtract_into(a: F32, b: F32) -> None:
+    for i in range(a.size):
+        b[i] = a[i] - b[i]
+
+
+@_compiled()
+def _add_scaled_difference(acc: F32, a: F32, b: F32, weight: np.float32) -> None:
+    for i in range(a.size):
+        acc[i] = acc[i] + weight * (a[i] - b[i])
+
+
+@_compiled()
+def _fold_first(theta: F32, theta_j: F32) -> float:
+    total = 0.0
+    for begin in range(0, theta.size, BLOCK):
+        end = min(begin + BLOCK, theta.size)
+        _subtract_into(theta[begin:end], theta_j[begin:end])
+        total += _sum_sq(theta_j[begin:end])
+    return total
+
+
+@_compiled()
+def _fold(acc: F32, theta: F32, theta_j: F32, weight: np.float32) -> float:
+    total = 0.0
+    for begin in range(0, theta.size, BLOCK):
+        end = min(begin + BLOCK, theta.size)
+        _add_scaled_difference(acc[begin:end], theta[begin:end], theta_j[begin:end], weight)
+        total += _sum_sq(acc[begin:end])
+    return total
+
+
+@_compiled()
+def _apply(
+    theta: F32, acc: F32, momentum: F32, scale: np.float32, lr: np.float32, mu: np.float32, theta_next: F32
+) -> None:
+    for i in range(theta.size):
+        g = scale * acc[i]
+        m = mu * momentum[i] + g
+        acc[i] = m
+        theta_next[i] = theta[i] - lr * (g + mu * m)
+
+
+def measure(theta: F32, theta_j: F32) -> float:
+    """Return the squared norm of a push's pseudo-gradient in one layer (or slice): Σ(θ − θ_j)².
+
+    theta    f32[n]  in  global parameters at the present version
+    theta_j  f32[n]  in  the cluster's parameters, as staged
+
+    Cost    reads 2n floats, allocates nothing.
+    Errors  none: the sum is NaN or infinite exactly if a difference is; equal lengths are the caller's promise.
+    Source  Di-PS §4.1, step 1.
+    """
+    return _sum_sq_difference(theta, theta_j)
+
+
+def fold_first(theta: F32, theta_j: F32) -> float:
+    """Turn the first accepted push of a round into the running sum, in its own buffer; return its squared norm.
+
+    theta    f32[n]  in      global parameters at the version being left
+    theta_j  f32[n]  in/out  the cluster's parameters; afterwards acc = θ − θ_j
+
+    Cost    reads 2n floats, writes n, allocates nothing.
+    Errors  none; equal lengths and finite values are the caller's promise.
+    Source  Di-PS §4.1, step 3.
+    """
+    return _fold_first(theta, theta_j)
+
+
+def fold(acc: F32, theta: F32, theta_j: F32, weight: float) -> float:
+    """Add one accepted push to the running sum of pseudo-gradients; return the sum's squared norm.
+
+    acc      f32[n]  in/out  Σ w·(θ − θ_j) of the pushes folded so far
+    theta    f32[n]  in      global parameters at the version being left
+    theta_j  f32[n]  in      the cluster's parameters, as staged and measured
+    weight   > 0             its tokens over those of the first push of the round
+
+    Cost    reads 3n floats, writes n, allocates nothing.
+    Errors  none; equal lengths and finite values are the caller's promise.
+    Source  Di-PS §4.1, step 3.
+    """
+    return _fold(acc, theta, theta_j, np.float32(weight))
+
+
+def apply(theta: F32, acc: F32, momentum: F32, scale: float, lr: float, mu: float, theta_next: F32) -> None:
+    """Take the outer step: g = scale·acc; m′ = μ·m + g; θ′ = θ − lr·(g + μ·m′), as torch.optim.SGD(nesterov=True).
+
+    theta       f32[n]  in      θ of the version being left
+    acc         f32[n]  in/out  Σ w·(θ − θ_j); afterwards m′
+    momentum    f32[n]  in      m of the version being left
+    scale       > 0             averages and clips: c·min(1, φ/‖c·acc‖)
+    theta_next  f32[n]  out     θ′
+
+    Cost    reads 3n floats, writes 2n, allocates nothing.
+    Errors  none; equal lengths are the caller's promise.
+    Source  Di-PS §4.1, steps 4 and 5; Algorithm 1, line 14.
+    """
+    _apply(theta, acc, momentum, np.float32(scale), np.float32(lr), np.float32(mu), theta_next)
+
+
+def warm_up() -> None:
+    """Compile every kernel now (seconds; milliseconds from the cache), so that no order pays for it."""
+    a, b, c, d = (np.zeros(8, dtype=np.float32) for _ in range(4))
+    measure(a, b)
+    fold_first(a, b)
+    fold(b, a, c, 1.0)
+    apply(a, b, c, 1.0, 0.7, 0.8, d)

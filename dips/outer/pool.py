@@ -1,0 +1,134 @@
+"""The memory of a slave as a written sum: equal banks of fp32, allocated and touched at start, one holder each.
+
+A bank holds one float for every parameter of the slave's layers: θ is a bank, m is one, each slot is one. Banks carry
+no role of their own; roles move between them, so that the first push of a round becomes acc, and acc becomes m′,
+without a copy. This module does not know what a version is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from dips.errors import Busy, ConfigError, LocalProtocolError
+
+F32 = npt.NDArray[np.float32]
+Arrays = Mapping[int, F32]  # layer index in the manifest → the layer's flat parameters
+
+BYTES = 4  # of an fp32 parameter
+FIXED_BANKS = 4  # θ, m, acc (later m′), θ′
+PROCESS_BYTES = 150_000_000  # Python, NumPy, libzmq and gRPC, measured
+WRITER_BYTES = 8 << 20  # the snapshot writer's buffer
+_ALIGN = 16  # floats: a layer begins on a cache line
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySum:
+    """What a slave will use, in bytes, before it uses any of it."""
+
+    numel: int  # parameters of this slave's layers
+    slots: int
+    pinned: int
+    transit_bytes: int
+
+    @property
+    def per_parameter(self) -> int:
+        return BYTES * (FIXED_BANKS + self.slots + self.pinned)
+
+    @property
+    def pool(self) -> int:
+        return self.numel * self.per_parameter
+
+    @property
+    def total(self) -> int:
+        return self.pool + self.transit_bytes + WRITER_BYTES + PROCESS_BYTES
+
+    def line(self) -> str:
+        """Write the sum as a person checks it."""
+        return (
+            f"{self.numel:,} parameters x (16 + 4 x {self.slots} slots + 4 x {self.pinned} pinned) = "
+            f"{self.numel:,} x {self.per_parameter} B = {_size(self.pool)} pool"
+            f" + {_size(self.transit_bytes)} transit + {_size(WRITER_BYTES)} snapshot writer"
+            f" + {_size(PROCESS_BYTES)} process = {_size(self.total)}"
+        )
+
+    def require(self, available: int) -> None:
+        """Raise ConfigError, with the sum, if the machine has less than `available` bytes for it."""
+        if self.total > available:
+            raise ConfigError(
+                f"slots, pinned, transit_bytes: this slave needs {self.line()}, and the machine has"
+                f" {_size(available)}: give it fewer layers, fewer slots or more memory"
+            )
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes} B"
+
+
+@dataclass(eq=False, slots=True)
+class Bank:
+    """One float for every parameter; `holder` says who may write it, None if it is free."""
+
+    number: int
+    arrays: dict[int, F32]
+    holder: str | None = field(default=None)
+
+
+class Pool:
+    """All banks of a slave; `layers` gives the parameters of each layer, by its index in the manifest."""
+
+    def __init__(self, layers: Mapping[int, int], banks: int) -> None:
+        padded = {layer: -(-numel // _ALIGN) * _ALIGN for layer, numel in layers.items()}
+        self.banks = tuple(Bank(i, _carve(layers, padded)) for i in range(banks))
+        self.bank_bytes = BYTES * sum(layers.values())
+
+    @property
+    def used_bytes(self) -> int:
+        return self.bank_bytes * sum(bank.holder is not None for bank in self.banks)
+
+    @property
+    def limit_bytes(self) -> int:
+        return self.bank_bytes * len(self.banks)
+
+    def take(self, holder: str) -> Bank:
+        """Give a free bank to `holder`; raise Busy, naming all holders, if there is none."""
+        return self.take_all(holder)[0]
+
+    def take_all(self, *holders: str) -> list[Bank]:
+        """Give each of `holders` a free bank, or raise Busy, naming who holds them, and give none."""
+        free = [bank for bank in self.banks if bank.holder is None]
+        if len(free) < len(holders):
+            raise Busy(
+                f"{' and '.join(holders)}: {len(free)} of {len(self.banks)} banks are free;"
+                f" held by {', '.join(self.holders())}"
+            )
+        for bank, holder in zip(free, holders, strict=False):
+            bank.holder = holder
+        return free[: len(holders)]
+
+    def give_back(self, bank: Bank) -> None:
+        """Make a bank free; its holder must be done with it, and so must everybody who reads it."""
+        if bank.holder is None:
+            raise LocalProtocolError(f"bank {bank.number} was given back twice")
+        bank.holder = None
+
+    def holders(self) -> list[str]:
+        """Who holds the banks that are not free, in order of the banks."""
+        return [bank.holder for bank in self.banks if bank.holder is not None]
+
+
+def _carve(layers: Mapping[int, int], padded: Mapping[int, int]) -> dict[int, F32]:
+    """Cut one touched allocation into layers; touched, or the machine runs out of memory in the middle of a run."""
+    flat = np.empty(sum(padded.values()), dtype=np.float32)
+    flat.fill(0.0)
+    arrays, at = {}, 0
+    for layer, numel in layers.items():
+        arrays[layer] = flat[at : at + numel]
+        at += padded[layer]
+    return arrays

@@ -1,0 +1,273 @@
+"""The versions of θ that a slave holds, and everything that lives beside them: m, acc, θ′, slots, pinned readers.
+
+Versions are immutable: θ′ and m′ are made beside θ and m, so an abort frees two banks and a reader of θ never sees it
+move. What must stay true (design.md section 4, number 11): every bank has one holder; θ, an older pinned θ and a
+prepared θ′ are never written; a bank becomes free only when nobody writes or reads it. It knows no master, no socket
+and no clock; whoever moves bytes into a slot or out of a pinned θ must have stopped before the slot is freed or the
+pin ended.
+
+Banks in use are at most θ, m, acc, θ′, the slots, and the pinned older versions. An older version beyond the pinned
+ones takes the place of θ′: then the next `prepare` is Busy until its readers are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from dips.errors import Busy, LocalProtocolError, StalePush, StaleVersion
+from dips.ids import PullId, PushId, VersionId
+from dips.outer.crew import Crew
+from dips.outer.pool import FIXED_BANKS, Arrays, Bank, Pool
+
+Fill = Callable[[Arrays, Arrays], None]  # writes θ and m of a version, or raises and leaves nothing to use
+
+
+@dataclass(slots=True)
+class Theta:
+    """θ of one version, and who reads it."""
+
+    version: VersionId
+    bank: Bank
+    pulls: set[PullId] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Next:
+    """θ′ and m′, prepared and not committed."""
+
+    version: VersionId
+    theta: Bank
+    momentum: Bank
+
+
+class Versions:
+    """The memory of one slave; empty until `allocate`, without a version until `load`."""
+
+    def __init__(self, crew: Crew, slots: int, pinned: int) -> None:
+        self._crew = crew
+        self.slots = slots
+        self._pinned = pinned
+        self._pool = Pool({}, FIXED_BANKS + slots + pinned)
+        self._layers: dict[int, int] | None = None
+        self._head: Theta | None = None
+        self._momentum: Bank | None = None
+        self._acc: Bank | None = None
+        self._next: Next | None = None
+        self._open: dict[PushId, Bank] = {}
+        self._older: list[Theta] = []
+
+    def allocate(self, layers: Mapping[int, int]) -> None:
+        """Take and touch all memory for `layers` (index → parameters), once; a repetition must name the same."""
+        if self._layers == dict(layers):
+            return
+        if self._layers is not None:
+            raise LocalProtocolError(f"memory was made for layers {self._layers}, now {dict(layers)} are asked for")
+        self._layers = dict(layers)
+        self._pool = Pool(layers, FIXED_BANKS + self.slots + self._pinned)
+
+    # ---- what is held --------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> VersionId | None:
+        """The version that is served, None before the first load."""
+        return self._head.version if self._head else None
+
+    @property
+    def prepared(self) -> VersionId | None:
+        """The version that waits beside it for its commit."""
+        return self._next.version if self._next else None
+
+    @property
+    def folded(self) -> bool:
+        """Whether a push of an open round is in acc."""
+        return self._acc is not None
+
+    @property
+    def open_pushes(self) -> tuple[PushId, ...]:
+        return tuple(self._open)
+
+    @property
+    def pins(self) -> dict[PullId, VersionId]:
+        """Every pull that may still read, with the version that it reads."""
+        return {pull: theta.version for theta in self._thetas() for pull in sorted(theta.pulls)}
+
+    @property
+    def used_bytes(self) -> int:
+        return self._pool.used_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        return self._pool.limit_bytes
+
+    def holders(self) -> list[str]:
+        """Who holds each bank in use, for status and for those who check the sum."""
+        return self._pool.holders()
+
+    def theta(self, version: VersionId) -> Arrays:
+        """Return θ of a version that is served, pinned or prepared; nobody may write it."""
+        if self._next and self._next.version == version:
+            return self._next.theta.arrays
+        return self._held(version).bank.arrays
+
+    def momentum(self, version: VersionId) -> Arrays:
+        """Return m of the version that is served or prepared; nobody may write it."""
+        if self._next and self._next.version == version:
+            return self._next.momentum.arrays
+        if self._momentum and self.memory == version:
+            return self._momentum.arrays
+        raise StaleVersion(f"momentum of {version} is not held; {self._held_names()}")
+
+    # ---- slots --------------------------------------------------------------------------------
+
+    def open_slot(self, push: PushId) -> Arrays:
+        """Reserve a slot for a push and return its buffers; raise Busy if all slots are in use."""
+        if push in self._open:
+            raise LocalProtocolError(f"push {push} already has a slot")
+        if len(self._open) >= self.slots:
+            raise Busy(f"all {self.slots} slots are in use by {', '.join(map(str, self._open))}")
+        self._open[push] = self._pool.take(f"slot {push}")
+        return self._open[push].arrays
+
+    def free_slot(self, push: PushId) -> None:
+        """Free the slot; whoever wrote into it has stopped."""
+        self._pool.give_back(self._slot(push))
+        del self._open[push]
+
+    # ---- the outer step --------------------------------------------------------------------------------
+
+    def measure(self, push: PushId) -> tuple[float, ...]:
+        """Return Σ(θ − θ_j)² of each layer, against the version that is served."""
+        return self._crew.measure(self._current().bank.arrays, self._slot(push).arrays)
+
+    def fold(self, push: PushId, weight: float) -> float:
+        """Take the push into acc and free its slot, the first by becoming acc; return Σ acc²."""
+        theta, bank = self._current().bank.arrays, self._slot(push)
+        if self._next is not None:
+            raise LocalProtocolError(f"push {push} cannot be folded: {self._next.version} is prepared")
+        if self._acc is None:
+            if weight != 1.0:
+                raise LocalProtocolError(f"push {push} is the round's first: expected weight 1.0, got {weight!r}")
+            acc_sq = self._crew.fold_first(theta, bank.arrays)
+            del self._open[push]
+            self._acc, bank.holder = bank, "acc"
+            return acc_sq
+        acc_sq = self._crew.fold(self._acc.arrays, theta, bank.arrays, weight)
+        self.free_slot(push)
+        return acc_sq
+
+    def prepare(self, version: VersionId, scale: float, lr: float, mu: float) -> None:
+        """Make θ′ and m′ of `version` beside θ and m; raise Busy, with nothing changed, if readers hold every bank."""
+        head, acc, momentum = self._current(), self._acc, self._momentum
+        if acc is None or momentum is None:
+            raise LocalProtocolError(f"nothing is folded that could make {version} of {head.version}")
+        theta_next = self._pool.take(f"θ′ {version}")
+        try:
+            self._crew.apply(head.bank.arrays, acc.arrays, momentum.arrays, scale, lr, mu, theta_next.arrays)
+        except BaseException:
+            self._pool.give_back(theta_next)
+            raise
+        acc.holder = f"m′ {version}"
+        self._next, self._acc = Next(version, theta_next, acc), None
+
+    def flip(self, version: VersionId) -> None:
+        """Serve the prepared version; the one before stays for the pulls that read it."""
+        made, momentum = self._next, self._momentum
+        if made is None or made.version != version or momentum is None:
+            raise LocalProtocolError(f"{version} is not prepared; {self._held_names()}")
+        self._pool.give_back(momentum)
+        self._leave()
+        self._serve(version, made.theta, made.momentum)
+        self._next = None
+
+    def abort(self) -> None:
+        """Drop acc, θ′ and m′; θ, m, slots and pins stay as they are."""
+        if self._next is not None:
+            self._pool.give_back(self._next.theta)
+            self._pool.give_back(self._next.momentum)
+            self._next = None
+        if self._acc is not None:
+            self._pool.give_back(self._acc)
+            self._acc = None
+
+    def load(self, version: VersionId, fill: Fill) -> None:
+        """Serve what `fill` writes; legal without slots in use. If it raises, what was served is served on.
+
+        Raises Busy, with nothing changed, if readers of older versions hold the banks that it needs.
+        """
+        if self._open:
+            raise LocalProtocolError(
+                f"{version} cannot be loaded over the open pushes {', '.join(map(str, self._open))}"
+            )
+        if self._head and self._head.pulls and len(self._older) > self._pinned:
+            raise Busy(f"{version} cannot be loaded: older versions are still read by {', '.join(map(str, self.pins))}")
+        self.abort()
+        theta, momentum = self._pool.take_all(f"load θ {version}", f"load m {version}")
+        try:
+            fill(theta.arrays, momentum.arrays)
+        except BaseException:
+            self._pool.give_back(theta)
+            self._pool.give_back(momentum)
+            raise
+        if self._momentum is not None:
+            self._pool.give_back(self._momentum)
+        self._leave()
+        self._serve(version, theta, momentum)
+
+    # ---- readers --------------------------------------------------------------------------------
+
+    def pin(self, pull: PullId, version: VersionId) -> Arrays:
+        """Keep θ of `version` for a pull and return it; raise StaleVersion if it is not held."""
+        if pull in self.pins:
+            raise LocalProtocolError(f"pull {pull} already reads {self.pins[pull]}")
+        theta = self._held(version)
+        theta.pulls.add(pull)
+        return theta.bank.arrays
+
+    def unpin(self, pull: PullId) -> None:
+        """End a pin; the last one of an older version frees it. An unknown pull has nothing to end."""
+        for theta in self._thetas():
+            theta.pulls.discard(pull)
+        for theta in [t for t in self._older if not t.pulls]:
+            self._older.remove(theta)
+            self._pool.give_back(theta.bank)
+
+    # ---- leaves --------------------------------------------------------------------------------
+
+    def _serve(self, version: VersionId, theta: Bank, momentum: Bank) -> None:
+        theta.holder, momentum.holder = f"θ {version}", f"m {version}"
+        self._head, self._momentum = Theta(version, theta), momentum
+
+    def _leave(self) -> None:
+        """Let go of the served θ: to its readers, if it has any."""
+        if self._head is None:
+            return
+        if self._head.pulls:
+            self._head.bank.holder = f"older θ {self._head.version}"
+            self._older.append(self._head)
+        else:
+            self._pool.give_back(self._head.bank)
+        self._head = None
+
+    def _thetas(self) -> list[Theta]:
+        return [*self._older, self._head] if self._head else list(self._older)
+
+    def _held(self, version: VersionId) -> Theta:
+        for theta in self._thetas():
+            if theta.version == version:
+                return theta
+        raise StaleVersion(f"{version} is not held; {self._held_names()}")
+
+    def _held_names(self) -> str:
+        names = ", ".join(str(theta.version) for theta in self._thetas())
+        return f"held: {names or 'nothing'}; prepared: {self.prepared or 'nothing'}"
+
+    def _slot(self, push: PushId) -> Bank:
+        if push not in self._open:
+            raise StalePush(f"push {push} has no slot; open: {', '.join(map(str, self._open)) or 'none'}")
+        return self._open[push]
+
+    def _current(self) -> Theta:
+        if self._head is None:
+            raise StaleVersion("no version is loaded")
+        return self._head

@@ -1,0 +1,201 @@
+"""`dips-slave`: builds one life of a slave, its sockets, threads and clocks, and ends it in order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dips.config import RunFile, SlaveSection, host_port, load_run
+from dips.errors import ConfigError, DipsError, treatment
+from dips.outer import kernels
+from dips.outer.crew import Crew
+from dips.outer.pool import MemorySum
+from dips.outer.versions import Versions
+from dips.protocol.effects import Registered
+from dips.protocol.manifest import Manifest
+from dips.slave.flow import ZmqFlow
+from dips.slave.owner import Owner
+from dips.slave.servicer import OrderServicer
+from dips.slave.session import Identity, Session, Traffic
+from dips.slave.shard import Shard
+from dips.slave.snapshots import Snapshots
+from dips.telemetry import logs
+from dips.transport import control
+from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServiceServicer_to_server
+
+GRACE_S = 1.0  # orders under way at the end may be answered for so long
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+cli = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@cli.command()
+def serve_command(
+    config: Annotated[Path, typer.Option(help="The run file: one run, its master and its slaves (dips.yaml).")],
+    name: Annotated[str, typer.Option(help="Which of the run file's slaves this process is.")],
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """A slave of one run: holds its layers of the global model and takes their outer steps.
+
+    Its memory is allocated once and the sum is printed; its versions are kept in its directory, which no second slave
+    may use. It waits for a master that is away, and is told by it what to load. It needs no GPU and no PyTorch.
+
+    Exit codes: 0 stopped by SIGTERM or SIGINT; 78 the run file, the directory, a port or the memory is not usable;
+    65, 70, 76 the master and this slave do not understand each other: see the message.
+
+    Example:  dips-slave --config dips.yaml --name slave-0
+    """
+    if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise ConfigError(f"--log-level: expected debug, info, warning or error, got {log_level!r}")
+    run_file = load_run(config)
+    section = run_file.slave(name)
+    raise typer.Exit(asyncio.run(serve(run_file, section, logs.configure("slave", name, log_level))))
+
+
+def main() -> None:
+    """Entry point of the console script; a DipsError ends the process with its message, its advice and its code."""
+    try:
+        cli()
+    except DipsError as error:
+        how = treatment(error)
+        print(f"error: {error}\n{how.advice}", file=sys.stderr)
+        sys.exit(how.exit_code)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What one life is made of."""
+
+    section: SlaveSection
+    disk: Snapshots
+    flow: ZmqFlow
+    shard: Shard
+    owner: Owner
+    log: logs.Log
+
+    def prepare(self, registered: Registered) -> None:
+        """Learn the layers: check the memory that they need before it is taken; on the owner's thread."""
+        manifest = Manifest.from_json(registered.manifest)
+        if self.owner.standing.sinc == 0:
+            numel = sum(manifest.layers[layer].numel for layer in registered.layers)
+            memory = MemorySum(numel, self.section.slots, self.section.pinned, self.section.transit_bytes)
+            self.log.info("memory", sum=memory.line())
+            memory.require(machine_bytes())
+            self.flow.use(manifest, registered.layers)
+        self.disk.bind(manifest, registered.layers, registered.genesis, registered.sinc)
+
+    def traffic(self) -> Traffic:
+        return Traffic(self.flow.bytes_in, self.flow.bytes_out)
+
+
+async def serve(
+    config: RunFile, section: SlaveSection, log: logs.Log, ready: Callable[[str], None] = lambda _: None
+) -> int:
+    """Live until told to stop; return the exit code. `ready` is told host:port of the control server once it serves.
+
+    Raise ConfigError if the directory, a port or the memory is not usable, another DipsError if the master refuses us.
+    """
+    async with AsyncExitStack() as stack:
+        parts = _build(config, section, log, stack)
+        server = control.server(lambda method, error: log.error("call_failed", method=method, exc_info=error))
+        add_OrderServiceServicer_to_server(OrderServicer(parts.owner, log), server)
+        host, _ = host_port(section.listen)
+        address = f"{host}:{control.bind(server, section.listen, 'slaves.listen')}"
+        await server.start()
+        stack.push_async_callback(server.stop, GRACE_S)
+        session = await _session(config, parts, address, stack)
+        log.info("serving", address=address, lanes=parts.flow.addresses(), directory=str(section.directory))
+        ready(address)
+        await _until_stopped(asyncio.create_task(session.run()))
+        log.info("stopping")
+    log.info("stopped")
+    return 0
+
+
+def machine_bytes() -> int:
+    """Memory that this process may have: the machine's, or its control group's if that is less."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = CGROUP_LIMIT.read_text().strip()
+    except OSError:  # no control group, so no limit of its own
+        return machine
+    return min(machine, int(limit)) if limit.isdigit() else machine
+
+
+def _build(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncExitStack) -> Parts:
+    """Make everything that ends with this life; the stack ends it in reverse: flow, shard's thread, kernels, disk."""
+    run, name = config.shared.run, section.name
+    disk = Snapshots(section.directory, run, name, section.initial_model, log)
+    stack.callback(disk.close)
+    workers = section.threads or os.cpu_count() or 1
+    threads = ThreadPoolExecutor(workers, "kernel")
+    stack.callback(threads.shutdown)
+    begun = time.monotonic()
+    kernels.warm_up()
+    log.info("kernels_ready", threads=workers, took_s=round(time.monotonic() - begun, 3))
+    owner_thread = ThreadPoolExecutor(1, "shard")
+    stack.callback(owner_thread.shutdown)
+    flow = ZmqFlow(
+        run,
+        name,
+        section.lanes,
+        config.shared.chunk_bytes,
+        section.transit_bytes,
+        section.askers,
+        section.stall_s,
+    )
+    stack.callback(flow.close)
+    owner = Owner(owner_thread, time.monotonic, log)
+    versions = Versions(Crew(kernels, threads, workers), section.slots, section.pinned)
+    shard = Shard(name, versions, disk, flow, owner)
+    owner.take(shard)
+    return Parts(section, disk, flow, shard, owner, log)
+
+
+async def _session(config: RunFile, parts: Parts, address: str, stack: AsyncExitStack) -> Session:
+    section = parts.section
+    channel, beat_channel = control.channel(section.master), control.channel(section.master)
+    stack.push_async_callback(channel.close)
+    stack.push_async_callback(beat_channel.close)
+    return Session(
+        Identity(config.shared.run, section.name, uuid.uuid4().hex, address, parts.flow.addresses(), section.master),
+        parts.owner,
+        parts.flow,
+        SlaveServiceStub(channel),
+        SlaveServiceStub(beat_channel),
+        config.master.timing.beat_s,
+        parts.prepare,
+        parts.traffic,
+        parts.log,
+    )
+
+
+async def _until_stopped(session: asyncio.Task[None]) -> None:
+    """Return at SIGTERM or SIGINT; raise what ends the session by itself."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, stop.set)
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({session, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if session.done():
+            session.result()
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+        for task in (session, stopped):
+            task.cancel()
+        await asyncio.gather(session, stopped, return_exceptions=True)

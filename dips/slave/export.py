@@ -1,0 +1,100 @@
+"""Assembles a version from the slaves' snapshots into one safetensors checkpoint under the model's own names.
+
+Reads the directories of all slaves, running or not; writes aside, fsyncs and renames. Snapshots say that a version is
+complete, not that it is committed: the ledger knows that, so a caller that has it names the version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dips.errors import ConfigError, CorruptSnapshot
+from dips.ids import VersionId
+from dips.slave import tensorfile
+from dips.slave.ports import F32
+from dips.slave.snapshot_manifest import MODEL_FILE, LayerRecord, SnapshotManifest
+from dips.slave.snapshots import read_manifest, read_theta
+from dips.slave.tensorfile import Reader, sync_directory
+
+Place = tuple[Path, LayerRecord]  # a snapshot's directory and a layer that lies in it
+
+
+def export(directories: Sequence[Path], version: VersionId | None, output: Path) -> VersionId:
+    """Write θ of `version`, or of the newest version complete in all `directories`, to `output`; return the version.
+
+    Raises ConfigError if no (or not that) version is complete, or `output` cannot be written; CorruptSnapshot if
+    bytes do not have their digest. Takes the memory of one layer.
+    """
+    chosen, manifests = _choose(directories, version)
+    places = _places(chosen, manifests)
+    shapes = [(p.name, p.shape) for _, record in places for p in record.layer.parameters]
+    aside = output.with_name(f".unfinished-{output.name}")
+    first = next(iter(manifests.values()))
+    metadata = {"format": "pt", "run": first.run, "version": str(chosen)}  # transformers asks for `format`
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        tensorfile.write(aside, metadata, shapes, _layers(places))
+        aside.rename(output)
+        sync_directory(output.parent)
+    except OSError as error:
+        raise ConfigError(f"{output}: {chosen} cannot be written: {error}") from error
+    finally:
+        aside.unlink(missing_ok=True)
+    return chosen
+
+
+def _choose(directories: Sequence[Path], version: VersionId | None) -> tuple[VersionId, dict[Path, SnapshotManifest]]:
+    """Pick the version, and return each directory's snapshot of it."""
+    if not directories:
+        raise ConfigError("expected the snapshot directories of all slaves, got none")
+    offered = {directory: _offered(directory) for directory in directories}
+    common = set.intersection(*(set(versions) for versions in offered.values()))
+    if version is not None:
+        common &= {version}
+    if not common:
+        what = f"{version} is" if version else "no version is"
+        listing = "; ".join(f"{d}: {', '.join(map(str, sorted(v))) or 'none'}" for d, v in offered.items())
+        raise ConfigError(f"{what} complete in all directories: {listing}")
+    chosen = max(common)
+    return chosen, {directory / str(chosen): offered[directory][chosen] for directory in directories}
+
+
+def _offered(directory: Path) -> dict[VersionId, SnapshotManifest]:
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: expected a slave's snapshot directory, there is none")
+    offered = {}
+    for path in sorted(directory.glob("v*@r*")):
+        try:
+            offered[VersionId.parse(path.name)] = read_manifest(path)
+        except (CorruptSnapshot, ValueError):  # not complete, so not offered; the message lists what is
+            continue
+    return offered
+
+
+def _places(version: VersionId, manifests: dict[Path, SnapshotManifest]) -> list[Place]:
+    """Put all layers in the model's order; raise ConfigError if one is missing, twice, or of another run or model."""
+    models = {(m.run, m.model_digest, m.model_layers) for m in manifests.values()}
+    if len(models) != 1:
+        raise ConfigError(f"{version}: the directories belong to different runs: {', '.join(map(str, manifests))}")
+    _, _, layers = models.pop()
+    found: dict[int, Place] = {}
+    for path, manifest in manifests.items():
+        for record in manifest.layers:
+            if record.index in found:
+                raise ConfigError(f"{version}: layer {record.layer.name} is in {found[record.index][0]} and in {path}")
+            found[record.index] = (path, record)
+    missing = [str(index) for index in range(layers) if index not in found]
+    if missing:
+        raise ConfigError(f"{version}: layers {', '.join(missing)} of {layers} are in none of the given directories")
+    return [found[index] for index in range(layers)]
+
+
+def _layers(places: Sequence[Place]) -> Iterator[F32]:
+    for path, record in places:
+        theta = np.empty(record.layer.numel, np.float32)
+        with Reader(path / MODEL_FILE) as reader:
+            read_theta(reader, record, theta)
+        yield theta

@@ -1,0 +1,116 @@
+"""The one thread that owns the shard, seen from everywhere else: jobs go in, in order; a standing comes out.
+
+Orders, news of the data flow and healing all run here, one after another, so the shard needs no lock. Beats must not
+wait for an Apply of minutes: they read `standing`, which is replaced as a whole after each job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from dips.ids import PullId, PushId, VersionId
+from dips.protocol.effects import Apply, Order, Persist
+from dips.protocol.events import Answer
+from dips.slave.shard import Shard
+from dips.telemetry.logs import Log
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a beat says of the shard."""
+
+    sinc: int
+    term: int
+    memory: VersionId | None
+    staged: tuple[PushId, ...]
+    pool_used: int
+    pool_limit: int
+
+
+class Owner:
+    """Gives a shard its thread; also the inbox (`ports.FlowEvents`) into which the data flow reports.
+
+    `thread` is an executor of exactly one thread; `changed` is called, in that thread, after each job that leaves
+    something to tell the master.
+    """
+
+    def __init__(self, thread: Executor, clock: Callable[[], float], log: Log) -> None:
+        self._thread, self._clock, self._log = thread, clock, log
+        self._shard: Shard | None = None
+        self.changed: Callable[[], None] = lambda: None
+        self.standing = Standing(0, 0, None, (), 0, 0)
+        self.apply_s = 0.0  # what the last Apply took
+        self.persist_s = 0.0  # what the last snapshot took
+
+    def take(self, shard: Shard) -> None:
+        """Own `shard` from now on; called once, before anything else."""
+        self._shard = shard
+        self._publish()
+
+    async def run(self, job: Callable[[Shard], T]) -> T:
+        """Do `job` on the owner's thread, after everything that was given before; raise what it raises."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._do, job)
+
+    async def execute(self, order: Order) -> Answer:
+        """Carry out an order of the master on the owner's thread."""
+        return await self.run(lambda shard: self._timed(shard, order))
+
+    # ---- what the data flow reports, from its own threads --------------------------------------------
+
+    def staged(self, push: PushId, nbytes: int) -> None:
+        """Pass on that a push is whole."""
+        self._later("staged", lambda shard: shard.staged(push, nbytes))
+
+    def refused(self, push: PushId, reason: str) -> None:
+        """Pass on that a push cannot be completed."""
+        self._log.warning("push_refused", push=str(push), reason=reason)
+        self._later("refused", lambda shard: shard.refused(push, reason))
+
+    def released(self, pull: PullId, reason: str) -> None:
+        """Pass on that nobody reads for a pull any more."""
+        self._later("released", lambda shard: shard.released(pull, reason))
+
+    # ---- on the owner's thread -----------------------------------------------------------------------
+
+    def _later(self, what: str, job: Callable[[Shard], None]) -> None:
+        def logged() -> None:
+            try:
+                self._do(job)
+            except Exception:  # nobody waits for this job's result, so the log must tell of it
+                self._log.exception("flow_event_failed", what=what)
+                raise
+
+        self._thread.submit(logged)
+
+    def _do(self, job: Callable[[Shard], T]) -> T:
+        assert self._shard is not None, "take() comes first"
+        try:
+            return job(self._shard)
+        finally:
+            self._publish()
+            if self._shard.has_reports:
+                self.changed()
+
+    def _publish(self) -> None:
+        assert self._shard is not None
+        shard, versions = self._shard, self._shard.versions
+        self.standing = Standing(
+            shard.sinc, shard.term, versions.memory, shard.staged_pushes, versions.used_bytes, versions.limit_bytes
+        )
+
+    def _timed(self, shard: Shard, order: Order) -> Answer:
+        begun = self._clock()
+        answer = shard.execute(order)
+        took = self._clock() - begun
+        if isinstance(order.body, Apply):
+            self.apply_s = took
+        elif isinstance(order.body, Persist):
+            self.persist_s = took
+        self._log.info("order", kind=type(order.body).__name__, number=order.number, term=order.term, took_s=took)
+        return answer

@@ -1,0 +1,110 @@
+"""What a snapshot says of itself, `manifest.json`: whose it is, of what, and what its bytes must hash to.
+
+Read by the slave that wrote it and by `dips export`. It does not know where the file lies.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from dips.errors import CorruptSnapshot
+from dips.ids import VersionId
+from dips.protocol.manifest import Layer, Parameter
+from dips.slave.ports import F32
+
+FORMAT = 1
+MODEL_FILE = "model.safetensors"
+MANIFEST_FILE = "manifest.json"
+THETA, MOMENTUM = "theta.", "momentum."  # before a parameter's own name
+
+
+def digest_of(array: F32) -> str:
+    """xxh3-128 of a layer's flat fp32 bytes, in hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(array.view(np.uint8).data)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecord:
+    """One layer of a snapshot: where it stands in the model, and its digests."""
+
+    index: int
+    layer: Layer
+    theta: str
+    momentum: str
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotManifest:
+    """One slave's part of one version."""
+
+    run: str
+    slave: str
+    sinc: int
+    version: VersionId
+    model_digest: str  # of the run's manifest
+    model_layers: int  # of the whole model, over all slaves
+    layers: tuple[LayerRecord, ...]
+    size: int  # bytes of the model file
+
+    def to_json(self) -> str:
+        raw = {
+            "format": FORMAT,
+            "run": self.run,
+            "slave": self.slave,
+            "sinc": self.sinc,
+            "version": str(self.version),
+            "model": {"digest": self.model_digest, "layers": self.model_layers},
+            "layers": [
+                {
+                    "index": record.index,
+                    "name": record.layer.name,
+                    "parameters": [[p.name, list(p.shape)] for p in record.layer.parameters],
+                    "theta": record.theta,
+                    "momentum": record.momentum,
+                }
+                for record in self.layers
+            ],
+            "files": {MODEL_FILE: self.size},
+        }
+        return json.dumps(raw, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, where: str) -> SnapshotManifest:
+        """Read what `to_json` wrote; raise CorruptSnapshot, naming `where`, on anything else."""
+        try:
+            raw = json.loads(text)
+            if raw["format"] != FORMAT:
+                raise CorruptSnapshot(f"{where}: expected snapshot format {FORMAT}, got {raw['format']!r}")
+            layers = tuple(
+                LayerRecord(
+                    int(one["index"]),
+                    Layer(one["name"], tuple(Parameter(n, tuple(int(d) for d in s)) for n, s in one["parameters"])),
+                    str(one["theta"]),
+                    str(one["momentum"]),
+                )
+                for one in raw["layers"]
+            )
+            version, model = VersionId.parse(raw["version"]), raw["model"]
+            return cls(
+                raw["run"],
+                raw["slave"],
+                int(raw["sinc"]),
+                version,
+                model["digest"],
+                int(model["layers"]),
+                layers,
+                int(raw["files"][MODEL_FILE]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptSnapshot(f"{where}: is no snapshot manifest: {error!r}") from error
+
+
+def pieces(layer: Layer, flat: F32) -> Iterator[tuple[Parameter, F32]]:
+    """Cut a layer's flat array into its parameters."""
+    for parameter, at in zip(layer.parameters, layer.offsets(), strict=True):
+        yield parameter, flat[at : at + parameter.numel]

@@ -1,0 +1,269 @@
+"""The snapshots of one slave on its disk: one directory a version, `v12@r17/`, of model.safetensors and manifest.json.
+
+A snapshot is written aside, fsynced and renamed, so it is whole or it is not there, and it is believed after every
+digest agrees. Half-written, damaged and foreign ones are passed over loudly, and left for a person. One process holds
+the directory, for life. The master says what to write and what to delete; on its own account a slave removes nothing
+but what it had not finished writing.
+
+v0@r0 is never written: it is read from the initial model, and checked against the digests of `dips init`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError
+from dips.ids import GENESIS, VersionId
+from dips.protocol.manifest import Manifest
+from dips.slave import tensorfile
+from dips.slave.ports import F32, Arrays
+from dips.slave.snapshot_manifest import (
+    MANIFEST_FILE,
+    MODEL_FILE,
+    MOMENTUM,
+    THETA,
+    LayerRecord,
+    SnapshotManifest,
+    digest_of,
+    pieces,
+)
+from dips.slave.tensorfile import Reader, sync_directory
+from dips.telemetry.logs import Log
+
+_ASIDE = ".unfinished-"
+_LOCK = ".lock"
+
+
+class Snapshots:
+    """Implements `ports.Disk` on files; used by one thread."""
+
+    def __init__(self, directory: Path, run: str, slave: str, initial_model: Path, log: Log) -> None:
+        """Take the directory for this process; raise ConfigError, naming it, if another slave holds it."""
+        self._directory, self._run, self._slave = directory, run, slave
+        self._initial, self._log = initial_model, log
+        self._whole: set[VersionId] = set()  # verified, or written by us
+        self._bad: set[VersionId] = set()  # passed over; told once
+        self._manifest: Manifest | None = None
+        self._genesis: dict[int, str] = {}
+        self._sinc = 0
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lock = (directory / _LOCK).open("a")
+        except OSError as error:
+            raise ConfigError(f"directory: {directory} cannot be used for snapshots: {error}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise ConfigError(f"directory: {directory} is held by another running slave") from error
+        for path in sorted(directory.glob(_ASIDE + "*")):
+            log.warning("snapshot_unfinished", path=str(path), done="removed: it was never renamed into place")
+            shutil.rmtree(path)
+
+    def bind(self, manifest: Manifest, layers: Sequence[int], genesis: Sequence[str], sinc: int) -> None:
+        """Learn from Registered which layers are ours and what they hash to at v0@r0."""
+        self._manifest, self._sinc = manifest, sinc
+        self._genesis = dict(zip(layers, genesis, strict=True))
+
+    def close(self) -> None:
+        """Give the directory back."""
+        self._lock.close()
+
+    def complete(self) -> tuple[VersionId, ...]:
+        """Versions whose snapshot is whole and of this run and slave, ascending; each is read through once."""
+        found = {version for path in self._directory.iterdir() if (version := _version(path)) is not None}
+        for version in sorted(found - self._whole - self._bad):
+            try:
+                self._verify(version)
+                self._whole.add(version)
+            except (CorruptSnapshot, OSError) as error:
+                self._pass_over(version, error)
+        return tuple(sorted(self._whole & found))
+
+    def write(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
+        """Make a snapshot durable; return the digest of its manifest. A snapshot of that name is replaced."""
+        aside = self._directory / f"{_ASIDE}{version}"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        try:
+            manifest = self._write_into(aside, version, theta, momentum)
+            self._rename(aside, version)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)  # a full disk must not stay full of halves
+            raise
+        self._whole.add(version)
+        self._bad.discard(version)
+        return xxhash.xxh3_128_hexdigest(manifest)
+
+    def read(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
+        """Fill both, verifying every digest; v0@r0 comes from the initial model, with momentum 0."""
+        path = self._directory / str(version)
+        if version == GENESIS and not path.exists():
+            self._read_initial(theta, momentum)
+            return
+        try:
+            manifest = self._checked_manifest(version)
+            self._check_layers(manifest, path)
+            with Reader(path / MODEL_FILE) as reader:
+                for record in manifest.layers:
+                    _read_layer(reader, record, theta[record.index], momentum[record.index])
+        except (CorruptSnapshot, OSError) as error:
+            self._pass_over(version, error)
+            raise
+
+    def delete(self, versions: tuple[VersionId, ...]) -> None:
+        """Remove snapshots, each first out of its name, so that a half-removed one is never taken for one."""
+        for version in versions:
+            path, aside = self._directory / str(version), self._directory / f"{_ASIDE}{version}"
+            if path.exists():
+                path.rename(aside)
+                sync_directory(self._directory)
+                shutil.rmtree(aside)
+            self._whole.discard(version)
+            self._bad.discard(version)
+
+    # ---- writing --------------------------------------------------------------------------------
+
+    def _write_into(self, aside: Path, version: VersionId, theta: Arrays, momentum: Arrays) -> bytes:
+        if self._manifest is None:
+            raise LocalProtocolError(f"a snapshot of {version} was ordered before this slave knew its layers")
+        layers = {index: self._manifest.layers[index] for index in theta}
+        shapes = [
+            (prefix + p.name, p.shape)
+            for layer in layers.values()
+            for prefix in (THETA, MOMENTUM)
+            for p in layer.parameters
+        ]
+        metadata = {"run": self._run, "slave": self._slave, "version": str(version)}
+        data = chain.from_iterable((theta[index], momentum[index]) for index in layers)
+        size = tensorfile.write(aside / MODEL_FILE, metadata, shapes, data)
+        records = tuple(
+            LayerRecord(index, layer, digest_of(theta[index]), digest_of(momentum[index]))
+            for index, layer in layers.items()
+        )
+        model = self._manifest
+        manifest = SnapshotManifest(
+            self._run, self._slave, self._sinc, version, model.digest, len(model.layers), records, size
+        )
+        text = manifest.to_json().encode()
+        with (aside / MANIFEST_FILE).open("wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_directory(aside)
+        return text
+
+    def _rename(self, aside: Path, version: VersionId) -> None:
+        path = self._directory / str(version)
+        if path.exists():
+            self._log.warning("snapshot_replaced", version=str(version), path=str(path))
+            self._remove_old(path, version)
+        aside.rename(path)
+        sync_directory(self._directory)
+
+    def _remove_old(self, path: Path, version: VersionId) -> None:
+        old = self._directory / f"{_ASIDE}old-{version}"
+        path.rename(old)
+        shutil.rmtree(old)
+
+    # ---- verifying --------------------------------------------------------------------------------
+
+    def _pass_over(self, version: VersionId, error: Exception) -> None:
+        self._whole.discard(version)
+        self._bad.add(version)
+        path = self._directory / str(version)
+        self._log.error("snapshot_passed_over", version=str(version), path=str(path), reason=str(error))
+
+    def _checked_manifest(self, version: VersionId) -> SnapshotManifest:
+        """Read a snapshot's manifest; raise CorruptSnapshot if it is not ours or the file has another size."""
+        path = self._directory / str(version)
+        manifest = read_manifest(path)
+        mine = (self._run, self._slave, version)
+        if (manifest.run, manifest.slave, manifest.version) != mine:
+            raise CorruptSnapshot(
+                f"{path}: expected {version} of slave {self._slave} in run {self._run},"
+                f" got {manifest.version} of slave {manifest.slave} in run {manifest.run}"
+            )
+        return manifest
+
+    def _verify(self, version: VersionId) -> None:
+        """Read the whole snapshot through and compare every digest; one layer's memory at a time."""
+        manifest = self._checked_manifest(version)
+        with Reader(self._directory / str(version) / MODEL_FILE) as reader:
+            for record in manifest.layers:
+                theta, momentum = (np.empty(record.layer.numel, np.float32) for _ in range(2))
+                _read_layer(reader, record, theta, momentum)
+
+    def _check_layers(self, manifest: SnapshotManifest, path: Path) -> None:
+        if self._manifest is None:
+            raise LocalProtocolError(f"{path} was to be read before this slave knew its layers")
+        expected = {index: self._manifest.layers[index] for index in self._genesis}
+        found = {record.index: record.layer for record in manifest.layers}
+        if found != expected:
+            raise CorruptSnapshot(
+                f"{path}: expected the layers {sorted(expected)} of this run's model, got {sorted(found)}"
+                f"{' with other parameters' if found.keys() == expected.keys() else ''}"
+            )
+
+    def _read_initial(self, theta: Arrays, momentum: Arrays) -> None:
+        if self._manifest is None:
+            raise LocalProtocolError("the initial model was to be read before this slave knew its layers")
+        with Reader(self._initial) as reader:
+            for index, expected in self._genesis.items():
+                layer = self._manifest.layers[index]
+                for parameter, flat in pieces(layer, theta[index]):
+                    reader.read_into(parameter.name, parameter.shape, flat)
+                if digest_of(theta[index]) != expected:
+                    raise CorruptSnapshot(
+                        f"{self._initial}: layer {layer.name} is not the one of `dips init`:"
+                        f" expected xxh3-128 {expected}, got {digest_of(theta[index])}"
+                    )
+                momentum[index].fill(0.0)
+
+
+def read_manifest(path: Path) -> SnapshotManifest:
+    """Read the manifest of the snapshot in `path`; raise CorruptSnapshot if it or the model file is not whole."""
+    try:
+        text = (path / MANIFEST_FILE).read_text()
+        size = (path / MODEL_FILE).stat().st_size
+    except (FileNotFoundError, UnicodeDecodeError) as error:
+        raise CorruptSnapshot(f"{path}: is no whole snapshot: {error}") from error
+    manifest = SnapshotManifest.from_json(text, str(path / MANIFEST_FILE))
+    if size != manifest.size:
+        raise CorruptSnapshot(f"{path / MODEL_FILE}: expected {manifest.size} bytes, got {size}")
+    return manifest
+
+
+def read_theta(reader: Reader, record: LayerRecord, theta: F32) -> None:
+    """Fill θ of one layer and compare its digest."""
+    _read_part(reader, record, THETA, theta, record.theta)
+
+
+def _read_layer(reader: Reader, record: LayerRecord, theta: F32, momentum: F32) -> None:
+    _read_part(reader, record, THETA, theta, record.theta)
+    _read_part(reader, record, MOMENTUM, momentum, record.momentum)
+
+
+def _read_part(reader: Reader, record: LayerRecord, prefix: str, flat: F32, expected: str) -> None:
+    for parameter, piece in pieces(record.layer, flat):
+        reader.read_into(prefix + parameter.name, parameter.shape, piece)
+    found = digest_of(flat)
+    if found != expected:
+        raise CorruptSnapshot(
+            f"{reader.path}: {prefix}{record.layer.name}: expected xxh3-128 {expected}, its bytes give {found}"
+        )
+
+
+def _version(path: Path) -> VersionId | None:
+    try:
+        return VersionId.parse(path.name)
+    except ValueError:
+        return None

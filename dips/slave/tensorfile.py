@@ -1,0 +1,136 @@
+"""safetensors files of fp32 tensors, written and read without a second copy, and fsynced, which the library does not.
+
+The format: 8 bytes of header length; a JSON header {name: {dtype, shape, data_offsets}}; the bytes of all
+tensors, one behind another. Numbers are little-endian, as are all machines that Di-PS runs on. It does not know what
+the tensors mean; who reads them checks digests.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from dips.errors import CorruptSnapshot
+
+F32 = npt.NDArray[np.float32]
+Shapes = Sequence[tuple[str, tuple[int, ...]]]
+
+MAX_HEADER_BYTES = 100_000_000  # the library's own bound
+ITEM = 4
+assert sys.byteorder == "little", "parameters are stored as they lie in memory, which must be little-endian"
+
+
+def write(path: Path, metadata: Mapping[str, str], shapes: Shapes, data: Iterable[F32]) -> int:
+    """Write tensors in the order of `shapes` and return the file's size once it is on the disk.
+
+    data  flat arrays whose elements, one array behind another, are those of all tensors in order
+    Raises OSError: a full disk is found before the first byte, where the file system can reserve.
+    """
+    header = _header(metadata, shapes)
+    size = len(header) + ITEM * sum(prod(shape) for _, shape in shapes)
+    with path.open("wb", buffering=0) as file:
+        _reserve(file.fileno(), size)
+        _write_all(file, memoryview(header))
+        for array in data:
+            _write_all(file, array.view(np.uint8).data)
+        if file.tell() != size:
+            raise ValueError(f"{path}: expected {size} bytes by its shapes, wrote {file.tell()}")
+        os.fsync(file.fileno())
+    return size
+
+
+class Reader:
+    """An open file; every way for it to be wrong raises CorruptSnapshot with the file's name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("rb", buffering=0)
+        try:
+            self.metadata, self._entries, self._begin = self._read_header()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._file.close()
+
+    def read_into(self, name: str, shape: tuple[int, ...], out: F32) -> None:
+        """Fill the flat `out` with the tensor `name`, whose shape must be `shape`."""
+        entry = self._entries.get(name)
+        if entry is None:
+            raise CorruptSnapshot(f"{self.path}: expected a tensor {name!r}, it is missing")
+        expected = {"dtype": "F32", "shape": list(shape)}
+        begin, end = entry["data_offsets"]
+        if {k: entry.get(k) for k in expected} != expected or end - begin != out.nbytes:
+            raise CorruptSnapshot(f"{self.path}: tensor {name!r}: expected {expected}, got {entry}")
+        self._file.seek(self._begin + begin)
+        view = out.view(np.uint8).data
+        while view:
+            count = self._file.readinto(view)
+            if not count:
+                raise CorruptSnapshot(f"{self.path}: ends within tensor {name!r}")
+            view = view[count:]
+
+    def _read_header(self) -> tuple[dict[str, str], dict[str, Any], int]:
+        length = int.from_bytes(self._file.read(8), "little")
+        if not 2 <= length <= MAX_HEADER_BYTES:
+            raise CorruptSnapshot(f"{self.path}: expected a header of 2 to {MAX_HEADER_BYTES} bytes, got {length}")
+        raw = self._file.read(length)
+        try:
+            header = json.loads(raw)
+            metadata = header.pop("__metadata__", {})
+            for entry in header.values():
+                begin, end = entry["data_offsets"]
+                if not 0 <= begin <= end:
+                    raise ValueError(f"offsets {begin}, {end}")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CorruptSnapshot(f"{self.path}: its header is no safetensors header: {error!r}") from error
+        return metadata, header, 8 + length
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _header(metadata: Mapping[str, str], shapes: Shapes) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, shape in shapes:
+        end = at + ITEM * prod(shape)
+        entries[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin on 8 bytes, as the format asks
+    return len(text).to_bytes(8, "little") + text
+
+
+def _reserve(fd: int, size: int) -> None:
+    """Find a full disk now; file systems without reservation find it while writing."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+
+
+def _write_all(file: BinaryIO, view: memoryview) -> None:
+    while view:
+        view = view[file.write(view) :]

@@ -1,0 +1,130 @@
+"""The compiled kernels beside their NumPy twins, plain formulas, and NaN."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import dips.outer
+from dips.outer import crew as crew_module
+from dips.outer import kernels, twins
+from dips.outer.crew import Crew, Kernels
+
+BOTH = pytest.mark.parametrize("k", [kernels, twins], ids=["compiled", "twins"])
+SIZES = (1, 3, 17, kernels.BLOCK, 3 * kernels.BLOCK + 5)
+
+
+def arrays(n: int, count: int, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [(rng.standard_normal(n) * 10.0 ** rng.integers(-4, 4, n)).astype(np.float32) for _ in range(count)]
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_elementwise_results_have_the_same_bits_as_the_twins(n: int) -> None:
+    """acc, m′ and θ′ of the compiled kernels equal the twins' bit for bit: no fused multiply-add, no fp64."""
+    results = []
+    for k in (kernels, twins):
+        theta, acc, theta_j, m = arrays(n, 4)
+        theta_next = np.empty_like(theta)
+        k.fold_first(theta, acc)
+        first = acc.copy()
+        k.fold(acc, theta, theta_j, 0.3)
+        folded = acc.copy()
+        k.apply(theta, acc, m, 0.123, 0.7, 0.8, theta_next)
+        results.append((first, folded, acc, theta_next))
+    for mine, twin in zip(*results, strict=True):
+        assert mine.tobytes() == twin.tobytes()
+
+
+@BOTH
+@pytest.mark.parametrize("n", SIZES)
+def test_sums_agree_with_the_plain_formula(k: Kernels, n: int) -> None:
+    """Σ(θ − θ_j)² and Σ acc² equal the fp64 sum over the fp32 differences, to fp64 rounding."""
+    theta, theta_j, other = arrays(n, 3)
+    expected = float(np.sum((theta - theta_j).astype(np.float64) ** 2))
+    assert k.measure(theta, theta_j) == pytest.approx(expected, rel=1e-12)
+    acc = theta_j.copy()
+    assert k.fold_first(theta, acc) == pytest.approx(expected, rel=1e-12)
+    acc_sq = k.fold(acc, theta, other, 2.5)
+    assert acc_sq == pytest.approx(float(np.sum(acc.astype(np.float64) ** 2)), rel=1e-12)
+
+
+@BOTH
+def test_apply_is_nesterov(k: Kernels) -> None:
+    """θ′ = θ − lr·(g + μ·m′) with g = scale·acc and m′ = μ·m + g; θ and m stay as they are."""
+    theta, acc, m = (np.array(v, dtype=np.float32) for v in ([1.0, 2.0], [0.5, -1.0], [0.25, 0.0]))
+    theta_next = np.empty_like(theta)
+    k.apply(theta, acc, m, 2.0, 0.5, 0.5, theta_next)
+    np.testing.assert_array_equal(acc, [1.125, -2.0])
+    np.testing.assert_array_equal(theta_next, [1.0 - 0.5 * (1.0 + 0.5625), 2.0 - 0.5 * (-2.0 - 1.0)])
+    np.testing.assert_array_equal(theta, [1.0, 2.0])
+    np.testing.assert_array_equal(m, [0.25, 0.0])
+
+
+@BOTH
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("at", [0, 1, 5000, 9999])
+def test_one_bad_element_makes_the_sum_not_finite(k: Kernels, bad: float, at: int) -> None:
+    """A NaN or infinity anywhere is seen by measure (guards invariant 8)."""
+    theta, theta_j = arrays(10_000, 2)
+    assert np.isfinite(k.measure(theta, theta_j))
+    theta_j[at] = bad
+    assert not np.isfinite(k.measure(theta, theta_j))
+
+
+@BOTH
+def test_large_finite_differences_stay_finite(k: Kernels) -> None:
+    """Squares that fp32 cannot hold are no infinity: sums are kept in fp64."""
+    theta, theta_j = np.zeros(5000, dtype=np.float32), np.full(5000, 1e30, dtype=np.float32)
+    assert k.measure(theta, theta_j) == pytest.approx(5000 * 1e60, rel=1e-6)
+
+
+def run_crew(crew: Crew, seed: int) -> tuple[bytes, ...]:
+    sizes = {0: 5, 1: 70_001, 2: 1, 3: 12_345}
+    banks = [{i: arrays(n, 1, seed + b * 10 + i)[0] for i, n in sizes.items()} for b in range(5)]
+    theta, acc, theta_j, m, theta_next = banks
+    norms = (*crew.measure(theta, theta_j), crew.fold_first(theta, acc), crew.fold(acc, theta, theta_j, 0.7))
+    crew.apply(theta, acc, m, 0.01, 0.7, 0.8, theta_next)
+    arrays_out = [bank[i].tobytes() for bank in (acc, theta_next) for i in sizes]
+    return (np.array(norms).tobytes(), *arrays_out)
+
+
+def test_any_number_of_threads_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms, acc and θ′ do not depend on the number of threads: the same ledger replays bit for bit."""
+    monkeypatch.setattr(crew_module, "SLICE", 1000)
+    alone = run_crew(Crew(kernels), seed=3)
+    for workers in (1, 2, 3, 7):
+        with ThreadPoolExecutor(workers) as threads:
+            assert run_crew(Crew(kernels, threads, workers), seed=3) == alone
+
+
+def test_measure_tells_layers_apart() -> None:
+    """Each layer has its own sum, in the order of the layers; an empty layer has none to add."""
+    theta = {7: np.ones(4, np.float32), 2: np.zeros(3, np.float32), 5: np.zeros(0, np.float32)}
+    theta_j = {7: np.zeros(4, np.float32), 2: np.full(3, 2, np.float32), 5: np.zeros(0, np.float32)}
+    assert Crew(kernels).measure(theta, theta_j) == (4.0, 12.0, 0.0)
+
+
+def test_no_fastmath_true_anywhere() -> None:
+    """`fastmath=True` deletes the check for NaN, so the word stands in no line of code (why.md 11)."""
+    for path in Path(dips.outer.__path__[0]).rglob("*.py"):
+        code = [line for line in path.read_text().splitlines() if "`fastmath=True`" not in line]
+        assert not any("fastmath=True" in line.replace(" ", "") for line in code), path
+
+
+def test_warm_up_compiles_every_kernel() -> None:
+    """After warm_up no kernel is compiled again for the arrays of a slave."""
+    kernels.warm_up()
+    compiled = [kernels._sum_sq_difference, kernels._fold_first, kernels._fold, kernels._apply]
+    before = [len(f.signatures) for f in compiled]
+    theta, acc, theta_j, m = arrays(100, 4)
+    theta_view = theta[3:50]
+    kernels.measure(theta_view, theta_j[3:50])
+    kernels.fold_first(theta, acc)
+    kernels.fold(acc, theta, theta_j, 1)
+    kernels.apply(theta, acc, m, 0.5, 0.7, 0.8, np.empty_like(theta))
+    assert [len(f.signatures) for f in compiled] == before
+    assert min(before) >= 1

@@ -1,0 +1,320 @@
+"""Snapshots on a real disk: whole or not there, verified, ours, one slave a directory; and their export."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import structlog
+import xxhash
+from safetensors.numpy import load_file, save_file
+from structlog.testing import capture_logs
+
+from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError
+from dips.ids import GENESIS, VersionId
+from dips.protocol.manifest import Manifest
+from dips.slave import tensorfile
+from dips.slave.export import export
+from dips.slave.snapshots import Snapshots
+
+MANIFEST = Manifest.from_shapes([("a.0.w", (2, 3)), ("a.0.b", (2,)), ("b.w", (4, 1)), ("empty.w", (0,)), ("scale", ())])
+V1, V2 = VersionId(1, 1), VersionId(2, 5)
+Arrays = dict[int, np.ndarray]
+
+
+def arrays(layers: tuple[int, ...], seed: int) -> Arrays:
+    rng = np.random.default_rng(seed)
+    return {i: rng.standard_normal(MANIFEST.layers[i].numel).astype(np.float32) for i in layers}
+
+
+def tensors(flat: Arrays) -> dict[str, np.ndarray]:
+    """Parameters by name, from the layers' flat arrays."""
+    found = {}
+    for i, array in flat.items():
+        layer = MANIFEST.layers[i]
+        for parameter, at in zip(layer.parameters, layer.offsets(), strict=True):
+            found[parameter.name] = array[at : at + parameter.numel].reshape(parameter.shape)
+    return found
+
+
+def opened(path: Path, name: str = "s", layers: tuple[int, ...] = (0, 1, 2, 3), run: str = "r") -> Snapshots:
+    """A slave's snapshots, bound to layers whose genesis is `arrays(layers, 0)`, in `path`/initial."""
+    initial = path.parent / "initial.safetensors"
+    every = arrays((0, 1, 2, 3), 0)
+    if not initial.exists():
+        save_file(dict(reversed(tensors(every).items())), initial)
+    snapshots = Snapshots(path, run, name, initial, structlog.get_logger())
+    genesis = [xxhash.xxh3_128_hexdigest(every[i].tobytes()) for i in layers]
+    snapshots.bind(MANIFEST, layers, genesis, sinc=4)
+    return snapshots
+
+
+def read(snapshots: Snapshots, version: VersionId, layers: tuple[int, ...] = (0, 1, 2, 3)) -> tuple[Arrays, Arrays]:
+    theta, momentum = arrays(layers, 98), arrays(layers, 99)
+    snapshots.read(version, theta, momentum)
+    return theta, momentum
+
+
+def same(mine: Arrays, other: Arrays) -> bool:
+    return {i: a.tobytes() for i, a in mine.items()} == {i: a.tobytes() for i, a in other.items()}
+
+
+def reopened(snapshots: Snapshots, path: Path) -> Snapshots:
+    snapshots.close()
+    return opened(path)
+
+
+def test_what_is_written_is_read_by_the_next_process(tmp_path: Path) -> None:
+    """θ and m come back bit for bit after a restart, under names that safetensors itself reads."""
+    path = tmp_path / "s"
+    snapshots, theta, momentum = opened(path), arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2)
+    digest = snapshots.write(V1, theta, momentum)
+    assert digest == xxhash.xxh3_128_hexdigest((path / "v1@r1" / "manifest.json").read_bytes())
+    assert snapshots.complete() == (V1,)
+    again = reopened(snapshots, path)
+    assert again.complete() == (V1,)
+    theta_read, momentum_read = read(again, V1)
+    assert same(theta_read, theta)
+    assert same(momentum_read, momentum)
+    stored = load_file(path / "v1@r1" / "model.safetensors")
+    np.testing.assert_array_equal(stored["theta.a.0.b"], tensors(theta)["a.0.b"])
+    np.testing.assert_array_equal(stored["momentum.b.w"], tensors(momentum)["b.w"])
+    assert stored["theta.scale"].shape == ()
+    again.close()
+
+
+def test_version_zero_is_the_initial_model(tmp_path: Path) -> None:
+    """v0@r0 needs no snapshot: θ is the model of `dips init`, whatever its order in the file, and m is 0."""
+    snapshots = opened(tmp_path / "s", layers=(0, 2, 3))
+    theta, momentum = read(snapshots, GENESIS, (0, 2, 3))
+    expected = arrays((0, 1, 2, 3), 0)
+    assert same(theta, {i: expected[i] for i in (0, 2, 3)})
+    assert all(not m.any() for m in momentum.values())
+    assert snapshots.complete() == ()
+    snapshots.close()
+
+
+def test_another_initial_model_is_refused(tmp_path: Path) -> None:
+    """A model whose bytes differ from those of `dips init` never becomes θ (guards invariant 7)."""
+    snapshots = opened(tmp_path / "s")
+    other = tensors(arrays((0, 1, 2, 3), 0))
+    other["b.w"] = other["b.w"] + np.float32(1e-7)
+    save_file(other, tmp_path / "initial.safetensors")
+    with pytest.raises(CorruptSnapshot, match=r"initial\.safetensors: layer b is not the one of `dips init`"):
+        read(snapshots, GENESIS)
+    snapshots.close()
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path / "model.safetensors", 300)
+
+
+def _flip_last_byte(path: Path) -> None:
+    raw = bytearray((path / "model.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (path / "model.safetensors").write_bytes(raw)
+
+
+def _change(path: Path, **fields: object) -> None:
+    raw = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**raw, **fields}))
+
+
+DAMAGE = {
+    "truncated": (_truncate, "bytes, got 300"),
+    "one bit flipped": (_flip_last_byte, "expected xxh3-128"),
+    "no manifest": (lambda p: (p / "manifest.json").unlink(), "no whole snapshot"),
+    "no model": (lambda p: (p / "model.safetensors").unlink(), "no whole snapshot"),
+    "torn manifest": (lambda p: (p / "manifest.json").write_text('{"format": 1,'), "no snapshot manifest"),
+    "of another format": (lambda p: _change(p, format=2), "expected snapshot format 1, got 2"),
+    "of another run": (lambda p: _change(p, run="other"), "in run other"),
+    "of another slave": (lambda p: _change(p, slave="t"), "of slave t"),
+    "of another version": (lambda p: _change(p, version="v9@r9"), "got v9@r9"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_or_foreign_snapshot_is_passed_over_loudly(tmp_path: Path, name: str) -> None:
+    """It is not offered, not read, not deleted, and told once in the log; the one before it still is (row 7 of §9)."""
+    damage, reason = DAMAGE[name]
+    path = tmp_path / "s"
+    snapshots = opened(path)
+    for version in (V1, V2):
+        snapshots.write(version, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+    damage(path / str(V2))
+    snapshots.close()
+    with capture_logs() as logs:
+        again = opened(path)
+        assert again.complete() == (V1,)
+        assert again.complete() == (V1,)
+    told = [line for line in logs if line["event"] == "snapshot_passed_over"]
+    assert [(line["version"], line["log_level"]) for line in told] == [("v2@r5", "error")]
+    assert reason in told[0]["reason"]
+    with pytest.raises(CorruptSnapshot):
+        read(again, V2)
+    assert (path / str(V2)).exists()
+    again.close()
+
+
+def test_damage_after_the_start_is_found_when_read(tmp_path: Path) -> None:
+    """Every read verifies: what rotted since it was written raises, and is offered no more."""
+    path = tmp_path / "s"
+    snapshots = opened(path)
+    snapshots.write(V1, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+    _flip_last_byte(path / str(V1))
+    with pytest.raises(CorruptSnapshot, match="expected xxh3-128"):
+        read(snapshots, V1)
+    assert snapshots.complete() == ()
+    snapshots.close()
+
+
+def test_a_snapshot_of_other_layers_is_refused(tmp_path: Path) -> None:
+    """A slave that holds other layers now does not take an old snapshot for its own."""
+    path = tmp_path / "s"
+    snapshots = opened(path, layers=(0, 1))
+    snapshots.write(V1, arrays((0, 1), 1), arrays((0, 1), 2))
+    snapshots.close()
+    again = opened(path, layers=(0, 2))
+    with pytest.raises(CorruptSnapshot, match=r"expected the layers \[0, 2\]"):
+        read(again, V1, (0, 2))
+    again.close()
+
+
+def test_an_unfinished_write_is_never_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed before the rename: the next start removes the half, says so, and offers what was whole before."""
+    path = tmp_path / "s"
+    snapshots = opened(path)
+    snapshots.write(V1, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+    shutil.copytree(path / str(V1), path / ".unfinished-v2@r5")
+    snapshots.close()
+    with capture_logs() as logs:
+        again = opened(path)
+    assert [line["event"] for line in logs] == ["snapshot_unfinished"]
+    assert again.complete() == (V1,)
+    assert not (path / ".unfinished-v2@r5").exists()
+    again.close()
+
+
+def test_a_full_disk_leaves_no_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the disk is full the write raises, removes what it had begun, and what was complete stays complete."""
+    path = tmp_path / "s"
+    snapshots = opened(path)
+    snapshots.write(V1, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+
+    def full(fd: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tensorfile, "_reserve", full)
+    with pytest.raises(OSError, match="No space left"):
+        snapshots.write(V2, arrays((0, 1, 2, 3), 3), arrays((0, 1, 2, 3), 4))
+    assert snapshots.complete() == (V1,)
+    assert sorted(p.name for p in path.iterdir()) == [".lock", "v1@r1"]
+    snapshots.close()
+
+
+def test_a_repeated_write_replaces(tmp_path: Path) -> None:
+    """A snapshot written again under its name holds the last bytes."""
+    snapshots = opened(tmp_path / "s")
+    for seed in (1, 5):
+        snapshots.write(V1, arrays((0, 1, 2, 3), seed), arrays((0, 1, 2, 3), seed + 1))
+    theta, _ = read(snapshots, V1)
+    assert same(theta, arrays((0, 1, 2, 3), 5))
+    snapshots.close()
+
+
+def test_delete_removes_what_is_named_only(tmp_path: Path) -> None:
+    """Retired versions go, a missing one is fine, the others stay."""
+    path = tmp_path / "s"
+    snapshots = opened(path)
+    for version in (V1, V2):
+        snapshots.write(version, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+    snapshots.delete((V1, VersionId(7, 7)))
+    assert snapshots.complete() == (V2,)
+    assert sorted(p.name for p in path.iterdir()) == [".lock", "v2@r5"]
+    snapshots.close()
+
+
+def test_a_second_slave_on_the_directory_is_refused(tmp_path: Path) -> None:
+    """The directory is held for life: a second process gets an error that names it, until the first is gone."""
+    snapshots = opened(tmp_path / "s")
+    with pytest.raises(ConfigError, match=f"{tmp_path / 's'} is held by another running slave"):
+        opened(tmp_path / "s")
+    snapshots.close()
+    opened(tmp_path / "s").close()
+
+
+def test_writing_before_the_layers_are_known_is_a_bug(tmp_path: Path) -> None:
+    """Without Registered nobody knows what the bytes are."""
+    snapshots = Snapshots(tmp_path / "s", "r", "s", tmp_path / "none", structlog.get_logger())
+    with pytest.raises(LocalProtocolError):
+        snapshots.write(V1, arrays((0,), 1), arrays((0,), 1))
+    with pytest.raises(LocalProtocolError):
+        snapshots.read(GENESIS, arrays((0,), 1), arrays((0,), 1))
+    snapshots.close()
+
+
+# ---- export --------------------------------------------------------------------------------------------
+
+
+def two_slaves(tmp_path: Path) -> tuple[list[Path], dict[VersionId, Arrays]]:
+    """Two slaves with v1@r1 and v2@r5; the second lacks v3@r6."""
+    directories = [tmp_path / "s0", tmp_path / "s1"]
+    thetas = {v: arrays((0, 1, 2, 3), v.version) for v in (V1, V2, VersionId(3, 6))}
+    for directory, layers in zip(directories, ((0, 3), (1, 2)), strict=True):
+        snapshots = opened(directory, directory.name, layers)
+        for version, theta in thetas.items():
+            if version.version < 3 or directory == directories[0]:
+                snapshots.write(version, {i: theta[i] for i in layers}, arrays(layers, 9))
+        snapshots.close()
+    return directories, thetas
+
+
+@pytest.mark.parametrize(("asked", "given"), [(None, V2), (V1, V1)])
+def test_export_assembles_a_version(tmp_path: Path, asked: VersionId | None, given: VersionId) -> None:
+    """The newest version complete on all slaves, or the named one, under the model's own names and shapes."""
+    directories, thetas = two_slaves(tmp_path)
+    output = tmp_path / "out" / "model.safetensors"
+    assert export(directories, asked, output) == given
+    found, expected = load_file(output), tensors(thetas[given])
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(found[name], tensor)
+        assert found[name].shape == tensor.shape
+    assert [p.name for p in output.parent.iterdir()] == ["model.safetensors"]
+
+
+def test_export_refuses_what_is_incomplete(tmp_path: Path) -> None:
+    """A version that a slave lacks, a missing slave, a foreign one: each is named, and nothing is written."""
+    directories, _ = two_slaves(tmp_path)
+    output = tmp_path / "model.safetensors"
+    with pytest.raises(ConfigError, match=r"v3@r6 is complete in all directories|v3@r6 is.*v1@r1, v2@r5"):
+        export(directories, VersionId(3, 6), output)
+    with pytest.raises(ConfigError, match="layers 1, 2 of 4 are in none"):
+        export(directories[:1], V2, output)
+    shutil.copytree(directories[0], tmp_path / "copy")
+    with pytest.raises(ConfigError, match=r"layer a\.0 is in"):
+        export([*directories, tmp_path / "copy"], V2, output)
+    with pytest.raises(ConfigError, match="there is none"):
+        export([*directories, tmp_path / "nowhere"], None, output)
+    with pytest.raises(ConfigError, match="got none"):
+        export([], None, output)
+    _change(directories[1] / str(V2), run="other")
+    with pytest.raises(ConfigError, match="different runs"):
+        export(directories, V2, output)
+    assert not output.exists()
+
+
+def test_export_verifies_digests(tmp_path: Path) -> None:
+    """Bytes that do not have their digest are never exported, and no half file remains."""
+    directories, _ = two_slaves(tmp_path)
+    path = directories[0] / str(V2) / "model.safetensors"
+    raw = path.read_bytes()
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    path.write_bytes(raw[:begin] + b"\x00\x00\x80\x3f" + raw[begin + 4 :])
+    with pytest.raises(CorruptSnapshot, match="expected xxh3-128"):
+        export(directories, V2, tmp_path / "model.safetensors")
+    assert sorted(p.name for p in tmp_path.glob("*.safetensors")) == ["initial.safetensors"]
