@@ -21,7 +21,7 @@ class ClusterBeat:
     attempt: int  # lives of the trainer under this agent
     inner_steps: int  # taken by this agent's trainer since the agent's start
     tokens_carried: int  # consumed, not yet settled by an Outcome
-    tokens_lost: int  # consumed and lost with dead trainers, since the agent's start
+    tokens_lost: int  # consumed and lost with dead trainers, in this incarnation
     loss: float
     base: VersionId | None
     bytes_moved: int  # of the present transfer

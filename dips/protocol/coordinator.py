@@ -58,6 +58,7 @@ CONTINUE: dict[str, Continue] = {
     "apply": round.applied,
     "persist": round.persisted,
     "commit": round.flipped,
+    "ping": slaves.heard,
     "done": _nothing_follows,
 }
 

@@ -23,8 +23,8 @@ def _request(w: World, cluster: Cluster, event: PullRequested) -> Result:
         if not pull.opened:
             return Pending("the slaves are pinning the version")
         return w.grant(pull.version, pull.ranks, w.options.timing.transfer_s)
-    if cluster.dropped[0] == event.pull.seq:
-        return Dropped(cluster.dropped[1])
+    if cluster.closed_pull[0] == event.pull.seq:
+        return Dropped(cluster.closed_pull[1])
     if event.pull.seq <= cluster.seq_high:
         return Failed("StalePush", f"{event.pull}: expected a seq above {cluster.seq_high}")
     if not 1 <= event.ranks <= MAX_RANKS:
@@ -77,7 +77,7 @@ def close(w: World, cluster: Cluster, reason: str) -> None:
     pull = cluster.pull
     assert pull is not None
     cluster.pull = None
-    cluster.dropped = (pull.id.seq, reason)
+    cluster.closed_pull = (pull.id.seq, reason)
     w.forget_orders(frozenset({"open_pull"}), pull.id)
     w.order_all("done", pull.id, ClosePull(pull.id), w.options.timing.order_s)
     if cluster.state is ClusterState.PULLING:

@@ -43,8 +43,8 @@ def _request(w: World, cluster: Cluster, event: PushRequested) -> Result:
     push = cluster.push
     if push and push.id == event.push:
         return _grant(w, push) if push.opened else Pending("the slaves are reserving a slot for it")
-    if cluster.dropped[0] == event.push.seq:
-        return Dropped(cluster.dropped[1])
+    if cluster.dropped_push[0] == event.push.seq:
+        return Dropped(cluster.dropped_push[1])
     if event.push.seq <= cluster.seq_high:
         return Failed("StalePush", f"{event.push}: expected a seq above {cluster.seq_high}")
     if w.finished:
@@ -181,8 +181,8 @@ def _outcome(w: World, cluster: Cluster, push: PushId) -> Result:
 
 
 def _why_gone(cluster: Cluster, push: PushId) -> str:
-    if cluster.dropped[0] == push.seq:
-        return cluster.dropped[1]
+    if cluster.dropped_push[0] == push.seq:
+        return cluster.dropped_push[1]
     return "this master does not know it: its round died with the master before"
 
 
@@ -191,7 +191,7 @@ def drop(w: World, cluster: Cluster, reason: str) -> None:
     push = cluster.push
     assert push is not None and not push.committed
     cluster.push = None
-    cluster.dropped = (push.id.seq, reason)
+    cluster.dropped_push = (push.id.seq, reason)
     w.forget_orders(frozenset({"open_push"}), push.id)
     w.order_all("done", push.id, DropPush(push.id, reason), w.options.timing.order_s)
     if cluster.live:

@@ -12,6 +12,7 @@ from dips.protocol.effects import (
     Failed,
     Hold,
     LoadVersion,
+    Ping,
     Registered,
     Retire,
     SlaveOrder,
@@ -43,7 +44,7 @@ def registered(w: World, event: SlaveRegistered) -> None:
         return
     lose(w, slave, "its process is a new one" if slave.nonce != event.nonce else "it registered again")
     _name(w, slave, event)
-    order = _order_for(w, event)
+    order = _listen_first(w, slave) if slave.must_hear else _order_for(w, event)
     _enter(w, slave, event, order)
     genesis = tuple(w.row.genesis[layer] for layer in slave.layers)
     w.reply(event.req, Registered(w.term, slave.sinc, order, w.head, slave.layers, genesis, w.row.manifest))
@@ -70,6 +71,19 @@ def _name(w: World, slave: Slave, event: SlaveRegistered) -> None:
         w.record(IncarnationGiven("slave", slave.name, slave.sinc, event.nonce))
     slave.address, slave.lanes, slave.slots, slave.memory = event.address, event.lanes, event.slots, event.memory
     slave.deaf = 0
+
+
+def _listen_first(w: World, slave: Slave) -> Wait:
+    """Its Register comes through, but do our orders? (why.md 23)"""
+    if not any(c.kind == "ping" and o.slave == slave.name for c, o in w.choruses.values()):
+        w.order("ping", slave.sinc, {slave.name: Ping()}, w.options.timing.order_s)
+    return Wait(RETRY_S, "it was deaf to orders: it must answer a Ping first")
+
+
+def heard(w: World, chorus: Chorus) -> None:
+    """It answered a Ping: its next Register may make it READY."""
+    for name in chorus.answers:
+        w.slaves[name].must_hear = False
 
 
 def _order_for(w: World, event: SlaveRegistered) -> SlaveOrder:
@@ -175,9 +189,14 @@ def failed(w: World, event: OrderFailed) -> None:
     if found is None or slave is None or slave.sinc != event.sinc or event.kind == "stale_term":
         return
     chorus, order = found
+    if chorus.kind == "ping":
+        del w.choruses[event.number]  # the next Register sends another; a refusal was an answer
+        slave.must_hear = slave.must_hear and event.kind == "deaf"
+        return
     if event.kind == "deaf":
         slave.deaf += 1
         if slave.deaf >= DEAF_ORDERS:
+            slave.must_hear = True
             lose(w, slave, f"deaf: {slave.deaf} orders in a row past their deadline")
         else:
             w.out.append(order)

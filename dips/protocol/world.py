@@ -39,6 +39,7 @@ class Slave:
     slots: int = 0
     memory: VersionId | None = None
     deaf: int = 0  # orders in a row past their deadline
+    must_hear: bool = False  # it was lost as deaf: READY again only after it has answered a Ping
 
     def become(self, state: SlaveState, reason: str) -> None:
         if state != self.state:
@@ -91,7 +92,8 @@ class Cluster:
     moving: bool = True  # its inner steps are seen moving
     push: Push | None = None
     pull: Pull | None = None
-    dropped: tuple[int, str] = (0, "")  # (seq, reason) of the transfer that was dropped last
+    dropped_push: tuple[int, str] = (0, "")  # (seq, reason) of the last that was dropped
+    closed_pull: tuple[int, str] = (0, "")  # (seq, reason) of the last that was closed
     outcome: OutcomeRow | None = None
     outcome_version: VersionId | None = None
     requested_at: float | None = None  # its last RequestPush that was granted
@@ -119,7 +121,7 @@ class Cluster:
         self.state, self.reason = ClusterState.JOINING, "joined"
         self.seq_high, self.base, self.moving = 0, None, True
         self.push = self.pull = self.outcome = self.outcome_version = self.requested_at = None
-        self.dropped = (0, "")
+        self.dropped_push = self.closed_pull = (0, "")
 
 
 @dataclass

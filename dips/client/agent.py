@@ -1,0 +1,254 @@
+"""The agent's doing part: it asks the master, beats, serves rank 0 and keeps the trainer alive.
+
+Everything that it decides it asks the session. One event loop owns the session; every task calls it and does what it
+orders, so no lock is needed. Where sockets and channels come from it does not know (app.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from dips.client import local
+from dips.client.deeds import Ask, Deed, Hurry, Mark, Stop
+from dips.client.local import Bye, Wait, Welcome
+from dips.client.session import Session
+from dips.client.trainer import Trainer, kill_leftovers
+from dips.config import ClusterFile
+from dips.errors import Busy, DipsError, RemoteProtocolError, Unavailable
+from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer
+from dips.protocol.effects import Result
+from dips.telemetry.logs import Log
+from dips.telemetry.timeline import Timeline
+
+FIRST_PAUSE_S = 0.2  # before the second try to reach the master; doubles up to retry_s
+END_GRACE_S = 20.0  # between SIGTERM and SIGKILL of a trainer
+FAILURE_GRACE_S = 10.0  # for a trainer to report why it cannot go on, before it is ended
+LEAVE_S = 3.0  # to say goodbye to a master that may be gone
+RESTART_PAUSE_S = 1.0  # a trainer that crashes at once does not spin
+
+
+class Master(Protocol):
+    """What the agent needs of a master; see master_link.py."""
+
+    async def ask(self, event: object) -> Result: ...
+
+    async def beat(self, beat: ClusterBeat, deadline_s: float) -> ClusterBeatAnswer: ...
+
+
+class Agent:
+    """One agent; `run` is its life, `serve` the life of one connection of rank 0."""
+
+    def __init__(self, config: ClusterFile, session: Session, master: Master, timeline: Timeline, log: Log) -> None:
+        self._config, self._session, self._master = config, session, master
+        self._timeline, self._log = timeline, log
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()  # replaced at each change
+        self._hurry, self._reachable = asyncio.Event(), asyncio.Event()
+        self._terminated, self._stopped = asyncio.Event(), asyncio.Event()
+        self._stop: Stop | None = None
+
+    def terminate(self) -> None:
+        """SIGTERM: end the trainer, leave, return from `run`."""
+        self._terminated.set()
+
+    async def run(self, command: Sequence[str], environment: dict[str, str]) -> int:
+        """Keep the trainer going until it ends, cannot go on, or we are told to stop; return the exit code."""
+        beats = self._spawn(self._beat())
+        try:
+            code = await self._live(command, environment)
+        finally:
+            tasks = [beats, *self._asking.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        await self._leave()
+        return code
+
+    # ---- the trainer ---------------------------------------------------------------------------------------------
+
+    async def _live(self, command: Sequence[str], environment: dict[str, str]) -> int:
+        for life in range(1, self._config.max_restarts + 2):
+            code = await self._one_life(life, command, environment)
+            if self._stop:
+                self._log.error("stopped", reason=self._stop.reason)
+                return self._stop.code
+            if code == 0 or self._terminated.is_set() or self._session.progress.finished:
+                return code
+            left = self._config.max_restarts + 1 - life
+            self._log.warning("trainer crashed", code=code, life=life, restarts_left=left)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._terminated.wait(), RESTART_PAUSE_S)
+            if self._terminated.is_set():
+                return code
+        self._log.error("trainer crashed too often", code=code, max_restarts=self._config.max_restarts)
+        return code
+
+    async def _one_life(self, life: int, command: Sequence[str], environment: dict[str, str]) -> int:
+        trainer = await Trainer.start(command, {**environment, "DIPS_ATTEMPT": str(life)})
+        self._do([Mark("trainer_start", {"attempt": life, "pid": trainer.pid})])
+        code = await self._watch(trainer)
+        left = kill_leftovers()
+        self._do(self._session.trainer_gone(f"the trainer ended with exit code {code}", time.monotonic()))
+        self._do([Mark("trainer_end", {"attempt": life, "code": code, "killed": len(left)})])
+        return code
+
+    async def _watch(self, trainer: Trainer) -> int:
+        """Wait for its end, or bring it about."""
+        ended = asyncio.create_task(trainer.wait())
+        told, stopped = asyncio.create_task(self._terminated.wait()), asyncio.create_task(self._stopped.wait())
+        try:
+            await asyncio.wait({ended, told, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done() and self._stop:  # it is being told why; let it say so itself
+                await asyncio.wait({ended}, timeout=FAILURE_GRACE_S)
+            return ended.result() if ended.done() else await trainer.end(END_GRACE_S)
+        finally:
+            for task in (ended, told, stopped):
+                task.cancel()
+
+    # ---- rank 0 --------------------------------------------------------------------------------------------------
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one connection of rank 0 until it ends; its end without Bye is the end of its attempt."""
+        attempt = 0
+        try:
+            while True:
+                head = await reader.readexactly(local.LENGTH.size)
+                message = local.decode(await reader.readexactly(local.body_length(head)))
+                answer = await self._answer(message)
+                if isinstance(answer, Welcome):
+                    attempt = answer.attempt
+                if isinstance(message, Bye):
+                    attempt = 0
+                if answer is not None:
+                    writer.write(local.encode(answer))
+                    await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self._log.info("rank 0 hung up", attempt=attempt)
+        except RemoteProtocolError as error:
+            self._log.warning("rank 0 was not understood", error=str(error))
+        finally:
+            if attempt and attempt == self._session.attempt:
+                self._do(self._session.trainer_gone("rank 0 is gone", time.monotonic()))
+            writer.close()
+
+    async def _answer(self, message: local.Message) -> local.Answer | None:
+        """Ask the session until it has an answer, for at most poll_s (half of it: rank 0 must not wait longer)."""
+        until = time.monotonic() + self._config.poll_s / 2
+        while True:
+            changed = self._changed
+            answer, deeds = self._session.hear(message, time.monotonic())
+            self._do(deeds)
+            left = until - time.monotonic()
+            if not isinstance(answer, Wait) or left <= 0:
+                return answer
+            if changed is self._changed:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), left)
+
+    # ---- the master ----------------------------------------------------------------------------------------------
+
+    def _do(self, deeds: Iterable[Deed]) -> None:
+        """Do what the session ordered, in its order, and wake who waits for a change."""
+        done = False
+        for deed in deeds:
+            done = True
+            match deed:
+                case Ask():
+                    self._start_asking(deed)
+                case Mark(kind, fields):
+                    self._timeline.mark(kind, **fields)
+                    if kind != "inner":
+                        self._log.info(kind, **fields)
+                case Hurry():
+                    self._hurry.set()
+                case Stop():
+                    self._stop = self._stop or deed
+                    self._stopped.set()
+        if done:
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _start_asking(self, ask: Ask) -> None:
+        older = self._asking.get(ask.channel)
+        if older and older is not asyncio.current_task():
+            older.cancel()
+        self._asking[ask.channel] = self._spawn(self._carry(ask))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task whose failure is our bug, and ends us loudly instead of leaving us deaf."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._fallen)
+        return task
+
+    def _fallen(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log.error("a task of the agent failed", exc_info=error)
+            self._do([Stop(70, f"{type(error).__name__}: {error}")])
+
+    async def _carry(self, ask: Ask) -> None:
+        """Carry one question to the master, again and again until he answers; hand the answer to the session."""
+        await asyncio.sleep(ask.delay_s)
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                result = await self._master.ask(ask.event)
+            except (Unavailable, Busy) as error:
+                self._log.warning("the master does not answer", question=type(ask.event).__name__, error=str(error))
+                self._do(self._session.hindered(str(error), time.monotonic()))
+                self._wake()
+                await self._pause(pause_s)
+                pause_s = min(pause_s * 2, self._config.retry_s)
+            except DipsError as error:
+                self._log.warning("the master refused", question=type(ask.event).__name__, error=str(error))
+                self._do(self._session.failed(ask.number, error, time.monotonic()))
+                return self._wake()
+            else:
+                self._do(self._session.answered(ask.number, result, time.monotonic()))
+                return self._wake()
+
+    async def _pause(self, pause_s: float) -> None:
+        """Back off, with jitter; a beat that reaches the master ends it."""
+        self._reachable.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._reachable.wait(), pause_s * random.uniform(0.5, 1.0))
+
+    async def _beat(self) -> None:
+        moved, at = 0, time.monotonic()
+        while True:
+            now, total = time.monotonic(), self._session.bytes_moved
+            rate = max(0, total - moved) / max(now - at, 1e-3)
+            moved, at = total, now
+            beat = self._session.beat(rate)
+            if beat is not None:
+                await self._say(beat)
+            self._hurry.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), self._config.beat_s)
+
+    async def _say(self, beat: ClusterBeat) -> None:
+        try:
+            answer = await self._master.beat(beat, max(self._config.beat_s, 1.0))
+        except (Unavailable, Busy) as error:
+            self._log.warning("a beat was not heard", error=str(error))
+        except DipsError as error:
+            self._log.error("a beat was refused", error=str(error))
+        else:
+            self._reachable.set()
+            self._do(self._session.beat_answered(beat.inc, answer, time.monotonic()))
+
+    async def _leave(self) -> None:
+        event = self._session.leave()
+        if event is None:
+            return
+        try:
+            await asyncio.wait_for(self._master.ask(event), LEAVE_S)
+        except (DipsError, TimeoutError) as error:
+            self._log.warning("left without a goodbye; the lease will end it", error=str(error))

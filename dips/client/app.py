@@ -1,0 +1,125 @@
+"""`dips-client`: the agent beside one training job; a daemon's life in one file.
+
+Here, and only here, sockets, channels, locks and signal handlers of the agent are made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dips.client.agent import Agent
+from dips.client.deeds import Identity
+from dips.client.launch import PR_SET_CHILD_SUBREAPER, prctl
+from dips.client.line import socket_path
+from dips.client.master_link import MasterLink
+from dips.client.session import Session
+from dips.config import ClusterFile, load_cluster
+from dips.errors import ConfigError, DipsError, treatment
+from dips.telemetry import logs
+from dips.telemetry.timeline import Timeline
+
+PATIENCE_BEATS = 5  # a trainer waits so long for a master that does not answer, then trains on
+
+command_line = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@command_line.command(context_settings={"allow_interspersed_args": False})
+def dips_client(
+    command: Annotated[list[str], typer.Argument(help="The training command, after `--`.", metavar="-- COMMAND...")],
+    config: Annotated[Path, typer.Option(help="The cluster file (cluster.yaml).")],
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Run a training command as one cluster of a Di-PS run, and speak for it at the master.
+
+    Example: dips-client --config cluster.yaml -- torchrun --standalone --nproc-per-node 8 train.py
+
+    The command's script makes an OuterLoop (dips.client), which finds this agent by its environment. The agent joins
+    the run, keeps the cluster's lease, carries pushes and pulls through, starts the command anew when it crashes, and
+    ends when it ends, with its exit code. SIGTERM ends both. Exit code 75: a newer life of this cluster took over.
+    """
+    raise typer.Exit(_guarded(config, command, log_level))
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    command_line()
+
+
+def _guarded(path: Path, command: list[str], log_level: str) -> int:
+    try:
+        config = load_cluster(path)
+        with _alone(config.directory):
+            return asyncio.run(_life(config, path.resolve(), command, log_level))
+    except DipsError as error:
+        how = treatment(error)
+        print(f"error: {error}\n{how.advice}", file=sys.stderr)
+        return how.exit_code
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Hold the directory's pid file for life: a second agent would fence the first (why.md 27)."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "agent.pid"
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            raise ConfigError(
+                f"directory: {directory} is in use by another agent (pid {file.read().strip() or 'unknown'}): "
+                "one agent for a cluster, or another directory for another cluster"
+            ) from error
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+async def _life(config: ClusterFile, path: Path, command: list[str], log_level: str) -> int:
+    log = logs.configure("client", config.cluster, log_level)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # workers whose torchrun was killed become ours, to be killed too
+    timeline = Timeline(config.directory / "timeline.jsonl", config.cluster)
+    master = MasterLink(config.master)
+    identity = Identity(config.shared.run, config.cluster, config.shared.digest)
+    session = Session(identity, lambda: uuid.uuid4().hex, PATIENCE_BEATS * config.beat_s)
+    agent = Agent(config, session, master, timeline, log)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, agent.terminate)
+    socket = socket_path(config)
+    server = await _listen(agent, socket)
+    environment = {"DIPS_CLUSTER_FILE": str(path), "DIPS_AGENT_SOCKET": str(socket)}
+    try:
+        return await agent.run(command, environment)
+    finally:
+        server.close()
+        socket.unlink(missing_ok=True)
+        await master.close()
+        timeline.close()
+
+
+async def _listen(agent: Agent, path: Path) -> asyncio.Server:
+    """Open the Unix socket for rank 0, readable by this user only."""
+    path.unlink(missing_ok=True)  # of an agent that was killed; the pid file's lock says that none lives
+    mask = os.umask(0o177)
+    try:
+        return await asyncio.start_unix_server(agent.serve, path)
+    except OSError as error:
+        raise ConfigError(f"socket: cannot listen on {path}: {error.strerror or error}") from error
+    finally:
+        os.umask(mask)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The vocabulary of the agent's mind: who it is, the phases of a talk, and the deeds that it orders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """Where the talk with the master stands."""
+
+    UNJOINED = "unjoined"
+    JOINING = "joining"
+    RESTING = "resting"
+    ASKING_PUSH = "asking for a push"
+    PUSHING = "pushing"
+    FINISHING = "finishing a push"
+    AWAITING = "awaiting the outcome"
+    ABORTING = "aborting a push"
+    ASKING_PULL = "asking for a pull"
+    PULLING = "pulling"
+    CLOSING = "closing a pull"
+    UNSURE = "unsure whether this life is over"
+
+
+# What a person sees in status and beats; phases that are not here do not hold up the trainer.
+ACTIVITY: Mapping[Phase, str] = {
+    Phase.JOINING: "idle",
+    Phase.ASKING_PUSH: "push",
+    Phase.PUSHING: "push",
+    Phase.FINISHING: "push",
+    Phase.AWAITING: "window",
+    Phase.ASKING_PULL: "pull",
+    Phase.PULLING: "pull",
+    Phase.CLOSING: "pull",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this cluster is, and what it must agree on with the run."""
+
+    run: str
+    cluster: str
+    config_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask the master `event` after `delay_s`; a later question of the same channel takes the place of an older one."""
+
+    channel: str  # "talk" | "ranges"
+    number: int  # to be handed back with the answer
+    event: object
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Tell the timeline and the log."""
+
+    kind: str
+    fields: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Hurry:
+    """Beat now: the answer is needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the trainer and leave with `code`: going on cannot help."""
+
+    code: int
+    reason: str
+
+
+Deed = Ask | Mark | Hurry | Stop

@@ -1,0 +1,74 @@
+"""The agent's way to the master: one question, one call; the master's errors come back as their classes.
+
+Beats have a connection of their own, so that no long poll stands before them. What a question means, and when it is
+legal, this file does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from grpc import aio
+
+from dips.errors import UnavailableMaster
+from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer
+from dips.protocol.effects import Result
+from dips.protocol.events import (
+    ClusterJoined,
+    ClusterLeft,
+    PullFinished,
+    PullRequested,
+    PushAborted,
+    PushFinished,
+    PushRequested,
+    RangesRequested,
+    RoundAwaited,
+)
+from dips.transport import control
+from dips.wire.generated.cluster_pb2_grpc import ClusterServiceStub
+from dips.wire.messages import from_proto, to_proto, unwrap
+
+CALL_S = 10.0  # a question that the master answers at once
+POLL_S = 30.0  # a question that the master may hold open for about 10 s
+
+# Question → (method of ClusterService, deadline).
+CALLS: Mapping[type, tuple[str, float]] = {
+    ClusterJoined: ("Join", CALL_S),
+    PushRequested: ("RequestPush", POLL_S),
+    PushFinished: ("FinishPush", POLL_S),
+    PushAborted: ("AbortPush", CALL_S),
+    RoundAwaited: ("AwaitRound", POLL_S),
+    PullRequested: ("RequestPull", POLL_S),
+    PullFinished: ("FinishPull", CALL_S),
+    RangesRequested: ("RequestRanges", CALL_S),
+    ClusterLeft: ("Leave", CALL_S),
+}
+
+
+class MasterLink:
+    """Two channels to one master; they connect at the first call and again after each loss."""
+
+    def __init__(self, address: str) -> None:
+        self._peer = f"the master at {address}"
+        self._channels: tuple[aio.Channel, aio.Channel] = (control.channel(address), control.channel(address))
+        self._talk, self._beats = (ClusterServiceStub(channel) for channel in self._channels)
+
+    async def ask(self, event: object) -> Result:
+        """Ask; raise UnavailableMaster if nobody answers in time, else what the master raised."""
+        method, deadline_s = CALLS[type(event)]
+        reply = await self._call(getattr(self._talk, method), event, deadline_s)
+        return cast(Result, unwrap(reply))
+
+    async def beat(self, beat: ClusterBeat, deadline_s: float) -> ClusterBeatAnswer:
+        """Prove life; raise as `ask` does."""
+        return from_proto(await self._call(self._beats.Beat, beat, deadline_s), ClusterBeatAnswer)
+
+    async def close(self) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+    async def _call(self, method: Any, event: object, deadline_s: float) -> Any:
+        return await control.call(
+            method, to_proto(event), deadline_s=deadline_s, peer=self._peer, unavailable=UnavailableMaster
+        )

@@ -1,0 +1,155 @@
+"""Moves this rank's bytes of one push or pull, and agrees with the other ranks on what came of it (why.md 7, 25).
+
+The transfer runs in a thread of its own; meanwhile the ranks meet at least every `poll_s` to say how far they are, so
+no collective waits for anybody outside the cluster, and the first rank that fails ends it for all. The host buffer is
+allocated once and holds either what was frozen or what was pulled; nobody writes into it while a transfer runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dips.client import transfer
+from dips.client.parallel import LocalPiece, Shards
+from dips.client.transfer import Base, Piece, Stats
+from dips.client.voice import Voice
+from dips.errors import DipsError
+from dips.protocol.effects import Grant
+from dips.protocol.order import slaves_for_worker
+
+Share = Callable[[int, int], None]  # bytes moved and in all, over all ranks as far as this one can tell
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What all ranks agreed on: every one of them moved all of its bytes, or the transfer failed."""
+
+    ok: bool
+    reason: str  # as this rank saw it
+    nbytes: int  # over all ranks
+
+
+class Mover:
+    """This rank's share of every transfer of the job."""
+
+    def __init__(self, shards: Shards, voice: Voice, poll_s: float, stall_s: float) -> None:
+        self._voice, self._poll_s, self._stall_s = voice, poll_s, stall_s
+        self._own = list(_allocated(shards.pieces))
+        spoken = [(local, piece) for local, piece in self._own if local.speaks]
+        self._frozen = spoken
+        self.push_rank, self.push_ranks = voice.numbered(bool(spoken))
+        self.pull_rank, self.pull_ranks = voice.numbered(bool(self._own))
+        self._bytes = {
+            "push": voice.total([sum(p.array.nbytes for _, p in spoken)])[0],
+            "pull": voice.total([sum(p.array.nbytes for _, p in self._own)])[0],
+        }
+
+    def push(self, grant: Grant, base: Base, share: Share) -> Moved:
+        """Freeze what this rank speaks for and bring it to the slaves; all ranks call it."""
+        for local, piece in self._frozen:
+            torch.from_numpy(piece.array).copy_(local.view)
+        return self._together("push", transfer.push, [p for _, p in self._frozen], grant, base, share)
+
+    def pull(self, grant: Grant, base: Base, share: Share) -> Moved:
+        """Bring this rank's shard of the version into host memory; the model is not touched."""
+        return self._together("pull", transfer.pull, [p for _, p in self._own], grant, base, share)
+
+    @torch.no_grad()
+    def install(self) -> None:
+        """Copy what was pulled into the model's own memory; moments of optimizers stay as they are."""
+        for local, piece in self._own:
+            local.view.copy_(torch.from_numpy(piece.array))
+
+    def _together(
+        self,
+        kind: str,
+        move: Callable[..., Stats],
+        pieces: Sequence[Piece],
+        grant: Grant,
+        base: Base,
+        share: Share,
+    ) -> Moved:
+        total = self._bytes[kind]
+        if base.rank >= len(grant.order):  # an Outcome's grant counts the ranks that pushed, all may pull
+            order = (slaves_for_worker(r, len(grant.slaves)) for r in range(self.pull_ranks))
+            grant = replace(grant, order=tuple(order))
+        own = max(1, sum(p.array.nbytes for p in pieces))
+        seen = [0]
+
+        def work(cancel: threading.Event) -> Stats:
+            return move(
+                grant,
+                base,
+                pieces,
+                stall_s=self._stall_s,
+                cancel=cancel,
+                progress=lambda moved, _: seen.__setitem__(0, moved),
+            )
+
+        job = _Job(work if pieces else None)
+        while True:
+            job.wait(self._poll_s)
+            share(seen[0] * total // own, total)
+            # The same transfer on all ranks (seq both ways), all of them well, all of them done.
+            low, high, well, done = self._voice.least([base.seq, -base.seq, int(job.error is None), int(job.done)])
+            if not well or low != -high:
+                job.cancel()
+                return Moved(False, job.reason, total)
+            if done:
+                return Moved(True, "", total)
+
+
+class _Job:
+    """One transfer in a thread; an error that nobody foresaw is raised where the ranks have agreed to give up."""
+
+    def __init__(self, work: Callable[[threading.Event], Stats] | None) -> None:
+        self.error: BaseException | None = None
+        self._cancel = threading.Event()
+        self._thread: threading.Thread | None = None
+        if work is not None:
+            self._thread = threading.Thread(target=self._run, args=(work,), name="dips-transfer", daemon=True)
+            self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+    @property
+    def reason(self) -> str:
+        return f"{type(self.error).__name__}: {self.error}" if self.error else "another rank failed"
+
+    def wait(self, timeout_s: float) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def cancel(self) -> None:
+        """End the transfer and wait for its end; raise its error if it is none of Di-PS's."""
+        own = self.error
+        self._cancel.set()
+        if self._thread is not None:
+            self._thread.join()
+        if own is not None and not isinstance(own, DipsError):
+            raise own
+        self.error = own  # that it was cancelled is no reason
+
+    def _run(self, work: Callable[[threading.Event], Stats]) -> None:
+        try:
+            work(self._cancel)
+        except BaseException as error:  # noqa: BLE001 (raised by cancel(), in the rank's own thread)
+            self.error = error
+
+
+def _allocated(pieces: Sequence[LocalPiece]) -> list[tuple[LocalPiece, Piece]]:
+    """Pair every local piece with its part of one host buffer (pinned if the model lives on a GPU)."""
+    pinned = any(p.view.device.type == "cuda" for p in pieces)
+    host = torch.empty(sum(p.length for p in pieces), dtype=torch.float32, pin_memory=pinned)
+    pairs, at = [], 0
+    for p in pieces:
+        array = host[at : at + p.length].numpy()
+        pairs.append((p, Piece(p.layer, p.param, p.offset, p.length, array)))
+        at += p.length
+    return pairs

@@ -1,0 +1,304 @@
+"""What the agent decides: attempts of the trainer, the cluster's life at the master, data ranges, beats.
+
+Must stay true: what an older attempt, incarnation, question or term says changes nothing; a trainer that has no
+parameters of the run, or whose life at the master ended, pulls before anything that it earns counts. Pure: no socket,
+clock, task or file; `hear` takes what rank 0 says, `answered`, `failed`, `hindered` and `beat_answered` what comes of
+asking the master, and each returns the deeds to do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dips.client.account import Account, RangeQueue
+from dips.client.deeds import ACTIVITY, Ask, Deed, Hurry, Phase
+from dips.client.local import (
+    Answer,
+    Attach,
+    Bye,
+    Failure,
+    Heard,
+    Message,
+    Moving,
+    PullMoved,
+    PullWanted,
+    PushMoved,
+    PushWanted,
+    RangeGiven,
+    RangesEnded,
+    RangeWanted,
+    Stepped,
+    TrainOn,
+    Wait,
+    Welcome,
+)
+from dips.client.talk import ANSWERS, Talk
+from dips.errors import DipsError, LocalProtocolError, Stale, StaleIncarnation
+from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer
+from dips.protocol.effects import Dropped, Finished, Joined, Pending, Ranges, Refused, Result
+from dips.protocol.events import ClusterJoined, ClusterLeft, RangesRequested
+
+RANGES_AT_ONCE = 2  # leased together: the one needed, and one so that the next is here before it is asked for
+ASK_AGAIN_S = 0.05  # after Pending; the master holds the question open itself
+MARK_EVERY_S = 0.5  # inner steps on the timeline, at most so often
+
+
+class Session(Talk):
+    """The agent's mind; see `Life.__init__` for what it is made from."""
+
+    def hear(self, message: Message, now: float) -> tuple[Answer | None, list[Deed]]:
+        """Take a word of rank 0; the answer is None for notices, and Wait if the same is to be asked again."""
+        self._now = now
+        answer = self._attach(message) if isinstance(message, Attach) else self._known(message)
+        return answer, self._flush()
+
+    def trainer_gone(self, reason: str, now: float) -> list[Deed]:
+        """The trainer died or lost its line: its progress since the last freeze is lost, its open transfer is ended."""
+        self._now = now
+        if self._alive:
+            self._bury(reason)
+        return self._flush()
+
+    def answered(self, number: int, result: Result, now: float) -> list[Deed]:
+        """Take the master's answer to question `number`; answers to questions that no longer stand are passed over."""
+        self._now, self._unreachable_since = now, None
+        if isinstance(result, Ranges) and number == -self._ranges_seq:
+            self._ranges_asked = False
+            self.ranges.lease(result.ranges, result.exhausted)
+        elif number < 0 and number == -self._ranges_seq:
+            self._ranges_again(result)
+        elif number == self._question:
+            self._take_up(result)
+        return self._flush()
+
+    def failed(self, number: int, error: DipsError, now: float) -> list[Deed]:
+        """The master refused question `number` with an error other than Unavailable and Busy, which are asked again."""
+        self._now = now
+        if number not in (self._question, -self._ranges_seq):
+            return self._flush()
+        if number < 0:
+            self._ranges_asked = False
+        if isinstance(error, StaleIncarnation):
+            if number > 0:
+                self.phase, self.reason = Phase.UNSURE, str(error)
+            self._out.append(Hurry())  # the beat says whether this life is gone or fenced
+        elif isinstance(error, Stale) and number > 0 and self.phase is not Phase.JOINING:
+            self._dropped(Dropped(str(error)))
+        else:
+            self._stop(error)
+        return self._flush()
+
+    def hindered(self, reason: str, now: float) -> list[Deed]:
+        """The master does not answer; after `patience_s` the trainer trains on, the talk goes on without it."""
+        self._now = now
+        if self._unreachable_since is None:
+            self._unreachable_since = now
+        if self._told is None:
+            self.reason = reason
+        if self._unreachable() and self._waiting and self.base is not None and not self._resync:
+            if self.phase is Phase.ASKING_PUSH:
+                self._give_back()
+                self._abort(reason)
+                self._tell(TrainOn(reason, True, self._fraction()))
+            elif self.phase in (Phase.FINISHING, Phase.AWAITING, Phase.ASKING_PULL):
+                self._pull_due = False
+                self._tell(TrainOn(reason, False, self._fraction()))
+        return self._flush()
+
+    def beat(self, bytes_per_s: float = 0.0) -> ClusterBeat | None:
+        """What to tell the judge of liveness now; None before the first join."""
+        if self.inc == 0:
+            return None
+        trainer = "dead" if not self._alive else "training" if self.base is not None else "starting"
+        activity = ACTIVITY.get(self.phase, "inner") if self._alive and not self._told else "inner"
+        self._beat_lost = self.account.unsettled + self.account.lost
+        return ClusterBeat(
+            self._identity.cluster,
+            self.inc,
+            trainer,
+            activity if self._alive else "idle",
+            self.attempt,
+            self.inner_steps,
+            self.account.unsettled,
+            self.account.lost,
+            self.loss,
+            self.base,
+            *self._moved,
+            bytes_per_s,
+        )
+
+    def beat_answered(self, inc: int, answer: ClusterBeatAnswer, now: float) -> list[Deed]:
+        """Take the answer to a beat of incarnation `inc`."""
+        self._now = now
+        if inc != self.inc or answer.term < self._term or self.phase is Phase.JOINING:
+            return self._flush()
+        self._term, self._unreachable_since = answer.term, None
+        self._progressed(answer.progress)
+        if answer.standing == "live":
+            self._told_lost = self._beat_lost
+        if answer.standing == "fenced":
+            self._stop(StaleIncarnation(f"{self._identity.cluster}/{inc} is fenced by a newer life of the cluster"))
+        elif answer.standing == "gone":
+            self._rejoin()
+        elif self.phase is Phase.UNSURE:
+            self._give_back()
+            self._rest("the master took up this life again")
+        return self._flush()
+
+    def leave(self) -> ClusterLeft | None:
+        """The last word to the master; None if it never heard of us."""
+        if self.inc == 0 or self.phase is Phase.JOINING:
+            return None
+        return ClusterLeft(0, self._identity.cluster, self.inc, self.account.unsettled + self.account.lost)
+
+    def _attach(self, q: Attach) -> Answer:
+        key = (q.life, q.restart, q.pid)
+        if key != self._key:
+            if key[:2] < self._key[:2]:
+                return Failure("StaleIncarnation", f"attempt {q.life}.{q.restart} is older than {self._key[:2]}")
+            self._begin_attempt(q, key)
+        if self._failure:
+            return self._failure
+        if self.inc == 0 or self.phase is Phase.JOINING:
+            return Wait(self.reason)
+        return Welcome(self.attempt, self._fraction())
+
+    def _begin_attempt(self, q: Attach, key: tuple[int, int, int]) -> None:
+        if self._alive:
+            self._bury("a new attempt began")
+        self.attempt, self._alive, self._key = self.attempt + 1, True, key
+        self._number, self.base, self._pull_failures = 0, None, 0
+        self._waiting, self._told, self._resync = False, None, False
+        self._push_ranks, self._pull_ranks = q.push_ranks, q.pull_ranks
+        self.ranges.exhausted = False
+        self._mark("trainer_attached", attempt=self.attempt, life=q.life, restart=q.restart)
+        if self.phase is Phase.UNJOINED or q.manifest != self._manifest:
+            self._manifest = q.manifest
+            self._join("its model is not yet compared with the run's")
+
+    def _known(self, message: Message) -> Answer | None:
+        attempt = getattr(message, "attempt", None)
+        if attempt != self.attempt or not self._alive:
+            notice = isinstance(message, Stepped | Moving)
+            over = f"attempt {attempt} is over, the newest is {self.attempt}"
+            return None if notice else Failure("StaleIncarnation", over)
+        if self._failure:
+            return self._failure
+        match message:
+            case Stepped():
+                self._stepped(message)
+            case Moving(nbytes=nbytes, total=total):
+                self._moved = (nbytes, total)
+            case PushWanted() | PushMoved() | PullWanted() | PullMoved():
+                return self._talk(message)
+            case RangeWanted():
+                return self._range(message)
+            case Bye():
+                self._bury("it is done")
+                return Heard()
+            case _:
+                return Failure("RemoteProtocolError", f"{type(message).__name__} is not a word of rank 0")
+        return None
+
+    def _stepped(self, notice: Stepped) -> None:
+        self.inner_steps += 1
+        self.tokens += notice.tokens
+        self.loss = self.loss if notice.loss is None else notice.loss
+        self.account.earn(notice.tokens, notice.loss)
+        if self._resync:  # its pull will overwrite this work
+            self.account.lose_carried()
+        if self._now - self._marked_at >= MARK_EVERY_S:
+            self._mark_inner()
+
+    def _range(self, q: RangeWanted) -> Answer:
+        """The next data range: one that was leased and not used up, else the master is asked for more."""
+        book = self.ranges
+        if q.count != book.asked:
+            used = book.finish(q.count)
+            if used is not None and self._resync:
+                book.take_back_unserved((used,))  # what was trained on it will be overwritten
+            elif used is not None:
+                self.account.use_up(used)
+        given = None if self.progress.finished else book.serve()
+        if not book.waiting and not book.exhausted and not self._ranges_asked and self._joined_in():
+            self._ask_ranges()
+        if given is not None:
+            return RangeGiven(given)
+        if self.progress.finished:
+            return RangesEnded(f"the run is finished with {self.progress.finished}", True)
+        if book.exhausted and not self._ranges_asked:
+            return RangesEnded("no data range is left to lease", False)
+        return Wait("the master is asked for data ranges")
+
+    def _bury(self, reason: str) -> None:
+        self._alive = self._waiting = False
+        self._told = None
+        self._mark_inner()
+        self.ranges.take_back(self.account.lose_carried())
+        self._mark("trainer_gone", attempt=self.attempt, reason=reason, tokens_lost=self.account.lost)
+        if self.phase in (Phase.ASKING_PUSH, Phase.PUSHING):
+            self._give_back()
+            self._abort(reason)
+        elif self.phase in (Phase.ASKING_PULL, Phase.PULLING):
+            self._close_pull(False)
+
+    def _take_up(self, result: Result) -> None:
+        if isinstance(result, Pending):
+            self.reason = result.reason
+            self._out.append(replace(self._last_ask, delay_s=ASK_AGAIN_S))
+            return
+        taker = ANSWERS.get((self.phase, type(result)))
+        if self.phase is Phase.JOINING and isinstance(result, Joined):
+            self._joined(result)
+        elif taker is not None:
+            taker(self, result)
+        else:
+            self._stop(LocalProtocolError(f"while {self.phase} the master answered {result!r}"))
+
+    def _join(self, reason: str) -> None:
+        self._nonce = self._new_nonce()
+        self.phase, self.reason, self._grant = Phase.JOINING, reason, None
+        i = self._identity
+        self._ask(ClusterJoined(0, i.cluster, self._nonce, i.run, self._manifest, i.config_digest))
+
+    def _joined(self, result: Joined) -> None:
+        if result.term < self._term:
+            self._join("a master answered that has a successor")
+            return
+        self._term, self.inc = result.term, result.inc
+        self.account.lose_carried()
+        self.account, self.ranges = Account(lost=self.account.lost), RangeQueue()
+        self.ranges.lease(result.ranges, False)
+        self._told_lost = 0
+        self._seq = self._ranges_seq = 0
+        self._ranges_asked, self._pull_due = False, True
+        self._resync = self.base is not None  # what it trained under its former life is overwritten
+        self._progressed(result.progress)
+        self._mark("joined", inc=result.inc, head=str(result.head))
+        self._rest(f"joined as {self._identity.cluster}/{self.inc}")
+
+    def _rejoin(self) -> None:
+        """The lease ran out: what was unsettled is lost (the master has freed its ranges); begin a new life."""
+        self.account.lose_carried()
+        self.account.lose_frozen()
+        self._mark("life_ended", inc=self.inc, tokens_lost=self.account.lost)
+        # The master has written off what the last beat told; the rest is told under the new life.
+        self.account = Account(lost=max(0, self.account.lost - self._told_lost))
+        self._join("its lease at the master ran out: it joins again")
+
+    def _ask_ranges(self) -> None:
+        self._ranges_asked, self._ranges_seq = True, self._ranges_seq + 1
+        event = RangesRequested(0, self._identity.cluster, self.inc, self._ranges_seq, RANGES_AT_ONCE)
+        self._out.append(Ask("ranges", -self._ranges_seq, event, 0.0))
+
+    def _ranges_again(self, result: Result) -> None:
+        if isinstance(result, Finished):
+            self._ranges_asked = False
+            self.progress = replace(self.progress, finished=result.version)
+            return
+        delay_s = result.retry_after_s if isinstance(result, Refused) else ASK_AGAIN_S
+        event = RangesRequested(0, self._identity.cluster, self.inc, self._ranges_seq, RANGES_AT_ONCE)
+        self._out.append(Ask("ranges", -self._ranges_seq, event, delay_s))
+
+    def _joined_in(self) -> bool:
+        return self.inc > 0 and self.phase is not Phase.JOINING

@@ -1,0 +1,254 @@
+"""The way of one push or pull: asked, granted, moved, finished, settled; and what the trainer is told meanwhile.
+
+A talk has a phase; which answer of the master is legal in which phase, and who takes it up, is a table (ANSWERS).
+Rank 0 opens a talk with a question of a new number and repeats it until the verdict is there. A talk whose trainer
+died, or was told to train on because the master is out of reach, goes on to its end without it, so that what is
+committed is settled.
+
+Must stay true: progress is cut when a push is granted, and settled, given back or lost exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from dips.client.deeds import Phase
+from dips.client.life import Life
+from dips.client.local import (
+    Answer,
+    Over,
+    PullMoved,
+    PullNow,
+    PullWanted,
+    PushMoved,
+    PushNow,
+    PushWanted,
+    TrainOn,
+    Wait,
+)
+from dips.protocol.effects import (
+    Acknowledged,
+    Committed,
+    Dropped,
+    Finished,
+    Grant,
+    Outcome,
+    Refused,
+)
+from dips.protocol.events import PullFinished, PullRequested, PushAborted, PushFinished, PushRequested, RoundAwaited
+
+PULL_TRIES = 3  # a pull that fails so often in a row is given up, unless the trainer cannot train without it
+RETRY_S = 0.5  # before a failed pull is asked for anew
+
+
+class Talk(Life):
+    """One talk at a time, with rank 0 on one side and the master on the other."""
+
+    def _talk(self, q: PushWanted | PushMoved | PullWanted | PullMoved) -> Answer:
+        if q.number > self._number:
+            if isinstance(q, PushWanted | PullWanted) and self.phase is not Phase.RESTING:
+                # The last talk is still being settled; a trainer that has parameters stands still for so long only.
+                late = isinstance(q, PushWanted) and self._unreachable()
+                return TrainOn(self.reason, True, self._fraction()) if late else Wait(self.reason)
+            self._number, self._waiting, self._told = q.number, True, None
+            self._open(q)
+        return self._verdict()
+
+    def _open(self, q: PushWanted | PushMoved | PullWanted | PullMoved) -> None:
+        if isinstance(q, PushMoved) and self.phase is Phase.PUSHING and q.seq == self._seq:
+            self._push_moved(q)
+        elif isinstance(q, PullMoved) and self.phase is Phase.PULLING and q.seq == self._seq:
+            self._pull_moved(q)
+        elif isinstance(q, PullWanted):
+            self._pull_due = True
+            self._rest("a pull is wanted")
+        elif self.phase is not Phase.RESTING:
+            pass  # what was moved belongs to a talk that is over; the present one will tell
+        elif isinstance(q, PushMoved | PullMoved) or self._pull_due or self.progress.finished:
+            self._rest("the transfer was ended meanwhile")
+        elif self._now < self._backoff_until:
+            self._tell(TrainOn(self.reason, True, self._fraction()))
+        else:
+            self._ask_push()
+
+    def _verdict(self) -> Answer:
+        if self._told:
+            return self._told
+        if self.phase is Phase.PUSHING and self._grant:
+            return PushNow(self.inc, self._seq, self._grant)
+        if self.phase is Phase.PULLING and self._grant:
+            return PullNow(self.inc, self._seq, self._grant, self._fraction())
+        return Wait(self.reason)
+
+    def _rest(self, reason: str, again: bool = False, delay_s: float = 0.0) -> None:
+        """The talk is over; a trainer that waits is given the pull that it needs, or its verdict."""
+        self.phase, self.reason, self._grant = Phase.RESTING, reason, None
+        self._want_final()
+        if self._waiting and self._pull_due:
+            self._ask_pull(delay_s)
+        elif self._waiting:
+            self._conclude(reason, again)
+
+    def _want_final(self) -> None:
+        """A finished run's last version is worth one pull."""
+        finished = self.progress.finished
+        if finished and self.base != finished and not self._final_tried:
+            self._pull_due = self._final_tried = True
+
+    def _conclude(self, reason: str, again: bool = False) -> None:
+        if self.progress.finished:
+            self._tell(Over(f"the run is finished with {self.progress.finished}", self._fraction()))
+        else:
+            self._tell(TrainOn(reason, again, self._fraction()))
+
+    def _tell(self, verdict: Answer) -> None:
+        self._told, self._waiting = verdict, False
+
+    def _push_moved(self, q: PushMoved) -> None:
+        self._mark("push_end", seq=q.seq, ok=q.ok, nbytes=q.nbytes, reason=q.reason)
+        if not q.ok:
+            self._give_back()
+            self._abort(f"its push failed: {q.reason}")
+            self._tell(TrainOn(self.reason, False, self._fraction()))
+            return
+        self.phase, self.reason = Phase.FINISHING, "its push waits to be committed"
+        p = self.account.frozen
+        self._ask(PushFinished(0, self._push_id(), p.tokens, p.inner_steps, p.ranges, p.loss))
+
+    def _pull_moved(self, q: PullMoved) -> None:
+        assert self._grant
+        version = self._grant.version
+        self._mark("pull_end", seq=q.seq, version=str(version), installed=q.installed, nbytes=q.nbytes, reason=q.reason)
+        if q.installed:
+            self.base, self._resync, self._pull_due, self._pull_failures = version, False, False, 0
+            self.ranges.take_back_unserved(self.account.lose_carried())  # work that the pull has overwritten
+            self.reason = f"trains on {version}"
+        else:
+            self._pull_failed(f"its pull failed: {q.reason}")
+        self._close_pull(q.installed)
+        self._want_final()
+        if not self._pull_due:  # it need not stand still while the pull is being closed
+            self._conclude(self.reason)
+
+    def _pull_failed(self, reason: str) -> None:
+        """Try again, but for ever only if the trainer cannot train with what it has."""
+        self._pull_failures, self.reason = self._pull_failures + 1, reason
+        self._pull_due = self._resync or self.base is None or self._pull_failures < PULL_TRIES
+        if not self._pull_due:
+            self._pull_failures = 0
+
+    def _push_granted(self, grant: Grant) -> None:
+        self.phase, self.reason, self._grant = Phase.PUSHING, "its push is moving", grant
+        self._mark_inner()
+        self.account.freeze()
+        self._frozen_by, self._moved = self.attempt, (0, 0)
+        self._mark("push_begin", seq=self._seq, base=str(self.base), tokens=self.account.frozen.tokens)
+
+    def _refused(self, result: Refused) -> None:
+        if self.phase is Phase.ASKING_PULL:
+            self._pull_failed(f"its pull was refused: {result.reason}")
+            self._rest(self.reason, delay_s=result.retry_after_s)
+            return
+        self._backoff_until = self._now + result.retry_after_s
+        self._rest(result.reason, again=True)
+
+    def _committed(self, _: Committed) -> None:
+        self.phase, self.reason = Phase.AWAITING, "its push is committed, the window is open"
+        self._mark("window_begin", seq=self._seq)
+        self._ask(RoundAwaited(0, self._push_id()))
+
+    def _outcome(self, result: Outcome) -> None:
+        if self.phase is Phase.AWAITING:
+            self._mark("window_end", seq=self._seq)
+        self._mark("outcome", outcome=result.kind, version=str(result.version), seq=self._seq, reason=result.reason)
+        self._progressed(result.progress)
+        if result.kind == "skipped":
+            self._give_back()
+            self._rest(f"its round was skipped: {result.reason}")
+            return
+        self.account.settle(result.kind)
+        self._pull_due = self._waiting
+        if result.pull is None:
+            self._rest(f"its push was {result.kind}")
+        elif self._waiting:
+            self._pull_granted(result.pull)
+        else:
+            self._close_pull(False)
+
+    def _dropped(self, result: Dropped) -> None:
+        if self.phase is Phase.ASKING_PULL:
+            self._pull_failed(f"its pull was dropped: {result.reason}")
+        if self.phase is Phase.AWAITING:
+            self._mark("window_end", seq=self._seq)
+        if self.phase in (Phase.ASKING_PUSH, Phase.FINISHING, Phase.AWAITING):
+            self._mark("outcome", outcome="dropped", version="", seq=self._seq, reason=result.reason)
+        self._give_back()
+        self._rest(result.reason, delay_s=RETRY_S)
+
+    def _pull_granted(self, grant: Grant) -> None:
+        if not self._waiting:  # the trainer was told to train on, or died
+            self._close_pull(False)
+            return
+        self.phase, self.reason, self._grant = Phase.PULLING, f"pulls {grant.version}", grant
+        self._moved = (0, 0)
+        self._mark("pull_begin", seq=self._seq, version=str(grant.version))
+
+    def _closed(self, _: Acknowledged | Dropped) -> None:
+        self._rest(self.reason, delay_s=RETRY_S)
+
+    def _finished(self, result: Finished) -> None:
+        self.progress = replace(self.progress, finished=result.version)
+        if self.phase is Phase.ASKING_PULL:
+            self._pull_due, self._final_tried = False, True
+        self._give_back()
+        self._rest("the run is finished")
+
+    def _give_back(self) -> None:
+        """The open push came to nothing; its portion is carried on by the trainer that earned it, or lost with it."""
+        if self._alive and self._frozen_by == self.attempt and not self._resync:
+            self.account.give_back()
+        else:
+            self.ranges.take_back_unserved(self.account.lose_frozen())
+
+    def _ask_push(self) -> None:
+        assert self.base is not None
+        self._seq += 1
+        self.phase, self.reason = Phase.ASKING_PUSH, "it asks for a push"
+        self._ask(PushRequested(0, self._push_id(), self.base, self._push_ranks))
+
+    def _ask_pull(self, delay_s: float = 0.0) -> None:
+        self._seq += 1
+        self.phase, self.reason = Phase.ASKING_PULL, self.reason or "it asks for a pull"
+        self._ask(PullRequested(0, self._pull_id(), self._pull_ranks), delay_s)
+
+    def _close_pull(self, installed: bool) -> None:
+        self.phase, self._grant = Phase.CLOSING, None
+        self._ask(PullFinished(0, self._pull_id(), installed))
+
+    def _abort(self, reason: str) -> None:
+        self.phase, self.reason, self._grant = Phase.ABORTING, reason, None
+        self._ask(PushAborted(0, self._push_id(), reason))
+
+
+# Which answer is legal in which phase, and who takes it up. Pending is legal everywhere: the same is asked again.
+ANSWERS: Mapping[tuple[Phase, type], Callable[..., None]] = {
+    (Phase.ASKING_PUSH, Grant): Talk._push_granted,
+    (Phase.ASKING_PUSH, Refused): Talk._refused,
+    (Phase.ASKING_PUSH, Dropped): Talk._dropped,
+    (Phase.ASKING_PUSH, Finished): Talk._finished,
+    (Phase.FINISHING, Committed): Talk._committed,
+    (Phase.FINISHING, Outcome): Talk._outcome,
+    (Phase.FINISHING, Dropped): Talk._dropped,
+    (Phase.FINISHING, Finished): Talk._finished,
+    (Phase.AWAITING, Outcome): Talk._outcome,
+    (Phase.AWAITING, Dropped): Talk._dropped,
+    (Phase.AWAITING, Finished): Talk._finished,
+    (Phase.ABORTING, Acknowledged): Talk._closed,
+    (Phase.ASKING_PULL, Grant): Talk._pull_granted,
+    (Phase.ASKING_PULL, Refused): Talk._refused,
+    (Phase.ASKING_PULL, Dropped): Talk._dropped,
+    (Phase.ASKING_PULL, Finished): Talk._finished,
+    (Phase.CLOSING, Acknowledged): Talk._closed,
+    (Phase.CLOSING, Dropped): Talk._closed,
+}

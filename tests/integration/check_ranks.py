@@ -1,0 +1,124 @@
+"""Two ranks on gloo look at themselves: how models lie on them, and what they do when one of them cannot pull.
+
+torchrun --nproc-per-node 2 check_ranks.py OUT     writes OUT.RANK as JSON
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from train_constant import Model, local
+
+from dips.client import transfer
+from dips.client.mover import Mover
+from dips.client.parallel import Shards, shards
+from dips.client.transfer import Base, Stats
+from dips.client.voice import Voice
+from dips.errors import ConfigError, UnavailableSlave
+from dips.ids import GENESIS
+from dips.protocol.effects import Grant
+
+GRANT = Grant(GENESIS, (), ((), ()), 60.0)
+
+
+def sharded(mesh: Any) -> nn.Module:
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def facts(layout: Shards) -> dict[str, Any]:
+    pieces = [[p.layer, p.param, p.offset, p.length, p.speaks] for p in layout.pieces]
+    return {"digest": layout.manifest.digest, "manifest": layout.manifest.to_json(), "pieces": pieces}
+
+
+def refused(voice: Voice) -> str:
+    """What is said of a parameter that is sharded along another dim than the first."""
+    model, mesh = nn.Linear(4, 4, bias=False), init_device_mesh("cpu", (2,))
+    model.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(1)]))
+    try:
+        shards(model, voice.rank)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def one_rank_fails(voice: Voice, model: nn.Module) -> dict[str, Any]:
+    """Rank 1 cannot pull; rank 0 would wait for ever for its own bytes unless it is told."""
+    mover = Mover(shards(model, voice.rank), voice, poll_s=0.1, stall_s=5.0)
+    before = [local(p).clone() for p in model.parameters()]
+
+    def pull(grant: Grant, base: Base, pieces: Any, *, cancel: threading.Event, **_: Any) -> Stats:
+        if voice.rank == 1:
+            raise UnavailableSlave("ps1 is gone")
+        assert cancel.wait(30), "nobody told rank 0"
+        raise transfer.TransferCancelled("cancelled")
+
+    transfer.pull = pull
+    began = time.monotonic()
+    moved = mover.pull(GRANT, Base("run", "c", 1, 1, voice.rank), lambda _moved, _total: None)
+    same = all(torch.equal(a, local(p)) for a, p in zip(before, model.parameters(), strict=True))
+    return {"ok": moved.ok, "reason": moved.reason, "seconds": time.monotonic() - began, "untouched": same}
+
+
+def all_ranks_pull(voice: Voice, model: nn.Module) -> dict[str, Any]:
+    """Every rank gets its bytes; moments of the optimizer stay, parameters keep their identity."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.tensor([[1, 2]])).sum().backward()
+    optimizer.step()
+    moments = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
+    mover = Mover(shards(model, voice.rank), voice, poll_s=0.1, stall_s=5.0)
+
+    def pull(grant: Grant, base: Base, pieces: Any, **_: Any) -> Stats:
+        for piece in pieces:
+            piece.array[:] = 7.0
+        return Stats(0, 0.0, 1)
+
+    transfer.pull = pull
+    moved = mover.pull(GRANT, Base("run", "c", 1, 2, mover.pull_rank), lambda _moved, _total: None)
+    mover.install()
+    kept = all(torch.equal(local(s[k]), local(moments[p][k])) for p, s in optimizer.state.items() for k in s)
+    sevens = all(bool((local(p) == 7.0).all()) for p in model.parameters())
+    return {"ok": moved.ok, "sevens": sevens, "moments": kept, "nbytes": moved.nbytes}
+
+
+def main(out: Path) -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    voice = Voice()
+    words = voice.share(b"said by rank 0" if voice.rank == 0 else None)
+    flat = init_device_mesh("cpu", (2,))
+    replicated = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    plain = nn.Linear(2, 2, bias=False)
+    plain.weight = nn.Parameter(distribute_tensor(torch.zeros(2, 2), flat, [Replicate()]))
+    found = {
+        "heard": words.decode(),
+        "numbered": voice.numbered(voice.rank == 1),
+        "plain": facts(shards(Model(), voice.rank)),
+        "fsdp": facts(shards(sharded(flat), voice.rank)),
+        "hsdp": facts(shards(sharded(replicated), voice.rank)),
+        "replicated": facts(shards(plain, voice.rank)),
+        "refused": refused(voice),
+        "fails": one_rank_fails(voice, sharded(flat)),
+        "pulls": all_ranks_pull(voice, sharded(flat)),
+    }
+    out.with_name(f"{out.name}.{voice.rank}").write_text(json.dumps(found))
+    voice.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,188 @@
+"""A whole run as real processes on loopback: init, master, slaves, clusters; each ended by its own pid.
+
+    with Run(tmp_path, tensors, shared={"stop": {"versions": 3}}) as run:
+        run.start_master(); run.start_slaves(); west = run.start_cluster("west", [sys.executable, "train.py"])
+        run.wait(west, 60)
+
+Ports are ephemeral: the master's is taken from the kernel and handed to everybody's file before it starts, those of the
+slaves are 0. What a process prints is in `<name>.log` below the directory, and in the message when something fails.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import yaml
+
+from dips.config import load_run
+from dips.master import genesis
+from dips.master.ledger import Ledger
+
+ROOT = Path(__file__).parents[2]
+END_S = 30.0  # for a process to end after SIGTERM
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+def daemon(role: str) -> list[str]:
+    """What the console script `dips-<role>` does, with this interpreter."""
+    return [sys.executable, "-c", f"from dips.{role}.app import main; main()"]
+
+
+def free_port() -> int:
+    """A port that the kernel says is free now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class Process:
+    """One daemon or cluster, in a session of its own so that a test that kills it kills nothing else."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
+        self.name, self.log = name, log
+        with log.open("ab") as out:
+            self._popen = subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+            )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, None while it lives."""
+        return self._popen.poll()
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        self._popen.kill()
+        self._popen.wait()
+
+    def terminate(self, within_s: float = END_S) -> int:
+        """SIGTERM; return its exit code, or fail if it does not end."""
+        if self._popen.poll() is None:
+            self._popen.send_signal(signal.SIGTERM)
+        try:
+            return self._popen.wait(within_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"{self.name} did not end within {within_s} s of SIGTERM\n{self.tail()}") from None
+
+    def tail(self, lines: int = 40) -> str:
+        text = self.log.read_text(errors="replace").splitlines()
+        return f"--- {self.log}\n" + "\n".join(text[-lines:])
+
+
+class Run:
+    """One run in one directory."""
+
+    def __init__(
+        self,
+        directory: Path,
+        tensors: Mapping[str, npt.NDArray[np.float32]],
+        *,
+        shared: Mapping[str, Any] | None = None,
+        timing: Mapping[str, Any] | None = None,
+        slaves: int = 2,
+    ) -> None:
+        """`tensors`: θ of v0@r0; `shared`, `timing`: what differs from the defaults."""
+        self.directory, self.processes = directory, list[Process]()
+        self.address = f"127.0.0.1:{free_port()}"
+        self.shared = {"run": "test", **(shared or {})}
+        self.slaves = [f"ps{i}" for i in range(slaves)]
+        self.file = directory / "dips.yaml"
+        self._write(self.file, self._run_file({"window_s": 0.3, "beat_s": 0.5, "busy_retry_s": 0.2, **(timing or {})}))
+        genesis.make_run(load_run(self.file), tensors)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for process in reversed(self.processes):
+            try:
+                process.terminate()
+            except AssertionError:
+                if kind is None:
+                    raise
+        if error is not None:
+            error.add_note("\n".join(process.tail() for process in self.processes))
+
+    def start_master(self) -> Process:
+        return self._start("master", [*daemon("master"), "--config", str(self.file)])
+
+    def start_slave(self, name: str) -> Process:
+        return self._start(name, [*daemon("slave"), "--config", str(self.file), "--name", name])
+
+    def start_slaves(self) -> list[Process]:
+        return [self.start_slave(name) for name in self.slaves]
+
+    def start_cluster(self, name: str, command: Sequence[str], *, steps: int = 1, **options: Any) -> Process:
+        """Start an agent with `command` as its trainer; `steps` is H, `options` are keys of the cluster file."""
+        file = self.directory / f"{name}.yaml"
+        self._write(
+            file,
+            {
+                "shared": self.shared, "cluster": name, "master": self.address, "pace": {"steps": steps},
+                "directory": name, "insecure": True, "beat_s": 0.5, "retry_s": 1.0,
+                "max_restarts": 0, **options,
+            },
+        )  # fmt: skip
+        return self._start(name, [*daemon("client"), "--config", str(file), "--", *command])
+
+    def wait(self, process: Process, within_s: float, code: int = 0) -> None:
+        """Wait for a process to end with `code`, while all others live."""
+        self.until(lambda: process.code is not None, within_s, f"{process.name} ends")
+        assert process.code == code, f"{process.name} ended with {process.code}, expected {code}\n{process.tail()}"
+
+    def until(self, holds: Callable[[], Any], within_s: float, what: str) -> None:
+        """Poll until something holds; fail naming `what` and showing all logs."""
+        end = time.monotonic() + within_s
+        while not holds():
+            assert time.monotonic() < end, f"not within {within_s:g} s: {what}"
+            time.sleep(0.05)
+
+    @contextmanager
+    def ledger(self) -> Iterator[Ledger]:
+        """The ledger, for reading; a living master keeps it."""
+        ledger = Ledger.open(self.directory / "master" / genesis.LEDGER, readonly=True)
+        try:
+            yield ledger
+        finally:
+            ledger.close()
+
+    def timeline(self, cluster: str) -> Path:
+        return self.directory / cluster / "timeline.jsonl"
+
+    def _start(self, name: str, command: Sequence[str]) -> Process:
+        process = Process(name, command, self.directory / f"{name}.log")
+        self.processes = [p for p in self.processes if p.code is None or p.name != name] + [process]
+        return process
+
+    def _run_file(self, timing: Mapping[str, Any]) -> dict[str, Any]:
+        model = str(Path("master") / genesis.INITIAL_MODEL)
+        small = {"initial_model": model, "master": self.address, "threads": 1, "transit_bytes": 8 << 20}
+        return {
+            "shared": self.shared,
+            "master": {"listen": self.address, "directory": "master", "timing": dict(timing)},
+            "slaves": [{"name": name, "directory": name, **small} for name in self.slaves],
+            "insecure": True,
+        }
+
+    @staticmethod
+    def _write(path: Path, content: Mapping[str, Any]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(yaml.safe_dump(dict(content)))

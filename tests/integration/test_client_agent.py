@@ -1,0 +1,213 @@
+"""The agent as a process: it keeps its trainer alive, speaks for it, cleans up after it, and ends as it should."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from dips.telemetry import timeline
+
+HERE = Path(__file__).parent
+TINY = str(HERE / "train_tiny.py")
+
+
+def load(name: str) -> ModuleType:
+    """A file of this directory as a module, whatever the test runner's import mode."""
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+harness, script = load("cluster_harness"), load("train_constant")
+
+
+def tensors() -> dict[str, Any]:
+    return {name: np.full(tuple(p.shape), 0.5, np.float32) for name, p in script.Model().named_parameters()}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Any]:
+    with harness.Run(tmp_path, tensors(), shared={"penalty": {"rule": "none"}, "stop": {"versions": 30}}) as run:
+        yield run
+
+
+def marks(run: Any, cluster: str, kind: str) -> list[dict[str, Any]]:
+    path = run.timeline(cluster)
+    return [line for line in timeline.read(path) if line["kind"] == kind] if path.exists() else []
+
+
+def versions(run: Any) -> list[Any]:
+    with run.ledger() as ledger:
+        return [r for r in ledger.history(1000) if r.version is not None]
+
+
+def test_the_agent_does_not_import_torch() -> None:
+    """The library is resolved when it is asked for, not before."""
+    code = "import sys, dips.client, dips.client.app; assert 'torch' not in sys.modules; dips.client.OuterLoop"
+    check = "assert 'torch' in sys.modules"
+    subprocess.run([sys.executable, "-c", f"{code}; {check}"], cwd=harness.ROOT, check=True, timeout=60)
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_trainer_comes_back_in_the_same_life(run: Any, tmp_path: Path) -> None:
+    """SIGKILL of the trainer: the agent keeps the lease and starts it anew; it pulls the head, and tokens add up."""
+    run.start_master()
+    run.start_slaves()
+    west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")], max_restarts=1)
+    run.until(lambda: len(versions(run)) >= 3, 60, "three versions")
+    os.kill(marks(run, "west", "trainer_start")[0]["pid"], signal.SIGKILL)
+    before = len(versions(run))
+    run.wait(west, 60)
+    lives = [line for line in (tmp_path / "out").read_text().splitlines() if line.startswith("life")]
+    assert lives[0] == "life v0@r0" and len(lives) == 2 and lives[1] != "life v0@r0"
+    rounds = versions(run)
+    assert len(rounds) == 30 > before
+    assert {fold.push.inc for r in rounds for fold in r.folds} == {1}
+    lost = marks(run, "west", "trainer_gone")[-1]["tokens_lost"]
+    assert marks(run, "west", "inner")[-1]["tokens"] == sum(r.tokens for r in rounds) + lost
+
+
+@pytest.mark.timeout(120)
+def test_a_wrong_model_is_refused_with_its_first_differences(run: Any, tmp_path: Path) -> None:
+    """Agent and trainer end with exit code 65, and what the trainer prints names the parameters."""
+    run.start_master()
+    wrong = run.start_cluster("wrong", [sys.executable, TINY, "wrong", str(tmp_path / "out")], max_restarts=5)
+    run.wait(wrong, 60, code=65)
+    raised = [line for line in wrong.log.read_text().splitlines() if line.startswith("dips.errors.CorruptManifest")]
+    assert len(raised) == 1, wrong.tail()
+    assert "head.weight: expected shape (1, 3), got (2, 3); head.bias: expected shape (1,), got (2,)" in raised[0]
+    assert len(marks(run, "wrong", "trainer_start")) == 1
+
+
+@pytest.mark.timeout(120)
+def test_a_master_that_is_late_is_waited_for(run: Any, tmp_path: Path) -> None:
+    """An unreachable master is asked again and again, visibly; when it is there the cluster joins."""
+    run.start_slaves()
+    west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")])
+    run.until(lambda: "the master does not answer" in west.log.read_text(), 60, "the agent says that it waits")
+    run.start_master()
+    run.wait(west, 60)
+    assert len(versions(run)) == 30
+
+
+@pytest.mark.timeout(120)
+def test_a_restarted_master_finds_its_cluster(run: Any, tmp_path: Path) -> None:
+    """SIGKILL of the master: the cluster goes on in the same life under the next term."""
+    master = run.start_master()
+    run.start_slaves()
+    west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")])
+    run.until(lambda: len(versions(run)) >= 3, 60, "three versions")
+    master.kill()
+    run.start_master()
+    run.wait(west, 90)
+    assert len(versions(run)) == 30
+    assert (tmp_path / "out").read_text().count("life") == 1
+
+
+@pytest.mark.timeout(120)
+def test_every_data_range_is_trained_once(tmp_path: Path) -> None:
+    """Two clusters walk 12 ranges: together they get each one exactly once, and the ledger knows those trained."""
+    shared = {"penalty": {"rule": "none"}, "data": {"ranges": 12}}
+    with harness.Run(tmp_path, tensors(), shared=shared) as run:
+        run.start_master()
+        run.start_slaves()
+        names = ["east", "west"]
+        clusters = [
+            run.start_cluster(n, [sys.executable, TINY, "ranges", str(tmp_path / f"{n}.out")], steps=1) for n in names
+        ]
+        for cluster in clusters:
+            run.wait(cluster, 90)
+        given = [line for n in names for line in (tmp_path / f"{n}.out").read_text().splitlines() if "range" in line]
+        assert sorted(given) == sorted(f"range {i}" for i in range(12))
+        trained = [r for round_ in versions(run) for fold in round_.folds for r in fold.ranges]
+        assert len(trained) == len(set(trained)) >= 8
+
+
+# ---- without a master: the agent and its processes -----------------------------------------------------------------
+
+
+def agent(run: Any, code: str, **options: Any) -> Any:
+    return run.start_cluster("west", [sys.executable, "-c", code], **options)
+
+
+def test_the_trainers_exit_code_is_the_agents(run: Any) -> None:
+    """A trainer that fails too often ends the agent with its own code; one that ends well ends it well."""
+    run.wait(agent(run, "raise SystemExit(9)", max_restarts=1), 30, code=9)
+    assert len(marks(run, "west", "trainer_start")) == 2
+    run.wait(agent(run, "pass"), 30)
+
+
+def test_sigterm_ends_trainer_and_agent(run: Any) -> None:
+    """SIGTERM is handed on; the agent ends when the trainer has, with its code."""
+    west = agent(run, "import time; print('up', flush=True); time.sleep(600)")
+    run.until(lambda: "up" in west.log.read_text(), 30, "the trainer runs")
+    pid = marks(run, "west", "trainer_start")[0]["pid"]
+    assert west.terminate() == 128 + signal.SIGTERM
+    assert not psutil.pid_exists(pid)
+
+
+SPAWN = (
+    "import subprocess, sys, time\n"
+    "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+    "print('worker', p.pid, flush=True)\n"
+    "time.sleep(600)"
+)
+
+
+def worker_of(west: Any) -> int:
+    return next((int(line.split()[1]) for line in west.log.read_text().splitlines() if line.startswith("worker")), 0)
+
+
+def test_workers_of_a_trainer_that_was_killed_are_killed(run: Any) -> None:
+    """torchrun's workers live in sessions of their own; when it is killed hard, nothing of it stays."""
+    west = agent(run, SPAWN)
+    run.until(lambda: worker_of(west), 30, "the trainer has a worker")
+    os.killpg(marks(run, "west", "trainer_start")[0]["pid"], signal.SIGKILL)
+    run.wait(west, 30, code=128 + signal.SIGKILL)
+    assert not psutil.pid_exists(worker_of(west))
+    assert marks(run, "west", "trainer_end")[0]["killed"] == 1
+
+
+def test_a_trainer_does_not_outlive_its_agent(run: Any) -> None:
+    """SIGKILL of the agent: the kernel tells the trainer."""
+    west = agent(run, "import time; print('up', flush=True); time.sleep(600)")
+    run.until(lambda: "up" in west.log.read_text(), 30, "the trainer runs")
+    pid = marks(run, "west", "trainer_start")[0]["pid"]
+    west.kill()
+    run.until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", 10, "the trainer ended")
+
+
+def test_a_second_agent_in_the_same_directory_is_refused(run: Any) -> None:
+    """Two agents of one cluster would fence each other for ever: exit 78, naming the directory and the first's pid."""
+    west = agent(run, "import time; print('up', flush=True); time.sleep(600)")
+    run.until(lambda: "up" in west.log.read_text(), 30, "the trainer runs")
+    second = subprocess.run(
+        [*harness.daemon("client"), "--config", str(run.directory / "west.yaml"), "--", "true"],
+        cwd=harness.ROOT, capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    assert second.returncode == 78
+    assert f"in use by another agent (pid {west.pid})" in second.stderr
+    assert west.code is None
+
+
+def test_a_script_without_an_agent_is_told_how_to_start(tmp_path: Path) -> None:
+    """`python train.py` alone names the command that is missing."""
+    alone = subprocess.run(
+        [sys.executable, TINY, "steps", str(tmp_path / "out")],
+        env={**os.environ, "PYTHONPATH": str(harness.ROOT)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert alone.returncode == 1
+    assert "start this script as `dips-client --config cluster.yaml -- …`" in alone.stderr

@@ -1,0 +1,81 @@
+"""The library in two real ranks on gloo: who holds and pushes what, one mouth for all, installs on all or none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dips.protocol.manifest import Manifest
+from dips.wire.chunks import Layout, Range, uncovered
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of the two ranks found; torchrun is started once for all tests of this file."""
+    out = tmp_path_factory.mktemp("ranks") / "found"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(HERE / "check_ranks.py"), str(out)],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(out.with_name(f"found.{rank}").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["plain", "fsdp", "hsdp", "replicated"])
+def test_what_is_spoken_for_covers_every_parameter_once(ranks: list[dict[str, Any]], kind: str) -> None:
+    """Uneven shards, empty shards, replicas: no element is pushed twice and none is forgotten."""
+    manifest = Manifest.from_json(ranks[0][kind]["manifest"])
+    claims = {
+        f"rank {r}": [Range(*piece[:4]) for piece in found[kind]["pieces"] if piece[4]] for r, found in enumerate(ranks)
+    }
+    assert uncovered(Layout(manifest, range(len(manifest.layers))), claims) == []
+
+
+def test_the_manifest_does_not_depend_on_the_layout(ranks: list[dict[str, Any]]) -> None:
+    """Clusters of different layouts train one model."""
+    assert len({found[kind]["digest"] for found in ranks for kind in ("plain", "fsdp", "hsdp")}) == 1
+
+
+def test_every_rank_receives_all_that_it_holds(ranks: list[dict[str, Any]]) -> None:
+    """Both ranks of a plain job pull the whole model; FSDP2 ranks pull their own shards only."""
+    held = {kind: [sum(p[3] for p in found[kind]["pieces"]) for found in ranks] for kind in ("plain", "fsdp", "hsdp")}
+    assert held["plain"] == held["hsdp"] == [75, 75]
+    assert sum(held["fsdp"]) == 75 and min(held["fsdp"]) > 0
+
+
+def test_other_placements_are_refused_by_name(ranks: list[dict[str, Any]]) -> None:
+    """A parameter sharded along dim 1 is no contiguous range."""
+    assert all(found["refused"].startswith("weight: its placement") for found in ranks)
+
+
+def test_what_rank_0_hears_all_hear(ranks: list[dict[str, Any]]) -> None:
+    """One mouth; and ranks are numbered without gaps."""
+    assert [found["heard"] for found in ranks] == ["said by rank 0"] * 2
+    assert ranks[1]["numbered"] == [0, 1] and ranks[0]["numbered"][1] == 1
+
+
+def test_a_pull_that_fails_on_one_rank_is_installed_on_none(ranks: list[dict[str, Any]]) -> None:
+    """The healthy rank is told at the next meeting, cancels its own share, and nobody's model is touched."""
+    assert [found["fails"]["ok"] for found in ranks] == [False, False]
+    assert [found["fails"]["untouched"] for found in ranks] == [True, True]
+    assert ranks[0]["fails"]["reason"] == "another rank failed"
+    assert ranks[1]["fails"]["reason"] == "UnavailableSlave: ps1 is gone"
+    assert max(found["fails"]["seconds"] for found in ranks) < 5
+
+
+def test_a_pull_that_succeeds_leaves_the_optimizer_alone(ranks: list[dict[str, Any]]) -> None:
+    """θ is replaced in place on every rank; AdamW's moments survive."""
+    for found in ranks:
+        assert found["pulls"] == {"ok": True, "sevens": True, "moments": True, "nbytes": 75 * 4}

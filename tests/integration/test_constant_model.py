@@ -1,0 +1,86 @@
+"""The whole system moves numbers and nothing else: a model whose every element is one number stays one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from math import sqrt
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from dips.ids import VersionId
+from dips.protocol.records import FoldRow
+
+HERE = Path(__file__).parent
+ROUNDS = 20
+LR, MOMENTUM, CLIP = 0.7, 0.8, 1.0
+
+
+def load(name: str) -> ModuleType:
+    """A file of this directory as a module, whatever the test runner's import mode."""
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+harness, script = load("cluster_harness"), load("train_constant")
+
+
+def twin(rounds: Sequence[tuple[VersionId, Sequence[FoldRow]]], numel: int) -> dict[str, float]:
+    """θ of every version, from the ledger's folds alone: the outer step in ten lines of fp32."""
+    f = np.float32
+    theta, m, history = f(script.START), f(0), {"v0@r0": script.START}
+    for version, folds in rounds:
+        pushed = [f(script.constant(fold.push.cluster, fold.base.version)) for fold in folds]
+        total = sum(fold.tokens for fold in folds)
+        mean = sum(fold.tokens / total * float(theta - p) for fold, p in zip(folds, pushed, strict=True))
+        g = f(mean * min(1.0, CLIP / max(abs(mean) * sqrt(numel), 1e-30)))
+        m = f(MOMENTUM) * m + g
+        theta = theta - f(LR) * (g + f(MOMENTUM) * m)
+        history[str(version)] = float(theta)
+    return history
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(300)
+def test_every_element_is_one_number_and_the_twin_predicts_it(tmp_path: Path) -> None:
+    """Two FSDP2 ranks and a plain rank, two slaves, 20 outer steps: everywhere and always the twin's number."""
+    tensors = {name: np.full(tuple(p.shape), script.START, np.float32) for name, p in script.Model().named_parameters()}
+    numel = sum(t.size for t in tensors.values())
+    shared = {
+        "stop": {"versions": ROUNDS},
+        "outer": {"lr": LR, "momentum": MOMENTUM, "clip": {"norm": CLIP}},
+        "penalty": {"rule": "none"},
+    }
+    path = str(HERE / "train_constant.py")
+    with harness.Run(tmp_path, tensors, shared=shared) as run:
+        run.start_master()
+        run.start_slaves()
+        two_ranks = [*harness.TORCHRUN, "2", path, "fast", "64", "2", str(tmp_path / "fast.out")]
+        one_rank = [sys.executable, path, "slow", "24", "2", str(tmp_path / "slow.out")]
+        fast, slow = run.start_cluster("fast", two_ranks, steps=2), run.start_cluster("slow", one_rank, steps=1)
+        for cluster in (fast, slow):
+            run.wait(cluster, 200)
+        with run.ledger() as ledger:
+            rounds = [(r.version, r.folds) for r in ledger.history(1000) if r.version is not None]
+
+    expected = twin(rounds, numel)
+    assert len(rounds) == ROUNDS
+    assert {fold.push.cluster for _, folds in rounds for fold in folds} == {"fast", "slow"}
+    assert any(len(folds) == 2 for _, folds in rounds), "no round had two contributions: nothing was weighted"
+    seen = {
+        name: dict(json.loads((tmp_path / name).read_text())) for name in ("fast.out.0", "fast.out.1", "slow.out.0")
+    }
+    assert list(seen["fast.out.0"]) == list(seen["fast.out.1"])
+    last = f"v{ROUNDS}@r{rounds[-1][0].round}"
+    for who, numbers in seen.items():
+        assert len(numbers) > 2 and last in numbers, f"{who} saw {list(numbers)}"
+        for version, number in numbers.items():
+            assert number == pytest.approx(expected[version], abs=1e-6), f"{who} at {version}"

@@ -1,0 +1,90 @@
+"""A training script without training: every parameter of every rank is set to one constant before each outer step.
+
+    train_constant.py CLUSTER TOKENS CLUSTERS OUT
+
+The constant is a function of the cluster and of the version that it trains on, so the ledger tells what was pushed.
+After each pull every rank asserts that all of its elements are one number, and writes (version, number) to OUT.RANK.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from dips.client import OuterLoop
+
+START = 0.5  # every element of v0@r0
+
+
+class Model(nn.Module):
+    """Blocks whose dim 0 does not divide by the ranks, a bias shorter than a block, an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.blocks = nn.ModuleList([nn.Linear(4, 5), nn.Linear(5, 3)])
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def constant(cluster: str, version: int) -> float:
+    """What `cluster` sets every parameter to while it trains on `version`."""
+    return {"fast": 0.3, "slow": -0.2}[cluster] + 0.01 * version
+
+
+def local(parameter: nn.Parameter) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def one_number(model: nn.Module) -> float | None:
+    """The number that every element on this rank is; None if this rank holds none."""
+    elements = torch.cat([local(p).detach().reshape(-1) for p in model.parameters()])
+    if elements.numel() == 0:
+        return None
+    assert bool((elements == elements[0]).all()), f"torn: {elements.min()} to {elements.max()}"
+    return float(elements[0])
+
+
+def main(cluster: str, tokens: int, clusters: int, out: Path) -> None:
+    rank = int(os.environ.get("RANK", "0"))
+    model = Model()
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    seen = []
+    with OuterLoop(model) as outer:
+        out.with_name(f"{out.name}.ready.{rank}").touch()
+        while len(list(out.parent.glob("*.ready.0"))) < clusters:  # nobody makes a version before all are here
+            time.sleep(0.05)
+        while True:
+            if not seen or seen[-1][0] != str(outer.version):
+                seen.append((str(outer.version), one_number(model)))
+            if outer.finished:
+                break
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    local(parameter).fill_(constant(cluster, outer.version.version))
+            outer.step(tokens=tokens)
+    out.with_name(f"{out.name}.{rank}").write_text(json.dumps(seen))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

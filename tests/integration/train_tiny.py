@@ -1,0 +1,47 @@
+"""A training script of one plain process: steps until the run is over, or walks the data ranges leased to it.
+
+    train_tiny.py steps OUT | train_tiny.py ranges OUT | train_tiny.py wrong OUT
+
+`steps` and `ranges` append a line to OUT for each life and each range; `wrong` brings a model that is not the run's.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from train_constant import Model
+
+from dips.client import OuterLoop
+
+
+def main(mode: str, out: Path) -> None:
+    model = Model()
+    if mode == "wrong":
+        model.head = nn.Linear(3, 2)
+    with OuterLoop(model) as outer, out.open("a", buffering=1) as log:
+        log.write(f"life {outer.version}\n")
+        if mode == "ranges":
+            for given in outer.ranges():
+                log.write(f"range {given}\n")
+                train(model, outer)
+        else:
+            while not outer.finished:
+                train(model, outer)
+        log.write("end\n")
+
+
+def train(model: nn.Module, outer: OuterLoop) -> None:
+    """One inner step: every parameter moves a little."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1e-3)
+    time.sleep(0.02)
+    outer.step(tokens=8, loss=torch.tensor(1.5))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

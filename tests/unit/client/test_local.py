@@ -1,0 +1,67 @@
+"""The words between the agent and rank 0 survive the socket, and nothing else passes for one."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import msgpack
+import pytest
+
+from dips.client import local
+from dips.client.local import Attach, PullNow, Stepped, Wait
+from dips.errors import LocalProtocolError, RemoteProtocolError
+from dips.ids import VersionId
+from dips.protocol.effects import Grant, SlaveAddress
+
+GRANT = Grant(VersionId(3, 4), (SlaveAddress("ps0", 2, ("127.0.0.1:1",), (0, 2)),), ((0,), (0,)), 60.0)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        PullNow(1, 2, GRANT, 0.5),
+        Stepped(1, 4096, None),
+        Stepped(1, 4096, 2.5),
+        Wait("äöü"),
+        Attach(1, 0, 9, "{}", 1, 2),
+    ],
+)
+def test_a_message_comes_back_equal(message: local.Message) -> None:
+    """What was encoded is decoded to an equal message, nested grants included."""
+    wire = local.encode(message)
+    assert local.body_length(wire[:4]) == len(wire) - 4
+    assert local.decode(wire[4:]) == message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xc1",
+        msgpack.packb(7),
+        msgpack.packb({"reason": "no kind"}),
+        msgpack.packb({"kind": "Exit"}),
+        msgpack.packb({"kind": "Wait"}),
+        msgpack.packb({"kind": "Wait", "reason": 7}),
+        msgpack.packb({"kind": "Wait", "reason": "", "more": 1}),
+        msgpack.packb({"kind": "Bye", "attempt": True}),
+    ],
+)
+def test_anything_else_is_refused(body: bytes) -> None:
+    """Foreign bytes, unknown kinds, missing, excess and mistyped fields raise RemoteProtocolError."""
+    with pytest.raises(RemoteProtocolError):
+        local.decode(body)
+
+
+def test_length_is_bounded_both_ways() -> None:
+    """A message above 1 MiB is neither sent nor believed."""
+    with pytest.raises(RemoteProtocolError, match="claims"):
+        local.body_length(local.LENGTH.pack(local.MOST_BYTES + 1))
+    with pytest.raises(LocalProtocolError, match="Attach takes"):
+        local.encode(Attach(1, 0, 9, "x" * local.MOST_BYTES, 1, 1))
+
+
+def test_every_word_is_in_the_table() -> None:
+    """Names are unique, and every message has only fields that the codec can read."""
+    assert len(local.MESSAGES) == 19
+    for cls in local.MESSAGES.values():
+        assert all(f.name != "kind" for f in fields(cls))

@@ -1,0 +1,520 @@
+"""The agent's mind, played: rank 0 on one side, the master on the other, and a clock that the test holds."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any, TypeVar
+
+import pytest
+
+from dips.client.deeds import Ask, Deed, Hurry, Identity, Mark, Phase, Stop
+from dips.client.local import (
+    Answer,
+    Attach,
+    Bye,
+    Failure,
+    Message,
+    Over,
+    PullMoved,
+    PullNow,
+    PullWanted,
+    PushMoved,
+    PushNow,
+    PushWanted,
+    RangeGiven,
+    RangesEnded,
+    RangeWanted,
+    Stepped,
+    TrainOn,
+    Wait,
+    Welcome,
+)
+from dips.client.session import Session
+from dips.errors import CorruptManifest, StaleIncarnation, StalePush
+from dips.ids import GENESIS, VersionId
+from dips.protocol.beats import ClusterBeatAnswer
+from dips.protocol.effects import (
+    Acknowledged,
+    Committed,
+    Dropped,
+    Finished,
+    Grant,
+    Joined,
+    Outcome,
+    Pending,
+    Progress,
+    Ranges,
+    Refused,
+    Result,
+)
+from dips.protocol.events import (
+    ClusterJoined,
+    ClusterLeft,
+    PullFinished,
+    PullRequested,
+    PushAborted,
+    PushFinished,
+    PushRequested,
+    RangesRequested,
+    RoundAwaited,
+)
+
+V1 = VersionId(1, 1)
+NONE_YET = Progress(0, 1000, None)
+E = TypeVar("E")
+
+
+def grant(version: VersionId = GENESIS) -> Grant:
+    return Grant(version, (), ((),), 60.0)
+
+
+class Play:
+    """One session, what it last asked the master, and everything that it marked."""
+
+    def __init__(self) -> None:
+        nonces = count(1)
+        self.s = Session(Identity("run", "west", "digest"), lambda: f"nonce{next(nonces)}", patience_s=10.0)
+        self.now = 0.0
+        self.asks: dict[str, Ask] = {}
+        self.marks: list[tuple[str, dict[str, Any]]] = []
+        self.stops: list[Stop] = []
+        self.hurries = 0
+        self.number = count(1)
+
+    def do(self, deeds: list[Deed]) -> None:
+        for deed in deeds:
+            match deed:
+                case Ask():
+                    self.asks[deed.channel] = deed
+                case Mark(kind, fields):
+                    self.marks.append((kind, dict(fields)))
+                case Stop():
+                    self.stops.append(deed)
+                case Hurry():
+                    self.hurries += 1
+
+    def say(self, message: Message) -> Answer | None:
+        answer, deeds = self.s.hear(message, self.now)
+        self.do(deeds)
+        return answer
+
+    def asked(self, kind: type[E], channel: str = "talk") -> E:
+        event = self.asks[channel].event
+        assert isinstance(event, kind), f"expected {kind.__name__}, the session asked {event}"
+        return event
+
+    def master(self, result: Result, channel: str = "talk") -> None:
+        self.do(self.s.answered(self.asks[channel].number, result, self.now))
+
+    def step(self, times: int = 1, tokens: int = 10) -> None:
+        for _ in range(times):
+            assert self.say(Stepped(self.s.attempt, tokens, 2.0)) is None
+
+    def want_push(self) -> PushWanted:
+        return PushWanted(self.s.attempt, next(self.number))
+
+    def attach(self, life: int = 1, restart: int = 0, pid: int = 7) -> Attach:
+        return Attach(life, restart, pid, '{"format":1,"layers":[]}', 1, 2)
+
+    def begin(self, inc: int = 1, ranges: tuple[int, ...] = ()) -> None:
+        """Attach, join and pull v0@r0."""
+        assert isinstance(self.say(self.attach()), Wait)
+        self.asked(ClusterJoined)
+        self.master(Joined(3, inc, GENESIS, NONE_YET, ranges))
+        assert isinstance(self.say(self.attach()), Welcome)
+        self.pull(GENESIS)
+
+    def pull(self, version: VersionId, installed: bool = True) -> Answer | None:
+        want = PullWanted(self.s.attempt, next(self.number))
+        self.say(want)
+        pull = self.asked(PullRequested).pull
+        self.master(grant(version))
+        assert self.say(want) == PullNow(pull.inc, pull.seq, grant(version), self.s._fraction())
+        moved = PullMoved(self.s.attempt, next(self.number), pull.seq, installed, "", 100)
+        answer = self.say(moved)
+        assert self.asked(PullFinished) == PullFinished(0, pull, installed)
+        self.master(Acknowledged())
+        return answer
+
+    def push_until_granted(self) -> PushNow:
+        want = self.want_push()
+        assert isinstance(self.say(want), Wait)
+        self.asked(PushRequested)
+        self.master(grant())
+        verdict = self.say(want)
+        assert isinstance(verdict, PushNow)
+        return verdict
+
+    def push_until_committed(self) -> PushMoved:
+        verdict = self.push_until_granted()
+        moved = PushMoved(self.s.attempt, next(self.number), verdict.seq, True, "", 100)
+        assert isinstance(self.say(moved), Wait)
+        self.asked(PushFinished)
+        self.master(Committed())
+        self.asked(RoundAwaited)
+        assert isinstance(self.say(moved), Wait)
+        return moved
+
+    def beat(self, standing: str) -> None:
+        beat = self.s.beat()
+        assert beat is not None
+        answer = ClusterBeatAnswer(3, 10.0, standing, None, None, NONE_YET)
+        self.do(self.s.beat_answered(beat.inc, answer, self.now))
+
+    def adds_up(self, consumed: int) -> None:
+        assert self.s.account.consumed == consumed
+
+
+@pytest.fixture
+def play() -> Play:
+    return Play()
+
+
+def outcome(kind: str, version: VersionId | None = V1, pull: bool = True) -> Outcome:
+    return Outcome(kind, version, "", grant(V1) if pull else None, Progress(40, 1000, None))
+
+
+def test_whole_round(play: Play) -> None:
+    """A push is asked, moved, committed, accepted; its pull is installed; the tokens are settled once."""
+    play.begin()
+    play.step(4)
+    moved = play.push_until_committed()
+    play.master(outcome("accepted"))
+    verdict = play.say(moved)
+    assert isinstance(verdict, PullNow) and verdict.grant.version == V1 and verdict.progress == 0.04
+    told = play.say(PullMoved(1, next(play.number), verdict.seq, True, "", 9))
+    assert told == TrainOn("trains on v1@r1", False, 0.04)
+    assert play.s.base == V1
+    assert (play.s.account.accepted, play.s.account.unsettled) == (40, 0)
+    kinds = [kind for kind, _ in play.marks]
+    wanted = ["push_begin", "push_end", "window_begin", "window_end", "outcome", "pull_begin", "pull_end"]
+    assert [k for k in kinds if k in wanted][-7:] == wanted
+
+
+def test_push_is_told_what_was_earned_up_to_its_freeze(play: Play) -> None:
+    """FinishPush carries tokens, inner steps, mean loss and used-up ranges since the last settled freeze."""
+    play.begin(ranges=(5, 6))
+    assert play.say(RangeWanted(1, 1)) == RangeGiven(5)
+    play.step(3)
+    assert play.say(RangeWanted(1, 2)) == RangeGiven(6)
+    play.step(1)
+    play.push_until_granted()
+    play.say(PushMoved(1, next(play.number), 2, True, "", 1))
+    asked = play.asked(PushFinished)
+    assert (asked.tokens, asked.inner_steps, asked.ranges, asked.loss) == (40, 4, (5,), 2.0)
+
+
+@pytest.mark.parametrize("answer", [outcome("skipped", None, pull=False), Dropped("its round died")])
+def test_a_round_that_breaks_gives_the_progress_back(play: Play, answer: Result) -> None:
+    """Skipped or dropped: the cluster trains on, and the next push carries both portions."""
+    play.begin()
+    play.step(2)
+    moved = play.push_until_committed()
+    play.master(answer)
+    told = play.say(moved)
+    assert isinstance(told, TrainOn) and not told.again
+    play.step(2)
+    verdict = play.push_until_granted()
+    play.say(PushMoved(1, next(play.number), verdict.seq, True, "", 1))
+    assert play.asked(PushFinished).tokens == 40
+    play.adds_up(40)
+
+
+def test_gated_settles_and_pulls(play: Play) -> None:
+    """A gated push's tokens never come back, and its cluster pulls like the others."""
+    play.begin()
+    play.step(2)
+    moved = play.push_until_committed()
+    play.master(outcome("gated"))
+    assert isinstance(play.say(moved), PullNow)
+    assert (play.s.account.gated, play.s.account.unsettled) == (20, 0)
+
+
+def test_busy_trains_on_and_asks_again_at_a_later_boundary(play: Play) -> None:
+    """Refused: train on; until the time is over every question is answered at once, without the master."""
+    play.begin()
+    play.step()
+    want = play.want_push()
+    play.say(want)
+    play.master(Refused(2.0, "all 2 slots are in use"))
+    assert play.say(want) == TrainOn("all 2 slots are in use", True, 0.0)
+    before = play.asks["talk"].number
+    assert play.say(play.want_push()) == TrainOn("all 2 slots are in use", True, 0.0)
+    assert play.asks["talk"].number == before
+    play.now = 2.0
+    assert isinstance(play.say(play.want_push()), Wait)
+    assert play.asked(PushRequested).push.seq == 3
+
+
+def test_pending_asks_the_same_again(play: Play) -> None:
+    """Pending: the very same question goes out again."""
+    play.begin()
+    play.step()
+    play.say(play.want_push())
+    first = play.asks["talk"]
+    play.master(Pending("the slaves are reserving a slot"))
+    assert play.asks["talk"].event == first.event and play.asks["talk"].number == first.number
+
+
+def test_a_failed_transfer_is_aborted_and_its_progress_carried(play: Play) -> None:
+    """A rank that could not push ends the push for all; the trainer does not wait for the abort."""
+    play.begin()
+    play.step(2)
+    verdict = play.push_until_granted()
+    told = play.say(PushMoved(1, next(play.number), verdict.seq, False, "UnavailableSlave: gone", 0))
+    assert isinstance(told, TrainOn) and not told.again
+    assert "UnavailableSlave" in play.asked(PushAborted).reason
+    play.master(Acknowledged())
+    assert play.s.phase is Phase.RESTING and play.s.account.carried.tokens == 20
+
+
+def test_a_failed_pull_is_tried_three_times_then_given_up(play: Play) -> None:
+    """A cluster that has parameters trains on with them when its pull fails three times."""
+    play.begin()
+    play.step(2)
+    moved = play.push_until_committed()
+    play.master(outcome("accepted"))
+    verdict = play.say(moved)
+    for attempt in range(3):
+        assert isinstance(verdict, PullNow)
+        said = PullMoved(1, next(play.number), verdict.seq, False, "torn", 0)
+        verdict = play.say(said)
+        play.master(Acknowledged())
+        if attempt < 2:
+            assert play.asked(PullRequested).pull.seq == 3 + attempt
+            play.master(grant(V1))
+            verdict = play.say(said)
+    assert isinstance(verdict, TrainOn) and play.s.base == GENESIS
+
+
+def test_a_trainer_without_parameters_pulls_until_it_has_them(play: Play) -> None:
+    """The first pull is never given up."""
+    play.say(play.attach())
+    play.master(Joined(3, 1, GENESIS, NONE_YET, ()))
+    play.say(play.attach())
+    want = PullWanted(1, next(play.number))
+    play.say(want)
+    for _ in range(6):
+        play.master(Refused(2.0, "waits for slave ps0"))
+        assert isinstance(play.say(want), Wait)
+        assert play.asks["talk"].delay_s == 2.0
+    play.master(grant())
+    assert isinstance(play.say(want), PullNow)
+
+
+def test_trainer_dies_while_pushing(play: Play) -> None:
+    """Its open push is aborted, its tokens are lost, its ranges are served to the next attempt."""
+    play.begin(ranges=(5, 6, 7))
+    play.say(RangeWanted(1, 1))
+    play.step(2)
+    play.say(RangeWanted(1, 2))
+    play.push_until_granted()
+    play.do(play.s.trainer_gone("torchrun was killed", 1.0))
+    assert play.asked(PushAborted).push.seq == 2
+    assert play.s.account.lost == 20 and play.s.account.unsettled == 0
+    play.master(Acknowledged())
+    assert isinstance(play.say(play.attach(life=2, pid=8)), Welcome)
+    assert play.s.attempt == 2
+    assert [play.say(RangeWanted(2, n)) for n in (1, 2, 3)] == [RangeGiven(5), RangeGiven(6), RangeGiven(7)]
+    play.adds_up(20)
+
+
+@pytest.mark.parametrize(("kind", "lost", "accepted"), [("accepted", 0, 20), ("skipped", 20, 0)])
+def test_trainer_dies_after_committing(play: Play, kind: str, lost: int, accepted: int) -> None:
+    """A committed push survives its trainer; the next attempt pulls when its fate is known."""
+    play.begin(ranges=(5,))
+    play.say(RangeWanted(1, 1))
+    play.step(2)
+    play.push_until_committed()
+    play.do(play.s.trainer_gone("torchrun was killed", 1.0))
+    assert play.say(play.attach(life=2, pid=8)) == Welcome(2, 0.0)
+    want = PullWanted(2, next(play.number))
+    assert isinstance(play.say(want), Wait)
+    play.master(outcome(kind, V1 if kind == "accepted" else None, pull=kind == "accepted"))
+    if kind == "accepted":
+        assert not play.asked(PullFinished).installed
+        play.master(Acknowledged())
+    assert isinstance(play.say(want), Wait)
+    play.asked(PullRequested)
+    assert (play.s.account.lost, play.s.account.accepted) == (lost, accepted)
+
+
+def test_a_new_restart_of_torchrun_is_a_new_attempt(play: Play) -> None:
+    """torchrun restarts its ranks by itself: the old attempt's push is aborted, its words change nothing."""
+    play.begin()
+    play.step(1)
+    verdict = play.push_until_granted()
+    assert isinstance(play.say(play.attach(restart=1, pid=9)), Welcome)
+    play.asked(PushAborted)
+    late = play.say(PushMoved(1, 99, verdict.seq, True, "", 1))
+    assert isinstance(late, Failure) and late.error == "StaleIncarnation"
+    assert play.say(Stepped(1, 1000, None)) is None
+    play.adds_up(10)
+    older = play.say(play.attach(restart=0, pid=7))
+    assert isinstance(older, Failure) and older.error == "StaleIncarnation"
+
+
+def test_gone_joins_again_and_pulls_before_anything_counts(play: Play) -> None:
+    """The lease ran out: what was unsettled is lost, a new life begins with a new nonce, the trainer pulls the head."""
+    play.begin(ranges=(5,))
+    play.say(RangeWanted(1, 1))
+    play.step(3)
+    play.beat("live")
+    play.step(1)
+    play.beat("gone")
+    assert play.asked(ClusterJoined).nonce == "nonce2"
+    assert play.s.account.lost == 10  # the master wrote off the 30 that the last beat told
+    play.master(Joined(3, 2, V1, NONE_YET, ()))
+    play.step(2)
+    assert play.s.account.lost == 30
+    want = play.want_push()
+    play.say(want)
+    assert play.asked(PullRequested).pull.inc == 2
+    play.master(grant(V1))
+    verdict = play.say(want)
+    assert isinstance(verdict, PullNow)
+    play.say(PullMoved(1, next(play.number), verdict.seq, True, "", 1))
+    play.step(1)
+    assert play.s.account.carried.tokens == 10
+    left = play.s.leave()
+    assert left == ClusterLeft(0, "west", 2, 40)
+
+
+def test_a_data_range_is_to_be_had_between_join_and_pull(play: Play) -> None:
+    """A trainer of a new life gets ranges of that life, and nothing that it trains before its pull uses them up."""
+    play.begin(ranges=(5,))
+    play.say(RangeWanted(1, 1))
+    play.beat("gone")
+    play.master(Joined(3, 2, V1, NONE_YET, ()))
+    want = RangeWanted(1, 2)
+    assert isinstance(play.say(want), Wait)
+    assert play.asked(RangesRequested, "ranges").inc == 2
+    play.master(Ranges((8,), False), "ranges")
+    assert play.say(want) == RangeGiven(8)
+    play.master(Ranges((), True), "ranges")
+    assert play.say(RangeWanted(1, 3)) == RangeGiven(8)
+    assert play.s.account.carried.ranges == ()
+
+
+def test_fenced_stops_with_75(play: Play) -> None:
+    """Only a new process joins again: two agents would fence each other for ever."""
+    play.begin()
+    play.beat("fenced")
+    assert [stop.code for stop in play.stops] == [75]
+    failure = play.say(play.want_push())
+    assert isinstance(failure, Failure) and "fenced" in failure.message
+
+
+def test_stale_incarnation_waits_for_the_beat(play: Play) -> None:
+    """A question of a life that is not live says nothing about why; the next beat does, and it is hurried."""
+    play.begin()
+    play.step()
+    want = play.want_push()
+    play.say(want)
+    play.do(play.s.failed(play.asks["talk"].number, StaleIncarnation("west/1 is gone"), 1.0))
+    assert play.hurries == 1 and isinstance(play.say(want), Wait)
+    play.beat("gone")
+    play.asked(ClusterJoined)
+
+
+def test_stale_push_trains_on(play: Play) -> None:
+    """A seq that the master has closed is dropped; its progress is carried."""
+    play.begin()
+    play.step()
+    want = play.want_push()
+    play.say(want)
+    play.do(play.s.failed(play.asks["talk"].number, StalePush("expected a seq above 9"), 1.0))
+    assert isinstance(play.say(want), TrainOn)
+    assert play.s.account.carried.tokens == 10
+
+
+def test_wrong_model_is_told_to_the_trainer_and_stops(play: Play) -> None:
+    """A manifest that differs ends agent and trainer with the master's list of differences."""
+    play.say(play.attach())
+    error = CorruptManifest("this model is not the run's: norm.weight: expected shape (4,), got (8,)")
+    play.do(play.s.failed(play.asks["talk"].number, error, 0.0))
+    assert play.say(play.attach()) == Failure("CorruptManifest", str(error))
+    assert play.stops[0].code == 65
+
+
+def test_answers_to_old_questions_change_nothing(play: Play) -> None:
+    """A grant that comes after the push was aborted is passed over."""
+    play.begin()
+    play.step()
+    play.say(play.want_push())
+    old = play.asks["talk"].number
+    play.do(play.s.trainer_gone("killed", 0.0))
+    play.asked(PushAborted)
+    assert play.s.answered(old, grant(), 1.0) == []
+    assert play.s.phase is Phase.ABORTING
+
+
+def test_unreachable_master_holds_nobody_longer_than_patience(play: Play) -> None:
+    """While it asks for a push the trainer waits for 10 s, then trains on and asks again at each boundary."""
+    play.begin()
+    play.step()
+    want = play.want_push()
+    play.say(want)
+    play.do(play.s.hindered("no answer", 0.0))
+    assert isinstance(play.say(want), Wait)
+    play.now = 10.0
+    play.do(play.s.hindered("no answer", 10.0))
+    assert play.say(want) == TrainOn("no answer", True, 0.0)
+    play.step()
+    assert play.say(play.want_push()) == TrainOn("no answer", True, 0.0)
+    assert play.s.account.carried.tokens == 20
+
+
+def test_unreachable_master_after_commit_settles_later(play: Play) -> None:
+    """The trainer trains on; the Outcome that comes later settles the push, and its pull is closed unread."""
+    play.begin()
+    play.step(2)
+    moved = play.push_until_committed()
+    play.do(play.s.hindered("no answer", 0.0))
+    play.now = 10.0
+    play.do(play.s.hindered("no answer", 10.0))
+    assert isinstance(play.say(moved), TrainOn)
+    play.step(1)
+    play.master(outcome("accepted"))
+    assert not play.asked(PullFinished).installed
+    play.master(Acknowledged())
+    assert (play.s.account.accepted, play.s.account.carried.tokens) == (20, 10)
+    play.push_until_granted()
+
+
+def test_finished_pulls_the_last_version_and_is_over(play: Play) -> None:
+    """The run is over: the trainer gets the final model, then Over."""
+    play.begin()
+    play.step()
+    want = play.want_push()
+    play.say(want)
+    play.master(Finished(V1))
+    play.asked(PullRequested)
+    play.master(grant(V1))
+    verdict = play.say(want)
+    assert isinstance(verdict, PullNow)
+    over = play.say(PullMoved(1, next(play.number), verdict.seq, True, "", 1))
+    assert isinstance(over, Over) and play.s.base == V1
+    assert isinstance(play.say(RangeWanted(1, 1)), RangesEnded)
+
+
+def test_ranges_end_when_none_is_left(play: Play) -> None:
+    """Ranges are leased before they run out; the end is told when the last is used up."""
+    play.begin()
+    want = RangeWanted(1, 1)
+    assert isinstance(play.say(want), Wait)
+    play.master(Ranges((1, 2), False), "ranges")
+    assert play.say(want) == RangeGiven(1)
+    assert play.say(RangeWanted(1, 2)) == RangeGiven(2)
+    assert play.asked(RangesRequested, "ranges").seq == 2
+    play.master(Ranges((), True), "ranges")
+    assert play.say(RangeWanted(1, 3)) == RangesEnded("no data range is left to lease", False)
+    assert play.s.account.carried.ranges == (1, 2)
+
+
+def test_goodbye_loses_what_was_not_pushed(play: Play) -> None:
+    """Tokens after the last push are told as lost when the cluster leaves."""
+    play.begin()
+    play.step(3)
+    play.say(Bye(1))
+    assert play.s.leave() == ClusterLeft(0, "west", 1, 30)
