@@ -135,7 +135,10 @@ def load_run(path: Path) -> RunFile:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{path}: slaves: the name {name!r} stands {names.count(name)} times, expected once")
-    addresses = [config.master.listen, *(a for s in config.slaves for a in (s.master, s.listen, *s.lanes))]
+    addresses = [("master.listen", config.master.listen)]
+    for s in config.slaves:
+        keys = ("master", s.master), ("listen", s.listen), *(("lanes", lane) for lane in s.lanes)
+        addresses += [(f"slaves.{s.name}.{key}", address) for key, address in keys]
     _check_loopback(path, config.insecure, addresses)
     return config
 
@@ -144,7 +147,7 @@ def load_cluster(path: Path) -> ClusterFile:
     """Read a cluster file; raise ConfigError naming file and key."""
     config = _load(path, ClusterFile)
     _check_names(path, [(config.shared.run, "run"), (config.cluster, "cluster")])
-    _check_loopback(path, config.insecure, [config.master])
+    _check_loopback(path, config.insecure, [("master", config.master)])
     return config
 
 
@@ -214,14 +217,19 @@ def _check_names(path: Path, names: list[tuple[str, str]]) -> None:
             raise ConfigError(f"{path}: {error}") from error
 
 
-def _check_loopback(path: Path, insecure: bool, addresses: list[str]) -> None:
+def _check_loopback(path: Path, insecure: bool, addresses: list[tuple[str, str]]) -> None:
     """Plain text leaves the machine never, and stays on it only when that is asked for (design.md section 10)."""
     if not insecure:
         raise ConfigError(
             f"{path}: insecure: expected `insecure: true`, since certificates are not implemented yet; "
             "plain text is allowed on loopback only"
         )
-    for address in addresses:
-        host, _ = host_port(address)
+    for key, address in addresses:
+        try:
+            host, _ = host_port(address)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {key}: {error}") from error
         if host != "localhost" and not host.startswith("127.") and host != "::1":
-            raise ConfigError(f"{path}: plain text (`insecure: true`) is allowed on loopback only, got {address!r}")
+            raise ConfigError(
+                f"{path}: {key}: plain text (`insecure: true`) is allowed on loopback only, got {address!r}"
+            )

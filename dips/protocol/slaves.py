@@ -68,6 +68,7 @@ def _mismatch(w: World, event: SlaveRegistered) -> Failed | None:
 def _name(w: World, slave: Slave, event: SlaveRegistered) -> None:
     if slave.nonce != event.nonce:
         slave.sinc, slave.nonce = slave.sinc + 1, event.nonce
+        _stop_waiting(w, slave)  # orders to its former life will never be answered to us
         w.record(IncarnationGiven("slave", slave.name, slave.sinc, event.nonce))
     slave.address, slave.lanes, slave.slots, slave.memory = event.address, event.lanes, event.slots, event.memory
     slave.deaf = 0

@@ -199,3 +199,7 @@ async def _until_stopped(session: asyncio.Task[None]) -> None:
         for task in (session, stopped):
             task.cancel()
         await asyncio.gather(session, stopped, return_exceptions=True)
+
+
+if __name__ == "__main__":
+    main()

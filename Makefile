@@ -1,0 +1,74 @@
+# The one door. `make` alone lists the words; each installs what it needs into .venv by itself.
+#
+#   PYTHON=python3.12 make test     another interpreter (3.11 or newer) for .venv
+#   TORCH=torch==2.13.0 make demo   another build of torch: by default the one for CPUs, unless an NVIDIA driver is here
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test check sim chaos bench proto clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+CPU_TORCH := https://download.pytorch.org/whl/cpu
+SEEDS ?= 300
+
+help: ## list these words
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+demo: $(VENV)/demo.stamp ## two unequal clusters train one model through a master and two slaves, with a crash of each kind
+	@$(BIN)/dips demo $(ARGS)
+
+test: $(VENV)/dev.stamp ## unit, transcript, simulation and integration tests (ARGS="-k word" picks some)
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/dev.stamp ## ruff, format, mypy --strict, generated stubs
+	@echo "ruff check";          $(BIN)/ruff check -q .
+	@echo "ruff format --check"; $(BIN)/ruff format -q --check .
+	@echo "mypy --strict dips";  $(BIN)/mypy --no-error-summary
+	@echo "stubs of protos/";    out=$$(mktemp -d); trap 'rm -rf "$$out"' EXIT; \
+	  PYTHON="$(CURDIR)/$(BIN)/python" protos/generate "$$out/generated"; \
+	  diff -r -x __pycache__ dips/wire/generated "$$out/generated" || { echo "error: run make proto and commit"; exit 1; }
+	@echo "all checks passed"
+
+sim: $(VENV)/dev.stamp ## the simulated world, SEEDS=N of them; a failing seed prints itself
+	@$(BIN)/python -m dips.sim --seeds $(SEEDS) $(ARGS)
+
+chaos: ## (not yet) kill, stop and partition real processes
+	@echo "error: make chaos comes with part C of the project; nothing was run" >&2; exit 2
+
+bench: ## (not yet) measure each part beside what it must reach
+	@echo "error: make bench comes with part B of the project; nothing was run" >&2; exit 2
+
+proto: $(VENV)/dev.stamp ## write the stubs of protos/ anew into dips/wire/generated
+	@PYTHON="$(CURDIR)/$(BIN)/python" protos/generate dips/wire/generated
+
+clean: ## remove .venv, caches and build outputs (not runs/)
+	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	@find dips tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---- installing -----------------------------------------------------------------------------------------------------
+# torch comes first and alone: asked for as a dependency, an index may offer the build with gigabytes of CUDA.
+
+$(VENV)/torch.stamp: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "error: Python 3.11 or newer is needed, $$($(PYTHON) --version) came; set PYTHON=..." >&2; exit 78; }
+	@echo "[1/2] torch into $(VENV) (about 200 MB; once)"
+	@$(PYTHON) -m venv $(VENV)
+	@version=$$(sed -n 's/^torch==//p' constraints.txt); \
+	if [ -n "$(TORCH)" ]; then $(PIP) "$(TORCH)"; \
+	elif command -v nvidia-smi >/dev/null || [ "$$(uname -s)" != Linux ]; then $(PIP) "torch==$$version"; \
+	else $(PIP) "torch==$$version+cpu" 2>/dev/null || $(PIP) --index-url $(CPU_TORCH) "torch==$$version"; fi
+	@touch $@
+
+$(VENV)/demo.stamp: $(VENV)/torch.stamp pyproject.toml
+	@echo "[2/2] dips and what its demo needs"
+	@$(PIP) -e '.[demo]'
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml
+	@echo "[2/2] dips and what its tests need"
+	@$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/demo.stamp

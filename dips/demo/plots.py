@@ -1,0 +1,196 @@
+"""Two pictures of a run, drawn from its timelines: how the loss fell, and who did what when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from dips.demo.verdict import Losses
+
+mpl.use("Agg")  # files only: there need not be a screen
+
+Mark = Mapping[str, Any]  # a line of a timeline
+Span = tuple[str, float, float]  # what, from, to; Unix seconds
+
+SMOOTH = 0.85  # weight of the past in the drawn loss
+COLORS = {"fast": "#1f77b4", "slow": "#d95f02"}
+SPANS = {
+    "inner": ("inner steps", "#cfd8dc"),
+    "push": ("push", "#1f77b4"),
+    "window": ("window", "#f2b705"),
+    "pull": ("pull", "#2ca02c"),
+    "down": ("trainer down or starting", "#d62728"),
+    "collecting": ("round takes commits", "#c9a227"),
+    "updating": ("update: apply, persist", "#7b3fa0"),
+}
+CLOSE_UP_S = 24.0
+ONE_ROUND_S = 2.0
+
+
+def draw(lines: Mapping[str, Sequence[Mark]], losses: Losses, head: str, directory: Path) -> list[Path]:
+    """Write loss.png and timeline.png into `directory`; `lines` are the timelines of `master` and of every cluster."""
+    clusters = [name for name in lines if name != "master"]
+    zero = min((marks[0]["at"] for marks in lines.values() if marks), default=0.0)
+    pictures = {
+        "loss.png": _loss(lines, clusters, losses, head, zero),
+        "timeline.png": _timeline(lines, clusters, zero),
+    }
+    for name, figure in pictures.items():
+        figure.savefig(directory / name, dpi=130)
+    return [directory / name for name in pictures]
+
+
+# ---- the loss -------------------------------------------------------------------------------------------------------
+
+
+def _loss(
+    lines: Mapping[str, Sequence[Mark]], clusters: Sequence[str], losses: Losses, head: str, zero: float
+) -> Figure:
+    figure = Figure(figsize=(13, 5), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for name in clusters:
+        inner = [m for m in lines[name] if m["kind"] == "inner" and m["loss"] is not None]
+        smooth = _smoothed([m["loss"] for m in inner])
+        for axes, xs in ((left, [m["tokens"] / 1e6 for m in inner]), (right, [m["at"] - zero for m in inner])):
+            axes.plot(xs, smooth, color=COLORS.get(name), lw=1.4, label=f"{name}, training")
+        installed = [_last_before(inner, smooth, m["at"]) for m in lines[name] if _installs(m)]
+        found = [(m, y) for m, y in installed if m is not None]
+        for axes, xs in ((left, [m["tokens"] / 1e6 for m, _ in found]), (right, [m["at"] - zero for m, _ in found])):
+            axes.plot(xs, [y for _, y in found], ".", color=COLORS.get(name), ms=5, label=f"{name} installs a version")
+    for mark in lines["master"]:
+        if mark["kind"] == "version_committed":
+            right.axvline(mark["at"] - zero, ymax=0.03, color="#7b3fa0", lw=0.8)
+    for axes, label in ((left, "tokens of the cluster, millions"), (right, "seconds (violet ticks: versions)")):
+        axes.axhline(losses.bigrams, color="black", ls="--", lw=1, label=f"bigram entropy {losses.bigrams:.3f}")
+        axes.axhline(losses.head, color="#7b3fa0", lw=1, label=f"validation of {head}: {losses.head:.3f}")
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.25)
+    left.set_ylabel("nats per byte")
+    left.legend(fontsize=8)
+    figure.suptitle("Loss of both clusters")
+    return figure
+
+
+def _smoothed(values: Sequence[float]) -> list[float]:
+    out: list[float] = []
+    for value in values:
+        out.append(value if not out else SMOOTH * out[-1] + (1 - SMOOTH) * value)
+    return out
+
+
+def _installs(mark: Mark) -> bool:
+    return bool(mark["kind"] == "pull_end" and mark["installed"])
+
+
+def _last_before(inner: Sequence[Mark], smooth: Sequence[float], at: float) -> tuple[Mark | None, float]:
+    """The inner step that a cluster had taken last at a time, and its loss."""
+    index = next((i for i in range(len(inner) - 1, -1, -1) if inner[i]["at"] <= at), None)
+    return (None, 0.0) if index is None else (inner[index], smooth[index])
+
+
+# ---- who did what when ----------------------------------------------------------------------------------------------
+
+
+def _timeline(lines: Mapping[str, Sequence[Mark]], clusters: Sequence[str], zero: float) -> Figure:
+    figure = Figure(figsize=(14, 8.5), layout="constrained")
+    whole, close, closest = figure.subplots(3, 1)
+    rows: list[tuple[str, list[Span]]] = [(name, list(cluster_spans(lines[name]))) for name in clusters]
+    rows.append(("master", list(master_spans(lines["master"]))))
+    end = max((to for _, spans in rows for _, _, to in spans), default=zero)
+    for axes in (whole, close, closest):
+        _bars(axes, rows, zero)
+    whole.set_xlim(0, max(1.0, end - zero))
+    whole.set_title("Who did what when", loc="left")
+    _look_at(close, _middle(rows, zero, end) - zero, CLOSE_UP_S)
+    _look_at(closest, _busiest(lines["master"], zero + (end - zero) / 2) - zero, ONE_ROUND_S)
+    closest.set_xlabel("seconds")
+    patches = [Patch(color=color, label=label) for label, color in SPANS.values()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8)
+    return figure
+
+
+def _middle(rows: Sequence[tuple[str, Sequence[Span]]], zero: float, end: float) -> float:
+    """The end of the first outage after the start, or else the middle of the run."""
+    ends = (to for _, spans in rows for what, at, to in spans if what == "down" and at > zero + CLOSE_UP_S)
+    return min(ends, default=zero + (end - zero) / 2)
+
+
+def _busiest(marks: Sequence[Mark], after: float) -> float:
+    """When the first version of several contributions was made after a time; else the first, else that time."""
+    made = [m for m in marks if m["kind"] == "version_committed" and m["at"] > after]
+    several = [m for m in made if int(m["contributions"]) > 1]
+    return float((several or made or [{"at": after}])[0]["at"])
+
+
+def _look_at(axes: Axes, middle: float, width_s: float) -> None:
+    axes.set_xlim(middle - width_s / 2, middle + width_s / 2)
+    axes.set_title(f"{width_s:g} seconds of it", loc="left")
+
+
+def _bars(axes: Axes, rows: Sequence[tuple[str, Sequence[Span]]], zero: float) -> None:
+    for place, (_, spans) in enumerate(rows):
+        for what, (_, color) in SPANS.items():
+            bars = [(at - zero, to - at) for kind, at, to in spans if kind == what]
+            axes.broken_barh(bars, (place - 0.38, 0.76), color=color, lw=0)
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.25)
+
+
+def cluster_spans(marks: Sequence[Mark]) -> Iterator[Span]:
+    """Cut an agent's timeline into spans that follow each other: inner steps fill what is nothing else."""
+    state, since = "down", marks[0]["at"] if marks else 0.0
+    for mark in marks:
+        following = _CLUSTER_MOVES.get(mark["kind"])
+        if following is None or following == state:
+            continue
+        if following == "inner" and state == "down" and mark["kind"] != "pull_end":
+            continue  # its outage ends with the first pull
+        if mark["at"] > since:
+            yield state, since, mark["at"]
+        state, since = following, mark["at"]
+    if state != "down" and marks and marks[-1]["at"] > since:  # after its last trainer nothing is missing
+        yield state, since, marks[-1]["at"]
+
+
+# What begins at a mark.
+_CLUSTER_MOVES = {
+    "trainer_start": "down",
+    "trainer_gone": "down",
+    "trainer_end": "down",
+    "push_begin": "push",
+    "push_end": "window",
+    "window_begin": "window",
+    "window_end": "pull",
+    "pull_begin": "pull",
+    "pull_end": "inner",
+    "inner": "inner",
+}
+
+
+def master_spans(marks: Sequence[Mark]) -> Iterator[Span]:
+    """Cut the master's timeline into rounds: the time that takes commits, and the update."""
+    state, since = "", 0.0
+    for mark in marks:
+        following = _MASTER_MOVES.get(mark["kind"])
+        if following is None or following == state:
+            continue
+        if state:
+            yield state, since, mark["at"]
+        state, since = following, mark["at"]
+
+
+_MASTER_MOVES = {
+    "round_opened": "collecting",
+    "round_applying": "updating",
+    "round_persisting": "updating",
+    "version_committed": "",
+    "round_skipped": "",
+    "round_unchanged": "",
+}

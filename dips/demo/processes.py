@@ -1,0 +1,132 @@
+"""The processes of a demo: started with a log file each, killed hard when the story says so, and all ended at the end.
+
+Every process dies with this one, in whatever way it goes: `dips.client.launch` asks the kernel for that.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from dips.client.trainer import descendants
+from dips.errors import DipsError
+
+GRACE_S = 15.0  # between SIGTERM and SIGKILL
+TAIL_LINES = 15
+
+
+class ProcessEnded(DipsError):
+    """A process ended that should go on."""
+
+
+class Process:
+    """One started process, and its log."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, may_end: bool = False) -> None:
+        """Start `command`, with one thread for its kernels; its output goes to the end of `log`."""
+        self.name, self.may_end, self._log = name, may_end, log
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "dips.client.launch", str(os.getpid()), "--", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for the demo, which ends them in order
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def code(self) -> int | None:
+        """Return its exit code, None while it runs."""
+        return self._process.poll()
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for its end; return the exit code; raise ProcessEnded if it does not come."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise ProcessEnded(f"{self.name} did not end within {timeout_s:.0f} s; {self.told()}") from error
+
+    def kill(self) -> None:
+        """Kill it hard, it alone, as a crash would."""
+        self._process.kill()
+        self._process.wait()
+
+    def kill_children(self) -> list[int]:
+        """Kill hard everything that it started, and leave itself alive; return the ids."""
+        killed = descendants(self.pid)
+        _kill(killed)
+        return killed
+
+    def ask_to_end(self) -> None:
+        """Send SIGTERM."""
+        if self.code() is None:
+            self._process.terminate()
+
+    def end(self, deadline: float) -> None:
+        """Wait for its end until `deadline` (time.monotonic()), then kill it and what is below it."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        if self.code() is None:
+            below = descendants(self.pid)
+            self.kill()
+            _kill(below)
+
+    def told(self) -> str:
+        """The end of its log, for an error that a person reads."""
+        lines = self._log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        return "\n  ".join([f"the end of {self._log}:", *lines])
+
+
+class House:
+    """All processes of the demo; leaving the `with` block ends them, agents first and the master last."""
+
+    def __init__(self) -> None:
+        self.processes: dict[str, Process] = {}
+
+    def start(self, name: str, command: Sequence[str], log: Path, may_end: bool = False) -> Process:
+        """Start a process, or start it again under its name; `may_end`: it has an end of its own."""
+        self.processes[name] = Process(name, command, log, may_end)
+        return self.processes[name]
+
+    def check(self) -> None:
+        """Raise ProcessEnded if one has ended; those that may do so before us may, with exit code 0."""
+        for process in self.processes.values():
+            code = process.code()
+            if code is not None and not (code == 0 and process.may_end):
+                raise ProcessEnded(f"{process.name} ended with exit code {code}; {process.told()}")
+
+    def close(self) -> None:
+        """End every process that is left, those started last first."""
+        for process in reversed(self.processes.values()):
+            process.ask_to_end()
+        deadline = time.monotonic() + GRACE_S
+        for process in reversed(self.processes.values()):
+            process.end(deadline)
+
+    def __enter__(self) -> House:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        previous = [signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)]
+        try:
+            self.close()
+        finally:
+            for number, handler in zip((signal.SIGINT, signal.SIGTERM), previous, strict=True):
+                signal.signal(number, handler)
+
+
+def _kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,263 @@
+"""The story of `dips demo`: start everything, watch it train, kill two in the middle, end it, check what is claimed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from dips.cli import ask_status
+from dips.config import load_run
+from dips.demo import data, layout, plots, train, verdict
+from dips.demo.layout import Layout
+from dips.demo.model import build
+from dips.demo.processes import House, ProcessEnded
+from dips.demo.verdict import Check, Kill, Losses
+from dips.demo.watch import Watch
+from dips.errors import Unavailable
+from dips.ids import VersionId
+from dips.master.genesis import ledger_path
+from dips.master.ledger import Ledger
+from dips.master.ledger_state import RoundHistory
+from dips.telemetry import timeline
+
+RANKS = {"fast": 2, "slow": 1}
+SLOWDOWN = {"fast": 1.0, "slow": 2.5}  # on two cores; fast's ranks share them and exchange shards, too
+KILLED_CLUSTER, KILLED_SLAVE = "slow", "slave-1"
+KILL_AT = 0.45  # of the time or of the tokens, whichever comes first; the slave's turn comes a little later
+BETWEEN_KILLS_S = 5.0
+RESTART_SLAVE_S = 1.5
+LOOK_EVERY_S = 1.0
+START_S = 60.0  # for the master to answer
+END_S = 60.0  # for the run to finish, after its time
+CALIBRATION_STEPS = 6
+EXPECTED_SHARE = 0.9  # of the speed of a core that trains alone, so that the schedule comes near its end in time
+
+
+def run(*, seconds: float, kill: bool, out: Path | None, seed: int) -> int:
+    """Do the whole demo; return 0 if every check holds, else 1. Every process it started has ended when it returns."""
+    signal.signal(signal.SIGTERM, _terminated)
+    files = layout.make(out)
+    console = Console()
+    try:
+        console.print(f"everything of this run is in {files.directory}", highlight=False, soft_wrap=True)
+        status, killed = _story(files, seconds, kill, seed)
+        return _account(files, status, killed, seconds, seed, console)
+    except KeyboardInterrupt:
+        console.print("stopped; every process of the demo has ended")
+        return 130
+    finally:
+        shutil.rmtree(files.sockets, ignore_errors=True)
+
+
+def _terminated(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+# ---- the story ------------------------------------------------------------------------------------------------------
+
+
+def _story(files: Layout, seconds: float, kill: bool, seed: int) -> tuple[Mapping[str, Any], Kill]:
+    """Train until the run is finished; return the master's last status and what was killed."""
+    with Watch(seconds) as watch, House() as house:
+        corpus = data.load(seed)
+        tokens = _expected_tokens(corpus, seconds)
+        watch.say(f"{corpus.training.size / 1e6:.1f} MB of Python to learn, in {corpus.ranges} ranges")
+        address = layout.write(files, corpus.ranges, tokens, seconds)
+        _word("init", "--config", str(files.run_file), "--factory", "dips.demo.model:build", "--seed", str(seed))
+        _start(house, files, seed)
+        watch.say(f"started {', '.join(house.processes)}; the master is at {address}")
+        killed = _train(house, files, watch, address, seconds, kill)
+        for name in layout.CLUSTERS:
+            house.processes[name].wait(END_S)
+        house.check()
+        status = asyncio.run(ask_status(address))
+        watch.show(status)
+        watch.say(f"the run is finished at {status['finished']}")
+    _check_codes(house)
+    return status, killed
+
+
+def _expected_tokens(corpus: data.Corpus, seconds: float) -> int:
+    """Measure a few inner steps alone; return about what both clusters will train: a schedule needs an end."""
+    torch.set_num_threads(1)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=train.LR)
+    batches = list(corpus.batches(0, train.SEQUENCES, train.LENGTH))[:CALIBRATION_STEPS]
+    train.inner_step(model, optimizer, batches[0], train.LR)
+    begun = time.monotonic()
+    for batch in batches:
+        train.inner_step(model, optimizer, batch, train.LR)
+    per_second = len(batches) * batches[0][:, 1:].size / (time.monotonic() - begun)
+    busy = min(os.cpu_count() or 1, sum(RANKS[name] / SLOWDOWN[name] for name in layout.CLUSTERS))
+    return int(per_second * busy * EXPECTED_SHARE * seconds)
+
+
+def _start(house: House, files: Layout, seed: int) -> None:
+    config = str(files.run_file)
+    house.start("master", _module("dips.master.app", "--config", config), files.log("master"))
+    for name in layout.SLAVES:
+        _start_slave(house, files, name)
+    for name in layout.CLUSTERS:
+        trainer = _module(
+            *("torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS[name])),
+            *("-m", "dips.demo.train", "--seed", str(seed), "--slowdown", str(SLOWDOWN[name])),
+        )
+        agent = _module("dips.client.app", "--config", str(files.cluster_file(name)), "--", *trainer)
+        house.start(name, agent, files.log(name), may_end=True)
+
+
+def _start_slave(house: House, files: Layout, name: str) -> None:
+    command = _module("dips.slave.app", "--config", str(files.run_file), "--name", name)
+    house.start(name, command, files.log(name))
+
+
+def _train(house: House, files: Layout, watch: Watch, address: str, seconds: float, kill: bool) -> Kill:
+    """Watch until the run is finished; kill in the middle if asked to."""
+    begun = time.monotonic()
+    killed, answered = Kill(), False
+    while True:
+        status = _look(address)
+        answered = answered or status is not None
+        watch.show(status)
+        house.check()
+        if status and status.get("finished"):
+            return killed
+        elapsed = time.monotonic() - begun
+        if elapsed > START_S and not answered:
+            raise ProcessEnded(f"the master does not answer; {house.processes['master'].told()}")
+        if elapsed > seconds + END_S:
+            raise ProcessEnded(
+                f"the run is not finished {END_S:.0f} s after its time; {house.processes['master'].told()}"
+            )
+        if status and kill and not killed.slave and max(elapsed / seconds, _progress(status)) >= KILL_AT:
+            killed = _kill(house, files, watch, address)
+        time.sleep(LOOK_EVERY_S)
+
+
+def _kill(house: House, files: Layout, watch: Watch, address: str) -> Kill:
+    """Kill slow's torchrun and, while it comes back, a slave; start the slave again."""
+    processes = house.processes[KILLED_CLUSTER].kill_children()
+    watch.say(
+        f"killed torchrun of {KILLED_CLUSTER}, {len(processes)} processes, with SIGKILL; its agent starts it again"
+    )
+    until = time.monotonic() + BETWEEN_KILLS_S
+    status = None
+    while status is None or time.monotonic() < until:
+        time.sleep(LOOK_EVERY_S)
+        status = _look(address)
+        watch.show(status)
+        house.check()
+    house.processes[KILLED_SLAVE].kill()
+    head = VersionId.parse(status["head"])
+    watch.say(f"killed {KILLED_SLAVE} with SIGKILL at {head}")
+    time.sleep(RESTART_SLAVE_S)
+    _start_slave(house, files, KILLED_SLAVE)
+    watch.say(f"started {KILLED_SLAVE} again")
+    # A version between the look and the kill is passed over: the next one counts.
+    return Kill(KILLED_CLUSTER, KILLED_SLAVE, status["slaves"][KILLED_SLAVE]["sinc"], _after_kill(address, head))
+
+
+def _after_kill(address: str, head: VersionId) -> VersionId:
+    """The head now, that the slave is dead: nothing newer was made before its death."""
+    status = _look(address)
+    return VersionId.parse(status["head"]) if status else head
+
+
+def _progress(status: Mapping[str, Any]) -> float:
+    progress = status["progress"]
+    return float(progress["tokens"] / progress["tokens_target"]) if progress["tokens_target"] else 0.0
+
+
+def _look(address: str) -> dict[str, Any] | None:
+    try:
+        return asyncio.run(ask_status(address, deadline_s=2.0))
+    except Unavailable:
+        return None
+
+
+def _module(name: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", name, *arguments]
+
+
+def _word(*arguments: str) -> None:
+    """Run a word of `dips` to its end; raise ProcessEnded with what it said if it fails."""
+    done = subprocess.run(_module("dips.cli", *arguments), capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise ProcessEnded(f"dips {' '.join(arguments)} ended with exit code {done.returncode}: {done.stderr.strip()}")
+
+
+def _check_codes(house: House) -> None:
+    for process in house.processes.values():
+        if process.code() != 0:
+            raise ProcessEnded(f"{process.name} ended with exit code {process.code()}, expected 0; {process.told()}")
+
+
+# ---- the account ----------------------------------------------------------------------------------------------------
+
+
+def _account(
+    files: Layout, status: Mapping[str, Any], killed: Kill, seconds: float, seed: int, console: Console
+) -> int:
+    """Evaluate, plot, print; return the exit code."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    sample = data.load(seed).sample(verdict.VALIDATION_ROWS, verdict.VALIDATION_LENGTH)
+    head = str(status["head"])
+    with console.status("exporting and evaluating"):
+        _word("export", "--config", str(files.run_file), "--output", str(files.exported), "--version", head)
+        snapshots = [files.slave(name) / head for name in layout.SLAVES]
+        losses = verdict.losses(files.initial_model, snapshots, files.exported, sample)
+    with closing(Ledger.open(ledger_path(load_run(files.run_file)), readonly=True)) as ledger:
+        rounds, tokens = ledger.history(limit=1_000_000), ledger.tokens()
+    lines = {name: list(timeline.read(files.timeline(name))) for name in (*layout.CLUSTERS, "master")}
+    with console.status("drawing"):
+        drawn = plots.draw(lines, losses, head, files.directory)
+    clusters = {name: lines[name] for name in layout.CLUSTERS}
+    listed = verdict.checks(losses, rounds, status, killed, clusters, seconds)
+    _print(console, losses, head, rounds, tokens, listed)
+    for path in (*drawn, files.exported):
+        console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    failed = [check for check in listed if not check.holds]
+    console.print("[bold red]not all checks hold[/]" if failed else "[bold green]all checks hold[/]")
+    return 1 if failed else 0
+
+
+def _print(
+    console: Console,
+    losses: Losses,
+    head: str,
+    rounds: list[RoundHistory],
+    tokens: Mapping[str, Mapping[str, int]],
+    listed: list[Check],
+) -> None:
+    numbers = Table("validation loss", "nats per byte", title="the global model", title_justify="left")
+    numbers.add_row("version 0", f"{losses.first:.4f}")
+    numbers.add_row(f"head, {head}", f"{losses.head:.4f}")
+    numbers.add_row("exported file", f"{losses.exported:.4f}")
+    numbers.add_row("entropy of bigrams", f"{losses.bigrams:.4f}")
+    console.print(numbers)
+    ended = {kind: sum(r.kind == kind for r in rounds) for kind in ("applied", "skipped", "unchanged", "unfinished")}
+    gated = sum(o.kind == "gated" for r in rounds for o in r.outcomes)
+    console.print("rounds: " + ", ".join(f"{n} {kind}" for kind, n in ended.items()) + f"; {gated} pushes gated")
+    account = Table("cluster", "outer steps", "tokens accepted", "gated", "lost", title="tokens", title_justify="left")
+    for name in layout.CLUSTERS:
+        took_part = sum(any(f.push.cluster == name for f in r.folds) for r in rounds)
+        told = tokens.get(name, {})
+        account.add_row(name, str(took_part), *(f"{told.get(kind, 0):,}" for kind in ("accepted", "gated", "lost")))
+    console.print(account)
+    table = Table("", "claim", "found", title="checks", title_justify="left")
+    for check in listed:
+        table.add_row("[green]✓[/]" if check.holds else "[red]✗[/]", check.claim, check.found)
+    console.print(table)

@@ -1,0 +1,68 @@
+"""The live view of a demo: the master's status drawn once a second, or a plain line now and then without a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from dips.telemetry import status as picture
+
+PLAIN_EVERY_S = 10.0
+NEWS_LINES = 8
+
+
+class Watch:
+    """Draws; knows nothing of processes."""
+
+    def __init__(self, seconds: float, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._seconds, self._begun = seconds, time.monotonic()
+        self._news: deque[str] = deque(maxlen=NEWS_LINES)
+        self._status: Mapping[str, Any] | None = None
+        self._drawn_at = -PLAIN_EVERY_S
+        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+
+    def __enter__(self) -> Watch:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._live:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """Tell an event of the demo."""
+        line = f"[{self._elapsed():5.0f} s] {text}"
+        self._news.append(line)
+        if self._live:
+            self._live.update(self._picture(), refresh=True)
+        else:
+            self._console.print(line, highlight=False, soft_wrap=True)
+
+    def show(self, status: Mapping[str, Any] | None) -> None:
+        """Draw a status; None: the master did not answer this time."""
+        if self._live:
+            self._status = status or self._status
+            self._live.update(self._picture(), refresh=True)
+        elif status and time.monotonic() - self._drawn_at >= PLAIN_EVERY_S:
+            self._drawn_at = time.monotonic()
+            line = f"[{self._elapsed():5.0f} s] {picture.one_line(status)}"
+            self._console.print(line, highlight=False, soft_wrap=True)
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._begun
+
+    def _picture(self) -> RenderableType:
+        done = min(1.0, self._elapsed() / self._seconds)
+        bar = Text("▰" * round(40 * done) + "▱" * round(40 * (1 - done)) + f" {self._elapsed():.0f} s", style="cyan")
+        news = Panel("\n".join(self._news) or " ", title="the demo", title_align="left")
+        return Group(bar, picture.render(self._status), news) if self._status else Group(bar, news)

@@ -1,0 +1,95 @@
+"""`python -m dips.sim`: play many seeds of the simulated world, or one, and tell what was found.
+
+A failing seed prints itself, the invariant, its last events and the command that plays it again; the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing import Pool
+from statistics import median
+
+from dips.sim.sabotage import SABOTAGES, sabotaged
+from dips.sim.world import Result, World
+
+
+def play(task: tuple[int, str | None]) -> Result:
+    """Play one seed, perhaps with a rule broken."""
+    seed, sabotage = task
+    with sabotaged(sabotage):
+        return World(seed).run()
+
+
+def play_all(seeds: range, jobs: int, sabotage: str | None = None) -> Iterator[Result]:
+    """Play all seeds on `jobs` processes, in the order of the seeds."""
+    tasks = [(seed, sabotage) for seed in seeds]
+    if jobs == 1 or len(tasks) == 1:
+        yield from map(play, tasks)
+        return
+    with Pool(jobs) as pool:
+        yield from pool.imap(play, tasks, chunksize=4)
+
+
+def report(result: Result, sabotage: str | None = None) -> str:
+    """Everything that a person needs of a failing seed."""
+    assert result.failure is not None
+    again = f"python -m dips.sim --seed {result.seed}" + (f" --sabotage {sabotage}" if sabotage else "")
+    trace = "\n".join(result.failure.trace)
+    return f"seed {result.seed} fails: {result.failure.what}\n{trace}\nplay it again: {again}"
+
+
+def summary(results: list[Result], seconds: float) -> str:
+    """One paragraph about many seeds."""
+    failed = [r.seed for r in results if r.failure]
+    kinds = {k for r in results for k in r.kinds}
+    notes = ", ".join(f"{k} {sum(r.kinds.get(k, 0) for r in results)}" for k in sorted(kinds))
+    which = f": {', '.join(map(str, failed))}" if failed else ""
+    events, rounds, faults = (median(getattr(r, a) for r in results) for a in ("events", "rounds", "faults"))
+    return (
+        f"{len(results)} seeds in {seconds:.1f} s, {len(failed)} failed{which}\n"
+        f"medians of a seed: {events:.0f} events, {rounds:.0f} versions, {faults:.0f} faults\n{notes}"
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m dips.sim", description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=300, metavar="N", help="how many seeds (default 300)")
+    parser.add_argument("--from", dest="first", type=int, default=0, metavar="A", help="the first seed (default 0)")
+    parser.add_argument("--seed", type=int, metavar="S", help="play this seed alone")
+    parser.add_argument(
+        "--sabotage", choices=sorted(SABOTAGES), metavar="NAME", help=f"break a rule: {', '.join(SABOTAGES)}"
+    )
+    parser.add_argument("--jobs", type=int, default=2, metavar="J", help="processes (default 2)")
+    parser.add_argument("--verbose", action="store_true", help="a line for each seed")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Play what the command line asks for; return the exit code."""
+    options = _arguments()
+    seeds = (
+        range(options.seed, options.seed + 1)
+        if options.seed is not None
+        else range(options.first, options.first + options.seeds)
+    )
+    started, results = time.monotonic(), list[Result]()
+    for result in play_all(seeds, options.jobs, options.sabotage):
+        results.append(result)
+        if result.failure is not None:
+            print(report(result, options.sabotage), flush=True)
+        elif options.verbose:
+            print(
+                f"seed {result.seed}: {result.events} events, {result.rounds} versions, {result.faults} faults",
+                flush=True,
+            )
+        if len(results) % 50 == 0:
+            print(f"{len(results)} of {len(seeds)} seeds", file=sys.stderr, flush=True)
+    print(summary(results, time.monotonic() - started))
+    return 1 if any(r.failure for r in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""Time and chance of a simulated world: one heap ordered by (time, sequence), and one generator for each subsystem.
+
+What must stay true: the same seed gives the same run, on any machine and with any PYTHONHASHSEED; and a subsystem
+that begins to draw more numbers moves no other, since each draws from a generator that is seeded by its own name.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+Action = Callable[[], None]
+
+
+class Timer:
+    """One thing that will happen; cancelled by its owner, or when its owner died."""
+
+    __slots__ = ("action", "alive", "at", "what")
+
+    def __init__(self, at: float, what: str, action: Action) -> None:
+        self.at = at
+        self.what = what
+        self.action = action
+        self.alive = True
+
+    def cancel(self) -> None:
+        self.alive = False
+
+
+class Heap:
+    """What will happen, in the order of time; what is due at one time happens in the order of its planning."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.events = 0
+        self._sequence = 0
+        self._queue: list[tuple[float, int, Timer]] = []
+
+    def after(self, delay_s: float, what: str, action: Action) -> Timer:
+        """Plan `action`; `what` is the line that a person reads in the trace."""
+        timer = Timer(self.now + delay_s, what, action)
+        self._sequence += 1
+        heapq.heappush(self._queue, (timer.at, self._sequence, timer))
+        return timer
+
+    def next(self) -> Timer | None:
+        """Move the clock to the next living event and return it; None if nothing will ever happen again."""
+        while self._queue:
+            at, _, timer = heapq.heappop(self._queue)
+            if timer.alive:
+                self.now = at
+                self.events += 1
+                return timer
+        return None
+
+
+class Chance:
+    """The random generators of a seed, by name."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._made: dict[str, random.Random] = {}
+
+    def of(self, name: str) -> random.Random:
+        """Return the generator that belongs to subsystem `name`."""
+        made = self._made.get(name)
+        if made is None:
+            made = self._made[name] = random.Random(f"{self.seed}/{name}")
+        return made
+
+
+class Trace:
+    """The last events, kept unformatted: only a failing seed prints them."""
+
+    def __init__(self, keep: int = 40) -> None:
+        self._lines: deque[tuple[float, str, tuple[Any, ...]]] = deque(maxlen=keep)
+
+    def add(self, now: float, what: str, *details: Any) -> None:
+        self._lines.append((now, what, details))
+
+    def lines(self) -> list[str]:
+        return [f"{at:10.3f}  {' '.join((what, *(str(d) for d in details)))}" for at, what, details in self._lines]

@@ -1,0 +1,111 @@
+"""The simulated control network: a question and its answer travel as two messages that can be late, lost or doubled.
+
+A call ends exactly once: with the first answer that comes before its deadline, or with None. What reaches a host is
+handed to the process that lives there at that moment, so a message may outlive its sender and meet a successor: that
+is what the fences (protocol.md section 1) are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dips.sim.heap import Chance, Heap, Timer
+
+Answer = Callable[[Any], None]
+
+
+class Host(Protocol):
+    """A place with a name; a process may live there."""
+
+    def receive(self, sender: str, message: Any, answer: Answer) -> None:
+        """Take a question; call `answer` once, now or later, or never. A dead host does nothing."""
+
+
+@dataclass
+class Weather:
+    """How bad the network is. Seconds and shares of messages."""
+
+    delay_s: float = 0.02
+    spread_s: float = 0.08
+    slow_share: float = 0.03  # of messages that take `slow_s` on top: they overtake and are overtaken
+    slow_s: float = 3.0
+    lost_share: float = 0.03
+    doubled_share: float = 0.05
+
+
+CLEAR = Weather(slow_share=0.0, lost_share=0.0, doubled_share=0.0)
+
+
+class Call:
+    """One question under way, as its asker sees it."""
+
+    __slots__ = ("_done", "_timer")
+
+    def __init__(self, done: Answer) -> None:
+        self._done: Answer | None = done
+        self._timer: Timer | None = None
+
+    def arm(self, timer: Timer) -> None:
+        self._timer = timer
+
+    def end(self, answer: Any) -> None:
+        """The first end counts; a second answer, or one after the deadline, falls on the floor."""
+        done, self._done = self._done, None
+        if self._timer is not None:
+            self._timer.cancel()
+        if done is not None:
+            done(answer)
+
+
+class Network:
+    """Delivers messages between hosts, as badly as the weather says."""
+
+    def __init__(self, heap: Heap, chance: Chance) -> None:
+        self._heap = heap
+        self._rng = chance.of("network")
+        self.weather = Weather()
+        self._hosts: dict[str, Host] = {}
+        self._cut: dict[tuple[str, str], float] = {}  # (sender, receiver) → until when nothing passes
+
+    def attach(self, name: str, host: Host) -> None:
+        self._hosts[name] = host
+
+    def cut(self, sender: str, receiver: str, until: float) -> None:
+        """Nothing passes in this direction until then: partitions may be one-way."""
+        self._cut[sender, receiver] = until
+
+    def mend(self) -> None:
+        """All links are back, and nothing is lost or doubled any more."""
+        self._cut.clear()
+        self.weather = CLEAR
+
+    def call(self, sender: str, receiver: str, message: Any, deadline_s: float, done: Answer) -> None:
+        """Ask; `done` hears the answer, or None at the deadline."""
+        call = Call(done)
+        call.arm(self._heap.after(deadline_s, "deadline of a call", lambda: call.end(None)))
+
+        def arrive() -> None:
+            self._hosts[receiver].receive(sender, message, reply)
+
+        def reply(answer: Any) -> None:
+            self._send(receiver, sender, "answer", lambda: call.end(answer))
+
+        self._send(sender, receiver, "question", arrive)
+
+    def _send(self, sender: str, receiver: str, what: str, arrive: Callable[[], None]) -> None:
+        rng, weather = self._rng, self.weather
+        # Drawn always, so that a change of one share does not move the others.
+        lost, doubled = rng.random() < weather.lost_share, rng.random() < weather.doubled_share
+        delays = (self._delay(), self._delay())
+        if lost or self._cut.get((sender, receiver), 0.0) > self._heap.now:
+            return
+        label = f"{what} {sender} → {receiver}"
+        for delay in delays[: 2 if doubled else 1]:
+            self._heap.after(delay, label, arrive)
+
+    def _delay(self) -> float:
+        rng, weather = self._rng, self.weather
+        slow, extra = rng.random() < weather.slow_share, rng.random()
+        return weather.delay_s + weather.spread_s * rng.random() + (weather.slow_s * extra if slow else 0.0)

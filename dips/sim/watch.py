@@ -1,0 +1,178 @@
+"""Who looks at the world: the hooks that every part of it calls, and the base of all invariants.
+
+An invariant reads the world and changes nothing in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from dips.ids import VersionId
+from dips.protocol.effects import Note, Order, Outcome, Registered
+from dips.protocol.events import Event
+from dips.protocol.records import LedgerState, Record
+from dips.sim.work import Frozen
+
+if TYPE_CHECKING:
+    from dips.sim.cluster import Agent
+    from dips.sim.master import MasterProcess
+    from dips.sim.slave import Process
+    from dips.sim.world import World
+
+
+class Violation(Exception):
+    """An invariant does not hold."""
+
+    def __init__(self, invariant: Invariant, what: str) -> None:
+        super().__init__(f"[{invariant.number}] {type(invariant).__name__}: {what}")
+        self.number = invariant.number
+
+
+class Listener:
+    """The hooks; a subclass overrides those that it needs, and only those are called."""
+
+    def after_event(self) -> None:
+        """Anything may have changed."""
+
+    def recorded(self, record: Record) -> None:
+        """A record is durable."""
+
+    def restored(self, state: LedgerState) -> None:
+        """A master starts from this."""
+
+    def told_version(self, agent: Agent, version: VersionId, whence: str) -> None:
+        """A cluster was told a version."""
+
+    def outcome(self, agent: Agent, frozen: Frozen, outcome: Outcome) -> None:
+        """A cluster heard what became of a push."""
+
+    def stepped(self, agent: Agent) -> None:
+        """A trainer takes an inner step."""
+
+    def installed(self, agent: Agent) -> None:
+        """All ranks of a cluster copied what they pulled."""
+
+    def pulled(self, agent: Agent, installed: bool, attempt: int) -> None:
+        """A pull is over."""
+
+    def order_leaves(self, order: Order) -> None:
+        """A master sends an order."""
+
+    def before_order(self, process: Process, order: Order) -> None:
+        """A slave is about to carry out an order."""
+
+    def after_order(self, process: Process, order: Order) -> None:
+        """It has."""
+
+    def registered(self, process: Process, answer: Registered) -> None:
+        """A slave was answered."""
+
+    def before_step(self, master: MasterProcess, event: Event) -> None:
+        """A Coordinator is about to take an event."""
+
+    def after_step(self, master: MasterProcess, event: Event) -> None:
+        """It has."""
+
+    def beat_read(self, role: str, name: str, life: int) -> None:
+        """A master read a beat."""
+
+    def judged(self, verdict: Event) -> None:
+        """A judge said that somebody is silent."""
+
+    def noted(self, note: Note) -> None:
+        """A Coordinator told the log."""
+
+    def at_rest(self) -> None:
+        """The run is over: nothing has failed for long."""
+
+
+HOOKS = tuple(name for name in vars(Listener) if not name.startswith("_"))
+
+
+class Invariant(Listener):
+    """One thing that must always be true; `number` is that of protocol.md section 4."""
+
+    number = 0
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def require(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise Violation(self, what)
+
+
+class Watch:
+    """Calls every listener's hooks."""
+
+    def __init__(self, listeners: Sequence[Listener]) -> None:
+        self._hooks: dict[str, list[Callable[..., None]]] = {
+            hook: [getattr(l, hook) for l in listeners if getattr(type(l), hook) is not getattr(Listener, hook)]
+            for hook in HOOKS
+        }
+
+    def _call(self, hook: str, *details: Any) -> None:
+        for look in self._hooks[hook]:
+            look(*details)
+
+    def after_event(self) -> None:
+        for look in self._hooks["after_event"]:
+            look()
+
+    def recorded(self, records: Sequence[Record]) -> None:
+        for record in records:
+            self._call("recorded", record)
+
+    def restored(self, state: LedgerState) -> None:
+        self._call("restored", state)
+
+    def told(self, agent: Agent, told: Any) -> None:
+        """A cluster hears of a version by a Grant, a Joined or a Finished."""
+        version = told.head if hasattr(told, "head") else told.version
+        self._call("told_version", agent, version, type(told).__name__)
+
+    def outcome(self, agent: Agent, frozen: Frozen, outcome: Outcome) -> None:
+        if outcome.version is not None:
+            self._call("told_version", agent, outcome.version, "Outcome")
+        self._call("outcome", agent, frozen, outcome)
+
+    def stepped(self, agent: Agent) -> None:
+        self._call("stepped", agent)
+
+    def installed(self, agent: Agent) -> None:
+        self._call("installed", agent)
+
+    def pulled(self, agent: Agent, installed: bool, attempt: int) -> None:
+        self._call("pulled", agent, installed, attempt)
+
+    def order_leaves(self, order: Order) -> None:
+        self._call("order_leaves", order)
+
+    def registered(self, process: Process, answer: Registered) -> None:
+        self._call("registered", process, answer)
+
+    def beat_read(self, role: str, name: str, life: int) -> None:
+        self._call("beat_read", role, name, life)
+
+    def judged(self, verdict: Event) -> None:
+        self._call("judged", verdict)
+
+    def noted(self, note: Note) -> None:
+        self._call("noted", note)
+
+    def at_rest(self) -> None:
+        self._call("at_rest")
+
+    @contextmanager
+    def carrying_out(self, process: Process, order: Order) -> Iterator[None]:
+        self._call("before_order", process, order)
+        yield
+        self._call("after_order", process, order)
+
+    @contextmanager
+    def deciding(self, master: MasterProcess, event: Event) -> Iterator[None]:
+        self._call("before_step", master, event)
+        yield
+        self._call("after_step", master, event)

@@ -1,0 +1,45 @@
+"""Inner steps as things that can be counted: each uses up a data range and some tokens, and meets one fate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dips.ids import PushId, VersionId
+from dips.slave.ports import F32
+
+
+@dataclass(eq=False)
+class Work:
+    """One inner step. `lost` once the process that held its effect died or was told to start over."""
+
+    cluster: str
+    data_range: int
+    tokens: int
+    lost: bool = False
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What a cluster meant to push: the truth that the ledger's rows are compared with."""
+
+    push: PushId
+    base: VersionId
+    content: dict[int, F32]
+    work: tuple[Work, ...]
+    diverged: bool = False  # its content is bad on purpose
+
+    @property
+    def tokens(self) -> int:
+        return sum(w.tokens for w in self.work)
+
+    @property
+    def ranges(self) -> tuple[int, ...]:
+        return tuple(w.data_range for w in self.work)
+
+
+@dataclass
+class Books:
+    """All that was ever done and frozen in one world."""
+
+    work: list[Work] = field(default_factory=list)
+    frozen: dict[PushId, Frozen] = field(default_factory=dict)  # the newest freeze under each name

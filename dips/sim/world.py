@@ -1,0 +1,259 @@
+"""One simulated world from one seed: the real Coordinator, Judge, Ledger and Shards among simulated everything else.
+
+`World(seed).run()` plays it to its end and looks at every invariant after every event. The first part of a run is full
+of faults; then they stop, and the second part shows that everything heals within its bounds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+import xxhash
+
+from dips.protocol.effects import Exit, Note
+from dips.protocol.manifest import Layer, Manifest, Parameter
+from dips.protocol.options import Clip, DataOptions, Options, OuterOptions, PenaltyOptions, StopOptions, TimingOptions
+from dips.protocol.placement import place
+from dips.protocol.records import RunRow
+from dips.sim.faults import Faults
+from dips.sim.fences import Fences, Liveness, Memory, Monotone, Patience, Patient
+from dips.sim.flow import SimFlow
+from dips.sim.heap import Chance, Heap, Timer, Trace
+from dips.sim.invariants import Authority, Commit, Data, Durable, Finite, Lineage, Once, Tokens, WholeInstalls
+from dips.sim.master import MasterMachine
+from dips.sim.network import Network
+from dips.sim.site import Site
+from dips.sim.slave import Machine
+from dips.sim.transfer import DataNetwork
+from dips.sim.watch import Invariant, Listener, Violation, Watch
+from dips.sim.work import Books
+from dips.slave.ports import F32
+
+FAULTS_S = 55.0  # simulated seconds with faults
+QUIET_S = 50.0  # and without
+NOISES = 32  # directions in which a trainer may go in one inner step
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a seed chooses of the run's shape."""
+
+    slaves: int
+    layers: int
+    ranks: tuple[int, ...]  # of each cluster
+    step_s: tuple[float, ...]
+    slots: int
+    pinned: int
+    inner_steps: int
+    run: str = "simulated"
+    config_digest: str = "config"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What was found: `number` of the invariant, or None for an error of the code itself."""
+
+    number: int | None
+    what: str
+    trace: tuple[str, ...]
+
+
+@dataclass
+class Result:
+    """How one seed went."""
+
+    seed: int
+    events: int = 0
+    faults: int = 0
+    failure: Failure | None = None
+    kinds: dict[str, int] = field(default_factory=dict)  # notes of the Coordinators, counted
+
+    @property
+    def rounds(self) -> int:
+        """Versions made."""
+        return self.kinds.get("version_committed", 0)
+
+
+def settings_of(rng: Random) -> Settings:
+    """Draw the shape of a run."""
+    slaves, clusters = rng.randint(2, 3), rng.randint(2, 3)
+    return Settings(
+        slaves=slaves,
+        layers=rng.randint(slaves, 4),
+        ranks=tuple(rng.randint(1, 3) for _ in range(clusters)),
+        step_s=tuple(0.3 + 0.5 * rng.random() for _ in range(clusters)),
+        slots=rng.randint(1, 2),
+        pinned=rng.randint(0, 1),
+        inner_steps=rng.randint(3, 5),
+    )
+
+
+def options_of(rng: Random) -> Options:
+    """Short deadlines, so that a minute holds a dozen rounds."""
+    timing = TimingOptions(
+        window_s=rng.choice((1.0, 2.0, None)),
+        beat_s=1.5,
+        lease_beats=5,
+        hang_s=12.0,
+        order_s=4.0,
+        compute_s=8.0,
+        transfer_s=12.0,
+        busy_retry_s=0.7,
+    )
+    penalty = PenaltyOptions(warmup_rounds=2, history=4, gate_patience=3)
+    outer = OuterOptions(clip=Clip(norm=rng.choice((0.05, 1.0))))
+    stop = StopOptions(versions=rng.randint(2, 9) if rng.random() < 0.1 else 0)
+    return Options(outer=outer, penalty=penalty, stop=stop, data=DataOptions(ranges=5000), timing=timing)
+
+
+class Counter(Listener):
+    """Counts what the Coordinators told the log."""
+
+    def __init__(self, result: Result) -> None:
+        self.result = result
+
+    def noted(self, note: Note) -> None:
+        self.result.kinds[note.kind] = self.result.kinds.get(note.kind, 0) + 1
+
+
+class World:
+    """Everything there is, for one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.heap, self.chance, self.trace, self.books = Heap(), Chance(seed), Trace(), Books()
+        self.settings = settings_of(self.chance.of("settings"))
+        self.options = options_of(self.chance.of("options"))
+        self.manifest = Manifest(
+            tuple(
+                Layer(f"layers.{i}", (Parameter(f"layers.{i}.w", (2,)), Parameter(f"layers.{i}.b", (1,))))
+                for i in range(self.settings.layers)
+            )
+        )
+        self.sizes = {i: layer.numel for i, layer in enumerate(self.manifest.layers)}
+        rng = np.random.default_rng(seed)
+        self.genesis: dict[int, F32] = {i: rng.standard_normal(n, dtype=np.float32) for i, n in self.sizes.items()}
+        self._noise = rng.standard_normal((NOISES, max(self.sizes.values())), dtype=np.float32) * np.float32(0.02)
+        self.quiet_at, self.ends_at = FAULTS_S, FAULTS_S + QUIET_S
+        self.network = Network(self.heap, self.chance)
+        self.data = DataNetwork(self.heap, self.chance.of("data"), self, self.sizes)
+        self.result = Result(seed)
+        self.lineage = Lineage(self)
+        self.faults = Faults(self)
+        self.watch = Watch([*self._invariants(), self.faults, Counter(self.result)])
+        self._asleep_s = 0.0
+        self._asleep_since: float | None = None
+        self._populate()
+
+    def _invariants(self) -> list[Invariant]:
+        others = (Commit, Durable, Once, Fences, WholeInstalls, Authority, Finite, Tokens, Data)
+        names = (Monotone, Memory, Liveness, Patience, Patient)
+        return [self.lineage, *(make(self) for make in (*others, *names))]
+
+    def _populate(self) -> None:
+        names = [f"slave-{i}" for i in range(self.settings.slaves)]
+        placement = place(self.manifest, names)
+        row = RunRow(
+            run=self.settings.run,
+            config_digest=self.settings.config_digest,
+            manifest=self.manifest.to_json(),
+            placement=placement,
+            genesis=tuple(xxhash.xxh3_128_hexdigest(a.tobytes()) for a in self.genesis.values()),
+            genesis_norms=tuple(float(np.linalg.norm(a)) for a in self.genesis.values()),
+        )
+        self.machines = {name: Machine(self, name, layers) for name, layers in placement}
+        self.sites = {
+            name: Site(self, name, ranks, step_s)
+            for name, ranks, step_s in zip("abc", self.settings.ranks, self.settings.step_s, strict=False)
+        }
+        self.master = MasterMachine(self, row)
+        self.master.start()
+        for machine in self.machines.values():
+            machine.start()
+        for site in self.sites.values():
+            site.start()
+        self.faults.plan()
+
+    # ---- running ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> Result:
+        """Play the seed to its end, or to the first thing that is not as it must be."""
+        result = self.result
+        try:
+            while (timer := self.heap.next()) is not None and timer.at < self.ends_at:
+                self.trace.add(timer.at, timer.what)
+                timer.action()
+                self.watch.after_event()
+            self.watch.at_rest()
+        except Violation as violation:
+            result.failure = Failure(violation.number, str(violation), tuple(self.trace.lines()))
+        except Exception as error:  # noqa: BLE001 (an error of the code under test is a finding, whatever its class)
+            result.failure = Failure(None, f"{type(error).__name__}: {error}", tuple(self.trace.lines()))
+        finally:
+            self.master.disk.close()
+        result.events, result.faults = self.heap.events, self.faults.count
+        return result
+
+    def later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer:
+        return self.heap.after(delay_s, what, action)
+
+    # ---- the master's machine --------------------------------------------------------------------------------------
+
+    @property
+    def master_asleep_s(self) -> float:
+        """How long, since the beginning, no master was looking."""
+        return self._asleep_s + (self.heap.now - self._asleep_since if self._asleep_since is not None else 0.0)
+
+    def crash_master(self) -> None:
+        self.master.crash()
+        self._sleeps()
+
+    def start_master(self) -> None:
+        self._woke()
+        self.master.start()
+
+    def pause_master(self) -> None:
+        if self.master.process is not None:
+            self.master.process.pause()
+            self._sleeps()
+
+    def wake_master(self) -> None:
+        if self.master.process is not None:
+            self._woke()
+            self.master.process.wake()
+
+    def master_exits(self, effect: Exit) -> None:
+        """It leaves on its own account; something starts it again."""
+        self.trace.add(self.heap.now, f"the master exits with {effect.code}", effect.reason)
+        self.crash_master()
+        self.later(1.0, "the master starts again", self.start_master)
+
+    def _sleeps(self) -> None:
+        if self._asleep_since is None:
+            self._asleep_since = self.heap.now
+
+    def _woke(self) -> None:
+        self._asleep_s = self.master_asleep_s
+        self._asleep_since = None
+
+    # ---- what the parts ask of each other --------------------------------------------------------------------------
+
+    def flow(self, slave: str) -> SimFlow | None:
+        process = self.machines[slave].process
+        return process.flow if process is not None else None
+
+    def descend(self, theta: dict[int, F32], rng: Random) -> None:
+        """One inner step: the whole model moves a little."""
+        noise = self._noise[rng.randrange(NOISES)]
+        for a in theta.values():
+            a -= noise[: a.size]
+
+
+def digest(world: World) -> str:
+    """Fingerprint of everything that was made: equal for two runs of one seed."""
+    parts = [f"{v} {c.bytes_of}" for v, c in world.lineage.twin.versions.items()]
+    return hashlib.sha256("\n".join([str(world.heap.events), *parts]).encode()).hexdigest()

@@ -1,0 +1,140 @@
+"""A status, as the master answers it, for a person to read: tables for a terminal, one line for a log.
+
+Reads plain data and never asks anybody. A field that is missing or null is shown as –: an older master must not break
+the picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+Status = Mapping[str, Any]
+
+NONE = "–"
+# What a state looks like; anything else stays plain.
+STYLES = {"training": "green", "ready": "green", "gone": "red", "lost": "red", "pushing": "cyan", "pulling": "cyan"}
+
+
+def render(status: Status) -> RenderableType:
+    """Draw the whole picture: the run and its round, clusters, slaves."""
+    return Group(headline(status), clusters_table(status), slaves_table(status))
+
+
+def headline(status: Status) -> Text:
+    """The run in two lines: where θ is, and what the round does and why."""
+    return Text("\n".join((run_line(status), "round: " + round_line(status))), style="bold")
+
+
+def run_line(status: Status) -> str:
+    """Name the head, the tokens and the rounds so far."""
+    rounds, progress = status.get("rounds", {}), status.get("progress", {})
+    target = progress.get("tokens_target") or 0
+    share = f" ({progress.get('tokens', 0) / target:.0%})" if target else ""
+    ended = f"  finished at {status['finished']}" if status.get("finished") else ""
+    counted = ", ".join(f"{rounds.get(kind, 0)} {kind}" for kind in ("applied", "unchanged", "skipped"))
+    return (
+        f"{status.get('run', NONE)}  head {status.get('head', NONE)}  term {status.get('term', NONE)}  "
+        f"{count(progress.get('tokens'))} tokens{share}  rounds: {counted}{ended}"
+    )
+
+
+def round_line(status: Status) -> str:
+    """Say what the round is doing, and why."""
+    round_ = status.get("round", {})
+    number = f"r{round_['round']} " if round_.get("round") is not None else ""
+    return f"{number}{round_.get('state', NONE)}: {round_.get('reason') or NONE}"
+
+
+def clusters_table(status: Status) -> Table:
+    """One row for each cluster."""
+    table = _table(
+        "clusters", ("cluster", "state", "steps", "tokens", "loss", "base", "stale", "MB/s", "acc/gate/skip")
+    )
+    for name, c in sorted(status.get("clusters", {}).items()):
+        table.add_row(
+            name,
+            _state(c),
+            count(c.get("inner_steps")),
+            count(c.get("tokens_accepted")),
+            _number(c.get("loss"), "{:.3f}"),
+            c.get("base") or NONE,
+            _number(c.get("staleness"), "{:d}"),
+            _number(c.get("bytes_per_s"), "{:.1f}", 1e-6),
+            "/".join(str(c.get(kind, 0)) for kind in ("accepted", "gated", "skipped")),
+        )
+    return table
+
+
+def slaves_table(status: Status) -> Table:
+    """One row for each slave."""
+    table = _table("slaves", ("slave", "state", "version", "slots", "pool MB", "in MB", "out MB", "persist s"))
+    for name, s in sorted(status.get("slaves", {}).items()):
+        table.add_row(
+            name,
+            _state(s),
+            s.get("version") or NONE,
+            f"{s.get('slots_used', 0)}/{s.get('slots', NONE)}",
+            f"{_number(s.get('pool_used'), '{:.0f}', 1e-6)}/{_number(s.get('pool_limit'), '{:.0f}', 1e-6)}",
+            _number(s.get("bytes_in"), "{:.0f}", 1e-6),
+            _number(s.get("bytes_out"), "{:.0f}", 1e-6),
+            _number(s.get("persist_s"), "{:.2f}"),
+        )
+    return table
+
+
+def one_line(status: Status) -> str:
+    """The same for a log file: one line, every state in it."""
+    clusters = "; ".join(
+        f"{name} {c.get('state', NONE)} steps {count(c.get('inner_steps'))} loss {_number(c.get('loss'), '{:.3f}')} "
+        f"on {c.get('base') or NONE} (stale {_number(c.get('staleness'), '{:d}')})"
+        for name, c in sorted(status.get("clusters", {}).items())
+    )
+    slaves = "; ".join(
+        f"{name} {s.get('state', NONE)} {s.get('version') or NONE}"
+        for name, s in sorted(status.get("slaves", {}).items())
+    )
+    rounds = status.get("rounds", {})
+    return (
+        f"head {status.get('head', NONE)}, {rounds.get('applied', 0)} applied {rounds.get('skipped', 0)} skipped "
+        f"{rounds.get('unchanged', 0)} unchanged | {clusters or 'no clusters'} | {slaves or 'no slaves'}"
+    )
+
+
+def count(value: float | None) -> str:
+    """Shorten a count: 1234567 → 1.23M."""
+    if value is None:
+        return NONE
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
+        if value >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.{0 if unit == 'k' else 2}f}{unit}"
+    return str(int(value))
+
+
+def _number(value: float | None, spec: str, scale: float | None = None) -> str:
+    if value is None:
+        return NONE
+    return spec.format(value if scale is None else value * scale)
+
+
+def _state(peer: Mapping[str, Any]) -> Text:
+    state, reason = str(peer.get("state", NONE)), peer.get("reason") or ""
+    text = Text(state, style=STYLES.get(state, ""))
+    return text.append(f": {reason}", style="dim") if reason and reason != state else text
+
+
+def _table(title: str, columns: tuple[str, ...]) -> Table:
+    table = Table(title=title, title_justify="left", expand=True, title_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(
+            column,
+            justify="left" if i < 2 else "right",
+            no_wrap=i != 1,
+            ratio=1 if i == 1 else None,
+            overflow="fold" if i == 1 else "ellipsis",
+        )
+    return table

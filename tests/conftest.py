@@ -1,0 +1,25 @@
+"""What every test shares: nothing is left running, and random order has a printed seed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+# Two shared cores are slow at times; a test that hangs has its own timeout.
+settings.register_profile("dips", deadline=None, print_blob=True)
+settings.load_profile("dips")
+
+
+@pytest.fixture(autouse=True)
+def no_thread_outlives_its_test() -> Iterator[None]:
+    """Every thread that a test starts has ended with it; daemons of libraries may stay."""
+    before = set(threading.enumerate())
+    yield
+    started = [t for t in threading.enumerate() if t not in before and not t.daemon]
+    for thread in started:
+        thread.join(5)
+    left = [t.name for t in started if t.is_alive()]
+    assert not left, f"threads left running: {left}"

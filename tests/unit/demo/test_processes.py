@@ -1,0 +1,86 @@
+"""The demo's processes: killed as told, and none is left."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dips.client.trainer import descendants
+from dips.demo.processes import House, ProcessEnded
+
+SLEEP = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
+CHILD_AND_SELF = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print("here", flush=True)
+child.wait()
+print("child gone", flush=True)
+time.sleep(60)
+"""
+PARENT = [sys.executable, "-c", CHILD_AND_SELF]
+
+
+def until_told(log: Path, word: str) -> None:
+    deadline = time.monotonic() + 20
+    while not (log.exists() and word in log.read_text()):
+        assert time.monotonic() < deadline, f"{log} does not say {word!r}: {log.read_text()}"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_leaving_the_house_ends_everything(tmp_path: Path) -> None:
+    """When the block is left, by an error too, every process has ended."""
+    house = House()
+    processes = [house.start(name, SLEEP, tmp_path / name) for name in ("a", "b")]
+    with pytest.raises(RuntimeError, match="in the middle"), house:
+        raise RuntimeError("in the middle")
+    assert all(process.code() is not None for process in processes)
+
+
+def test_children_are_killed_and_the_parent_lives(tmp_path: Path) -> None:
+    """kill_children takes what a process started, and leaves it to notice."""
+    with House() as house:
+        process = house.start("a", PARENT, tmp_path / "a")
+        until_told(tmp_path / "a", "here")
+        killed = process.kill_children()
+        until_told(tmp_path / "a", "child gone")
+        assert len(killed) == 1
+        assert process.code() is None
+        assert not alive(killed[0])
+    assert not [pid for pid in descendants(os.getpid()) if alive(pid)]
+
+
+def test_a_process_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
+    """check names who ended, how, and what it said last; one that may end well may."""
+    with House() as house:
+        house.start("good", [sys.executable, "-c", ""], tmp_path / "good", may_end=True).wait(20)
+        house.check()
+        bad = house.start(
+            "bad", [sys.executable, "-c", "print('no such thing'); raise SystemExit(78)"], tmp_path / "bad"
+        )
+        assert bad.wait(20) == 78
+        with pytest.raises(ProcessEnded, match=r"bad ended with exit code 78.*\n.*no such thing"):
+            house.check()
+        house.start("bad", [sys.executable, "-c", ""], tmp_path / "bad").wait(20)
+        with pytest.raises(ProcessEnded, match=r"bad ended with exit code 0"):
+            house.check()
+
+
+def test_waiting_has_an_end(tmp_path: Path) -> None:
+    """A process that does not end in time is named, with its log."""
+    with House() as house:
+        process = house.start("a", SLEEP, tmp_path / "a")
+        until_told(tmp_path / "a", "here")
+        with pytest.raises(ProcessEnded, match=r"a did not end within 0 s.*\n.*here"):
+            process.wait(0.1)

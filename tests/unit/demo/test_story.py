@@ -1,0 +1,79 @@
+"""The small decisions of the demo: its files, its schedule, what it shows."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from dips.config import host_port, load_cluster, load_run
+from dips.demo import layout, train
+from dips.demo.watch import Watch
+from dips.errors import ConfigError
+
+
+def test_the_files_are_right(tmp_path: Path) -> None:
+    """What the demo writes loads as what an operator writes, and all parties agree."""
+    files = layout.make(tmp_path / "out")
+    address = layout.write(files, ranges=10, tokens=1000, wall_s=60)
+    run = load_run(files.run_file)
+    assert [s.name for s in run.slaves] == list(layout.SLAVES)
+    assert run.master.listen == address
+    assert host_port(address)[1] > 0
+    assert (run.shared.stop.tokens, run.shared.data.ranges) == (1000, 10)
+    for name in layout.CLUSTERS:
+        cluster = load_cluster(files.cluster_file(name))
+        assert cluster.shared.digest == run.shared.digest
+        assert (cluster.cluster, cluster.master, cluster.directory) == (name, address, files.cluster(name))
+        assert cluster.socket is not None
+        assert len(str(cluster.socket)) < 100
+    files.sockets.rmdir()
+
+
+def test_a_used_directory_is_refused(tmp_path: Path) -> None:
+    """A run never writes into another's directory."""
+    (tmp_path / "x").touch()
+    with pytest.raises(ConfigError, match="is not empty"):
+        layout.make(tmp_path)
+
+
+def test_the_schedule() -> None:
+    """The rate warms up by steps of this life, falls by the run's progress, and never reaches zero."""
+    warm = [train.learning_rate(step, 0.0) for step in range(train.WARMUP_STEPS)]
+    assert warm == sorted(warm)
+    assert warm[-1] == pytest.approx(train.LR)
+    falling = [train.learning_rate(1000, progress / 10) for progress in range(13)]
+    assert falling == sorted(falling, reverse=True)
+    assert falling[-1] == pytest.approx(train.LEAST_LR)
+
+
+STATUS: dict[str, Any] = {"head": "v7@r9", "clusters": {"fast": {"state": "training", "loss": 2.5}}, "slaves": {}}
+
+
+def test_without_a_terminal_lines_are_plain() -> None:
+    """News come at once, the status now and then, neither with an escape sequence."""
+    out = io.StringIO()
+    with Watch(60, Console(file=out, width=80)) as watch:
+        watch.say("killed slave-1")
+        watch.show(STATUS)
+        watch.show(STATUS)
+        watch.show(None)
+    text = out.getvalue()
+    assert "killed slave-1" in text
+    assert text.count("v7@r9") == 1
+    assert "\x1b" not in text
+
+
+def test_on_a_terminal_all_is_drawn() -> None:
+    """The picture has the status and the news; a master that does not answer leaves the last one standing."""
+    out = io.StringIO()
+    with Watch(60, Console(file=out, force_terminal=True, width=120, height=50)) as watch:
+        watch.say("killed slave-1")
+        watch.show(STATUS)
+        watch.show(None)
+    last = out.getvalue().rpartition("▱")[2]
+    assert "v7@r9" in last
+    assert "killed slave-1" in last

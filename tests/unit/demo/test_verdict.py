@@ -1,0 +1,137 @@
+"""The demo's checks bite: each claim has a run that does not keep it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dips.demo.model import build, loss_of
+from dips.demo.verdict import Check, Kill, Losses, checks, losses, validation_loss
+from dips.ids import PushId, VersionId
+from dips.master.ledger_state import RoundHistory
+from dips.protocol.records import FoldRow
+
+GOOD = Losses(first=5.55, head=1.9, exported=1.9, bigrams=2.4)
+
+
+def applied(number: int, opened: float, *clusters: str) -> RoundHistory:
+    """A round that made version `number` of one push of each cluster."""
+    version, parent = VersionId(number, number), VersionId(number - 1, number - 1)
+    folds = tuple(FoldRow(PushId(c, 1, number), parent, 10, 2, 1.0, 1.0, 0.0, 2.0, ()) for c in clusters)
+    return RoundHistory(number, "applied", "", opened, opened + 1, version, parent, 10, 1.0, 1.0, False, folds, ())
+
+
+ROUNDS = [applied(1, 10, "fast"), applied(2, 20, "fast", "slow"), applied(3, 40, "fast", "slow")]
+STATUS: dict[str, Any] = {
+    "finished": "v3@r3",
+    "head": "v3@r3",
+    "slaves": {"slave-1": {"sinc": 2, "state": "ready", "version": "v3@r3", "bytes_out": 1000}},
+}
+TIMELINES: dict[str, list[dict[str, Any]]] = {
+    "fast": [{"kind": "pull_end", "installed": True, "version": "v3@r3", "at": 42.0}],
+    "slow": [{"kind": "trainer_attached", "at": 5.0}, {"kind": "trainer_attached", "at": 35.0}],
+}
+KILL = Kill("slow", "slave-1", slave_sinc=1, head=VersionId(2, 2))
+
+
+def failed(
+    found: Losses = GOOD,
+    rounds: Sequence[RoundHistory] = ROUNDS,
+    status: dict[str, Any] = STATUS,
+    kill: Kill = KILL,
+    timelines: dict[str, list[dict[str, Any]]] = TIMELINES,
+    seconds: float = 200.0,
+) -> list[str]:
+    listed: list[Check] = checks(found, rounds, status, kill, timelines, seconds)
+    return [check.claim for check in listed if not check.holds]
+
+
+def test_a_good_run_passes() -> None:
+    """Every claim holds for a run that keeps them all."""
+    assert failed() == []
+    assert len(checks(GOOD, ROUNDS, STATUS, KILL, TIMELINES, 200.0)) == 7
+
+
+@pytest.mark.parametrize(
+    ("found", "word"),
+    [
+        (replace(GOOD, first=4.9), "version 0 knows nothing"),
+        (replace(GOOD, head=2.5, exported=2.5), "below the bigram entropy"),
+        (replace(GOOD, exported=1.9001), "exported file"),
+    ],
+)
+def test_losses(found: Losses, word: str) -> None:
+    """A first loss not of ignorance, a head that learned too little, an export that differs: each fails."""
+    assert [claim for claim in failed(found) if word in claim]
+    assert len(failed(found)) == 1
+
+
+def test_a_short_run_is_held_to_less() -> None:
+    """Without time to get below the bigrams a run must still gain a nat, and nobody was killed in it."""
+    assert failed(replace(GOOD, head=3.0, exported=3.0), kill=Kill(), seconds=60) == []
+    assert failed(replace(GOOD, head=5.0, exported=5.0), kill=Kill(), seconds=60) != []
+
+
+@pytest.mark.parametrize("rounds", [ROUNDS[1:], ROUNDS[:1], []])
+def test_pace(rounds: list[RoundHistory]) -> None:
+    """Fast must be in more versions than slow, and slow in one at least."""
+    assert any("fast took part" in claim for claim in failed(rounds=rounds))
+
+
+def test_the_end() -> None:
+    """A run that is not finished, or whose head is not what it finished at, fails."""
+    assert failed(status={**STATUS, "finished": None}) == ["the run is finished at its head"]
+
+
+def test_a_push_of_the_dead_does_not_count() -> None:
+    """A contribution in a round that was open before the new trainer came may be the old one's."""
+    early = [*ROUNDS[:2], applied(3, 34, "fast", "slow"), applied(4, 41, "fast")]
+    assert any("accepted contributions after" in claim for claim in failed(rounds=early))
+    assert any(
+        "accepted contributions after" in claim
+        for claim in failed(timelines={**TIMELINES, "slow": TIMELINES["slow"][:1]})
+    )
+
+
+@pytest.mark.parametrize("change", [{"sinc": 1}, {"state": "lost"}, {"bytes_out": 0}, {"bytes_out": None}])
+def test_a_slave_that_did_not_come_back(change: dict[str, Any]) -> None:
+    """The old life, a lost one, or one that sent nothing, serves nobody."""
+    slave = {**STATUS["slaves"]["slave-1"], **change}
+    assert any("slave-1" in claim for claim in failed(status={**STATUS, "slaves": {"slave-1": slave}}))
+
+
+def test_a_version_from_before_the_kill_does_not_count() -> None:
+    """Serving an old version again proves nothing."""
+    old = {**TIMELINES, "fast": [{"kind": "pull_end", "installed": True, "version": "v2@r2", "at": 42.0}]}
+    refused = {**TIMELINES, "fast": [{"kind": "pull_end", "installed": False, "version": "v3@r3", "at": 42.0}]}
+    assert any("slave-1" in claim for claim in failed(timelines=old))
+    assert any("slave-1" in claim for claim in failed(timelines=refused))
+
+
+def test_losses_come_from_the_files(tmp_path: Path) -> None:
+    """Version 0, the slaves' snapshots put together, and the export are loaded strictly and evaluated alike."""
+    torch.manual_seed(0)
+    first, head = build(), build()
+    parts: list[dict[str, torch.Tensor]] = [{}, {}]
+    for i, (name, tensor) in enumerate(head.state_dict().items()):
+        parts[i % 2][f"theta.{name}"] = tensor
+        parts[i % 2][f"momentum.{name}"] = torch.zeros_like(tensor)
+    for i, part in enumerate(parts):
+        (tmp_path / str(i)).mkdir()
+        save_file(part, tmp_path / str(i) / "model.safetensors")
+    save_file(first.state_dict(), tmp_path / "first")
+    save_file(head.state_dict(), tmp_path / "head")
+    sample = np.random.default_rng(0).integers(0, 256, (3, 17), dtype=np.uint8)
+    found = losses(tmp_path / "first", [tmp_path / "0", tmp_path / "1"], tmp_path / "head", sample)
+    assert found.head == found.exported != found.first
+    with torch.no_grad():
+        assert found.head == pytest.approx(loss_of(head, torch.from_numpy(sample.astype(np.int64))).item(), rel=1e-5)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        validation_loss({}, sample)

@@ -1,0 +1,143 @@
+"""The rooms of design.md section 14: who may import whom. A line that does not fit here stands in the wrong room."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+DIPS = Path(__file__).parents[2] / "dips"
+
+LOW = {"dips.ids", "dips.errors"}
+CONFIG = {"dips.config", "dips.telemetry"}  # what the daemons and the words of an operator may use besides
+BELOW_ROLES = LOW | CONFIG | {"dips.protocol", "dips.outer", "dips.wire", "dips.transport"}
+ROLES = {"dips.master", "dips.slave", "dips.client"}
+
+# What a room may import of Di-PS, besides itself. A name stands for the module and all below it.
+MAY: dict[str, set[str]] = {
+    "dips.__init__": set(),
+    "dips.errors": set(),
+    "dips.ids": {"dips.errors"},
+    "dips.config": LOW | {"dips.protocol.options"},
+    "dips.telemetry": set(),
+    "dips.protocol": LOW,
+    "dips.outer": LOW,
+    "dips.wire": LOW | {"dips.protocol"},
+    "dips.transport": LOW | {"dips.protocol", "dips.wire"},
+    "dips.master": BELOW_ROLES - {"dips.outer"},
+    "dips.slave": BELOW_ROLES,
+    "dips.client": BELOW_ROLES - {"dips.outer"},
+    "dips.cli": BELOW_ROLES | ROLES | {"dips.demo", "dips.__init__"},
+    # The real deciding, computing and holding parts, and nothing that has a socket or a thread.
+    "dips.sim": LOW
+    | {"dips.protocol", "dips.outer", "dips.master.ledger"}
+    | {f"dips.slave.{pure}" for pure in ("shard", "ports", "fences", "moving")},
+    "dips.demo": {"dips"},
+}
+
+# What a room may import of others, besides the standard library; rooms that are not here may import what they like.
+OTHERS: dict[str, set[str]] = {
+    "dips.ids": set(),
+    "dips.errors": set(),
+    "dips.protocol": set(),
+    "dips.outer": {"numpy", "numba"},
+}
+NEVER: dict[str, set[str]] = {
+    "dips.master": {"torch", "numba", "zmq"},
+    "dips.slave": {"torch"},
+    "dips.wire": {"torch", "numba", "zmq"},
+    "dips.transport": {"torch", "numba"},
+    "dips.telemetry": {"torch", "numba", "zmq", "grpc"},
+    "dips.config": {"torch", "numpy", "numba", "zmq", "grpc"},
+}
+
+MODULES = sorted(DIPS.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return ".".join(("dips", *path.relative_to(DIPS).with_suffix("").parts))
+
+
+def room_of(module: str) -> str:
+    """`dips.protocol.round` → `dips.protocol`."""
+    return ".".join(module.split(".")[:2])
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, anywhere in it; a name imported from a package counts as package.name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide their arrow"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def within(name: str, allowed: set[str]) -> bool:
+    return any(name == a or name.startswith(a + ".") for a in allowed)
+
+
+def arrow_is_allowed(room: str, name: str) -> bool:
+    """May a file of `room` import `name`, a module of Di-PS or a name in one?"""
+    return within(name, MAY[room] | {room}) or (name.count(".") == 1 and within("dips.__init__", MAY[room]))
+
+
+def test_every_room_is_known() -> None:
+    """A new room under dips/ has its arrows here before it has a file."""
+    assert {room_of(name_of(path)) for path in MODULES} <= set(MAY)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_arrows(path: Path) -> None:
+    """A file imports only what its room may: arrows point down, roles never import each other."""
+    room = room_of(name_of(path))
+    found = [n for n in imports(path) if n.split(".")[0] == "dips" and not arrow_is_allowed(room, n)]
+    assert not found, f"{name_of(path)} imports {', '.join(found)}; {room} may import {', '.join(sorted(MAY[room]))}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_foreign_packages(path: Path) -> None:
+    """The deciding room knows the standard library only, the computing one numpy and numba besides."""
+    room = room_of(name_of(path))
+    foreign = {n.split(".")[0] for n in imports(path)} - {"dips", "__future__"} - set(sys.stdlib_module_names)
+    if room in OTHERS:
+        assert foreign <= OTHERS[room]
+    assert not foreign & NEVER.get(room, set())
+
+
+def test_the_arrows_bite() -> None:
+    """The rule refuses what it must: a role in another role, and arrows that point up."""
+    assert not arrow_is_allowed("dips.master", "dips.slave.shard.Shard")
+    assert not arrow_is_allowed("dips.protocol", "dips.wire.messages")
+    assert not arrow_is_allowed("dips.slave", "dips.client")
+    assert not arrow_is_allowed("dips.outer", "dips.protocol.effects")
+    assert arrow_is_allowed("dips.master", "dips.protocol.effects.Grant")
+
+
+def loaded_by(code: str) -> set[str]:
+    """The top-level modules that a fresh interpreter has after `code`."""
+    script = code + "\nimport sys; print(' '.join(sorted({m.split('.')[0] for m in sys.modules})))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=DIPS.parent)
+    return set(done.stdout.split())
+
+
+def test_the_deciding_room_is_light() -> None:
+    """Importing all of dips.protocol loads neither torch nor numpy nor numba nor grpc nor zmq."""
+    names = [name_of(p).removesuffix(".__init__") for p in MODULES if room_of(name_of(p)) == "dips.protocol"]
+    loaded = loaded_by("import " + ", ".join(names))
+    assert not loaded & {"torch", "numpy", "numba", "grpc", "zmq", "google", "pydantic"}
+
+
+@pytest.mark.parametrize("app", ["dips.slave.app", "dips.master.app", "dips.client.app"])
+def test_daemons_do_not_load_torch(app: str) -> None:
+    """A daemon installs and runs without torch; the agent too: it shares a package with the library of the ranks."""
+    assert "torch" not in loaded_by(f"import {app}")
+
+
+def test_the_command_line_does_not_load_torch() -> None:
+    """`dips status` answers at once, on a machine without torch."""
+    assert not loaded_by("import dips.cli") & {"torch", "numba", "matplotlib"}

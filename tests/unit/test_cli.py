@@ -1,0 +1,192 @@
+"""The words of `dips`: each does its work, and says what is wrong with the exit codes of errors.py."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import load_file, save_file
+from typer.testing import CliRunner
+
+from dips import __version__, cli
+from dips.errors import ConfigError, DipsError, UnavailableMaster, treatment
+
+ROOT = Path(__file__).parents[2]
+FACTORY = "torch_model_of_the_test:build"
+MODULE = """
+import torch
+def build():
+    return torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3), torch.nn.Linear(3, 1))
+def half():
+    return build().half()
+def nothing():
+    return 7
+"""
+
+
+@pytest.fixture(name="run_file")
+def made_run_file(tmp_path: Path) -> Path:
+    """A run file of two slaves."""
+    slave = {"master": "127.0.0.1:1", "initial_model": "m/initial/model.safetensors"}
+    content = {
+        "shared": {"run": "r"},
+        "master": {"listen": "127.0.0.1:1", "directory": "m"},
+        "slaves": [{"name": f"s{i}", "directory": f"s{i}", **slave} for i in range(2)],
+        "insecure": True,
+    }
+    path = tmp_path / "dips.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.fixture(name="factory")
+def made_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module beside the run file, and the current directory there."""
+    (tmp_path / "torch_model_of_the_test.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "torch_model_of_the_test", raising=False)
+    return FACTORY
+
+
+def said(*words: str) -> str:
+    """Run a word that succeeds; return what it printed."""
+    result = CliRunner().invoke(cli.cli, words)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refused(*words: str) -> DipsError:
+    """Run a word that fails; return its error."""
+    result = CliRunner().invoke(cli.cli, words)
+    assert isinstance(result.exception, DipsError), result.output
+    return result.exception
+
+
+def init(run_file: Path, *words: str) -> str:
+    return said("init", "--config", str(run_file), *words)
+
+
+@pytest.mark.parametrize("word", ["demo", "init", "status", "export", "history"])
+def test_help_teaches(word: str) -> None:
+    """Every word says what it does and shows an example that stands on a line of its own."""
+    text = said(word, "--help")
+    assert re.search(rf"^ +Example:\n +dips {word}", text, re.MULTILINE)
+
+
+def test_version() -> None:
+    """--version says it."""
+    assert said("--version") == f"dips {__version__}\n"
+
+
+def test_init_by_factory(run_file: Path, factory: str) -> None:
+    """A seeded factory makes the same model each time, another seed another; the files of the run are there."""
+    text = init(run_file, "--factory", factory, "--seed", "5")
+    assert "s0: " in text
+    assert "19 parameters" not in text  # six tensors of 19 elements
+    assert "6 parameters" in text
+    path = run_file.parent / "m/initial/model.safetensors"
+    first = load_file(path)
+    assert (run_file.parent / "m/ledger.sqlite").exists()
+    init(run_file, "--factory", factory, "--seed", "5", "--force")
+    again = load_file(path)
+    assert all(np.array_equal(first[name], again[name]) for name in first)
+    init(run_file, "--factory", factory, "--seed", "6", "--force")
+    assert any(not np.array_equal(first[name], tensor) for name, tensor in load_file(path).items())
+
+
+def test_init_by_file(run_file: Path, factory: str) -> None:
+    """A file gives the numbers; a factory beside it gives the order, which the manifest keeps."""
+    shapes = {"0.weight": (3, 2), "0.bias": (3,), "1.weight": (3,), "1.bias": (3,), "2.weight": (1, 3), "2.bias": (1,)}
+    path = run_file.parent / "start.safetensors"
+    save_file({name: np.full(shape, 2.0, np.float32) for name, shape in shapes.items()}, path)
+    init(run_file, "--model", str(path), "--factory", factory)
+    manifest = json.loads((run_file.parent / "m/initial/manifest.json").read_text())
+    assert [p[0] for layer in manifest["layers"] for p in layer["parameters"]] == list(shapes)
+    assert all((t == 2.0).all() for t in load_file(run_file.parent / "m/initial/model.safetensors").values())
+    init(run_file, "--model", str(path), "--force")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "nothing to begin from"),
+        (["--factory", "torch_model_of_the_test"], "expected MODULE:FUNCTION"),
+        (["--factory", "no_such_module:build"], "No module named 'no_such_module'"),
+        (["--factory", "torch_model_of_the_test:bild"], "has no attribute 'bild'"),
+        (["--factory", "torch_model_of_the_test:nothing"], "expected a torch.nn.Module, got int"),
+        (["--factory", "torch_model_of_the_test:half"], "expected parameters in float32"),
+        (["--model", "no-such-file"], "no-such-file: expected a safetensors file"),
+        (["--model", "dips.yaml"], "dips.yaml: expected a safetensors file"),
+    ],
+)
+def test_init_refuses(run_file: Path, factory: str, words: list[str], message: str) -> None:
+    """What no model can be made of is named; nothing is written."""
+    error = refused("init", "--config", str(run_file), *words)
+    assert isinstance(error, ConfigError)
+    assert message in str(error)
+    assert not (run_file.parent / "m").exists()
+
+
+def test_init_file_and_factory_must_agree(run_file: Path, factory: str) -> None:
+    """A file of another model than the factory's is refused, with the first difference."""
+    path = run_file.parent / "start.safetensors"
+    save_file({"0.weight": np.zeros((3, 2), np.float32)}, path)
+    error = refused("init", "--config", str(run_file), "--model", str(path), "--factory", factory)
+    assert "0.bias is only in the factory's module" in str(error)
+
+
+def test_a_run_is_not_made_twice(run_file: Path, factory: str) -> None:
+    """A ledger that is there is kept unless --force says otherwise."""
+    init(run_file, "--factory", factory)
+    assert "--force" in str(refused("init", "--config", str(run_file), "--factory", factory))
+
+
+def test_history_of_a_new_run(run_file: Path, factory: str) -> None:
+    """A run without rounds has an empty history; a directory without a ledger is told so."""
+    refused("history", "--config", str(run_file))
+    init(run_file, "--factory", factory)
+    assert "rounds" in said("history", "--config", str(run_file))
+    assert said("history", "--config", str(run_file), "--json") == ""
+
+
+def test_export_of_version_zero(run_file: Path, factory: str) -> None:
+    """The head of a new run is the initial model; a version that is not there, or is none, is refused."""
+    init(run_file, "--factory", factory)
+    out = run_file.parent / "out.safetensors"
+    words = ("export", "--config", str(run_file), "--output", str(out))
+    assert said(*words).startswith("wrote v0@r0")
+    initial = load_file(run_file.parent / "m/initial/model.safetensors")
+    assert all(np.array_equal(initial[name], tensor) for name, tensor in load_file(out).items())
+    assert "snapshot" in str(refused(*words, "--version", "v1@r1"))
+    assert "a version name like v12@r17, got '12'" in str(refused(*words, "--version", "12"))
+
+
+def test_status_of_nobody(run_file: Path) -> None:
+    """A master that does not answer is named with its address; exit code 69."""
+    error = refused("status", "--config", str(run_file))
+    assert isinstance(error, UnavailableMaster)
+    assert "127.0.0.1:1" in str(error)
+    assert treatment(error).exit_code == 69
+
+
+@pytest.mark.parametrize("words", [[], ["--config", "dips.yaml", "--master", "127.0.0.1:1"]])
+def test_status_asks_one(words: list[str]) -> None:
+    """Whom to ask must be said, once."""
+    assert "one of them" in str(refused("status", *words))
+
+
+def test_an_error_leaves_as_message_advice_and_code(tmp_path: Path) -> None:
+    """The process of a word that fails prints the error and what to do, no traceback, and ends with its code."""
+    words = [sys.executable, "-m", "dips.cli", "history", "--config", str(tmp_path / "dips.yaml")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 78
+    assert done.stderr.startswith(f"error: {tmp_path}/dips.yaml: cannot be read")
+    assert treatment(ConfigError()).advice in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,165 @@
+"""Configuration: what stands in configs/ is right, and what is wrong is refused by file and key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dips.config import Shared, host_port, load_cluster, load_run
+from dips.errors import ConfigError, treatment
+from dips.protocol.options import Options
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+RUN: dict[str, Any] = {
+    "shared": {"run": "r"},
+    "master": {"listen": "127.0.0.1:1", "directory": "m"},
+    "slaves": [{"name": "s0", "master": "127.0.0.1:1", "directory": "s0", "initial_model": "m/i.safetensors"}],
+    "insecure": True,
+}
+CLUSTER: dict[str, Any] = {"shared": {"run": "r"}, "cluster": "a", "master": "127.0.0.1:1", "insecure": True}
+
+
+def write(path: Path, content: object) -> Path:
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def changed(content: dict[str, Any], key: str, value: object) -> dict[str, Any]:
+    """A copy with one dotted key set."""
+    copy: dict[str, Any] = yaml.safe_load(yaml.safe_dump(content))
+    at: Any = copy
+    *path, last = key.split(".")
+    for part in path:
+        at = at[int(part)] if part.isdigit() else at.setdefault(part, {})
+    at[last] = value
+    return copy
+
+
+def test_the_examples_in_configs_load() -> None:
+    """configs/dips.yaml and configs/cluster.yaml are right as they stand, agree, and mean the paper's."""
+    run, cluster = load_run(CONFIGS / "dips.yaml"), load_cluster(CONFIGS / "cluster.yaml")
+    assert run.shared.digest == cluster.shared.digest
+    assert run.options().outer == Options().outer
+    assert run.options().penalty == Options().penalty
+    assert cluster.pace.steps == 64
+
+
+@pytest.mark.parametrize("preset", ["paper", "diloco"])
+def test_presets_are_shared_sections(preset: str) -> None:
+    """Every preset is a whole shared section, and the two differ where their papers do."""
+    shared = Shared.model_validate(yaml.safe_load((CONFIGS / f"{preset}.yaml").read_text()))
+    assert (shared.outer.lr, shared.outer.momentum) == {"paper": (0.7, 0.8), "diloco": (0.7, 0.9)}[preset]
+    assert (shared.outer.clip.norm, shared.penalty.rule) == {"paper": (1.0, "dips"), "diloco": (None, "none")}[preset]
+
+
+def test_commented_keys_of_the_examples_are_real() -> None:
+    """A key that an example shows as a comment exists and has the default that it shows."""
+    text = (CONFIGS / "cluster.yaml").read_text()
+    lines = [line[2:].split("#")[0] for line in text.splitlines() if line.startswith("# ") and ": " in line[:20]]
+    shown = dict(line.split(": ", 1) for line in lines)
+    config = load_cluster(CONFIGS / "cluster.yaml")
+    for key in ("beat_s", "poll_s", "stall_s", "retry_s", "max_restarts"):
+        assert getattr(config, key) == yaml.safe_load(shown[key])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("mater", {}, "mater: unknown key"),
+        ("master.lissten", "x", "master.lissten: unknown key"),
+        ("slaves.0.slot", 2, "slaves.0.slot: unknown key"),
+        ("shared.outer.learning_rate", 1.0, "shared.outer.learning_rate: unknown key"),
+        ("shared.outer.lr", "fast", "shared.outer.lr: .*got 'fast'"),
+        ("shared.outer.lr", -1.0, "outer.lr: expected a number above 0, got -1.0"),
+        ("shared.outer.clip", {"norm": 1.0, "relative": 2.0}, "not both"),
+        ("shared.penalty.rule", "majority", "penalty.rule: expected dips or none, got 'majority'"),
+        ("shared.chunk_bytes", 1 << 21, "shared.chunk_bytes"),
+        ("shared.run", "Not A Name", "run name 'Not A Name' is not usable"),
+        ("slaves", [], "slaves"),
+        ("slaves.0.slots", 0, "slaves.0.slots"),
+        ("master.timing.window_s", -1.0, "timing.window_s"),
+        ("master.listen", "here", "master.listen: expected an address like 127.0.0.1:7800, got 'here'"),
+        ("master.listen", "10.0.0.1:7800", "loopback only, got '10.0.0.1:7800'"),
+        ("slaves.0.lanes", ["0.0.0.0:0"], "slaves.s0.lanes: .* loopback only, got '0.0.0.0:0'"),
+        ("insecure", False, "insecure: expected `insecure: true`"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, key: str, value: object, message: str) -> None:
+    """A wrong run file is refused with its path, the key, what was expected and what came; exit code 78."""
+    path = write(tmp_path / "dips.yaml", changed(RUN, key, value))
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_run(path)
+    assert str(path) in str(caught.value)
+    assert treatment(caught.value).exit_code == 78
+
+
+@pytest.mark.parametrize("key", ["shared", "master", "slaves"])
+def test_what_is_missing_is_named(tmp_path: Path, key: str) -> None:
+    """A missing section is said to be missing, by name."""
+    path = write(tmp_path / "dips.yaml", {k: v for k, v in RUN.items() if k != key})
+    with pytest.raises(ConfigError, match=f"{key}: missing"):
+        load_run(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: [", "is not YAML"), ("- a", "expected a mapping"), (None, "cannot be read: No such file")],
+)
+def test_what_is_no_configuration(tmp_path: Path, text: str | None, message: str) -> None:
+    """A file that is absent, is not YAML or is no mapping is told so."""
+    path = tmp_path / "cluster.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_cluster(path)
+
+
+def test_two_slaves_of_one_name(tmp_path: Path) -> None:
+    """A name that stands twice is refused."""
+    path = write(tmp_path / "dips.yaml", {**RUN, "slaves": RUN["slaves"] * 2})
+    with pytest.raises(ConfigError, match="'s0' stands 2 times"):
+        load_run(path)
+
+
+def test_an_unknown_slave_lists_the_known(tmp_path: Path) -> None:
+    """Asking for a slave that the file does not name lists those that it names."""
+    with pytest.raises(ConfigError, match="no slave 's9' in this run file; it names s0"):
+        load_run(write(tmp_path / "dips.yaml", RUN)).slave("s9")
+
+
+def test_paths_are_relative_to_their_file(tmp_path: Path) -> None:
+    """A daemon may start anywhere: relative paths are those of the file that names them; absolute ones stay."""
+    run = load_run(write(tmp_path / "dips.yaml", changed(RUN, "slaves.0.directory", "/elsewhere")))
+    assert run.master.directory == tmp_path / "m"
+    assert run.slave("s0").initial_model == tmp_path / "m/i.safetensors"
+    assert run.slave("s0").directory == Path("/elsewhere")
+
+
+def test_digest_is_of_values_not_of_spelling(tmp_path: Path) -> None:
+    """A default that is written out agrees with one that is not; inline and by path are the same."""
+    plain = load_cluster(write(tmp_path / "a.yaml", CLUSTER)).shared
+    spelt = load_cluster(write(tmp_path / "b.yaml", changed(CLUSTER, "shared.outer.lr", 0.7))).shared
+    other = load_cluster(write(tmp_path / "c.yaml", changed(CLUSTER, "shared.outer.lr", 0.6))).shared
+    write(tmp_path / "shared.yaml", {"run": "r"})
+    by_path = load_cluster(write(tmp_path / "d.yaml", {**CLUSTER, "shared": "shared.yaml"})).shared
+    assert plain.digest == spelt.digest == by_path.digest != other.digest
+
+
+@pytest.mark.parametrize(
+    ("address", "parts"),
+    [("127.0.0.1:80", ("127.0.0.1", 80)), ("[::1]:5", ("::1", 5)), ("localhost:0", ("localhost", 0))],
+)
+def test_addresses(address: str, parts: tuple[str, int]) -> None:
+    """host:port is split at its last colon, brackets around an IPv6 host are taken off."""
+    assert host_port(address) == parts
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", ":80", "host:http", "host:65536"])
+def test_what_is_no_address(address: str) -> None:
+    """Anything else is refused and shown."""
+    with pytest.raises(ConfigError, match="expected an address"):
+        host_port(address)
