@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +12,10 @@ from typing import Annotated
 
 import typer
 from grpc import aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health
 
 from dips.config import RunFile, load_run
-from dips.errors import ConfigError, CorruptManifest, DipsError, treatment
+from dips.errors import ConfigError, CorruptManifest
 from dips.master import genesis
 from dips.master.ledger import Ledger
 from dips.master.links import Links
@@ -28,7 +27,7 @@ from dips.protocol.events import OrderAnswered, OrderFailed
 from dips.protocol.manifest import Manifest
 from dips.protocol.membership import Judge
 from dips.protocol.records import Record, RunRow
-from dips.telemetry import logs
+from dips.telemetry import exits, logs
 from dips.telemetry.timeline import Timeline
 from dips.transport import control
 from dips.wire.generated.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
@@ -66,13 +65,8 @@ def serve_command(
 
 
 def main() -> None:
-    """Entry point of the console script; a DipsError ends the process with its message, its advice and its code."""
-    try:
-        cli()
-    except DipsError as error:
-        how = treatment(error)
-        print(f"error: {error}\n{how.advice}", file=sys.stderr)
-        sys.exit(how.exit_code)
+    """Entry point of the console script."""
+    exits.run(cli)
 
 
 async def serve(config: RunFile, log: logs.Log, ready: Callable[[str], None] = lambda _: None) -> int:
@@ -147,11 +141,7 @@ async def _add_services(server: aio.Server, runtime: Runtime) -> health.aio.Heal
     add_ClusterServiceServicer_to_server(Clusters(runtime), server)
     add_SlaveServiceServicer_to_server(Slaves(runtime), server)
     add_StatusServiceServicer_to_server(Status(runtime, time.monotonic), server)
-    checker = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(checker, server)
-    for service in SERVICES:
-        await checker.set(service, health_pb2.HealthCheckResponse.SERVING)
-    return checker
+    return await control.serve_health(server, SERVICES)
 
 
 def _stop_on_signals(runtime: Runtime) -> None:
