@@ -287,8 +287,7 @@ class Receiver:
         if stream.intake.complete:
             self._turns[stream.lane].leave(stream.key)
             return [_done(stream), Wake(stream.lane), *self._freeze_if_whole(stream.push)]
-        lanes = self._starved | ({stream.lane} if stream.intake.hungry else set())
-        self._starved = set()
+        lanes, self._starved = self._starved, set()  # else a lane asks when it has read: nobody need wake it
         return [Wake(lane) for lane in sorted(lanes)]
 
     def _freeze_if_whole(self, push: Push) -> list[Move]:
