@@ -17,7 +17,7 @@ import pytest
 import xxhash
 import zmq
 
-from dips.client.transfer import Base, Piece, Stats, TransferCancelled, pull, push
+from dips.client.transfer import Base, Moving, Piece, Stats, TransferCancelled, pull, push
 from dips.errors import (
     ConfigError,
     LocalProtocolError,
@@ -279,7 +279,7 @@ def body_of(values: Model, chunk: Range) -> bytes:
 # ---- pushes -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "lanes"), [(1, 1), (2, 1), (3, 1), (3, 2)])
+@pytest.mark.parametrize(("ranks", "lanes"), [(1, 1), (2, 1), (3, 1), (3, 2), (1, 4), (2, 3)])
 def test_a_push_is_staged_bit_for_bit(ranks, lanes):
     """Whatever each rank holds, the slave's buffers are the cluster's parameters [invariant 1]."""
     with house(lanes=lanes) as slave:
@@ -287,18 +287,17 @@ def test_a_push_is_staged_bit_for_bit(ranks, lanes):
         buffers = slave.open_push(push_id, ranks)
         grant = slave.grant(ranks)
         hands = shares(values, ranks)
-        seen: list[tuple[int, int]] = []
+        seen: list[Moving] = []
 
         def rank(r: int) -> Stats:
-            report = (lambda moved, total: seen.append((moved, total))) if r == 0 else None
-            return push(grant, base(1, r), hands[r], progress=report)
+            return push(grant, base(1, r), hands[r], progress=seen.append if r == 0 else None)
 
         stats = together(*(lambda r=r: rank(r) for r in range(ranks)))
         assert slave.heard.wait("staged", push_id) == 4 * MANIFEST.numel
         assert same(buffers, values)
         assert sum(s.nbytes for s in stats) == slave.flow.bytes_in == 4 * MANIFEST.numel
         assert [s.connections for s in stats] == [lanes] * ranks
-        assert seen[-1] == (stats[0].nbytes, stats[0].nbytes)
+        assert (seen[-1].nbytes, seen[-1].total, seen[-1].remaining_s) == (stats[0].nbytes, stats[0].nbytes, 0)
         assert not slave.flow.refused
 
 
