@@ -28,6 +28,9 @@ from dips.protocol.options import (
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 MIB = 1 << 20
+MOST_LANES = 16
+CORES_PER_LANE = 2  # its I/O thread and its stage; on fewer a second lane only adds wake-ups
+AUTO_LANES = 4  # by cores no more: beyond them memory is the limit, not threads
 
 
 class Section(BaseModel):
@@ -70,7 +73,8 @@ class SlaveSection(Section):
     name: str
     master: str  # host:port
     listen: str = "127.0.0.1:0"  # control server; port 0 takes a free one
-    lanes: tuple[str, ...] = ("127.0.0.1:0",)  # data lanes
+    lanes: tuple[str, ...] = ()  # data lanes, host:port each; empty: lane_count free ports on the host of `listen`
+    lane_count: Annotated[int, Field(ge=0, le=MOST_LANES)] = 0  # without `lanes`; 0: by cores
     directory: Path  # snapshots; one slave each, locked for life
     initial_model: Path  # safetensors of `dips init`; read once, for v0@r0
     slots: Annotated[int, Field(ge=1)] = 2  # pushes that may move at once
@@ -79,6 +83,14 @@ class SlaveSection(Section):
     askers: Annotated[int, Field(ge=1)] = 4  # streams kept busy at once on a lane
     stall_s: Annotated[float, Field(gt=0)] = 30.0  # a transfer without a new byte for so long is over
     threads: Annotated[int, Field(ge=0)] = 0  # kernels; 0: all cores
+
+    def data_lanes(self, cores: int) -> tuple[str, ...]:
+        """The address of each lane on a host with so many cores."""
+        if self.lanes:
+            return self.lanes
+        host = self.listen.rpartition(":")[0]
+        count = self.lane_count or min(max(cores // CORES_PER_LANE, 1), AUTO_LANES)
+        return (f"{host}:0",) * count
 
 
 class RunFile(Section):
@@ -139,6 +151,8 @@ def load_run(path: Path) -> RunFile:
     addresses = [("master.listen", config.master.listen)]
     addresses += [("master.metrics", config.master.metrics)] if config.master.metrics else []
     for s in config.slaves:
+        if s.lanes and s.lane_count:
+            raise ConfigError(f"{path}: slaves.{s.name}: expected lanes or lane_count, got both; leave one out")
         keys = ("master", s.master), ("listen", s.listen), *(("lanes", lane) for lane in s.lanes)
         addresses += [(f"slaves.{s.name}.{key}", address) for key, address in keys]
     _check_loopback(path, config.insecure, addresses)

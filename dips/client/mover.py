@@ -88,7 +88,7 @@ class Mover:
                 pieces,
                 stall_s=self._stall_s,
                 cancel=cancel,
-                progress=lambda moved, _: seen.__setitem__(0, moved),
+                progress=lambda moved: seen.__setitem__(0, moved.nbytes),
             )
 
         job = _Job(work if pieces else None)

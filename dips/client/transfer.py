@@ -21,11 +21,14 @@ import xxhash
 import zmq
 
 from dips.errors import DipsError, LocalProtocolError, RemoteProtocolError, UnavailableSlave
+from dips.protocol.beats import remaining_s
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.transport.intake import Intake
 from dips.transport.lane import Waker
-from dips.transport.pipeline import Stage
+from dips.transport.memory import keep_message_memory
+from dips.transport.pipeline import Stage, cores, spare_threads
 from dips.transport.pool import Transit
+from dips.transport.rate import Rate
 from dips.transport.shares import Piece, Share, check, deal
 from dips.transport.stream import Arrived, Stream
 from dips.wire import streams
@@ -33,16 +36,33 @@ from dips.wire.chunks import Range
 from dips.wire.frame import BadFrame, Kind, check_body, pack
 from dips.wire.streams import StreamName
 
-__all__ = ["Base", "Piece", "Progress", "Stats", "TransferCancelled", "pull", "push"]
+__all__ = ["Base", "Moving", "Piece", "Progress", "Stats", "TransferCancelled", "pull", "push"]
 
-Progress = Callable[[int, int], None]  # bytes moved, bytes in all; called on the caller's thread
 
 POLL_MS = 50
 ASKERS = 2  # slaves that a rank pulls from at once: the next begins while the last one drains
 SLOW_S = 1.0  # silence after which the next slave is asked too
 TRANSIT_BYTES = 128 << 20  # asked and not yet in the caller's arrays, of one rank's pull
 DEPTH = TRANSIT_BYTES // 4096  # chunks between the thread that polls and the one that checks
+BATCH = 4  # frames of one stream read before more is asked: later, and what is in flight drains meanwhile
 FLUSH_MS = 500  # for the DONE of a pull to leave
+
+
+@dataclass(frozen=True, slots=True)
+class Moving:
+    """How far a transfer is."""
+
+    nbytes: int
+    total: int
+    bytes_per_s: float  # over the last seconds
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until all is moved at this rate; infinite while nothing moves."""
+        return remaining_s(self.nbytes, self.total, self.bytes_per_s)
+
+
+Progress = Callable[[Moving], None]  # called on the caller's thread
 
 
 class TransferCancelled(DipsError):
@@ -139,6 +159,7 @@ class _Transfer(ABC):
     def __init__(
         self, grant: Grant, base: Base, pieces: Sequence[Piece], stall_s: float, clock: Callable[[], float]
     ) -> None:
+        keep_message_memory()
         self._what = f"{self.kind} {base.cluster}/{base.inc} {base.seq} of rank {base.rank}"
         self._grant, self._base, self._stall_s, self._clock = grant, base, stall_s, clock
         for piece in pieces:
@@ -156,6 +177,7 @@ class _Transfer(ABC):
         self._parts = list(self._make_parts())
         self._total = sum(part.share.nbytes for part in self._parts)
         self._failure: Exception | None = None
+        self._alone = False  # the calling thread does the heavy part, too
 
     def _make_parts(self) -> Iterator[_Part]:
         b, rng = self._base, random.Random()
@@ -176,7 +198,9 @@ class _Transfer(ABC):
     def run(self, cancel: threading.Event, progress: Progress | None) -> Stats:
         """Move everything, or raise."""
         began, told = self._clock(), -1
-        stage = Stage(f"{self.kind}-{self._base.rank}", DEPTH, self._heavy)
+        rate = Rate(began)
+        stage = Stage(f"{self.kind}-{self._base.rank}", DEPTH, self._heavy, spare_threads(cores()))
+        self._alone = stage.in_place
         self._put = stage.put
         try:
             while not all(part.done for part in self._parts):
@@ -188,7 +212,8 @@ class _Transfer(ABC):
                 self._round(now)
                 if progress is not None and told != (moved := self._moved()):
                     told = moved
-                    progress(moved, self._total)
+                    rate.saw(moved, now)
+                    progress(Moving(moved, self._total, rate.bytes_per_s))
         finally:
             self._close(stage)
         connections = sum(part.stream.name.epoch for part in self._parts)
@@ -201,7 +226,7 @@ class _Transfer(ABC):
         self._poll()
         now = self._clock()
         for part in self._parts:
-            for frame in part.stream.arrived(now):
+            for frame in part.stream.arrived(now, BATCH):
                 self._frame(part, frame, now)
                 if part.done:
                     break
@@ -274,7 +299,7 @@ class _Transfer(ABC):
             self._results.append((job, self.heavy(job)))
         except Exception as failure:  # noqa: BLE001  raised again on the caller's thread
             self._failure = failure
-        if len(self._results) <= 1:  # else the caller's thread was woken for an earlier one and takes this one too
+        if not self._alone:
             self._waker.wake()
 
     @abstractmethod

@@ -6,6 +6,7 @@ themselves. `as_of` is the number of the last order that the list knows: what wa
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from dips.ids import PullId, PushId, VersionId
@@ -39,6 +40,13 @@ class ClusterBeatAnswer:
     progress: Progress
 
 
+def remaining_s(nbytes: int, total: int, bytes_per_s: float) -> float:
+    """Seconds until `total` bytes are moved at this rate; infinite while nothing moves."""
+    if nbytes >= total:
+        return 0.0
+    return (total - nbytes) / bytes_per_s if bytes_per_s > 0 else math.inf
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """One push or pull moving through a slave."""
@@ -49,6 +57,11 @@ class Transfer:
     push: bool
     nbytes: int
     total: int
+    bytes_per_s: float = 0.0  # over the last seconds
+
+    @property
+    def remaining_s(self) -> float:
+        return remaining_s(self.nbytes, self.total, self.bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)

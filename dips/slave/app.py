@@ -32,6 +32,7 @@ from dips.slave.shard import Shard
 from dips.slave.snapshots import Snapshots
 from dips.telemetry import exits, logs
 from dips.transport import control
+from dips.transport.pipeline import cores
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServiceServicer_to_server
 
 HEALTH_SERVICES = ("", "dips.v1.OrderService")
@@ -147,7 +148,7 @@ def _build(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncEx
     flow = ZmqFlow(
         run,
         name,
-        section.lanes,
+        section.data_lanes(cores()),
         config.shared.chunk_bytes,
         section.transit_bytes,
         section.askers,

@@ -26,7 +26,8 @@ from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.receiver import Claim, Receiver
 from dips.slave.sender import Job, Sender
 from dips.transport.lane import Lane, Outgoing
-from dips.transport.pipeline import Stage
+from dips.transport.memory import keep_message_memory
+from dips.transport.pipeline import Stage, cores, spare_threads
 from dips.transport.pool import Transit
 from dips.wire.chunks import Layout
 from dips.wire.frame import BadFrame, Header, Kind, check_body, message, run_id, unpack
@@ -53,6 +54,7 @@ class ZmqFlow:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Bind every lane (`host:port`, port 0 takes a free one); ConfigError names one that cannot be bound."""
+        keep_message_memory()
         self._run_name, self._run, self._slave = run, run_id(run), slave
         self._chunk_bytes = chunk_bytes
         self._clock = clock
@@ -106,7 +108,7 @@ class ZmqFlow:
             for lane in self._lanes:
                 name = f"lane-{lane.index}"
                 self._intake.append(Stage(f"{name}-intake", self._pool.frames, self._stage))
-                self._outgo.append(Stage(f"{name}-outgo", OUTGO_DEPTH, self._frame))
+                self._outgo.append(Stage(f"{name}-outgo", OUTGO_DEPTH, self._frame, spare_threads(cores())))
             for lane in self._lanes:
                 lane.start(self)
         elif changed:

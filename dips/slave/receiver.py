@@ -21,6 +21,7 @@ from dips.slave.moves import Closed, Move, PushOver, Say, Staged, Wake, error
 from dips.slave.ports import Arrays
 from dips.transport.intake import Intake
 from dips.transport.pool import Transit
+from dips.transport.rate import Rate
 from dips.transport.turns import Turns
 from dips.wire import streams
 from dips.wire.chunks import Layout, Range, uncovered
@@ -71,6 +72,7 @@ class Push:
     total: int
     deadline_at: float
     moved_at: float  # when a byte last came, or when nothing was owed to us
+    rate: Rate
     phase: Phase = Phase.GATHERING
     reason: str = ""
     copying: int = 0  # threads that may be writing into a target
@@ -123,7 +125,7 @@ class Receiver:
         targets = {layer: array.view(np.uint8) for layer, array in buffers.items()}
         with self._changed:
             if push not in self._pushes:
-                self._pushes[push] = Push(push, order, targets, layout.nbytes, now + deadline_s, now)
+                self._pushes[push] = Push(push, order, targets, layout.nbytes, now + deadline_s, now, Rate(now))
 
     def hello(self, lane: int, peer: bytes, name: StreamName, pieces: tuple[Range, ...], now: float) -> list[Move]:
         """A rank says what it brings, for the first time or after its connection broke.
@@ -287,8 +289,7 @@ class Receiver:
         if stream.intake.complete:
             self._turns[stream.lane].leave(stream.key)
             return [_done(stream), Wake(stream.lane), *self._freeze_if_whole(stream.push)]
-        lanes = self._starved | ({stream.lane} if stream.intake.hungry else set())
-        self._starved = set()
+        lanes, self._starved = self._starved, set()  # else a lane asks when it has read: nobody need wake it
         return [Wake(lane) for lane in sorted(lanes)]
 
     def _freeze_if_whole(self, push: Push) -> list[Move]:
@@ -303,6 +304,7 @@ class Receiver:
         moves: list[Move] = []
         with self._changed:
             for push in list(self._pushes.values()):
+                push.rate.saw(push.here, now)
                 if now >= push.deadline_at and not push.live:
                     self._forget(push)
                 elif now >= push.deadline_at:
@@ -367,7 +369,7 @@ class Receiver:
         """What is moving now."""
         with self._changed:
             return tuple(
-                Transfer(p.push.cluster, p.push.inc, p.push.seq, True, p.here, p.total)
+                Transfer(p.push.cluster, p.push.inc, p.push.seq, True, p.here, p.total, p.rate.bytes_per_s)
                 for p in self._pushes.values()
                 if p.live
             )

@@ -22,6 +22,7 @@ from dips.protocol.beats import Transfer
 from dips.slave.moves import Closed, Move, Released, Say, error
 from dips.slave.ports import Arrays
 from dips.transport.credit import MOST_BYTES, MOST_CHUNKS
+from dips.transport.rate import Rate
 from dips.wire import streams
 from dips.wire.chunks import Layout, Range
 from dips.wire.frame import ITEM_BYTES, BadFrame, Header, Kind, pack
@@ -69,6 +70,7 @@ class Pull:
     source: dict[int, Bytes]
     deadline_at: float
     moved_at: float
+    rate: Rate
     closed: str = ""  # the reason, once nothing more is served
     streams: list[OutStream] = field(default_factory=list)  # superseded ones too, while libzmq reads for them
     out: int = 0  # bytes that left libzmq
@@ -130,7 +132,7 @@ class Sender:
         views = {layer: array.view(np.uint8) for layer, array in source.items()}
         with self._lock:
             if pull not in self._pulls:
-                self._pulls[pull] = Pull(pull, version, views, now + deadline_s, now)
+                self._pulls[pull] = Pull(pull, version, views, now + deadline_s, now, Rate(now))
 
     def hello(self, lane: int, peer: bytes, name: StreamName, pieces: tuple[Range, ...], now: float) -> list[Move]:
         """A rank says that it will ask; a HELLO at or below the stream's epoch is refused and changes nothing."""
@@ -263,6 +265,7 @@ class Sender:
             for pull in list(self._pulls.values()):
                 for stream in pull.streams:
                     self._reap(stream, now)
+                pull.rate.saw(pull.out, now)
                 pull.streams = [s for s in pull.streams if not s.over or s.jobs or s.held]
                 if not pull.closed and now >= pull.deadline_at:
                     self._close(pull, "it passed its deadline")
@@ -288,7 +291,15 @@ class Sender:
         """What is moving now."""
         with self._lock:
             return tuple(
-                Transfer(p.pull.cluster, p.pull.inc, p.pull.seq, False, p.out, sum(s.named for s in p.streams))
+                Transfer(
+                    p.pull.cluster,
+                    p.pull.inc,
+                    p.pull.seq,
+                    False,
+                    p.out,
+                    sum(s.named for s in p.streams),
+                    p.rate.bytes_per_s,
+                )
                 for p in self._pulls.values()
                 if not p.closed
             )

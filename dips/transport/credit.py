@@ -1,26 +1,38 @@
 """How much one stream may have in flight: 2 × bandwidth × round trip, in [4, 64] MiB (protocol.md section 3).
 
-Pure: `now` is an argument. While the credit is what limits, the bandwidth seen is credit / round trip, so the credit
-doubles with each round trip until the link limits.
+Pure: `now` is an argument. The round trip is from a WANT that left when nothing was in flight to its first chunk; the
+bandwidth is the best of the last spans, so that one pause of either end does not shrink the credit. While the credit
+is what limits, the bandwidth seen is at least credit / round trip, so the credit doubles until the link limits.
 """
 
 from __future__ import annotations
 
+from collections import deque
+
 LEAST_BYTES = 4 << 20
+FIRST_BYTES = 16 << 20  # before anything is measured: what a busy core needs to keep a fast link full
 MOST_BYTES = 64 << 20
 MOST_CHUNKS = 128  # in flight on one stream; RCVHWM lies above it
-_SPAN_S = 0.1  # bandwidth is measured over spans at least so long
+SLICE_S = 0.01  # a busy core looks at a socket that late: a shorter round trip counts as this
+SPAN_S = 0.01  # bandwidth is measured over spans at least so long
+SPANS = 8  # of which the best counts
 
 
 class Credit:
     """The measure of one stream."""
 
     def __init__(self) -> None:
-        self.bytes = LEAST_BYTES
+        self.bytes = FIRST_BYTES
         self._rtt = float("inf")  # smallest seen, s
         self._asked_at: float | None = None  # of a WANT sent when nothing was in flight
         self._span_at: float | None = None
         self._span_bytes = 0
+        self._rates: deque[float] = deque(maxlen=SPANS)  # bytes/s of the last spans
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The bandwidth that counts; 0 before the first span is over."""
+        return max(self._rates, default=0.0)
 
     def asked(self, now: float, idle: bool) -> None:
         """A WANT leaves; `idle` if nothing was in flight."""
@@ -36,7 +48,8 @@ class Credit:
             return
         self._span_bytes += nbytes
         span = now - self._span_at
-        if span >= max(_SPAN_S, self._rtt):
-            wanted = int(2 * self._rtt * self._span_bytes / span)
+        if span >= max(SPAN_S, self._rtt):
+            self._rates.append(self._span_bytes / span)
+            wanted = int(2 * max(self._rtt, SLICE_S) * self.bytes_per_s)
             self.bytes = min(max(wanted, LEAST_BYTES), MOST_BYTES)
             self._span_at, self._span_bytes = now, 0

@@ -22,7 +22,7 @@ from dips.wire.frame import FRAME_LIMIT, Buffer
 
 RCVHWM = MOST_CHUNKS + 16  # frames of one connection: never met by honest peers
 HANDSHAKE_MS = 10_000
-_BATCH = 64  # frames read before anything is sent
+_BATCH = 4  # frames read before the handler has its turn: later, and what is in flight drains meanwhile
 _POLL_MS = 50
 
 
@@ -59,14 +59,21 @@ class Handler(Protocol):
 
 
 class Waker:
-    """Wakes a poll from another thread; waking twice is waking once."""
+    """Wakes a poll from another thread; waking twice is waking once.
+
+    Who polls drains first and looks for work afterwards, so what was posted before a wake is seen.
+    """
 
     def __init__(self) -> None:
+        self._awake = False  # a byte is under way: no other is needed
         self._ours, self.theirs = socket.socketpair()
         self._ours.setblocking(False)
         self.theirs.setblocking(False)
 
     def wake(self) -> None:
+        if self._awake:
+            return
+        self._awake = True
         try:
             self._ours.send(b"\0")
         except BlockingIOError:
@@ -79,7 +86,8 @@ class Waker:
         try:
             self.theirs.recv(4096)
         except BlockingIOError:
-            return
+            pass  # woken by something else
+        self._awake = False  # after the read: a byte sent before it is gone
 
     def close(self) -> None:
         self._ours.close()
@@ -156,18 +164,25 @@ class Lane:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._waker.theirs, zmq.POLLIN)
+        waker = self._waker.theirs.fileno()
+        more = False
         while not self._stop.is_set():
-            if self._waker.theirs.fileno() in dict(poller.poll(_POLL_MS)):
+            if not more and any(fd == waker for fd, _ in poller.poll(_POLL_MS)):
                 self._waker.drain()
-            for _ in range(_BATCH):
-                try:
-                    peer, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-                except zmq.Again:
-                    break
-                handler.received(self.index, peer.bytes, parts)
+            more = self._read(handler)
             handler.turn(self.index)
             while self._outbox:
                 self._send(self._outbox.popleft())
+
+    def _read(self, handler: Handler) -> bool:
+        """Hand a batch of frames over; True if there may be more."""
+        for _ in range(_BATCH):
+            try:
+                peer, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return False
+            handler.received(self.index, peer.bytes, parts)
+        return True
 
     def _send(self, frame: Outgoing) -> None:
         if frame.watch is not None and not frame.watch.wanted():

@@ -13,6 +13,7 @@ from dips.wire.chunks import Range
 from dips.wire.frame import ITEM_BYTES
 
 F32 = npt.NDArray[np.float32]
+CUT_ITEMS = 1024  # elements; what is shorter is never cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +62,28 @@ def check(piece: Piece) -> None:
 
 
 def deal(pieces: Iterable[Piece], lanes: int) -> list[list[Piece]]:
-    """Deal pieces to lanes, each to the one that has the fewest bytes so far."""
+    """Deal pieces to lanes, the same number of elements to each; a piece that crosses a border is cut there.
+
+    One embedding may be half of a shard: whole pieces would leave lanes idle. Borders lie at multiples of CUT_ITEMS of
+    a piece, so a few small parameters stay on one lane.
+    """
+    pieces = list(pieces)
+    share = sum(piece.length for piece in pieces) / lanes
     hands: list[list[Piece]] = [[] for _ in range(lanes)]
-    load = [0] * lanes
+    dealt = 0
     for piece in pieces:
-        lane = load.index(min(load))
-        hands[lane].append(piece)
-        load[lane] += piece.length
+        at = 0
+        while at < piece.length:
+            lane = min(int(dealt / share), lanes - 1)
+            room = piece.length - at if lane == lanes - 1 else round((lane + 1) * share) - dealt
+            take = min(piece.length - at, max(CUT_ITEMS, -(-room // CUT_ITEMS) * CUT_ITEMS))
+            hands[lane].append(_cut(piece, at, take))
+            at += take
+            dealt += take
     return hands
+
+
+def _cut(piece: Piece, at: int, length: int) -> Piece:
+    if length == piece.length:
+        return piece
+    return Piece(piece.layer, piece.param, piece.offset + at, length, piece.array[at : at + length])

@@ -25,6 +25,7 @@ from dips.wire.streams import StreamName
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
+LOOK_S = 0.01  # between two looks at the connection's health; a break also ends the owner's poll
 _BROKEN = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -80,6 +81,7 @@ class Stream:
         self._pause_s = FIRST_PAUSE_S
         self._again_at = 0.0
         self._moved_at = 0.0
+        self._look_at = 0.0
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._outbox: deque[tuple[bytes, Buffer]] = deque()
@@ -117,6 +119,9 @@ class Stream:
         self.flush()
         if self._reap() or not (self.waits or self._held or self._outbox or not self.welcomed):
             self._moved_at = now
+        if now < self._look_at:
+            return False
+        self._look_at = now + LOOK_S
         broken = self._broken()
         if broken is None and now - self._moved_at >= self._stall_s:
             broken = f"nothing moved for {self._stall_s:g} s"
@@ -134,10 +139,16 @@ class Stream:
         self._again_at = now + self._pause_s * self._rng.uniform(0.5, 1.0)
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
-    def arrived(self, now: float) -> Iterator[Arrived]:
-        """What has come, as far as it is whole and of this epoch; everything else is passed over."""
-        while self._socket is not None and self._socket.poll(0):
-            frame = self._read(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+    def arrived(self, now: float, most: int) -> Iterator[Arrived]:
+        """What has come, at most `most` frames, as far as it is whole and of this epoch; the rest is passed over."""
+        for _ in range(most):
+            if self._socket is None:
+                return
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            frame = self._read(parts)
             if frame is not None:
                 self._moved_at = now
                 yield frame
@@ -196,7 +207,8 @@ class Stream:
 
     def _broken(self) -> str | None:
         assert self._monitor is not None
-        if not self._monitor.poll(0):
+        try:
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+        except zmq.Again:
             return None
-        event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
         return f"connection lost ({zmq.Event(event['event'])!r})"

@@ -17,7 +17,7 @@ import pytest
 import xxhash
 import zmq
 
-from dips.client.transfer import Base, Piece, Stats, TransferCancelled, pull, push
+from dips.client.transfer import Base, Moving, Piece, Stats, TransferCancelled, pull, push
 from dips.errors import (
     ConfigError,
     LocalProtocolError,
@@ -279,7 +279,7 @@ def body_of(values: Model, chunk: Range) -> bytes:
 # ---- pushes -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "lanes"), [(1, 1), (2, 1), (3, 1), (3, 2)])
+@pytest.mark.parametrize(("ranks", "lanes"), [(1, 1), (2, 1), (3, 1), (3, 2), (1, 4), (2, 3)])
 def test_a_push_is_staged_bit_for_bit(ranks, lanes):
     """Whatever each rank holds, the slave's buffers are the cluster's parameters [invariant 1]."""
     with house(lanes=lanes) as slave:
@@ -287,18 +287,17 @@ def test_a_push_is_staged_bit_for_bit(ranks, lanes):
         buffers = slave.open_push(push_id, ranks)
         grant = slave.grant(ranks)
         hands = shares(values, ranks)
-        seen: list[tuple[int, int]] = []
+        seen: list[Moving] = []
 
         def rank(r: int) -> Stats:
-            report = (lambda moved, total: seen.append((moved, total))) if r == 0 else None
-            return push(grant, base(1, r), hands[r], progress=report)
+            return push(grant, base(1, r), hands[r], progress=seen.append if r == 0 else None)
 
         stats = together(*(lambda r=r: rank(r) for r in range(ranks)))
         assert slave.heard.wait("staged", push_id) == 4 * MANIFEST.numel
         assert same(buffers, values)
         assert sum(s.nbytes for s in stats) == slave.flow.bytes_in == 4 * MANIFEST.numel
         assert [s.connections for s in stats] == [lanes] * ranks
-        assert seen[-1] == (stats[0].nbytes, stats[0].nbytes)
+        assert (seen[-1].nbytes, seen[-1].total, seen[-1].remaining_s) == (stats[0].nbytes, stats[0].nbytes, 0)
         assert not slave.flow.refused
 
 
@@ -472,6 +471,47 @@ def test_garbage_beside_a_push_costs_it_nothing():
         assert dict(slave.flow.refused) == {
             "parts": 3, "magic": 1, "run": 1, "message": 2, "kind": 1, "stream": 1, "hello": 1
         }  # fmt: skip
+
+
+IDLE, HOSTILE = 120, 80
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_two_hundred_strangers_cost_a_push_and_a_pull_nothing(lanes):
+    """Connections that say nothing, half a greeting, garbage, or 10 GiB by their header: nobody's bytes wait for them.
+
+    Guards: invariant 11, memory within the pool. What libzmq does not refuse by itself is refused and counted.
+    """
+    with house(lanes=lanes) as slave, ExitStack() as stack:
+        ports = [int(address.rsplit(":", 1)[1]) for address in slave.flow.addresses()]
+        greeting = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00NULL" + b"\0" * 16 + b"\0" + b"\0" * 31
+        ready = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
+        ten_gib = b"\x02" + (10 << 30).to_bytes(8, "big")  # a long frame, and the first bytes of what it claims
+        says = (b"", greeting[:10], b"GET / HTTP/1.1\r\n\r\n", greeting + ready + ten_gib + b"\0" * 4096)
+        for k in range(IDLE + HOSTILE):
+            plain = stack.enter_context(socket.create_connection(("127.0.0.1", ports[k % lanes])))
+            plain.sendall(says[k % len(says)])
+        liar = stack.enter_context(raw(slave.flow.addresses()[0], name_of("push", 1)))
+        for claimed in (10 << 30, CHUNK_BYTES + 4):  # a right header for a body that is not there, or too long
+            header = Header(Kind.CHUNK, run_id(RUN), liar.name.id, claimed & 0xFFFFFFFF, 0)
+            liar.socket.send_multipart([pack(header), b"\0" * 64])
+        values = model(9)
+        for seq in (1, 2, 3):
+            buffers = slave.open_push(PushId("fast", 1, seq))
+            pushed = push(slave.grant(1), base(seq), shares(values, 1)[0])
+            slave.heard.wait("staged", PushId("fast", 1, seq))
+            assert same(buffers, values)
+            slave.flow.drop_push(PushId("fast", 1, seq))
+            slave.flow.open_pull(PullId("fast", 1, seq), V, values, 30.0)
+            fetched = blank()
+            pulled = pull(slave.grant(1), base(seq), shares(fetched, 1)[0])
+            slave.flow.close_pull(PullId("fast", 1, seq))
+            slave.heard.wait("released", PullId("fast", 1, seq))
+            assert same(fetched, values)
+            assert pushed.connections == pulled.connections == lanes  # none was broken and resumed
+        liar.hello([])  # of a push that is over: its ERROR is the last answer, everything before it was read
+        assert streams.decode_error(liar.hear(Kind.ERROR)).code == "stale_push"
+        assert dict(slave.flow.refused) == {"length": 2, "hello": 1}
 
 
 def test_two_pushes_at_once_do_not_mix():

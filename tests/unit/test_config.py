@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dips.config import Shared, host_port, load_cluster, load_run
+from dips.config import Shared, SlaveSection, host_port, load_cluster, load_run
 from dips.errors import ConfigError, treatment
 from dips.protocol.options import Options
 
@@ -85,6 +85,7 @@ def test_commented_keys_of_the_examples_are_real() -> None:
         ("master.listen", "here", "master.listen: expected an address like 127.0.0.1:7800, got 'here'"),
         ("master.listen", "10.0.0.1:7800", "loopback only, got '10.0.0.1:7800'"),
         ("slaves.0.lanes", ["0.0.0.0:0"], "slaves.s0.lanes: .* loopback only, got '0.0.0.0:0'"),
+        ("slaves.0.lane_count", 17, "slaves.0.lane_count"),
         ("insecure", False, "insecure: expected `insecure: true`"),
     ],
 )
@@ -163,3 +164,29 @@ def test_what_is_no_address(address: str) -> None:
     """Anything else is refused and shown."""
     with pytest.raises(ConfigError, match="expected an address"):
         host_port(address)
+
+
+@pytest.mark.parametrize(
+    ("options", "cores", "lanes"),
+    [
+        ({}, 1, 1),
+        ({}, 2, 1),
+        ({}, 6, 3),
+        ({}, 64, 4),
+        ({"lane_count": 6}, 2, 6),
+    ],
+)
+def test_lanes_follow_the_cores(options: dict[str, int], cores: int, lanes: int) -> None:
+    """Free ports on the host of `listen`: one for two cores, at most 4, or as many as the file says."""
+    section = SlaveSection(name="s0", master="m:1", directory="d", initial_model="m", listen="[::1]:0", **options)
+    assert section.data_lanes(cores) == ("[::1]:0",) * lanes
+
+
+def test_named_lanes_are_taken_as_they_are(tmp_path: Path) -> None:
+    """Ports that a firewall lets through; saying a number beside them is refused."""
+    named = changed(RUN, "slaves.0.lanes", ["127.0.0.1:7811", "127.0.0.1:7812"])
+    path = write(tmp_path / "dips.yaml", named)
+    assert load_run(path).slaves[0].data_lanes(64) == ("127.0.0.1:7811", "127.0.0.1:7812")
+    write(path, changed(named, "slaves.0.lane_count", 2))
+    with pytest.raises(ConfigError, match=r"slaves.s0: expected lanes or lane_count, got both"):
+        load_run(path)

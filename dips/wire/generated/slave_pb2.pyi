@@ -240,12 +240,15 @@ class Transfer(_message.Message):
     PUSH_FIELD_NUMBER: _builtins.int
     NBYTES_FIELD_NUMBER: _builtins.int
     TOTAL_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     inc: _builtins.int
     seq: _builtins.int
     push: _builtins.bool
     nbytes: _builtins.int
     total: _builtins.int
+    bytes_per_s: _builtins.float
+    """over the last seconds"""
     def __init__(
         self,
         *,
@@ -255,10 +258,11 @@ class Transfer(_message.Message):
         push: _builtins.bool = ...,
         nbytes: _builtins.int = ...,
         total: _builtins.int = ...,
+        bytes_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "inc", b"inc", "nbytes", b"nbytes", "push", b"push", "seq", b"seq", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "cluster", b"cluster", "inc", b"inc", "nbytes", b"nbytes", "push", b"push", "seq", b"seq", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

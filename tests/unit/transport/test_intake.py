@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.transport.credit import LEAST_BYTES, MOST_BYTES, MOST_CHUNKS, Credit
+from dips.transport.credit import FIRST_BYTES, LEAST_BYTES, MOST_BYTES, MOST_CHUNKS, Credit
 from dips.transport.intake import UNIT_CHUNKS, Intake
 from dips.transport.pool import FLOOR_BYTES, Transit
 from dips.wire.chunks import Range
@@ -30,10 +32,10 @@ def asked(intake: Intake, allowance: int = 1 << 60) -> list[Range]:
 
 
 def test_a_stream_is_asked_for_its_credit_in_units():
-    """The first asking fills the least credit, in WANTs of few chunks."""
+    """The first asking fills the first credit, in WANTs of few chunks."""
     intake = make(100 * MIB)
     units = intake.ask(0.0, 1 << 60)
-    assert sum(c.nbytes for u in units for c in u) == LEAST_BYTES
+    assert sum(c.nbytes for u in units for c in u) == FIRST_BYTES
     assert all(len(unit) <= UNIT_CHUNKS for unit in units)
 
 
@@ -45,7 +47,7 @@ def test_more_is_asked_when_half_is_here():
     for chunk in chunks[: len(chunks) // 2]:
         assert intake.claim(header(chunk), 0.0) == chunk
         intake.here(chunk)
-    assert sum(c.nbytes for c in asked(intake)) == LEAST_BYTES // 2
+    assert sum(c.nbytes for c in asked(intake)) == FIRST_BYTES // 2
 
 
 def test_small_chunks_are_bounded_by_their_number():
@@ -167,3 +169,39 @@ def test_credit_grows_to_twice_bandwidth_times_round_trip():
         measure.arrived(nbytes, 1.0)
     assert slow.bytes == LEAST_BYTES
     assert fast.bytes == MOST_BYTES
+
+
+def test_one_pause_does_not_shrink_the_credit():
+    """The best of the last spans counts: a span in which the sender slept says nothing of the link."""
+    credit, now = Credit(), 0.0
+    credit.asked(now, idle=True)
+    for _ in range(40):
+        now += 0.001
+        credit.arrived(MIB, now)
+    before = credit.bytes
+    credit.arrived(MIB, now + 0.5)
+    assert credit.bytes == before > LEAST_BYTES
+
+
+def over_a_link(nbytes: int, bytes_per_s: float, delay_s: float) -> float:
+    """Seconds that a stream takes over a link that is simulated: WANTs wait `delay_s`, chunks queue for the wire."""
+    intake = make(nbytes)
+    arrivals: deque[tuple[float, Range]] = deque()
+    now, free = 0.0, 0.0
+    while not intake.complete:
+        for unit in intake.ask(now, 1 << 60):
+            for chunk in unit:
+                free = max(free, now + delay_s) + chunk.nbytes / bytes_per_s
+                arrivals.append((free + delay_s, chunk))
+        now, chunk = arrivals.popleft()
+        assert intake.claim(header(chunk), now) == chunk
+        intake.here(chunk)
+    return now
+
+
+@pytest.mark.parametrize(("mbit", "delay_ms"), [(10, 20), (100, 20), (1000, 0.2), (1000, 20), (1000, 100), (10_000, 2)])
+def test_a_stream_fills_its_link(mbit, delay_ms):
+    """At 9 tenths of the line's rate and more, far and near, the ramp included; 20 s of bytes."""
+    rate = mbit * 1e6 / 8
+    nbytes = int(20 * rate) // 4 * 4
+    assert over_a_link(nbytes, rate, delay_ms / 1e3) * rate <= nbytes / 0.9

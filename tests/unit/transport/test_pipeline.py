@@ -32,3 +32,23 @@ def test_a_full_stage_says_so_at_once():
     assert not stage.put(3)
     go.set()
     stage.close()
+
+
+def test_without_a_thread_the_work_is_done_where_it_is_put():
+    """On few cores nobody is woken: the item is worked off when `put` returns."""
+    seen: list[int] = []
+    stage = Stage("test", 1, seen.append, threads=0)
+    assert stage.in_place
+    assert stage.put(1)
+    assert stage.put(2)
+    assert seen == [1, 2]
+    stage.close()
+
+
+def test_several_threads_work_off_everything():
+    """In any order, and the end waits for all of them."""
+    seen: list[int] = []
+    stage = Stage("test", 100, seen.append, threads=3)
+    assert all(stage.put(i) for i in range(100))
+    stage.close()
+    assert sorted(seen) == list(range(100))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dips.errors import LocalProtocolError
-from dips.transport.shares import Piece, Share, deal
+from dips.transport.shares import CUT_ITEMS, Piece, Share, deal
 from dips.wire.chunks import Range
 
 
@@ -42,9 +44,17 @@ def test_arrays_are_flat_contiguous_fp32(array):
         Share([Piece(0, 0, 0, 4, array)])
 
 
-def test_lanes_are_dealt_evenly():
-    """Each piece goes to the lane with the fewest bytes, and each to exactly one."""
-    pieces = [piece(i, 0, n) for i, n in enumerate((50, 30, 20, 10))]
-    hands = deal(pieces, 2)
-    assert [sum(p.length for p in hand) for hand in hands] == [60, 50]
+@given(st.lists(st.integers(1, 20_000), max_size=12), st.integers(1, 5))
+def test_lanes_are_dealt_evenly(lengths, lanes):
+    """Each element to exactly one lane, in order; no lane has more than its share and a cut."""
+    pieces = [piece(i, 7, n) for i, n in enumerate(lengths)]
+    hands = deal(pieces, lanes)
+    dealt = [(p.param, p.offset, p.length) for hand in hands for p in hand]
+    for index, length in enumerate(lengths):
+        at = 7
+        for _, offset, part in (d for d in dealt if d[0] == index):
+            assert offset == at
+            at += part
+        assert at == 7 + length
+    assert max(sum(p.length for p in hand) for hand in hands) <= sum(lengths) / lanes + CUT_ITEMS
     assert deal(pieces, 1) == [pieces]

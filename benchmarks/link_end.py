@@ -1,0 +1,103 @@
+"""One end of a shaped link, as a process in its network namespace, driven by lines on its standard input.
+
+python -m benchmarks.link_end slave IP LANES MIB     says its lanes' addresses; then push N | pull N | end N
+python -m benchmarks.link_end rank ADDRESSES MIB     push N | pull N, answered with the seconds that it took
+
+The slave's end is the data flow of a `dips-slave` without its control server: plain text leaves loopback only here.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import numpy as np
+
+from dips.client import transfer
+from dips.client.transfer import Base, Piece
+from dips.ids import GENESIS, PullId, PushId
+from dips.protocol.effects import Grant, SlaveAddress
+from dips.protocol.manifest import Layer, Manifest, Parameter
+from dips.slave.flow import ZmqFlow
+
+RUN, SLAVE, CLUSTER, SINC = "links", "s0", "west", 1
+LAYERS, WAIT_S = 4, 120.0
+
+
+def manifest(mib: int) -> Manifest:
+    """LAYERS layers of the same size."""
+    numel = mib * (1 << 18) // LAYERS
+    return Manifest(tuple(Layer(f"l{i}", (Parameter(f"l{i}.w", (numel,)),)) for i in range(LAYERS)))
+
+
+class Events:
+    """Waits for what the flow reports."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+
+    def staged(self, push: PushId, nbytes: int) -> None:
+        self._over.set()
+
+    def released(self, pull: PullId, reason: str) -> None:
+        self._over.set()
+
+    def refused(self, push: PushId, reason: str) -> None:
+        print(f"refused: {reason}", file=sys.stderr, flush=True)
+
+    def wait(self) -> None:
+        if not self._over.wait(WAIT_S):
+            raise TimeoutError(f"nothing was staged or released for {WAIT_S} s")
+        self._over.clear()
+
+
+def slave(ip: str, lanes: int, mib: int) -> None:
+    """Serve one push or pull after the other."""
+    model, events = manifest(mib), Events()
+    flow = ZmqFlow(RUN, SLAVE, (f"{ip}:0",) * lanes, 1 << 20, 256 << 20, 4, 30.0)
+    flow.use(model, tuple(range(LAYERS)))
+    flow.start(SINC, events)
+    source = {i: np.full(layer.numel, 1.5, np.float32) for i, layer in enumerate(model.layers)}
+    slot = {i: np.ones_like(array) for i, array in source.items()}
+    print(",".join(flow.addresses()), flush=True)
+    last = ""
+    for line in sys.stdin:
+        word, number = line.split()
+        push, pull = PushId(CLUSTER, 1, int(number)), PullId(CLUSTER, 1, int(number))
+        if word == "push":
+            flow.open_push(push, (0,), slot, WAIT_S)
+        elif word == "pull":
+            flow.open_pull(pull, GENESIS, source, WAIT_S)
+        elif last == "push":
+            events.wait()
+            flow.drop_push(push)
+        else:
+            flow.close_pull(pull)
+            events.wait()
+        last = word
+        print("ok", flush=True)
+    if flow.refused:
+        print(f"refused frames: {dict(flow.refused)}", file=sys.stderr)
+    flow.close()
+
+
+def rank(addresses: str, mib: int) -> None:
+    """Push or pull everything, as often as told."""
+    model = manifest(mib)
+    pieces = [Piece(i, 0, 0, x.numel, np.ones(x.numel, np.float32)) for i, x in enumerate(model.layers)]
+    there = SlaveAddress(SLAVE, SINC, tuple(addresses.split(",")), tuple(range(LAYERS)))
+    grant = Grant(GENESIS, (there,), ((0,),), WAIT_S)
+    print("ok", flush=True)
+    for line in sys.stdin:
+        word, number = line.split()
+        begun = time.perf_counter()
+        getattr(transfer, word)(grant, Base(RUN, CLUSTER, 1, int(number), 0), pieces)
+        print(time.perf_counter() - begun, flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "slave":
+        slave(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    else:
+        rank(sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,87 @@
+"""Two network namespaces with one shaped link between them: what a wide area is, on one machine. Needs root and ip, tc.
+
+    with wire(mbit=1000) as (near, far): ...                 # a veth pair, each end behind `tc tbf`
+    with wire(mbit=100, delay_ms=20) as (near, far): ...     # a TUN on each side and a program that carries the packets
+
+The kernels that we meet have no netem: delay is made in user space, hence 480 Mbit/s at most.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+BURST = "256kb"  # of the bucket: several of the largest segments that the kernel hands over at once
+QUEUE = "50ms"
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """One end of the wire."""
+
+    namespace: str
+    ip: str
+
+    def command(self, *words: str) -> list[str]:
+        """What runs a program in this namespace."""
+        return ["ip", "netns", "exec", self.namespace, *words]
+
+
+def missing() -> str | None:
+    """What this machine lacks, or None."""
+    if os.geteuid() != 0:
+        return "only root may make network namespaces"
+    tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if tools:
+        return f"{' and '.join(tools)} not found: install iproute2"
+    return None if Path("/dev/net/tun").exists() else "/dev/net/tun does not exist"
+
+
+@contextmanager
+def wire(mbit: float, delay_ms: float = 0.0) -> Iterator[tuple[End, End]]:
+    """Make the link; on return namespaces, devices and the carrying program are gone."""
+    near, far = (End(f"dips-{os.getpid()}-{side}", f"10.231.0.{k}") for k, side in ((1, "near"), (2, "far")))
+    with ExitStack() as stack:
+        for end in (near, far):
+            _run(f"ip netns add {end.namespace}")
+            stack.callback(_run, f"ip netns del {end.namespace}")
+            _run(f"ip -n {end.namespace} link set lo up")
+        if delay_ms:
+            stack.enter_context(_carried(near, far, mbit, delay_ms))
+        else:
+            _veth(near, far, mbit)
+        yield near, far
+
+
+def _veth(near: End, far: End, mbit: float) -> None:
+    _run(f"ip link add w0 netns {near.namespace} type veth peer name w0 netns {far.namespace}")
+    for end in (near, far):
+        _run(f"ip -n {end.namespace} addr add {end.ip}/24 dev w0")
+        _run(f"ip -n {end.namespace} link set w0 up")
+        _run(f"tc -n {end.namespace} qdisc add dev w0 root tbf rate {mbit}mbit burst {BURST} latency {QUEUE}")
+
+
+@contextmanager
+def _carried(near: End, far: End, mbit: float, delay_ms: float) -> Iterator[None]:
+    words = ["-m", "benchmarks.tunlink", near.namespace, near.ip, far.namespace, far.ip, str(mbit), str(delay_ms)]
+    carrier = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True)
+    try:
+        assert carrier.stdout is not None
+        if carrier.stdout.readline().strip() != "up":
+            raise RuntimeError(f"the link did not come up: exit code {carrier.wait(10)}")
+        yield
+    finally:
+        carrier.terminate()
+        carrier.communicate(timeout=10)
+
+
+def _run(command: str) -> None:
+    done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{command}: {done.stderr.strip()}")

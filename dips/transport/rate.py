@@ -1,0 +1,29 @@
+"""How fast a transfer moves now: bytes over the last seconds. Pure: `now` is an argument."""
+
+from __future__ import annotations
+
+from collections import deque
+
+STEP_S = 0.2  # between two samples
+HORIZON_S = 5.0  # what a person calls now
+
+
+class Rate:
+    """The rate of one transfer; whoever moves it shows its count at times."""
+
+    def __init__(self, now: float, nbytes: int = 0) -> None:
+        self._samples: deque[tuple[float, int]] = deque([(now, nbytes)])
+
+    def saw(self, nbytes: int, now: float) -> None:
+        """So many bytes have moved in all; a sample more often than STEP_S takes the place of the last."""
+        if len(self._samples) > 1 and now - self._samples[-2][0] < STEP_S:
+            self._samples.pop()
+        self._samples.append((now, nbytes))
+        while len(self._samples) > 2 and now - self._samples[1][0] >= HORIZON_S:
+            self._samples.popleft()
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Over the samples of the last HORIZON_S; 0 before the second."""
+        (began, first), (ended, last) = self._samples[0], self._samples[-1]
+        return (last - first) / (ended - began) if ended > began else 0.0

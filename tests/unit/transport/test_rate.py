@@ -1,0 +1,46 @@
+"""Rate: what a transfer moves now, not what it moved in its life."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from dips.protocol.beats import Transfer, remaining_s
+from dips.transport.rate import HORIZON_S, Rate
+
+
+def test_a_rate_follows_the_last_seconds():
+    """After a slow minute the fast seconds count alone."""
+    rate, moved, now = Rate(0.0), 0, 0.0
+    assert rate.bytes_per_s == 0
+    for step, speed in ((600, 10), (100, 1000)):
+        for _ in range(step):
+            now, moved = now + 0.1, moved + speed
+            rate.saw(moved, now)
+    assert rate.bytes_per_s == pytest.approx(10_000, rel=0.01)
+
+
+def test_silence_brings_the_rate_to_nothing():
+    """A transfer that stands shows so, within the horizon."""
+    rate = Rate(0.0)
+    rate.saw(1000, 1.0)
+    for k in range(1, 40):
+        rate.saw(1000, 1.0 + k * HORIZON_S / 20)
+    assert rate.bytes_per_s == 0
+
+
+def test_samples_are_few():
+    """However often it is shown: the horizon over the step, and one."""
+    rate = Rate(0.0)
+    for k in range(100_000):
+        rate.saw(k, k * 0.001)
+    assert len(rate._samples) <= HORIZON_S / 0.2 + 3
+
+
+def test_what_remains():
+    """Nothing when it is whole, for ever while nothing moves."""
+    assert remaining_s(10, 10, 0.0) == 0
+    assert remaining_s(4, 10, 2.0) == 3
+    assert remaining_s(4, 10, 0.0) == math.inf
+    assert Transfer("fast", 1, 1, True, 4, 10, 2.0).remaining_s == 3
