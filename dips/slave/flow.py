@@ -21,7 +21,7 @@ from dips.config import host_port
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.beats import Transfer
 from dips.protocol.manifest import Manifest
-from dips.slave.moves import Move, PushOver, Released, Say, Staged, Wake, error
+from dips.slave.moves import Move, Moved, PushOver, Released, Say, Staged, Wake, error
 from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.receiver import Claim, Receiver
 from dips.slave.sender import Job, Sender
@@ -124,6 +124,11 @@ class ZmqFlow:
     def open_pull(self, pull: PullId, version: VersionId, source: Arrays, deadline_s: float) -> None:
         """Serve `source` until the pull is closed, stalls or passes its deadline."""
         self._sender.open(pull, version, source, deadline_s, self._clock())
+
+    def move_pull(self, pull: PullId, source: Arrays) -> None:
+        """Serve the rest from `source`; `moved` follows when no byte of the old one is in flight."""
+        self._sender.move(pull, source)
+        self._lanes[0].wake()
 
     def close_pull(self, pull: PullId) -> None:
         """Serve no further; `released` follows when the last byte in flight is gone."""
@@ -251,6 +256,8 @@ class ZmqFlow:
                     self._heard.refused(push, reason)
                 case Released(pull, reason):
                     self._heard.released(pull, reason)
+                case Moved(pull):
+                    self._heard.moved(pull)
 
     @property
     def _heard(self) -> FlowEvents:

@@ -75,6 +75,9 @@ class Receiving:
     def open_pull(self, pull: object, version: VersionId, source: Arrays, deadline_s: float) -> None:
         raise AssertionError("no pull is opened here")
 
+    def move_pull(self, pull: object, source: Arrays) -> None:
+        raise AssertionError("no pull is opened here")
+
     def close_pull(self, pull: object) -> None:
         raise AssertionError("no pull is opened here")
 
