@@ -15,6 +15,7 @@ from dips.ids import PullId, PushId
 from dips.protocol import clusters, pulls, pushes, round, slaves, view
 from dips.protocol.effects import Effect, Progress
 from dips.protocol.events import (
+    BandwidthMeasured,
     Blind,
     ClusterJoined,
     ClusterLeft,
@@ -107,6 +108,7 @@ HANDLERS: dict[type[Event], Callable[[World, Any], None]] = {
     ClusterLeft: _cluster_left,
     ClusterSilent: _cluster_silent,
     TrainerChanged: clusters.trainer_changed,
+    BandwidthMeasured: clusters.bandwidth_measured,
     RangesRequested: clusters.ranges_requested,
     PushRequested: pushes.requested,
     PushFinished: pushes.finished,

@@ -271,9 +271,9 @@ def _pull_of(cluster: Cluster) -> PullId:
 
 def _flip(w: World, version: VersionId, opening: tuple[PullId, ...]) -> None:
     """Order the flip; those who wait are told once every slave has flipped and pinned for them."""
-    for pull in opening:
-        pulls.pulling(w, w.clusters[pull.cluster], pull, version, opened=False)
-    commit = Commit(version, opening, w.options.timing.transfer_s)
+    deadlines = [pulls.pulling(w, w.clusters[pull.cluster], pull, version, opened=False) for pull in opening]
+    # One number for all: the slowest's. The master ends each pull at its own (pulls.expire).
+    commit = Commit(version, opening, max(deadlines, default=w.options.timing.transfer_s))
     w.flipping = w.order_all("commit", version, commit, w.options.timing.order_s)
     if not w.flipping.waiting:
         flipped(w, w.flipping)
