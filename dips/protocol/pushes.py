@@ -94,6 +94,8 @@ def opened(w: World, chorus: Chorus) -> None:
     for cluster in w.clusters.values():
         if cluster.push and cluster.push.id == chorus.subject:
             cluster.push.opened = True
+            if cluster.bytes_per_s:
+                cluster.push.due = w.now + w.model_bytes / cluster.bytes_per_s
             cluster.reason = "pushing"
             w.note("push_granted", push=cluster.push.id, base=cluster.push.base)
 

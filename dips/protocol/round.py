@@ -148,7 +148,9 @@ def _expected(w: World, cluster: Cluster, r: Round) -> bool:
     """Will this cluster's push come before the window ends? (why.md 24)"""
     if not cluster.live or not cluster.moving or cluster.state not in (ClusterState.TRAINING, ClusterState.PUSHING):
         return False
-    if cluster.state is ClusterState.PUSHING or cluster.pace is None or cluster.requested_at is None:
+    if cluster.state is ClusterState.PUSHING and cluster.push is not None:
+        return cluster.push.due <= r.closes  # a slow link must not keep every window of its push open
+    if cluster.pace is None or cluster.requested_at is None:
         return True
     return cluster.requested_at + cluster.pace <= r.closes
 

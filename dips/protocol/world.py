@@ -57,6 +57,7 @@ class Push:
     ranks: int
     deadline: float
     deadline_s: float
+    due: float = 0.0  # when it should be here, by its cluster's bandwidth; 0 while that is unknown
     opened: bool = False
     staged: set[str] = field(default_factory=set)
     committed: bool = False
@@ -280,10 +281,14 @@ class World:
         order = tuple(slaves_for_worker(rank, len(slaves)) for rank in range(ranks))
         return Grant(version, slaves, order, deadline_s)
 
+    @property
+    def model_bytes(self) -> int:
+        """What a push or pull moves, at most."""
+        return self.manifest.numel * BYTES_PER_PARAMETER
+
     def transfer_s(self, cluster: Cluster) -> float:
         """How long a push or pull of this cluster may move: the whole model, over its own link."""
-        nbytes = self.manifest.numel * BYTES_PER_PARAMETER
-        return transfer_deadline_s(nbytes, cluster.bytes_per_s, self.options.timing)
+        return transfer_deadline_s(self.model_bytes, cluster.bytes_per_s, self.options.timing)
 
     def progress(self) -> Progress:
         return Progress(self.tokens_accepted, self.options.stop.tokens, self.finished)
