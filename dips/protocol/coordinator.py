@@ -12,7 +12,7 @@ from math import inf
 from typing import Any
 
 from dips.ids import PullId, PushId
-from dips.protocol import clusters, pulls, pushes, round, slaves, view
+from dips.protocol import asking, clusters, pulls, pushes, round, slaves, view
 from dips.protocol.effects import Effect, Progress
 from dips.protocol.events import (
     BandwidthMeasured,
@@ -50,9 +50,14 @@ def _nothing_follows(w: World, chorus: Chorus) -> None:
     """The order was an end in itself."""
 
 
+def _push_opened(w: World, chorus: Chorus) -> None:
+    pushes.opened(w, chorus)
+    asking.reorder(w)
+
+
 # What follows when every slave has answered an order of this kind.
 CONTINUE: dict[str, Continue] = {
-    "open_push": pushes.opened,
+    "open_push": _push_opened,
     "open_pull": pulls.opened,
     "measure": round.measured,
     "fold": round.folded,

@@ -117,6 +117,10 @@ class ZmqFlow:
         """Accept HELLOs of the push's ranks and ask them, in that order, into `buffers`."""
         self._receiver.open(push, order, buffers, deadline_s, self._clock())
 
+    def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
+        """Ask the push's ranks at these places of the line, from the next turn on."""
+        self._receiver.reorder(push, places)
+
     def drop_push(self, push: PushId) -> None:
         """Stop receiving; on return nobody writes into its buffers."""
         self._receiver.drop(push)

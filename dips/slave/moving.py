@@ -74,6 +74,12 @@ class Moving:
             raise
         self.pushes[push] = Receiving(opened)
 
+    def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
+        """Another push has joined: a new order of asking, while it moves; nothing for one that is here or gone."""
+        known = self.pushes.get(push)
+        if known is not None and known.nbytes is None:
+            self.flow.reorder(push, places)
+
     def drop_push(self, push: PushId) -> None:
         """Free the slot and set the tombstone, also of a push that never came: its OpenPush may still be on its way."""
         _close(self.closed_pushes, push)

@@ -44,6 +44,9 @@ class Flow(Protocol):
     def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float) -> None:
         """Accept HELLOs of the push's ranks (there are len(order)) and ask them, in that order, into `buffers`."""
 
+    def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
+        """Ask rank i at place `places[i]` of the line of all pushes; who is being asked goes on. Unknown: nothing."""
+
     def drop_push(self, push: PushId) -> None:
         """Stop receiving; on return nobody writes into its buffers. An unknown push is nothing to drop."""
 

@@ -56,6 +56,7 @@ class Shard:
         self._last_round = 0
         self._orders: dict[type, Callable[[Any, Opened], Answer]] = {
             e.OpenPush: self._open_push,
+            e.Reorder: self._reorder,
             e.DropPush: self._drop_push,
             e.Measure: self._measure,
             e.Fold: self._fold,
@@ -108,6 +109,11 @@ class Shard:
         if self.versions.memory is None:
             raise StaleVersion(f"{self.name} holds no version yet, so it opens no push")
         self._moving.open_push(order, opened)
+        return Done()
+
+    def _reorder(self, order: e.Reorder, opened: Opened) -> Answer:
+        """Always legal; a push that does not move here has nothing to be ordered."""
+        self._moving.reorder(order.push, order.places)
         return Done()
 
     def _drop_push(self, order: e.DropPush, opened: Opened) -> Answer:

@@ -69,6 +69,9 @@ class Receiving:
     def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float) -> None:
         self.buffers[push] = buffers
 
+    def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
+        pass
+
     def drop_push(self, push: PushId) -> None:
         self.buffers.pop(push, None)
 

@@ -44,6 +44,7 @@ from dips.protocol.effects import (
     Persist,
     Ping,
     Registered,
+    Reorder,
     Retire,
     Wait,
 )
@@ -67,6 +68,7 @@ class Flow:
     pulls: dict[PullId, Arrays] = field(default_factory=dict)
     closing: list[PullId] = field(default_factory=list)
     moving: list[PullId] = field(default_factory=list)
+    places: dict[PushId, tuple[int, ...]] = field(default_factory=dict)
     lives: list[int] = field(default_factory=list)
     broken: bool = False
 
@@ -77,6 +79,9 @@ class Flow:
         if self.broken:
             raise RemoteProtocolError("no")
         self.pushes[push] = buffers
+
+    def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
+        self.places[push] = places
 
     def drop_push(self, push: PushId) -> None:
         self.pushes.pop(push, None)
@@ -551,6 +556,19 @@ def test_apply_moves_slow_readers_to_the_snapshot_file() -> None:
     assert slave.shard.execute(order) == Prepared(VersionId(3, 3))
     assert slave.shard.versions.pins == {PULL: V1}
     assert slave.flow.moving == [PULL]
+
+
+def test_reorder_reaches_a_push_that_moves_and_nothing_else() -> None:
+    """Legal any time; a push that is staged, dropped or unknown has nothing to be ordered."""
+    slave = Slave().ready()
+    slave.order(OpenPush(P1, (0,), 60.0))
+    assert slave.order(Reorder(P1, (3,))) == Done()
+    assert slave.order(Reorder(P1, (1,))) == Done()
+    assert slave.order(Reorder(P2, (2,))) == Done()
+    assert slave.flow.places == {P1: (1,)}
+    slave.shard.staged(P1, 28)
+    slave.order(Reorder(P1, (7,)))
+    assert slave.flow.places == {P1: (1,)}
 
 
 def test_one_older_version_stays_in_memory() -> None:
