@@ -22,7 +22,7 @@ def _request(w: World, cluster: Cluster, event: PullRequested) -> Result:
     if pull and pull.id == event.pull:
         if not pull.opened:
             return Pending("the slaves are pinning the version")
-        return w.grant(pull.version, pull.ranks, pull.deadline_s)
+        return w.grant(pull.version, pull.ranks, pull.deadline_s, pull.first)
     if cluster.closed_pull[0] == event.pull.seq:
         return Dropped(cluster.closed_pull[1])
     if event.pull.seq <= cluster.seq_high:
@@ -46,7 +46,9 @@ def _request(w: World, cluster: Cluster, event: PullRequested) -> Result:
 def pulling(w: World, cluster: Cluster, pull: PullId, version: VersionId, *, opened: bool) -> float:
     """The cluster is about to pull `version`; return how long it may, in seconds."""
     deadline_s = w.transfer_s(cluster)
-    cluster.pull = Pull(pull, version, cluster.ranks, w.now + deadline_s + TRANSFER_GRACE_S, deadline_s, opened)
+    first = sum(p.ranks for p in w.open_pulls())
+    deadline = w.now + deadline_s + TRANSFER_GRACE_S
+    cluster.pull = Pull(pull, version, cluster.ranks, deadline, deadline_s, opened, first)
     cluster.become(ClusterState.PULLING, f"pulling {version}")
     return deadline_s
 

@@ -178,7 +178,7 @@ def _outcome(w: World, cluster: Cluster, push: PushId) -> Result:
     if w.flipping is not None and row.kind != "skipped":
         return Pending("the slaves are flipping to the new version")
     pull = cluster.pull if cluster.pull and cluster.pull.id.seq == push.seq and cluster.pull.opened else None
-    grant = w.grant(pull.version, cluster.ranks, pull.deadline_s) if pull else None
+    grant = w.grant(pull.version, cluster.ranks, pull.deadline_s, pull.first) if pull else None
     version = cluster.outcome_version if row.kind == "accepted" else w.head
     return Outcome(row.kind, None if row.kind == "skipped" else version, row.reason, grant, w.progress())
 

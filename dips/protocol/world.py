@@ -79,6 +79,7 @@ class Pull:
     deadline: float
     deadline_s: float
     opened: bool = False
+    first: int = 0  # ranks of the pulls before it: its own begin at the slaves after theirs
 
 
 @dataclass
@@ -276,9 +277,10 @@ class World:
     def slaves_missing(self) -> list[Slave]:
         return [s for s in self.slaves.values() if s.state is not SlaveState.READY]
 
-    def grant(self, version: VersionId, ranks: int, deadline_s: float) -> Grant:
+    def grant(self, version: VersionId, ranks: int, deadline_s: float, first: int = 0) -> Grant:
+        """What a cluster needs to move; `first` ranks of other transfers walk before its own."""
         slaves = tuple(SlaveAddress(s.name, s.sinc, s.lanes, s.layers) for s in self.slaves.values())
-        order = tuple(slaves_for_worker(rank, len(slaves)) for rank in range(ranks))
+        order = tuple(slaves_for_worker(first + rank, len(slaves)) for rank in range(ranks))
         return Grant(version, slaves, order, deadline_s)
 
     @property
