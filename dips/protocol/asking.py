@@ -22,21 +22,17 @@ def reorder(w: World) -> None:
     slaves = list(w.slaves.values())
     nbytes = [BYTES_PER_PARAMETER * sum(w.manifest.layers[i].numel for i in slave.layers) for slave in slaves]
     link = _slave_link(moving, len(slaves))
-    workers, whose = list[Worker](), list[tuple[Push, int]]()
+    workers = list[Worker]()
     for cluster, push in moving:
         rate = min(link, (cluster.bytes_per_s or link * push.ranks) / push.ranks)
         left = _left(w, cluster, push) / push.ranks
         workers += [Worker(tuple(left * n / rate for n in nbytes), rate / link)] * push.ranks
-        whose += [(push, rank) for rank in range(push.ranks)]
     for slave, line in zip(slaves, lines(workers, len(slaves)), strict=True):
-        places: dict[int, list[int]] = {}  # of each push's ranks, by the push's index in `moving`
-        place_of = {worker: place for place, worker in enumerate(line)}
-        for worker, (push, _) in enumerate(whose):
-            index = next(i for i, (_, p) in enumerate(moving) if p is push)
-            places.setdefault(index, []).append(place_of[worker])
-        for index, (_, push) in enumerate(moving):
-            body = Reorder(push.id, tuple(places[index]))
-            w.order("done", push.id, {slave.name: body}, w.options.timing.order_s)
+        place_of, first = {worker: place for place, worker in enumerate(line)}, 0
+        for _, push in moving:
+            places = tuple(place_of[first + rank] for rank in range(push.ranks))
+            w.order("done", push.id, {slave.name: Reorder(push.id, places)}, w.options.timing.order_s)
+            first += push.ranks
 
 
 def _slave_link(moving: list[tuple[Cluster, Push]], slaves: int) -> float:
