@@ -7,7 +7,8 @@ and no clock; whoever moves bytes into a slot or out of a pinned θ must have st
 pin ended.
 
 Banks in use are at most θ, m, acc, θ′, the slots, and the pinned older versions. An older version beyond the pinned
-ones takes the place of θ′: then the next `prepare` is Busy until its readers are done.
+ones takes the place of θ′: its readers are `move`d to a file of the same bytes, one after another, and the last of
+them frees the bank; until then, or if there is no file, the next `prepare` is Busy (why.md 19).
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ Fill = Callable[[Arrays, Arrays], None]  # writes θ and m of a version, or rais
 
 @dataclass(slots=True)
 class Theta:
-    """θ of one version, and who reads it."""
+    """θ of one version in memory, and who reads it."""
 
     version: VersionId
     bank: Bank
     pulls: set[PullId] = field(default_factory=set)
+    moving: bool = False  # its readers go over to a file; it takes no new ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ class Versions:
         self._acc: Bank | None = None
         self._next: Next | None = None
         self._open: dict[PushId, Bank] = {}
-        self._older: list[Theta] = []
+        self._older: list[Theta] = []  # oldest first
+        self._from_file: dict[PullId, VersionId] = {}
 
     def allocate(self, layers: Mapping[int, int]) -> None:
         """Take and touch all memory for `layers` (index → parameters), once; a repetition must name the same."""
@@ -90,7 +93,18 @@ class Versions:
     @property
     def pins(self) -> dict[PullId, VersionId]:
         """Every pull that may still read, with the version that it reads."""
-        return {pull: theta.version for theta in self._thetas() for pull in sorted(theta.pulls)}
+        in_memory = {pull: theta.version for theta in self._thetas() for pull in sorted(theta.pulls)}
+        return {**self._from_file, **in_memory}
+
+    @property
+    def older(self) -> tuple[VersionId, ...]:
+        """Older versions whose readers hold a bank and are not being moved, oldest first."""
+        return tuple(theta.version for theta in self._older if not theta.moving)
+
+    @property
+    def excess(self) -> int:
+        """How many of those are more than the pool has pinned banks for."""
+        return max(0, len(self.older) - self._pinned)
 
     @property
     def used_bytes(self) -> int:
@@ -224,15 +238,41 @@ class Versions:
         theta.pulls.add(pull)
         return theta.bank.arrays
 
+    def pin_file(self, pull: PullId, version: VersionId) -> None:
+        """Take note of a pull that reads an older version from a file: it holds no bank."""
+        if pull in self.pins:
+            raise LocalProtocolError(f"pull {pull} already reads {self.pins[pull]}")
+        self._from_file[pull] = version
+
+    def move(self, version: VersionId) -> tuple[PullId, ...]:
+        """Begin to move the readers of an older version to a file and return them; `moved` ends it for each."""
+        for theta in self._older:
+            if theta.version == version and not theta.moving:
+                theta.moving = True
+                return tuple(sorted(theta.pulls))
+        raise LocalProtocolError(f"{version} is no older version in memory: {', '.join(map(str, self.older))}")
+
+    def moved(self, pull: PullId) -> None:
+        """Nobody reads for the pull from a bank any more; the last one frees it. Nothing for one that is over."""
+        for theta in self._older:
+            if theta.moving and pull in theta.pulls:
+                self._from_file[pull] = theta.version
+                theta.pulls.discard(pull)
+        self._free_unread()
+
     def unpin(self, pull: PullId) -> None:
         """End a pin; the last one of an older version frees it. An unknown pull has nothing to end."""
+        self._from_file.pop(pull, None)
         for theta in self._thetas():
             theta.pulls.discard(pull)
+        self._free_unread()
+
+    # ---- leaves --------------------------------------------------------------------------------
+
+    def _free_unread(self) -> None:
         for theta in [t for t in self._older if not t.pulls]:
             self._older.remove(theta)
             self._pool.give_back(theta.bank)
-
-    # ---- leaves --------------------------------------------------------------------------------
 
     def _serve(self, version: VersionId, theta: Bank, momentum: Bank) -> None:
         theta.holder, momentum.holder = f"θ {version}", f"m {version}"
@@ -254,7 +294,7 @@ class Versions:
 
     def _held(self, version: VersionId) -> Theta:
         for theta in self._thetas():
-            if theta.version == version:
+            if theta.version == version and not theta.moving:
                 return theta
         raise StaleVersion(f"{version} is not held; {self._held_names()}")
 

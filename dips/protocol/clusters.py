@@ -5,7 +5,7 @@ from __future__ import annotations
 from dips.errors import CorruptManifest
 from dips.protocol import pulls, pushes
 from dips.protocol.effects import Acknowledged, Failed, Joined, Ranges
-from dips.protocol.events import ClusterJoined, RangesRequested, TrainerChanged
+from dips.protocol.events import BandwidthMeasured, ClusterJoined, RangesRequested, TrainerChanged
 from dips.protocol.manifest import Manifest
 from dips.protocol.moves import ClusterState
 from dips.protocol.records import ClusterEnded, IncarnationGiven, RangesLeased
@@ -90,6 +90,13 @@ def trainer_changed(w: World, event: TrainerChanged) -> None:
         cluster.become(ClusterState.IDLE, event.reason)
     elif cluster.state is ClusterState.IDLE and event.moving:
         cluster.become(ClusterState.TRAINING, event.reason)
+
+
+def bandwidth_measured(w: World, event: BandwidthMeasured) -> None:
+    """What its next transfers are given; those that move keep their deadline."""
+    cluster = w.clusters.get(event.cluster)
+    if cluster is not None and cluster.inc == event.inc:
+        cluster.bytes_per_s, cluster.measured_at = event.bytes_per_s, w.now
 
 
 def ranges_requested(w: World, event: RangesRequested) -> None:

@@ -12,9 +12,10 @@ from math import inf
 from typing import Any
 
 from dips.ids import PullId, PushId
-from dips.protocol import clusters, pulls, pushes, round, slaves, view
+from dips.protocol import asking, clusters, pulls, pushes, round, slaves, view
 from dips.protocol.effects import Effect, Progress
 from dips.protocol.events import (
+    BandwidthMeasured,
     Blind,
     ClusterJoined,
     ClusterLeft,
@@ -49,9 +50,14 @@ def _nothing_follows(w: World, chorus: Chorus) -> None:
     """The order was an end in itself."""
 
 
+def _push_opened(w: World, chorus: Chorus) -> None:
+    pushes.opened(w, chorus)
+    asking.reorder(w)
+
+
 # What follows when every slave has answered an order of this kind.
 CONTINUE: dict[str, Continue] = {
-    "open_push": pushes.opened,
+    "open_push": _push_opened,
     "open_pull": pulls.opened,
     "measure": round.measured,
     "fold": round.folded,
@@ -107,6 +113,7 @@ HANDLERS: dict[type[Event], Callable[[World, Any], None]] = {
     ClusterLeft: _cluster_left,
     ClusterSilent: _cluster_silent,
     TrainerChanged: clusters.trainer_changed,
+    BandwidthMeasured: clusters.bandwidth_measured,
     RangesRequested: clusters.ranges_requested,
     PushRequested: pushes.requested,
     PushFinished: pushes.finished,

@@ -23,6 +23,14 @@ class OpenPush:
 
 
 @dataclass(frozen=True, slots=True)
+class Reorder:
+    """Ask the ranks of an open push in another order: another push has joined; legal any time, harmless repeated."""
+
+    push: PushId
+    places: tuple[int, ...]  # of each rank in this slave's line, over all pushes; the smallest is asked first
+
+
+@dataclass(frozen=True, slots=True)
 class DropPush:
     """Free the slot and set the tombstone."""
 
@@ -100,7 +108,7 @@ class Ping:
 
 
 OrderBody = (
-    OpenPush | DropPush | Measure | Fold | Apply | Persist | Commit | Abort | OpenPull | ClosePull | Retire | Ping
+    OpenPush | Reorder | DropPush | Measure | Fold | Apply | Persist | Commit | Abort | OpenPull | ClosePull | Retire | Ping
 )
 
 

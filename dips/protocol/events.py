@@ -171,6 +171,15 @@ class TrainerChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class BandwidthMeasured:
+    """A cluster's transfers move so many bytes/s, by its beats; said when it is news."""
+
+    cluster: str
+    inc: int
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterSilent:
     cluster: str
     inc: int
@@ -249,6 +258,7 @@ Event = (
     | RangesRequested
     | ClusterLeft
     | TrainerChanged
+    | BandwidthMeasured
     | ClusterSilent
     | SlaveSilent
     | Blind

@@ -1,17 +1,18 @@
 """The judge of liveness: beats in, verdicts out (why.md 12, 24, 30). Silence counts only while somebody listens.
 
 It keeps one lease for each life of a cluster and slave, on the master's monotonic clock, and watches whether a
-trainer's inner steps move. The Coordinator never sees a beat, only the verdicts; what it knows about rounds and
+trainer's inner steps move, and how fast its transfers do. The Coordinator never sees a beat, only the verdicts; what it knows about rounds and
 versions this file does not.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 from dips.protocol.beats import ClusterBeat, SlaveBeat
-from dips.protocol.events import ClusterSilent, Event, PushStaged, SlaveSilent, TrainerChanged
+from dips.protocol.deadlines import Bandwidth
+from dips.protocol.events import BandwidthMeasured, ClusterSilent, Event, PushStaged, SlaveSilent, TrainerChanged
 from dips.protocol.options import TimingOptions
 from dips.protocol.records import LedgerState
 
@@ -24,6 +25,7 @@ class _Cluster:
     inner_steps: int = 0
     moving: bool = True
     tokens_unsettled: int = 0
+    bandwidth: Bandwidth = field(default_factory=Bandwidth)
 
 
 @dataclass
@@ -67,7 +69,7 @@ class Judge:
         self._slaves.pop(slave, None)
 
     def heard_cluster(self, beat: ClusterBeat, now: float) -> list[Event]:
-        """Renew the lease; say so if the trainer began or ceased to move."""
+        """Renew the lease; say so if the trainer began or ceased to move, or if its bandwidth is news."""
         known = self._clusters.get(beat.cluster)
         if known is None or known.inc != beat.inc:
             return []
@@ -75,7 +77,9 @@ class Judge:
         if beat.inner_steps != known.inner_steps or beat.activity != "inner":
             # A trainer that pushes, waits for its window or pulls is alive without inner steps.
             known.inner_steps, known.stepped = beat.inner_steps, now
-        return self._trainer(beat.cluster, known, beat.trainer != "dead", now)
+        found = self._trainer(beat.cluster, known, beat.trainer != "dead", now)
+        measured = known.bandwidth.measure(beat.bytes_per_s)
+        return found if measured is None else [*found, BandwidthMeasured(beat.cluster, beat.inc, measured)]
 
     def heard_slave(self, beat: SlaveBeat, now: float) -> list[Event]:
         """Renew the lease; repeat what lies staged, so that a lost Staged heals."""

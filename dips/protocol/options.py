@@ -109,12 +109,16 @@ class TimingOptions:
     hang_s: float = 120.0  # inner steps unseen for so long: the window does not wait for this trainer
     order_s: float = 10.0  # for orders that move no model: open, drop, commit, abort, ping
     compute_s: float = 300.0  # for Measure, Fold, Apply, Persist
-    transfer_s: float = 3600.0  # for a push or pull to move
+    transfer_s: float = 3600.0  # for a push or pull to move, while its cluster's bandwidth is unknown, and at most
+    least_transfer_s: float = 30.0  # at least, however few bytes: a stream that breaks needs time to come back
+    min_push_bps: float = 0.0  # bits/s; a push on a slower link is refused with the number; 0: none is
     busy_retry_s: float = 2.0
 
     def __post_init__(self) -> None:
         _require(self.window_s is None or self.window_s >= 0, "timing.window_s", "0 or more, or null", self.window_s)
-        for key in ("beat_s", "lease_beats", "hang_s", "order_s", "compute_s", "transfer_s", "busy_retry_s"):
+        _require(self.min_push_bps >= 0, "timing.min_push_bps", "0 or more bits/s", self.min_push_bps)
+        above_0 = ("beat_s", "lease_beats", "hang_s", "order_s", "compute_s", "transfer_s", "least_transfer_s")
+        for key in (*above_0, "busy_retry_s"):
             _require(getattr(self, key) > 0, f"timing.{key}", "a number above 0", getattr(self, key))
 
     @property

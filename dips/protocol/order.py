@@ -1,11 +1,24 @@
-"""The order of asking: in one turn no two workers of a transfer meet at a slave (§3.1, Figure 5).
+"""The order of asking: in one turn no two workers meet at a slave, of one cluster or of several (§3.1, Figure 5).
 
-Rows of a rotation: worker w begins at slave w mod S and walks on by one each turn. With no more workers than slaves no
-two ever meet; with more, each slave is visited by at most ⌈W/S⌉ at once. An order of asking, never a barrier: who is
-late is overtaken.
+A transfer alone walks the rows of a rotation: worker w begins at slave w mod S and walks on by one each turn. With no
+more workers than slaves no two ever meet; with more, each slave is visited by at most ⌈W/S⌉ at once.
+
+Several transfers at once stand in one line before each slave (`lines`): their bytes, their links and what is left of
+them differ. The lines are those of a schedule that always serves as many pairs as it can, those first that have most
+left to do: an edge colouring where all are equal. An order of asking, never a barrier: who is late is overtaken.
 """
 
 from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Lines = tuple[tuple[int, ...], ...]  # for each slave the workers, in the order in which it asks them
+
+LEAST_SHARE = 0.5  # of its own rate: a worker begins at a slave that has so much of its link left
+MOST_PAIRS = 128  # of workers and slaves that are matched; beyond, a rotation: a decision must not take long
+_EPSILON = 1e-9
 
 
 def slaves_for_worker(worker: int, slaves: int) -> tuple[int, ...]:
@@ -16,3 +29,141 @@ def slaves_for_worker(worker: int, slaves: int) -> tuple[int, ...]:
 def workers_for_slave(slave: int, workers: int, slaves: int) -> tuple[int, ...]:
     """The workers in the order in which `slave` asks them: the transpose of `slaves_for_worker`."""
     return tuple(sorted(range(workers), key=lambda w: ((slave - w) % slaves, w)))
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One speaking rank of a transfer, and what is left of it."""
+
+    seconds: tuple[float, ...]  # to each slave: bytes left over the rate of the pair; 0: nothing
+    fill: float  # share of a slave's link that it takes, in (0, 1]
+
+
+def lines(workers: Sequence[Worker], slaves: int) -> Lines:
+    """The line before each slave, every worker once in each; those who have nothing for it stand last.
+
+    Cost: a matching for each turn, W·S pairs in all; a rotation beyond MOST_PAIRS.
+    """
+    if len(workers) * slaves > MOST_PAIRS:
+        return tuple(workers_for_slave(s, len(workers), slaves) for s in range(slaves))
+    line = [[turn.worker for turn in plan(workers, slaves) if turn.slave == s] for s in range(slaves)]
+    idle = [[w for w in range(len(workers)) if workers[w].seconds[s] <= 0] for s in range(slaves)]
+    return tuple((*line[s], *idle[s]) for s in range(slaves))
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One pair of the plan, in seconds from now."""
+
+    begin: float
+    end: float
+    worker: int
+    slave: int
+    share: float  # of the slave's link
+
+
+def plan(workers: Sequence[Worker], slaves: int) -> list[Turn]:
+    """The schedule behind the lines, in order of beginning."""
+    return _Schedule(workers, slaves).play()
+
+
+class _Schedule:
+    """Pairs begin when both are free, those first that have most left to do, and run to their end."""
+
+    def __init__(self, workers: Sequence[Worker], slaves: int) -> None:
+        self._workers = workers
+        self._pending = [{s for s in range(slaves) if w.seconds[s] > 0} for w in workers]
+        self._busy = [False] * len(workers)
+        self._room = [1.0] * slaves  # share of the slave's link that is free
+        self._running: list[tuple[float, int]] = []  # (end, index in _turns)
+        self._turns: list[Turn] = []
+
+    def play(self) -> list[Turn]:
+        now = 0.0
+        while True:
+            while pairs := self._matched():
+                for worker, slave in pairs:
+                    self._begin(worker, slave, now)
+            if not self._running:
+                return self._turns
+            now = self._running[0][0]
+            while self._running and self._running[0][0] <= now + _EPSILON:
+                turn = self._turns[heapq.heappop(self._running)[1]]
+                self._busy[turn.worker] = False
+                self._room[turn.slave] += turn.share
+
+    def _begin(self, worker: int, slave: int, now: float) -> None:
+        fill, seconds = self._workers[worker].fill, self._workers[worker].seconds[slave]
+        share = min(fill, self._room[slave])
+        self._pending[worker].discard(slave)
+        self._busy[worker] = True
+        self._room[slave] -= share
+        self._turns.append(Turn(now, now + seconds * fill / share, worker, slave, share))
+        heapq.heappush(self._running, (self._turns[-1].end, len(self._turns) - 1))
+
+    def _matched(self) -> list[tuple[int, int]]:
+        """Free workers and slaves that begin now, each in one pair."""
+        near = {
+            w: [s for s in sorted(slaves) if LEAST_SHARE * self._workers[w].fill <= self._room[s] + _EPSILON]
+            for w, slaves in enumerate(self._pending)
+            if not self._busy[w]
+        }
+        load = {("w", w): sum(self._workers[w].seconds[s] for s in self._pending[w]) for w in near}
+        for s in range(len(self._room)):
+            waits = [worker for worker, slaves in zip(self._workers, self._pending, strict=True) if s in slaves]
+            load["s", s] = sum(worker.seconds[s] * worker.fill for worker in waits)
+        edges: dict[Node, list[Node]] = {node: [] for node in load}
+        for w, slaves in near.items():
+            for s in slaves:
+                edges["w", w].append(("s", s))
+                edges["s", s].append(("w", w))
+        return [(node[1], mate[1]) for node, mate in heaviest_first(edges, load).items() if node[0] == "w"]
+
+
+Node = tuple[str, int]  # ("w", worker) or ("s", slave)
+
+
+def heaviest_first(edges: Mapping[Node, Sequence[Node]], load: Mapping[Node, float]) -> dict[Node, Node]:
+    """A matching, told from both sides, that leaves no node free for the sake of a lighter one on its side.
+
+    So a node that is busy to the last turn of every schedule is busy in this turn too: what makes the number of turns
+    that of the busiest node (König), where all pairs are equal.
+    """
+    mates: dict[Node, Node] = {}
+    settled: set[Node] = set()  # only asked for membership
+    for node in sorted(load, key=lambda n: (-load[n], n)):
+        if edges[node] and node not in mates:
+            _cover(node, edges, mates, settled)
+        settled.add(node)
+    return mates
+
+
+def _cover(node: Node, edges: Mapping[Node, Sequence[Node]], mates: dict[Node, Node], settled: set[Node]) -> None:
+    """Give `node` a mate along an alternating path that ends at a free node, or else takes a lighter one's mate."""
+    came: dict[Node, Node] = {}  # node of the other side → whence it was reached
+    walk, lighter = [node], None
+    for here in walk:
+        for other in edges[here]:
+            if other in came:
+                continue
+            came[other] = here
+            if other not in mates:
+                _flip(node, other, came, mates)
+                return
+            mate = mates[other]
+            if lighter is None and mate not in settled:
+                lighter = other
+            walk.append(mate)
+    if lighter is not None:
+        del mates[mates[lighter]]
+        _flip(node, lighter, came, mates)
+
+
+def _flip(node: Node, end: Node, came: Mapping[Node, Node], mates: dict[Node, Node]) -> None:
+    while True:
+        here = came[end]
+        before = mates.get(here)
+        mates[here], mates[end] = end, here
+        if here == node or before is None:
+            return
+        end = before

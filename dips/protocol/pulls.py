@@ -22,7 +22,7 @@ def _request(w: World, cluster: Cluster, event: PullRequested) -> Result:
     if pull and pull.id == event.pull:
         if not pull.opened:
             return Pending("the slaves are pinning the version")
-        return w.grant(pull.version, pull.ranks, w.options.timing.transfer_s)
+        return w.grant(pull.version, pull.ranks, pull.deadline_s, pull.first)
     if cluster.closed_pull[0] == event.pull.seq:
         return Dropped(cluster.closed_pull[1])
     if event.pull.seq <= cluster.seq_high:
@@ -38,18 +38,19 @@ def _request(w: World, cluster: Cluster, event: PullRequested) -> Result:
     if pull:
         close(w, cluster, f"superseded by {event.pull}")
     cluster.seq_high, cluster.ranks = event.pull.seq, event.ranks
-    pulling(w, cluster, event.pull, w.head, opened=False)
-    w.order_all(
-        "open_pull", event.pull, OpenPull(event.pull, w.head, w.options.timing.transfer_s), w.options.timing.order_s
-    )
+    deadline_s = pulling(w, cluster, event.pull, w.head, opened=False)
+    w.order_all("open_pull", event.pull, OpenPull(event.pull, w.head, deadline_s), w.options.timing.order_s)
     return Pending("the slaves are pinning the version")
 
 
-def pulling(w: World, cluster: Cluster, pull: PullId, version: VersionId, *, opened: bool) -> None:
-    """The cluster is about to pull `version`."""
-    deadline = w.now + w.options.timing.transfer_s + TRANSFER_GRACE_S
-    cluster.pull = Pull(pull, version, cluster.ranks, deadline, opened)
+def pulling(w: World, cluster: Cluster, pull: PullId, version: VersionId, *, opened: bool) -> float:
+    """The cluster is about to pull `version`; return how long it may, in seconds."""
+    deadline_s = w.transfer_s(cluster)
+    first = sum(p.ranks for p in w.open_pulls())
+    deadline = w.now + deadline_s + TRANSFER_GRACE_S
+    cluster.pull = Pull(pull, version, cluster.ranks, deadline, deadline_s, opened, first)
     cluster.become(ClusterState.PULLING, f"pulling {version}")
+    return deadline_s
 
 
 def opened(w: World, chorus: Chorus) -> None:
@@ -95,4 +96,4 @@ def expire(w: World) -> None:
     """End pulls past their deadline."""
     for cluster in w.clusters.values():
         if cluster.pull and w.now >= cluster.pull.deadline:
-            close(w, cluster, f"it did not end within {w.options.timing.transfer_s:g} s")
+            close(w, cluster, f"it did not end within {cluster.pull.deadline_s:.4g} s")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from math import isfinite
 
 from dips.ids import PushId
+from dips.protocol.deadlines import too_slow
 from dips.protocol.effects import (
     Acknowledged,
     Committed,
@@ -57,7 +58,7 @@ def _request(w: World, cluster: Cluster, event: PushRequested) -> Result:
         return Refused(w.options.timing.busy_retry_s, f"its push {push.id} still waits for its Outcome")
     if cluster.state is not ClusterState.TRAINING:
         return Refused(w.options.timing.busy_retry_s, f"a push is legal in training, {cluster.name} is {cluster.state}")
-    if reason := _no_slot(w):
+    if reason := too_slow(cluster.bytes_per_s, w.now - cluster.measured_at, w.options.timing) or _no_slot(w):
         return Refused(w.options.timing.busy_retry_s, reason)
     _open(w, cluster, event)
     return Pending("the slaves are reserving a slot for it")
@@ -73,10 +74,10 @@ def _no_slot(w: World) -> str:
 
 
 def _open(w: World, cluster: Cluster, event: PushRequested) -> None:
-    transfer_s = w.options.timing.transfer_s
+    transfer_s = w.transfer_s(cluster)
     cluster.seq_high, cluster.base, cluster.ranks = event.push.seq, event.base, event.ranks
     cluster.outcome = cluster.outcome_version = None
-    cluster.push = Push(event.push, event.base, event.ranks, w.now + transfer_s + TRANSFER_GRACE_S)
+    cluster.push = Push(event.push, event.base, event.ranks, w.now + transfer_s + TRANSFER_GRACE_S, transfer_s)
     if cluster.requested_at is not None:
         cluster.paces.append(w.now - cluster.requested_at)
     cluster.requested_at = w.now
@@ -93,12 +94,14 @@ def opened(w: World, chorus: Chorus) -> None:
     for cluster in w.clusters.values():
         if cluster.push and cluster.push.id == chorus.subject:
             cluster.push.opened = True
+            if cluster.bytes_per_s:
+                cluster.push.due = w.now + w.model_bytes / cluster.bytes_per_s
             cluster.reason = "pushing"
             w.note("push_granted", push=cluster.push.id, base=cluster.push.base)
 
 
 def _grant(w: World, push: Push) -> Grant:
-    return w.grant(w.head, push.ranks, w.options.timing.transfer_s)
+    return w.grant(w.head, push.ranks, push.deadline_s)
 
 
 def staged(w: World, event: PushStaged) -> None:
@@ -175,7 +178,7 @@ def _outcome(w: World, cluster: Cluster, push: PushId) -> Result:
     if w.flipping is not None and row.kind != "skipped":
         return Pending("the slaves are flipping to the new version")
     pull = cluster.pull if cluster.pull and cluster.pull.id.seq == push.seq and cluster.pull.opened else None
-    grant = w.grant(pull.version, cluster.ranks, w.options.timing.transfer_s) if pull else None
+    grant = w.grant(pull.version, cluster.ranks, pull.deadline_s, pull.first) if pull else None
     version = cluster.outcome_version if row.kind == "accepted" else w.head
     return Outcome(row.kind, None if row.kind == "skipped" else version, row.reason, grant, w.progress())
 
@@ -210,4 +213,4 @@ def expire(w: World) -> None:
     """End pushes past their deadline."""
     for cluster in w.clusters.values():
         if cluster.push and not cluster.push.committed and w.now >= cluster.push.deadline:
-            drop(w, cluster, f"it did not arrive within {w.options.timing.transfer_s:g} s")
+            drop(w, cluster, f"it did not arrive within {cluster.push.deadline_s:.4g} s")

@@ -148,7 +148,9 @@ def _expected(w: World, cluster: Cluster, r: Round) -> bool:
     """Will this cluster's push come before the window ends? (why.md 24)"""
     if not cluster.live or not cluster.moving or cluster.state not in (ClusterState.TRAINING, ClusterState.PUSHING):
         return False
-    if cluster.state is ClusterState.PUSHING or cluster.pace is None or cluster.requested_at is None:
+    if cluster.state is ClusterState.PUSHING and cluster.push is not None:
+        return cluster.push.due <= r.closes  # a slow link must not keep every window of its push open
+    if cluster.pace is None or cluster.requested_at is None:
         return True
     return cluster.requested_at + cluster.pace <= r.closes
 
@@ -271,9 +273,9 @@ def _pull_of(cluster: Cluster) -> PullId:
 
 def _flip(w: World, version: VersionId, opening: tuple[PullId, ...]) -> None:
     """Order the flip; those who wait are told once every slave has flipped and pinned for them."""
-    for pull in opening:
-        pulls.pulling(w, w.clusters[pull.cluster], pull, version, opened=False)
-    commit = Commit(version, opening, w.options.timing.transfer_s)
+    deadlines = [pulls.pulling(w, w.clusters[pull.cluster], pull, version, opened=False) for pull in opening]
+    # One number for all: the slowest's. The master ends each pull at its own (pulls.expire).
+    commit = Commit(version, opening, max(deadlines, default=w.options.timing.transfer_s))
     w.flipping = w.order_all("commit", version, commit, w.options.timing.order_s)
     if not w.flipping.waiting:
         flipped(w, w.flipping)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dips.errors import Busy
 from dips.ids import GENESIS
 from dips.protocol import pulls, pushes, round
 from dips.protocol.effects import (
@@ -202,7 +203,15 @@ def failed(w: World, event: OrderFailed) -> None:
         else:
             w.out.append(order)
         return
+    if chorus.kind == "apply" and event.reason.startswith(Busy.__name__) and _slow_readers(w):
+        w.out.append(order)  # the bank of θ′ is free when they are done, at their deadlines at the latest (why.md 19)
+        return
     _give_up(w, slave, chorus, event)
+
+
+def _slow_readers(w: World) -> bool:
+    """Somebody still pulls a version older than the head."""
+    return any(pull.version != w.head for pull in w.open_pulls())
 
 
 def _give_up(w: World, slave: Slave, chorus: Chorus, event: OrderFailed) -> None:

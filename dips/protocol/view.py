@@ -53,6 +53,7 @@ def _cluster(w: World, c: Cluster) -> dict[str, Any]:
         "base": str(c.base) if c.base else None,
         "staleness": w.staleness(c.base),
         "pace_s": c.pace,
+        "bandwidth_bytes_per_s": c.bytes_per_s,
         "accepted": c.counts["accepted"],
         "gated": c.counts["gated"],
         "skipped": c.counts["skipped"],

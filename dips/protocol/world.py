@@ -12,9 +12,10 @@ from statistics import median
 
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.data import RangeBook
+from dips.protocol.deadlines import transfer_deadline_s
 from dips.protocol.effects import Effect, Failed, Grant, Note, Order, OrderBody, Progress, Reply, Result, SlaveAddress
 from dips.protocol.events import Answer
-from dips.protocol.manifest import Manifest
+from dips.protocol.manifest import BYTES_PER_PARAMETER, Manifest
 from dips.protocol.moves import CLUSTER_MOVES, SLAVE_MOVES, ClusterState, RoundState, SlaveState, move
 from dips.protocol.options import Options
 from dips.protocol.order import slaves_for_worker
@@ -55,6 +56,8 @@ class Push:
     base: VersionId
     ranks: int
     deadline: float
+    deadline_s: float
+    due: float = 0.0  # when it should be here, by its cluster's bandwidth; 0 while that is unknown
     opened: bool = False
     staged: set[str] = field(default_factory=set)
     committed: bool = False
@@ -74,7 +77,9 @@ class Pull:
     version: VersionId
     ranks: int
     deadline: float
+    deadline_s: float
     opened: bool = False
+    first: int = 0  # ranks of the pulls before it: its own begin at the slaves after theirs
 
 
 @dataclass
@@ -96,6 +101,8 @@ class Cluster:
     closed_pull: tuple[int, str] = (0, "")  # (seq, reason) of the last that was closed
     outcome: OutcomeRow | None = None
     outcome_version: VersionId | None = None
+    bytes_per_s: float | None = None  # of its transfers, by its beats; stays over its lives: it is its link's
+    measured_at: float = 0.0
     requested_at: float | None = None  # its last RequestPush that was granted
     paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES_KEPT))
     counts: dict[str, int] = field(default_factory=lambda: {"accepted": 0, "gated": 0, "skipped": 0})
@@ -270,10 +277,20 @@ class World:
     def slaves_missing(self) -> list[Slave]:
         return [s for s in self.slaves.values() if s.state is not SlaveState.READY]
 
-    def grant(self, version: VersionId, ranks: int, deadline_s: float) -> Grant:
+    def grant(self, version: VersionId, ranks: int, deadline_s: float, first: int = 0) -> Grant:
+        """What a cluster needs to move; `first` ranks of other transfers walk before its own."""
         slaves = tuple(SlaveAddress(s.name, s.sinc, s.lanes, s.layers) for s in self.slaves.values())
-        order = tuple(slaves_for_worker(rank, len(slaves)) for rank in range(ranks))
+        order = tuple(slaves_for_worker(first + rank, len(slaves)) for rank in range(ranks))
         return Grant(version, slaves, order, deadline_s)
+
+    @property
+    def model_bytes(self) -> int:
+        """What a push or pull moves, at most."""
+        return self.manifest.numel * BYTES_PER_PARAMETER
+
+    def transfer_s(self, cluster: Cluster) -> float:
+        """How long a push or pull of this cluster may move: the whole model, over its own link."""
+        return transfer_deadline_s(self.model_bytes, cluster.bytes_per_s, self.options.timing)
 
     def progress(self) -> Progress:
         return Progress(self.tokens_accepted, self.options.stop.tokens, self.finished)

@@ -118,9 +118,10 @@ class Agent:
             yield sleep(self.world.heap, timing.beat_s, f"beat of {self.name}")
             if self.inc == 0:
                 continue
+            rate = self.world.data.rate(self.name, timing.beat_s)
             beat = ClusterBeat(
                 self.name, self.inc, "training" if self.trainer else "dead", self.activity, self.attempt,
-                self.inner_steps, sum(w.tokens for w in self.carried), self.tokens_lost, 1.0, self.base, 0, 0, 0.0,
+                self.inner_steps, sum(w.tokens for w in self.carried), self.tokens_lost, 1.0, self.base, 0, 0, rate,
             )  # fmt: skip
             self.world.network.call(self.name, "master", beat, timing.beat_s, partial(self._heard, self.inc))
 

@@ -71,6 +71,11 @@ class SimDisk:
         for layer, array in momentum.items():
             array[:] = snapshot.momentum[layer]
 
+    def map(self, version: VersionId) -> Arrays | None:
+        """What the file holds; a reader keeps it when the file is deleted. v0@r0 has no file here."""
+        snapshot = self.files.get(version)
+        return snapshot.theta if snapshot is not None and snapshot.whole else None
+
     def delete(self, versions: tuple[VersionId, ...]) -> None:
         for version in versions:
             self.files.pop(version, None)

@@ -187,19 +187,18 @@ class Liveness(Invariant):
 
     def after_event(self) -> None:
         now, quiet = self.world.heap.now, self.world.quiet_at
-        if now < quiet + min(self.OUTCOME_S, self.HEAD_S):
+        outcome_s, head_s = self.OUTCOME_S * self.world.patience, self.HEAD_S * self.world.patience
+        if now < quiet + min(outcome_s, head_s):
             return
         if self.finished_at is not None:
             self._all_finish(now - max(self.finished_at, quiet))
             return
         stood = now - max(self.advanced_at, quiet)
-        self.require(stood < self.HEAD_S, f"the head has not advanced for {stood:.1f} s without any fault")
+        self.require(stood < head_s, f"the head has not advanced for {stood:.1f} s without any fault")
         for site in self.world.sites.values():
             agent = site.agent
             waited = now - max(agent.outcome_at, quiet) if agent else 0.0
-            self.require(
-                waited < self.OUTCOME_S, f"{site.name} has heard no Outcome for {waited:.1f} s without any fault"
-            )
+            self.require(waited < outcome_s, f"{site.name} has heard no Outcome for {waited:.1f} s without any fault")
 
     def _all_finish(self, since_s: float) -> None:
         for site in self.world.sites.values() if since_s > self.OUTCOME_S else ():

@@ -32,6 +32,7 @@ class OpenedPull:
     version: VersionId
     source: Arrays
     closing: bool = False
+    former: list[Arrays] = field(default_factory=list)  # moved away from, with bytes in flight
 
 
 def share(size: int, rank: int, ranks: int) -> slice:
@@ -60,12 +61,24 @@ class SimFlow:
         opened = self.pushes[push] = OpenedPush(buffers, len(order))
         self._later(deadline_s, f"deadline of {push}", lambda: self._push_stalled(push, opened))
 
+    def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
+        """Here every stream has a link of its own: nobody stands in line."""
+
     def drop_push(self, push: PushId) -> None:
         self.pushes.pop(push, None)
 
     def open_pull(self, pull: PullId, version: VersionId, source: Arrays, deadline_s: float) -> None:
         opened = self.pulls[pull] = OpenedPull(version, source)
         self._later(deadline_s, f"deadline of {pull}", lambda: self._release(pull, opened, "deadline"))
+
+    def move_pull(self, pull: PullId, source: Arrays) -> None:
+        opened = self.pulls.get(pull)
+        if opened is not None and not opened.closing:
+            former, opened.source = opened.source, source
+            opened.former.append(former)
+            # What a slow reader asked before it was moved leaves as slowly as it reads.
+            delay_s, what = 10.0 * self._drain_s, f"last bytes of {pull} from memory"
+            self._later(delay_s, what, lambda: self._moved(pull, opened, former))
 
     def close_pull(self, pull: PullId) -> None:
         opened = self.pulls.get(pull)
@@ -137,6 +150,11 @@ class SimFlow:
         if self.pulls.get(pull) is opened:
             del self.pulls[pull]
             self._said().released(pull, reason)
+
+    def _moved(self, pull: PullId, opened: OpenedPull, former: Arrays) -> None:
+        if self.pulls.get(pull) is opened:
+            opened.former = [arrays for arrays in opened.former if arrays is not former]
+            self._said().moved(pull)
 
     def _later(self, delay_s: float, what: str, action: Callable[[], None]) -> None:
         self._heap.after(delay_s, what, lambda: action() if self.alive else None)

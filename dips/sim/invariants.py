@@ -63,8 +63,10 @@ class Lineage(Invariant):
                 )
             for pull, opened in process.flow.pulls.items():
                 for layer, (expected_theta, _) in self._expected(opened.version, machine.layers):
-                    found_theta = opened.source[layer].tobytes()
-                    self.require(found_theta == expected_theta, f"{machine.name}: the source of {pull} moved under it")
+                    for source in (opened.source, *opened.former):
+                        found_theta = source[layer].tobytes()
+                        same = found_theta == expected_theta
+                        self.require(same, f"{machine.name}: the source of {pull} moved under it")
 
     def installed(self, agent: Agent) -> None:
         assert agent.base is not None

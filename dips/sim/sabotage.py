@@ -123,6 +123,16 @@ def _unpin_at_send() -> list[Patch]:
     return [(SimFlow, "open_pull", open_pull)]
 
 
+def _free_at_move() -> list[Patch]:
+    honest = SimFlow.move_pull
+
+    def move_pull(self: SimFlow, pull: PullId, source: Arrays) -> None:
+        honest(self, pull, source)
+        self._later(0.0, f"{pull} moves", lambda: self._said().moved(pull))
+
+    return [(SimFlow, "move_pull", move_pull)]
+
+
 def _keep_local() -> list[Patch]:
     honest = SimDisk.write
 
@@ -190,6 +200,7 @@ SABOTAGES: dict[str, Sabotage] = {
     "refold-on-retry": Sabotage("a repeated order repeats its answer, not its work", (1, 4), _refold_on_retry),
     "reuse-round-after-restart": Sabotage("terms and rounds come from the ledger", (1, 5), _reuse_round_after_restart),
     "unpin-at-send": Sabotage("a pin ends when its last byte is gone", (1, 11), _unpin_at_send),
+    "free-at-move": Sabotage("a bank is free when nothing of it is in flight", (1, 11), _free_at_move),
     "keep-local": Sabotage("the master names what is deleted", (3,), _keep_local),
     "stats-of-skipped-rounds": Sabotage("statistics move with a committed version", (8,), _stats_of_skipped_rounds),
     "accept-old-stream": Sabotage("a chunk of a closed stream changes nothing", (1, 5), _accept_old_stream),

@@ -27,6 +27,8 @@ def spell_order(body: e.OrderBody) -> str:
     match body:
         case e.OpenPush():
             return f"OpenPush {body.push}, asking ranks {_list(body.order)}"
+        case e.Reorder():
+            return f"Reorder {body.push}, its ranks at places {_list(body.places)}"
         case e.DropPush():
             return f"DropPush {body.push}: {body.reason}"
         case e.Measure():

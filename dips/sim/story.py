@@ -182,6 +182,10 @@ class Teller:
             ev.TrainerChanged(cluster, self._life(cluster, words), moving, words.get("why", "its trainer died"))
         )
 
+    def measures(self, cluster: str, words: Words) -> list[str]:
+        """The judge has heard how fast its transfers move."""
+        return self.step(ev.BandwidthMeasured(cluster, self._life(cluster, words), float(words["bytes_per_s"])))
+
     def beat(self, peer: str, words: Words) -> list[str]:
         """What a beat of this life would be answered."""
         life = self._life(peer, words)
@@ -285,6 +289,7 @@ COMMANDS: dict[str, Callable[[Teller, str, Words], list[str]]] = {
     "silent": Teller.cluster_silent,
     "leaves": Teller.leaves,
     "trainer": Teller.trainer,
+    "measures": Teller.measures,
     "beats": Teller.beat,
     "ready": Teller.ready,
     "trains": Teller.trains,
@@ -344,7 +349,9 @@ def _kind(body: OrderBody) -> str:
 
 
 def _options(words: Words) -> Options:
-    timing = TimingOptions(window_s=float(words.get("window", "10")), busy_retry_s=2.0)
+    timing = TimingOptions(
+        window_s=float(words.get("window", "10")), busy_retry_s=2.0, min_push_bps=float(words.get("min_push_bps", "0"))
+    )
     penalty = PenaltyOptions(warmup_rounds=int(words.get("warmup", "1")))
     stop = StopOptions(versions=int(words.get("stop", "0")))
     return Options(penalty=penalty, timing=timing, stop=stop, data=DataOptions(ranges=int(words.get("ranges", "0"))))

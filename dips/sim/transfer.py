@@ -31,6 +31,21 @@ class Links:
     epochs: int = 2  # streams that a rank tries before it gives up
 
 
+@dataclass
+class Meter:
+    """What a cluster's present or last transfer has moved: what its beats say."""
+
+    began: float
+    nbytes: int = 0
+    ended: float | None = None
+
+    def rate(self, now: float, beat_s: float) -> float:
+        """Bytes/s; 0 once it is over for longer than a beat."""
+        if self.ended is not None and now - self.ended > beat_s:
+            return 0.0
+        return self.nbytes / max((self.ended or now) - self.began, 1e-3)
+
+
 STEADY = Links(broken_share=0.0, late_share=0.0, refused_share=0.0)
 
 
@@ -43,26 +58,32 @@ class Flows(Protocol):
 class DataNetwork:
     """Starts transfers; holds the weather of all data links."""
 
-    def __init__(self, heap: Heap, rng: Random, flows: Flows, sizes: Mapping[int, int]) -> None:
-        self.heap, self.rng, self.flows, self.sizes = heap, rng, flows, sizes
+    def __init__(
+        self, heap: Heap, rng: Random, flows: Flows, sizes: Mapping[int, int], slowness: Mapping[str, float]
+    ) -> None:
+        """`slowness` says of a cluster how many times longer everything takes on its link; 1 for who is not named."""
+        self.heap, self.rng, self.flows, self.sizes, self.slowness = heap, rng, flows, sizes, slowness
         self.links = Links()
+        self.meters: dict[str, list[Meter]] = {}  # of each cluster, its transfers in order
 
     def mend(self) -> None:
         """No stream breaks any more."""
         self.links = STEADY
 
-    def chunk_delay(self) -> float:
-        return self.links.chunk_s + self.links.spread_s * self.rng.random()
+    def chunk_delay(self, cluster: str) -> float:
+        return (self.links.chunk_s + self.links.spread_s * self.rng.random()) * self.slowness.get(cluster, 1.0)
 
     def push(
         self, push: PushId, grant: Grant, content: Mapping[int, F32], ranks: int, done: Callable[[bool], None]
     ) -> None:
         """Move all ranks' pieces to all slaves; `done` hears whether every stream heard DONE."""
         ended: list[bool] = []
+        meter = self._metered(push.cluster)
 
         def one_ended(ok: bool) -> None:
             ended.append(ok)
             if len(ended) == ranks * len(grant.slaves):
+                meter.ended = self.heap.now
                 done(all(ended))
 
         if self.rng.random() < self.links.refused_share:
@@ -75,15 +96,26 @@ class DataNetwork:
         """Bring every rank its own pieces from all slaves; `done` hears what each rank has in its host memory."""
         landed = [Pulled(rank) for rank in range(ranks)]
         left = [ranks * len(grant.slaves)]
+        meter = self._metered(pull.cluster)
 
         def one_ended() -> None:
             left[0] -= 1
             if left[0] == 0:
+                meter.ended = self.heap.now
                 done(landed)
 
         for address in grant.slaves:
             for rank in range(ranks):
                 PullStream(self, pull, address, landed[rank], ranks, one_ended).begin()
+
+    def _metered(self, cluster: str) -> Meter:
+        self.meters.setdefault(cluster, []).append(Meter(self.heap.now))
+        return self.meters[cluster][-1]
+
+    def rate(self, cluster: str, beat_s: float) -> float:
+        """What a beat says: bytes/s of the present or just ended transfer, 0 if there is none."""
+        meters = self.meters.get(cluster)
+        return meters[-1].rate(self.heap.now, beat_s) if meters else 0.0
 
     def _hear_refusal(self, push: PushId, grant: Grant) -> None:
         slave = self.rng.choice(grant.slaves).name
@@ -93,7 +125,7 @@ class DataNetwork:
             if flow is not None:
                 flow.refuse(push, "its ranks' ranges overlap")
 
-        self.heap.after(self.chunk_delay(), f"{slave} refuses {push}", refuse)
+        self.heap.after(self.chunk_delay(push.cluster), f"{slave} refuses {push}", refuse)
 
 
 class PushStream:
@@ -126,7 +158,7 @@ class PushStream:
             else:
                 self._chunk(epoch, 0)
 
-        self.net.heap.after(self.net.chunk_delay(), f"hello {self.label}", hello)
+        self.net.heap.after(self.net.chunk_delay(self.push.cluster), f"hello {self.label}", hello)
 
     def _chunk(self, epoch: int, half: int) -> None:
         net = self.net
@@ -136,7 +168,9 @@ class PushStream:
             flow = net.flows.flow(self.address.name)
             if flow is None or not flow.write(self.push, self.rank, self.address.sinc, epoch, self.halves[half]):
                 self._broke()
-            elif half == 0:
+                return
+            net.meters[self.push.cluster][-1].nbytes += sum(values.nbytes for _, values in self.halves[half].values())
+            if half == 0:
                 self._chunk(epoch, 1)
             else:
                 self.ended(flow.finish(self.push, self.rank, self.address.sinc, epoch))
@@ -146,7 +180,7 @@ class PushStream:
             if flow is not None:
                 flow.write(self.push, self.rank, self.address.sinc, epoch, self.halves[half])
 
-        delay = net.chunk_delay()
+        delay = net.chunk_delay(self.push.cluster)
         if late:
             net.heap.after(delay + net.links.late_s * net.rng.random(), f"late chunk {self.label}", arrive_again)
         net.heap.after(delay, f"chunk {self.label}", self._broke if broken else arrive)
@@ -202,7 +236,8 @@ class PullStream:
             else:
                 self.ended()
 
-        net.heap.after(net.chunk_delay(), f"chunk {self.label}", self._broke if broken else arrive)
+        delay = net.chunk_delay(self.pull.cluster)
+        net.heap.after(delay, f"chunk {self.label}", self._broke if broken else arrive)
 
     def _take(self, half: int) -> bool:
         flow = self.net.flows.flow(self.address.name)
@@ -214,6 +249,7 @@ class PullStream:
                 return False
             self.pulled.versions.append(got[0])
             self.pulled.pieces.append((layer, where, got[1]))
+            self.net.meters[self.pull.cluster][-1].nbytes += got[1].nbytes
         return True
 
     def _broke(self) -> None:

@@ -49,8 +49,20 @@ class Settings:
     slots: int
     pinned: int
     inner_steps: int
+    slowness: tuple[float, ...] = ()  # of each cluster's link; 1 where none is given
     run: str = "simulated"
     config_digest: str = "config"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run whose shape is written down, without faults; the seed draws only the delays."""
+
+    settings: Settings
+    options: Options
+    lasts_s: float
+    patience: float = 1.0  # times the bounds of Liveness: a slow link is slow
+    listeners: tuple[Listener, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,11 +135,11 @@ class Counter(Listener):
 class World:
     """Everything there is, for one seed."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, scenario: Scenario | None = None) -> None:
+        self.seed, self.scenario = seed, scenario
         self.heap, self.chance, self.trace, self.books = Heap(), Chance(seed), Trace(), Books()
-        self.settings = settings_of(self.chance.of("settings"))
-        self.options = options_of(self.chance.of("options"))
+        self.settings = scenario.settings if scenario else settings_of(self.chance.of("settings"))
+        self.options = scenario.options if scenario else options_of(self.chance.of("options"))
         self.manifest = Manifest(
             tuple(
                 Layer(f"layers.{i}", (Parameter(f"layers.{i}.w", (2,)), Parameter(f"layers.{i}.b", (1,))))
@@ -138,13 +150,16 @@ class World:
         rng = np.random.default_rng(seed)
         self.genesis: dict[int, F32] = {i: rng.standard_normal(n, dtype=np.float32) for i, n in self.sizes.items()}
         self._noise = rng.standard_normal((NOISES, max(self.sizes.values())), dtype=np.float32) * np.float32(0.02)
-        self.quiet_at, self.ends_at = FAULTS_S, FAULTS_S + QUIET_S
+        self.quiet_at, self.ends_at = (0.0, scenario.lasts_s) if scenario else (FAULTS_S, FAULTS_S + QUIET_S)
+        self.patience = scenario.patience if scenario else 1.0
         self.network = Network(self.heap, self.chance)
-        self.data = DataNetwork(self.heap, self.chance.of("data"), self, self.sizes)
+        slowness = dict(zip("abc", self.settings.slowness, strict=False))
+        self.data = DataNetwork(self.heap, self.chance.of("data"), self, self.sizes, slowness)
         self.result = Result(seed)
         self.lineage = Lineage(self)
         self.faults = Faults(self)
-        self.watch = Watch([*self._invariants(), self.faults, Counter(self.result)])
+        listeners = scenario.listeners if scenario else ()
+        self.watch = Watch([*self._invariants(), self.faults, Counter(self.result), *listeners])
         self._asleep_s = 0.0
         self._asleep_since: float | None = None
         self._populate()
@@ -176,7 +191,11 @@ class World:
             machine.start()
         for site in self.sites.values():
             site.start()
-        self.faults.plan()
+        if self.scenario is None:
+            self.faults.plan()
+        else:
+            self.network.mend()
+            self.data.mend()
 
     # ---- running ---------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from dips.config import host_port
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.beats import Transfer
 from dips.protocol.manifest import Manifest
-from dips.slave.moves import Move, PushOver, Released, Say, Staged, Wake, error
+from dips.slave.moves import Move, Moved, PushOver, Released, Say, Staged, Wake, error
 from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.receiver import Claim, Receiver
 from dips.slave.sender import Job, Sender
@@ -119,6 +119,10 @@ class ZmqFlow:
         """Accept HELLOs of the push's ranks and ask them, in that order, into `buffers`."""
         self._receiver.open(push, order, buffers, deadline_s, self._clock())
 
+    def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
+        """Ask the push's ranks at these places of the line, from the next turn on."""
+        self._receiver.reorder(push, places)
+
     def drop_push(self, push: PushId) -> None:
         """Stop receiving; on return nobody writes into its buffers."""
         self._receiver.drop(push)
@@ -126,6 +130,11 @@ class ZmqFlow:
     def open_pull(self, pull: PullId, version: VersionId, source: Arrays, deadline_s: float) -> None:
         """Serve `source` until the pull is closed, stalls or passes its deadline."""
         self._sender.open(pull, version, source, deadline_s, self._clock())
+
+    def move_pull(self, pull: PullId, source: Arrays) -> None:
+        """Serve the rest from `source`; `moved` follows when no byte of the old one is in flight."""
+        self._sender.move(pull, source)
+        self._lanes[0].wake()
 
     def close_pull(self, pull: PullId) -> None:
         """Serve no further; `released` follows when the last byte in flight is gone."""
@@ -253,6 +262,8 @@ class ZmqFlow:
                     self._heard.refused(push, reason)
                 case Released(pull, reason):
                     self._heard.released(pull, reason)
+                case Moved(pull):
+                    self._heard.moved(pull)
 
     @property
     def _heard(self) -> FlowEvents:

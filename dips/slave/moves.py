@@ -1,6 +1,6 @@
 """What the data flow wants done, said by its pure halves (receiver.py, sender.py) and done by flow.py.
 
-Orders to the lanes (Say, Ask again) and news for the shard (Staged, Refused, Released), as values, so that both
+Orders to the lanes (Say, Ask again) and news for the shard (Staged, PushOver, Released, Moved), as values, so that both
 halves can be tested without a socket, and so that nothing is called while a lock is held.
 """
 
@@ -54,7 +54,14 @@ class Released:
     reason: str
 
 
-Move = Say | Wake | Staged | PushOver | Released
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Nobody reads what the pull's source was before it was moved."""
+
+    pull: PullId
+
+
+Move = Say | Wake | Staged | PushOver | Released | Moved
 
 
 def error(lane: int, peer: bytes, stream: int, code: str, text: str) -> Say:

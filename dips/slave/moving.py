@@ -2,7 +2,8 @@
 
 What must stay true: no slot without a live push, no pin without a live pull; what was closed is never opened again
 (one tombstone a cluster, for pushes and for pulls); a slot is freed only after the flow has stopped writing into it, a
-pin ends only when the flow says `released`. It does not know rounds.
+pin ends only when the flow says `released`, and a bank that a slow reader leaves for a file is free only when the flow
+says `moved`. It does not know rounds.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dips.errors import LocalProtocolError, StalePush
+from dips.errors import LocalProtocolError, StalePush, StaleVersion
 from dips.ids import PullId, PushId, VersionId
 from dips.outer.versions import Versions
 from dips.protocol.effects import OpenPull, OpenPush
-from dips.slave.ports import Flow
+from dips.slave.ports import Arrays, Disk, Flow
 
 Opened = tuple[int, int]  # (term, number) of the order that opened a transfer
 Closed = dict[str, tuple[int, int]]  # cluster → the highest closed (incarnation, seq)
@@ -42,6 +43,7 @@ class Moving:
 
     versions: Versions
     flow: Flow
+    disk: Disk
     pushes: dict[PushId, Receiving] = field(default_factory=dict)
     pulls: dict[PullId, Opened] = field(default_factory=dict)
     closed_pushes: Closed = field(default_factory=dict)
@@ -71,6 +73,12 @@ class Moving:
             self.versions.free_slot(push)
             raise
         self.pushes[push] = Receiving(opened)
+
+    def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
+        """Another push has joined: a new order of asking, while it moves; nothing for one that is here or gone."""
+        known = self.pushes.get(push)
+        if known is not None and known.nbytes is None:
+            self.flow.reorder(push, places)
 
     def drop_push(self, push: PushId) -> None:
         """Free the slot and set the tombstone, also of a push that never came: its OpenPush may still be on its way."""
@@ -124,13 +132,43 @@ class Moving:
             self.pulls[pull] = opened
             return
         _refuse_closed(self.closed_pulls, pull)
-        source = self.versions.pin(pull, order.version)
+        source = self._pin(pull, order.version)
         try:
             self.flow.open_pull(pull, order.version, source, order.deadline_s)
         except BaseException:
             self.versions.unpin(pull)
             raise
         self.pulls[pull] = opened
+
+    def _pin(self, pull: PullId, version: VersionId) -> Arrays:
+        """Pin a version in memory, or an older one in its snapshot file: a late reader costs no bank."""
+        memory = self.versions.memory
+        try:
+            return self.versions.pin(pull, version)
+        except StaleVersion:
+            source = self.disk.map(version) if memory and version.version < memory.version else None
+            if source is None:
+                raise
+        self.versions.pin_file(pull, version)
+        return source
+
+    def relieve(self) -> None:
+        """Move the readers of older versions beyond the pinned ones to their snapshot files, the oldest first.
+
+        One whose snapshot is gone, or was never written (v0@r0), keeps its bank as long as its readers last.
+        """
+        excess = self.versions.excess
+        for version in self.versions.older if excess else ():
+            source = self.disk.map(version) if excess else None
+            if source is None:
+                continue
+            excess -= 1
+            for pull in self.versions.move(version):
+                self.flow.move_pull(pull, source)
+
+    def pull_moved(self, pull: PullId) -> None:
+        """It reads from its file only."""
+        self.versions.moved(pull)
 
     def open_pulls(self, pulls: Sequence[PullId], version: VersionId, deadline_s: float, opened: Opened) -> None:
         """Open what Commit names; what is open or closed already is passed over: a Commit may be repeated."""

@@ -76,6 +76,10 @@ class Owner:
         """Pass on that nobody reads for a pull any more."""
         self._later("released", lambda shard: shard.released(pull, reason))
 
+    def moved(self, pull: PullId) -> None:
+        """Pass on that nobody reads a pull's former source any more."""
+        self._later("moved", lambda shard: shard.moved(pull))
+
     # ---- on the owner's thread -----------------------------------------------------------------------
 
     def _later(self, what: str, job: Callable[[Shard], None]) -> None:

@@ -31,6 +31,9 @@ class FlowEvents(Protocol):
     def released(self, pull: PullId, reason: str) -> None:
         """Nobody reads the pull's source any more: not a rank, not libzmq. Said once for each opened pull."""
 
+    def moved(self, pull: PullId) -> None:
+        """Nobody reads what the pull's source was before its `move_pull`. Not said if `released` comes first."""
+
 
 class Flow(Protocol):
     """The data flow of one slave."""
@@ -41,11 +44,20 @@ class Flow(Protocol):
     def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float) -> None:
         """Accept HELLOs of the push's ranks (there are len(order)) and ask them, in that order, into `buffers`."""
 
+    def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
+        """Ask rank i at place `places[i]` of the line of all pushes; who is being asked goes on. Unknown: nothing."""
+
     def drop_push(self, push: PushId) -> None:
         """Stop receiving; on return nobody writes into its buffers. An unknown push is nothing to drop."""
 
     def open_pull(self, pull: PullId, version: VersionId, source: Arrays, deadline_s: float) -> None:
         """Serve `source` to the pull's ranks until it is closed or passes its deadline."""
+
+    def move_pull(self, pull: PullId, source: Arrays) -> None:
+        """Serve the rest from `source`, the same bytes elsewhere; `moved` is said when none of the old is in flight.
+
+        What was asked before may still leave from the old source. A pull that is closed or unknown: nothing.
+        """
 
     def close_pull(self, pull: PullId) -> None:
         """Serve no further; `released` is said when the last byte in flight is gone. Unknown: nothing."""
@@ -66,5 +78,11 @@ class Disk(Protocol):
     def read(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
         """Fill both from the snapshot, verifying every digest; v0@r0 comes from the initial model if not on disk."""
 
+    def map(self, version: VersionId) -> Arrays | None:
+        """θ of a whole snapshot, to be read while it lies on the disk and after it is deleted; None if there is none.
+
+        The bytes stand in the page cache, not in the pool. Raises nothing: what cannot be mapped is passed over.
+        """
+
     def delete(self, versions: tuple[VersionId, ...]) -> None:
-        """Remove snapshots; a missing one is fine."""
+        """Remove snapshots; a missing one is fine. What is mapped stays readable."""

@@ -67,7 +67,7 @@ class Push:
     """One open push."""
 
     push: PushId
-    order: tuple[int, ...]
+    places: dict[int, int]  # rank → its place in the line of all pushes
     targets: dict[int, Bytes]  # layer → its buffer; empty once nothing may be written
     total: int
     deadline_at: float
@@ -125,7 +125,20 @@ class Receiver:
         targets = {layer: array.view(np.uint8) for layer, array in buffers.items()}
         with self._changed:
             if push not in self._pushes:
-                self._pushes[push] = Push(push, order, targets, layout.nbytes, now + deadline_s, now, Rate(now))
+                places = {rank: place for place, rank in enumerate(order)}
+                self._pushes[push] = Push(push, places, targets, layout.nbytes, now + deadline_s, now, Rate(now))
+
+    def reorder(self, push_id: PushId, places: tuple[int, ...]) -> None:
+        """Put the ranks of a push at other places; who has a turn keeps it. Unknown or of another size: nothing."""
+        with self._changed:
+            push = self._pushes.get(push_id)
+            if push is not None and sorted(push.places) == list(range(len(places))):
+                push.places = dict(enumerate(places))
+                self._line_up()
+
+    def _line_up(self) -> None:
+        for turns in self._turns:
+            turns.line_up(lambda key: self._pushes[key[0]].places[key[1]])
 
     def hello(self, lane: int, peer: bytes, name: StreamName, pieces: tuple[Range, ...], now: float) -> list[Move]:
         """A rank says what it brings, for the first time or after its connection broke.
@@ -143,7 +156,7 @@ class Receiver:
             missing = sum(piece.nbytes for piece in pieces) if gathering else stream.intake.left
             welcome = streams.encode_welcome(Welcome(missing, self._chunk_bytes))
             moves: list[Move] = [Say(lane, peer, Kind.WELCOME, stream.stream, welcome)]
-            if gathering and len(push.streams) == len(push.order) * len(self._turns):
+            if gathering and len(push.streams) == len(push.places) * len(self._turns):
                 return moves + self._begin(push, now)
             if not gathering and stream.intake.complete:
                 moves.append(_done(stream))
@@ -157,8 +170,8 @@ class Receiver:
             return self._closed.verdict(name)
         if push.phase is Phase.REFUSED:
             return "refused", f"push {push.push} was refused: {push.reason}"
-        if name.rank not in push.order or name.lane != lane or name.version:
-            return "invalid", f"push {push.push} has ranks {sorted(push.order)}, got {name} on lane {lane}"
+        if name.rank not in push.places or name.lane != lane or name.version:
+            return "invalid", f"push {push.push} has ranks {sorted(push.places)}, got {name} on lane {lane}"
         known = push.streams.get((name.rank, lane))
         if known is None:
             return None
@@ -191,7 +204,7 @@ class Receiver:
             return self._refuse(push, "; ".join(problems), "ranges")
         push.phase = Phase.MOVING
         moves: list[Move] = []
-        for rank in push.order:
+        for rank in sorted(push.places, key=push.places.__getitem__):
             for lane, turns in enumerate(self._turns):
                 stream = push.streams[rank, lane]
                 stream.intake = Intake(stream.pieces, self._chunk_bytes, self._pool, now)
@@ -200,6 +213,8 @@ class Receiver:
                 else:
                     turns.enter(stream.key)
                     moves.append(Wake(lane))
+        if len(self._pushes) > 1:
+            self._line_up()
         return moves + self._freeze_if_whole(push)
 
     def _problems(self, push: Push) -> list[str]:
@@ -321,7 +336,7 @@ class Receiver:
         return push.phase is Phase.MOVING and not any(s.intake.busy for s in push.streams.values())
 
     def _missing(self, push: Push) -> str:
-        silent = sorted(set(push.order) - {rank for rank, _ in push.streams})
+        silent = sorted(set(push.places) - {rank for rank, _ in push.streams})
         if silent:
             return f"ranks {silent} never said HELLO"
         return ", ".join(

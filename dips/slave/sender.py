@@ -2,7 +2,9 @@
 
 A rank asks (WANT), a stage makes the checksum, the lane sends the bytes straight from the source. A source is released
 once: when the pull is closed, stalled or past its deadline, and no job and no tracker of libzmq holds a byte of it.
-`released` is never said at send (why.md 8). No socket, no clock; the lock is held over no checksum and no send.
+`released` is never said at send (why.md 8). A source may be replaced by the same bytes elsewhere (a slow reader is
+moved to a file): each chunk in flight counts against the source that it was cut from. No socket, no clock; the lock is
+held over no checksum and no send.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import xxhash
 
 from dips.ids import PullId, VersionId
 from dips.protocol.beats import Transfer
-from dips.slave.moves import Closed, Move, Released, Say, error
+from dips.slave.moves import Closed, Move, Moved, Released, Say, error
 from dips.slave.ports import Arrays
 from dips.transport.credit import MOST_BYTES, MOST_CHUNKS
 from dips.transport.rate import Rate
@@ -39,6 +41,14 @@ class Tracker(Protocol):
 
 
 @dataclass(eq=False, slots=True)
+class Source:
+    """The bytes that a pull is served from, and how many chunks of them are asked and not let go by libzmq."""
+
+    views: dict[int, Bytes]
+    in_flight: int = 0
+
+
+@dataclass(eq=False, slots=True)
 class OutStream:
     """One rank's stream on one lane, in its present epoch."""
 
@@ -48,7 +58,7 @@ class OutStream:
     epoch: int
     stream: int
     named: int  # bytes of the ranges that its HELLO named
-    held: deque[tuple[Tracker, int]] = field(default_factory=deque)  # what libzmq may still read, and its bytes
+    held: deque[tuple[Tracker, int, Source]] = field(default_factory=deque)  # what libzmq may still read: bytes, whence
     queued: int = 0  # bytes asked and not handed to libzmq
     jobs: int = 0  # chunks asked and not handed to libzmq
     over: bool = False  # DONE, superseded by a later epoch, or unreachable
@@ -57,7 +67,9 @@ class OutStream:
         """Forget trackers that are done; return how many bytes they held."""
         freed = 0
         while self.held and self.held[0][0].done:
-            freed += self.held.popleft()[1]
+            _, nbytes, source = self.held.popleft()
+            source.in_flight -= 1
+            freed += nbytes
         return freed
 
 
@@ -67,13 +79,14 @@ class Pull:
 
     pull: PullId
     version: VersionId
-    source: dict[int, Bytes]
+    source: Source
     deadline_at: float
     moved_at: float
     rate: Rate
     closed: str = ""  # the reason, once nothing more is served
     streams: list[OutStream] = field(default_factory=list)  # superseded ones too, while libzmq reads for them
     out: int = 0  # bytes that left libzmq
+    former: list[Source] = field(default_factory=list)  # sources before the present one, while chunks are in flight
 
     @property
     def idle(self) -> bool:
@@ -88,6 +101,7 @@ class Job:
     stream: OutStream
     chunk: Range
     body: memoryview
+    source: Source
 
     def header(self, run: int) -> bytes:
         """Make the checksum and the header. Cost: reads the chunk once, without the GIL."""
@@ -126,13 +140,25 @@ class Sender:
 
     def open(self, pull: PullId, version: VersionId, source: Arrays, deadline_s: float, now: float) -> None:
         """Serve `source` until close, stall or deadline; opening an open pull again changes nothing."""
-        assert self._layout is not None, "use() comes before open()"
-        sizes = {layer: array.size for layer, array in source.items()}
-        assert sizes == self._layout.numel, f"source of {sizes} elements for layers of {self._layout.numel}"
-        views = {layer: array.view(np.uint8) for layer, array in source.items()}
+        served = self._source(source)
         with self._lock:
             if pull not in self._pulls:
-                self._pulls[pull] = Pull(pull, version, views, now + deadline_s, now, Rate(now))
+                self._pulls[pull] = Pull(pull, version, served, now + deadline_s, now, Rate(now))
+
+    def move(self, pull_id: PullId, source: Arrays) -> None:
+        """Cut chunks from `source` from now on; `tick` says Moved when no chunk of the former one is in flight."""
+        served = self._source(source)
+        with self._lock:
+            pull = self._pulls.get(pull_id)
+            if pull is not None and not pull.closed:
+                pull.former.append(pull.source)
+                pull.source = served
+
+    def _source(self, arrays: Arrays) -> Source:
+        assert self._layout is not None, "use() comes before open()"
+        sizes = {layer: array.size for layer, array in arrays.items()}
+        assert sizes == self._layout.numel, f"source of {sizes} elements for layers of {self._layout.numel}"
+        return Source({layer: array.view(np.uint8) for layer, array in arrays.items()})
 
     def hello(self, lane: int, peer: bytes, name: StreamName, pieces: tuple[Range, ...], now: float) -> list[Move]:
         """A rank says that it will ask; a HELLO at or below the stream's epoch is refused and changes nothing."""
@@ -185,29 +211,31 @@ class Sender:
                 raise BadFrame("range", f"pull {stream.pull.pull}: {outside}")
             self._reap(stream, now)
             nbytes = sum(chunk.nbytes for chunk in chunks)
-            held = stream.queued + sum(n for _, n in stream.held)
+            held = stream.queued + sum(n for _, n, _ in stream.held)
             # Twice the credit: a chunk that has arrived may still be on its way out of libzmq's books.
             if held + nbytes > 2 * MOST_BYTES or stream.jobs + len(stream.held) + len(chunks) > 2 * MOST_CHUNKS:
                 raise BadFrame("credit", f"pull {stream.pull.pull}: {nbytes} bytes more than {held} in flight")
             stream.queued += nbytes
             stream.jobs += len(chunks)
             stream.pull.moved_at = now
-            return [Job(self, stream, chunk, self._view(stream.pull, chunk)) for chunk in chunks]
+            source = stream.pull.source
+            source.in_flight += len(chunks)
+            return [Job(self, stream, chunk, self._view(source, chunk), source) for chunk in chunks]
 
     def _too_long(self, chunks: tuple[Range, ...]) -> str | None:
         longest = max((chunk.nbytes for chunk in chunks), default=0)
         return f"a chunk of {longest} bytes, at most {self._chunk_bytes}" if longest > self._chunk_bytes else None
 
-    def _view(self, pull: Pull, chunk: Range) -> memoryview:
+    def _view(self, source: Source, chunk: Range) -> memoryview:
         assert self._layout is not None
         begin, end = self._layout.place(chunk)
-        return pull.source[chunk.layer][begin * ITEM_BYTES : end * ITEM_BYTES].data
+        return source.views[chunk.layer][begin * ITEM_BYTES : end * ITEM_BYTES].data
 
     def sent(self, job: Job, tracker: Tracker) -> None:
         """The lane handed the chunk to libzmq, which reads it until the tracker is done."""
         with self._lock:
             self._unqueue(job)
-            job.stream.held.append((tracker, job.body.nbytes))
+            job.stream.held.append((tracker, job.body.nbytes, job.source))
             self.bytes_out += job.body.nbytes
             self._reap(job.stream, self._clock())
 
@@ -215,6 +243,7 @@ class Sender:
         """The chunk will not leave; if its pull is still served, its peer is unreachable."""
         with self._lock:
             self._unqueue(job)
+            job.source.in_flight -= 1
             self._end(job.stream)
 
     def _unqueue(self, job: Job) -> None:
@@ -273,6 +302,9 @@ class Sender:
                     self._close(pull, f"nothing moved for {self._stall_s:g} s")
                 if pull.closed and pull.idle:
                     moves.append(self._release(pull))
+                elif pull.former and not any(source.in_flight for source in pull.former):
+                    pull.former.clear()
+                    moves.append(Moved(pull.pull))
         return moves
 
     def _release(self, pull: Pull) -> Released:

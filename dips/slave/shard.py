@@ -52,10 +52,11 @@ class Shard:
         self._flow = flow
         self._inbox: FlowEvents = inbox or self
         self._fences = Fences(name)
-        self._moving = Moving(versions, flow)
+        self._moving = Moving(versions, flow, disk)
         self._last_round = 0
         self._orders: dict[type, Callable[[Any, Opened], Answer]] = {
             e.OpenPush: self._open_push,
+            e.Reorder: self._reorder,
             e.DropPush: self._drop_push,
             e.Measure: self._measure,
             e.Fold: self._fold,
@@ -110,6 +111,11 @@ class Shard:
         self._moving.open_push(order, opened)
         return Done()
 
+    def _reorder(self, order: e.Reorder, opened: Opened) -> Answer:
+        """Always legal; a push that does not move here has nothing to be ordered."""
+        self._moving.reorder(order.push, order.places)
+        return Done()
+
     def _drop_push(self, order: e.DropPush, opened: Opened) -> Answer:
         """Always legal; frees the slot, sets the tombstone."""
         self._moving.drop_push(order.push)
@@ -140,13 +146,14 @@ class Shard:
                 self._moving.take(order.push)
 
     def _apply(self, order: e.Apply, opened: Opened) -> Answer:
-        """Legal when something is folded; makes θ′, m′ beside θ, m. Busy while readers hold the bank of θ′."""
+        """Legal when something is folded; makes θ′, m′ beside θ, m. Busy while readers leave the bank of θ′."""
         self._enter(order.round)
         memory = self.versions.memory
         if memory is None or order.version != VersionId(memory.version + 1, order.round):
             raise LocalProtocolError(f"Apply of {order.version} in round {order.round} cannot follow {memory}")
         if not self.versions.folded:
             raise LocalProtocolError(f"Apply of {order.version}: no push is folded in round {order.round}")
+        self._moving.relieve()
         with self._work(f"Apply of {order.version}"):
             self.versions.prepare(order.version, order.scale, order.lr, order.momentum)
         self._moving.unmeasure()
@@ -219,6 +226,10 @@ class Shard:
     def released(self, pull: PullId, reason: str) -> None:
         """Nobody reads for the pull any more: its pin ends."""
         self._moving.pull_released(pull)
+
+    def moved(self, pull: PullId) -> None:
+        """Nobody reads for the pull from memory any more: its bank may be free."""
+        self._moving.pull_moved(pull)
 
     def take_reports(self) -> list[Report]:
         """Return what the master is to be told since the last call, oldest first."""
@@ -297,6 +308,7 @@ class Shard:
         else:
             self._end_round()
             self._moving.drop_all()
+            self._moving.relieve()
             self.versions.load(order.version, lambda theta, momentum: self._disk.read(order.version, theta, momentum))
 
     # ---- the round --------------------------------------------------------------------------------
@@ -329,6 +341,7 @@ class Shard:
             )
         self.versions.flip(version)
         self._end_round()
+        self._moving.relieve()  # now, so that the next Apply finds its bank free
 
     @contextmanager
     def _work(self, what: str) -> Iterator[None]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -22,7 +22,7 @@ import xxhash
 
 from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError
 from dips.ids import GENESIS, VersionId
-from dips.protocol.manifest import Manifest
+from dips.protocol.manifest import Layer, Manifest
 from dips.slave import tensorfile
 from dips.slave.ports import F32, Arrays
 from dips.slave.snapshot_manifest import (
@@ -119,8 +119,29 @@ class Snapshots:
             self._pass_over(version, error)
             raise
 
+    def map(self, version: VersionId) -> Arrays | None:
+        """θ of a snapshot that this process wrote or verified, as a map of its file; None if there is none.
+
+        Not read through again: who reads a version pays for its pages once, and this call returns at once. v0@r0 comes
+        from the initial model, if its layers lie in the file as they lie in memory.
+        """
+        path = self._directory / str(version)
+        try:
+            if version in self._whole:
+                layers = {record.index: record.layer for record in self._checked_manifest(version).layers}
+                return _map(path / MODEL_FILE, layers, THETA)
+            if version == GENESIS and self._manifest is not None:
+                return _map(self._initial, {index: self._manifest.layers[index] for index in self._genesis}, "")
+        except (CorruptSnapshot, OSError) as error:
+            self._log.warning("snapshot_not_mapped", version=str(version), path=str(path), reason=str(error))
+        return None
+
     def delete(self, versions: tuple[VersionId, ...]) -> None:
-        """Remove snapshots, each first out of its name, so that a half-removed one is never taken for one."""
+        """Remove snapshots, each first out of its name, so that a half-removed one is never taken for one.
+
+        A reader whose source is a map of the file keeps it: Linux frees an unlinked file when the last map of it is
+        gone, so its room on the disk comes back then, not now.
+        """
         for version in versions:
             path, aside = self._directory / str(version), self._directory / f"{_ASIDE}{version}"
             if path.exists():
@@ -260,6 +281,15 @@ def _read_part(reader: Reader, record: LayerRecord, prefix: str, flat: F32, expe
         raise CorruptSnapshot(
             f"{reader.path}: {prefix}{record.layer.name}: expected xxh3-128 {expected}, its bytes give {found}"
         )
+
+
+def _map(path: Path, layers: Mapping[int, Layer], prefix: str) -> Arrays:
+    with Reader(path) as reader:
+        whole = reader.map()
+        return {
+            index: reader.mapped(whole, [(prefix + p.name, p.shape) for p in layer.parameters])
+            for index, layer in layers.items()
+        }
 
 
 def _version(path: Path) -> VersionId | None:

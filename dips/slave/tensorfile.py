@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import mmap
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -69,20 +70,39 @@ class Reader:
 
     def read_into(self, name: str, shape: tuple[int, ...], out: F32) -> None:
         """Fill the flat `out` with the tensor `name`, whose shape must be `shape`."""
-        entry = self._entries.get(name)
-        if entry is None:
-            raise CorruptSnapshot(f"{self.path}: expected a tensor {name!r}, it is missing")
-        expected = {"dtype": "F32", "shape": list(shape)}
-        begin, end = entry["data_offsets"]
-        if {k: entry.get(k) for k in expected} != expected or end - begin != out.nbytes:
-            raise CorruptSnapshot(f"{self.path}: tensor {name!r}: expected {expected}, got {entry}")
-        self._file.seek(self._begin + begin)
+        begin, _ = self._where(name, shape)
+        self._file.seek(begin)
         view = out.view(np.uint8).data
         while view:
             count = self._file.readinto(view)
             if not count:
                 raise CorruptSnapshot(f"{self.path}: ends within tensor {name!r}")
             view = view[count:]
+
+    def map(self) -> mmap.mmap:
+        """Map the whole file for reading; it stays readable when the file is closed, and when it is unlinked."""
+        return mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def mapped(self, whole: mmap.mmap, shapes: Shapes) -> F32:
+        """The tensors `shapes` as one flat array within the map; CorruptSnapshot if they lie scattered in the file."""
+        places = [place for place in (self._where(name, shape) for name, shape in shapes) if place[0] < place[1]]
+        for (name, _), (_, end), (begin, _) in zip(shapes, places, places[1:], strict=False):
+            if begin != end:
+                raise CorruptSnapshot(f"{self.path}: what follows tensor {name!r} lies elsewhere in the file")
+        if not places:
+            return np.empty(0, np.float32)
+        return np.frombuffer(whole, np.float32, (places[-1][1] - places[0][0]) // ITEM, places[0][0])
+
+    def _where(self, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Where a tensor begins and ends in the file, in bytes."""
+        entry = self._entries.get(name)
+        if entry is None:
+            raise CorruptSnapshot(f"{self.path}: expected a tensor {name!r}, it is missing")
+        expected = {"dtype": "F32", "shape": list(shape)}
+        begin, end = entry["data_offsets"]
+        if {k: entry.get(k) for k in expected} != expected or end - begin != ITEM * prod(shape):
+            raise CorruptSnapshot(f"{self.path}: tensor {name!r}: expected {expected}, got {entry}")
+        return self._begin + begin, self._begin + end
 
     def _read_header(self) -> tuple[dict[str, str], dict[str, Any], int]:
         length = int.from_bytes(self._file.read(8), "little")

@@ -38,6 +38,10 @@ class Turns(Generic[K]):
         if self._active.pop(key, None) is None and key in self._waiting:
             self._waiting.remove(key)
 
+    def line_up(self, place: Callable[[K], int]) -> None:
+        """Let those who wait stand in the order of their places, once; who has a turn keeps it."""
+        self._waiting = deque(sorted(self._waiting, key=place))
+
     def rotate(self, drained: Callable[[K], bool], slow: Callable[[K], bool]) -> tuple[K, ...]:
         """End turns that are over, begin those that may, and return who may be asked, oldest turn first.
 

@@ -71,6 +71,9 @@ class Heard:
     def released(self, pull: PullId, reason: str) -> None:
         self._add("released", pull, reason)
 
+    def moved(self, pull: PullId) -> None:
+        self._add("moved", pull, True)
+
     def of(self, kind: str, who: object) -> list[object]:
         return [what for k, w, what in self.all if (k, w) == (kind, who)]
 
@@ -697,6 +700,25 @@ def test_a_rank_pulls_its_layers_from_several_slaves():
         grant = Grant(V, tuple(addresses), ((1, 0),), 30.0)
         pull(grant, base(1), shares(target, 1)[0])
         assert same(source, target)
+
+
+def test_a_pull_goes_on_from_another_source_with_the_same_bytes():
+    """Its first source may be overwritten once `moved` is said: nothing of it is read any more (why.md 8, 19)."""
+    with house() as slave:
+        source, target, pull_id = model(9), blank(), PullId("fast", 1, 1)
+        file = {layer: array.copy() for layer, array in source.items()}
+        hands = shares(target, 2)
+        slave.flow.open_pull(pull_id, V, source, 30.0)
+        pull(slave.grant(2), base(1, 0), hands[0])
+        slave.flow.move_pull(pull_id, file)
+        slave.heard.wait("moved", pull_id)
+        for array in source.values():
+            array.fill(np.nan)
+        pull(slave.grant(2), base(1, 1), hands[1])
+        assert same(file, target)
+        slave.flow.close_pull(pull_id)
+        assert slave.heard.wait("released", pull_id) == "closed"
+        assert slave.heard.of("moved", pull_id) == [True]
 
 
 @pytest.mark.parametrize("after", [0, 30, 5_000, 2_000_000])

@@ -69,10 +69,16 @@ class Receiving:
     def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float) -> None:
         self.buffers[push] = buffers
 
+    def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
+        pass
+
     def drop_push(self, push: PushId) -> None:
         self.buffers.pop(push, None)
 
     def open_pull(self, pull: object, version: VersionId, source: Arrays, deadline_s: float) -> None:
+        raise AssertionError("no pull is opened here")
+
+    def move_pull(self, pull: object, source: Arrays) -> None:
         raise AssertionError("no pull is opened here")
 
     def close_pull(self, pull: object) -> None:

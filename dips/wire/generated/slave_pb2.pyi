@@ -439,6 +439,7 @@ class Order(_message.Message):
     CLOSE_PULL_FIELD_NUMBER: _builtins.int
     RETIRE_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
+    REORDER_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     slave: _builtins.str
     sinc: _builtins.int
@@ -469,6 +470,8 @@ class Order(_message.Message):
     def retire(self) -> Global___Retire: ...
     @_builtins.property
     def ping(self) -> Global___Ping: ...
+    @_builtins.property
+    def reorder(self) -> Global___Reorder: ...
     def __init__(
         self,
         *,
@@ -488,13 +491,14 @@ class Order(_message.Message):
         close_pull: Global___ClosePull | None = ...,
         retire: Global___Retire | None = ...,
         ping: Global___Ping | None = ...,
+        reorder: Global___Reorder | None = ...,
         deadline_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "apply", b"apply", "body", b"body", "close_pull", b"close_pull", "commit", b"commit", "drop_push", b"drop_push", "fold", b"fold", "measure", b"measure", "open_pull", b"open_pull", "open_push", b"open_push", "persist", b"persist", "ping", b"ping", "retire", b"retire"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "apply", b"apply", "body", b"body", "close_pull", b"close_pull", "commit", b"commit", "drop_push", b"drop_push", "fold", b"fold", "measure", b"measure", "open_pull", b"open_pull", "open_push", b"open_push", "persist", b"persist", "ping", b"ping", "reorder", b"reorder", "retire", b"retire"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "apply", b"apply", "body", b"body", "close_pull", b"close_pull", "commit", b"commit", "deadline_s", b"deadline_s", "drop_push", b"drop_push", "fold", b"fold", "measure", b"measure", "number", b"number", "open_pull", b"open_pull", "open_push", b"open_push", "persist", b"persist", "ping", b"ping", "retire", b"retire", "sinc", b"sinc", "slave", b"slave", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "apply", b"apply", "body", b"body", "close_pull", b"close_pull", "commit", b"commit", "deadline_s", b"deadline_s", "drop_push", b"drop_push", "fold", b"fold", "measure", b"measure", "number", b"number", "open_pull", b"open_pull", "open_push", b"open_push", "persist", b"persist", "ping", b"ping", "reorder", b"reorder", "retire", b"retire", "sinc", b"sinc", "slave", b"slave", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["open_push", "drop_push", "measure", "fold", "apply", "persist", "commit", "abort", "open_pull", "close_pull", "retire", "ping"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["open_push", "drop_push", "measure", "fold", "apply", "persist", "commit", "abort", "open_pull", "close_pull", "retire", "ping", "reorder"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -526,6 +530,30 @@ class OpenPush(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenPush: _TypeAlias = OpenPush  # noqa: Y015
+
+@_typing.final
+class Reorder(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PUSH_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def push(self) -> _names_pb2.PushId: ...
+    @_builtins.property
+    def places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        push: _names_pb2.PushId | None = ...,
+        places: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["push", b"push"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["places", b"places", "push", b"push"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Reorder: _TypeAlias = Reorder  # noqa: Y015
 
 @_typing.final
 class DropPush(_message.Message):

@@ -154,6 +154,39 @@ def test_apply_waits_while_readers_hold_the_bank_of_theta_next() -> None:
     versions.prepare(VersionId(2, 2), 1.0, 1.0, 0.0)
 
 
+def test_a_bank_is_free_when_its_last_reader_has_moved() -> None:
+    """Readers leave a bank one by one; a version that is being left takes no new one, and the pins stay known."""
+    versions = made(slots=1, pinned=0)
+    versions.pin(pull(1), GENESIS)
+    versions.pin(pull(2), GENESIS)
+    outer_step(versions, 1, 0.5)
+    assert (versions.excess, versions.older) == (1, (GENESIS,))
+    assert versions.move(GENESIS) == (pull(1), pull(2))
+    assert (versions.excess, versions.older) == (0, ())
+    with pytest.raises(StaleVersion):
+        versions.pin(pull(3), GENESIS)
+    versions.moved(pull(1))
+    assert "older θ v0@r0" in versions.holders()
+    versions.moved(pull(2))
+    versions.moved(pull(2))
+    assert "older θ v0@r0" not in versions.holders()
+    assert versions.pins == {pull(1): GENESIS, pull(2): GENESIS}
+    versions.unpin(pull(1))
+    assert versions.pins == {pull(2): GENESIS}
+
+
+def test_a_reader_that_ends_while_it_moves_is_over() -> None:
+    """`released` before `moved` frees the bank too, and leaves nothing behind."""
+    versions = made(slots=1, pinned=0)
+    versions.pin(pull(1), GENESIS)
+    outer_step(versions, 1, 0.5)
+    versions.move(GENESIS)
+    versions.unpin(pull(1))
+    versions.moved(pull(1))
+    assert versions.pins == {}
+    assert versions.used_bytes == 2 * 4 * 5
+
+
 def test_a_failed_load_keeps_what_was_served() -> None:
     """A snapshot that turns out corrupt half-way leaves θ and m of the present version as they are."""
     versions = made()
@@ -183,6 +216,7 @@ def test_a_failed_load_keeps_what_was_served() -> None:
         (lambda v: v.allocate({0: 99}), LocalProtocolError),
         (lambda v: v.load(VersionId(1, 1), lambda theta, m: None), LocalProtocolError),
         (lambda v: v.momentum(VersionId(1, 1)), StaleVersion),
+        (lambda v: v.move(GENESIS), LocalProtocolError),
     ],
 )
 def test_what_is_illegal_is_refused(what: object, error: type[Exception]) -> None:
@@ -204,6 +238,7 @@ class Life(RuleBasedStateMachine):
         self.versions = made(self.slots, self.pinned)
         self.seq = 0
         self.readers: dict[PullId, tuple[dict[int, np.ndarray], dict[int, bytes]]] = {}
+        self.moving: list[PullId] = []
 
     @rule(value=st.floats(-4, 4, width=32))
     def open_push(self, value: float) -> None:
@@ -266,6 +301,21 @@ class Life(RuleBasedStateMachine):
         del self.readers[reader]
         self.versions.unpin(reader)
 
+    @precondition(lambda self: self.versions.older)
+    @rule()
+    def move(self) -> None:
+        """The readers of the oldest version leave for copies; until each has `moved`, its bank must not change."""
+        self.moving += self.versions.move(self.versions.older[0])
+
+    @precondition(lambda self: self.moving)
+    @rule()
+    def moved(self) -> None:
+        reader = self.moving.pop()
+        self.versions.moved(reader)
+        if reader in self.readers:
+            _, content = self.readers[reader]
+            self.readers[reader] = ({i: np.frombuffer(raw, np.float32) for i, raw in content.items()}, content)
+
     @invariant()
     def no_reader_sees_a_change(self) -> None:
         for source, content in self.readers.values():
@@ -274,7 +324,8 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def every_bank_in_use_has_a_reason(self) -> None:
         v = self.versions
-        older = {version for version in v.pins.values() if version != v.memory}
+        in_memory = {p: version for p, version in v.pins.items() if p not in v._from_file}
+        older = {version for version in in_memory.values() if version != v.memory}
         expected = 2 + len(v.open_pushes) + v.folded + 2 * (v.prepared is not None) + len(older)
         assert len(v.holders()) == expected == v.used_bytes // 20
         assert len(set(v.holders())) == expected

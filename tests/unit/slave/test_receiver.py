@@ -67,6 +67,40 @@ def test_nobody_is_asked_before_all_ranks_said_hello():
     assert {peer for peer, _ in story.wants()} == {b"1"}  # one asker, and rank 1 is first in the order
 
 
+def test_a_new_order_of_asking_holds_from_the_next_turn_on():
+    """Reorder before the ranks are there, repeated, unknown or of another size: the last good one counts."""
+    story = Story()
+    story.receiver.reorder(PUSH, (1, 0))
+    story.receiver.reorder(PUSH, (0, 1))
+    story.receiver.reorder(PUSH, (0, 1))
+    story.receiver.reorder(PUSH, (1, 0, 2))
+    story.receiver.reorder(PushId("other", 1, 1), (1, 0))
+    story.hello(0)
+    story.hello(1)
+    assert {peer for peer, _ in story.wants()} == {b"0"}
+    story.receiver.reorder(PUSH, (1, 0))
+    assert {peer for peer, _ in story.wants()} <= {b"0"}  # it has its turn and keeps it
+
+
+def test_pushes_stand_in_one_line():
+    """The ranks of a push that joins come between those of the first, as their places say."""
+    story, later = Story(), PushId("fast", 1, 2)
+    story.receiver.open(later, (0,), {0: np.zeros(N, np.float32)}, 60.0, 0.0)
+    story.receiver.reorder(PUSH, (2, 0))
+    story.receiver.reorder(later, (1,))
+    story.hello(0)
+    story.hello(1)
+    whole = StreamName("demo", "push", "fast", 1, 2, 0, "s0", 1, 1, "")
+    story.receiver.hello(0, b"later", whole, (Range(0, 0, 0, N),), 0.0)
+    first = story.wants()
+    assert {peer for peer, _ in first} == {b"1"}
+    for _, chunk in first:
+        story.bring(1, chunk)
+    assert {peer for peer, _ in story.wants()} == {b"later"}
+    story.receiver.drop(later)
+    assert {peer for peer, _ in story.wants()} == {b"0"}
+
+
 def test_a_push_is_staged_when_the_last_chunk_is_in_its_place():
     """Each rank hears DONE when its own are here; the push is staged once, then frozen."""
     story = Story()

@@ -7,7 +7,7 @@ import pytest
 
 from dips.ids import PullId, VersionId
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.slave.moves import Move, Released, Say
+from dips.slave.moves import Move, Moved, Released, Say
 from dips.slave.sender import Job, Sender
 from dips.wire import streams
 from dips.wire.chunks import Layout, Range
@@ -79,6 +79,43 @@ def test_a_source_is_held_while_a_chunk_is_queued():
     assert job.wanted()
     sender.close(PULL, "closed")
     assert not job.wanted()
+    assert sender.tick(0.0) == []
+    job.gone()
+    assert sender.tick(0.0) == [Released(PULL, "closed")]
+
+
+def test_a_source_that_was_moved_is_held_until_its_last_chunk_is_gone():
+    """What was asked before the move leaves from the old source; what is asked after it comes from the new one.
+
+    Moved is said once, when no queued chunk and no tracker holds a byte of the old one.
+    """
+    sender, tracker, copy = make(), Tracker(), np.arange(1000, dtype=np.float32)
+    before = asked(sender)
+    (queued,) = sender.want(0, b"p", name().id, (CHUNK,), 0.0)
+    sender.sent(before, tracker)
+    sender.move(PULL, {0: copy})
+    (after,) = sender.want(0, b"p", name().id, (CHUNK,), 0.0)
+    assert np.shares_memory(np.frombuffer(after.body, np.uint8), copy)
+    assert not np.shares_memory(np.frombuffer(queued.body, np.uint8), copy)
+    assert bytes(after.body) == bytes(queued.body)
+    tracker.done = True
+    assert sender.tick(0.0) == []
+    queued.gone()
+    assert sender.tick(0.0) == [Moved(PULL)]
+    assert sender.tick(0.0) == []
+    after.gone()
+    sender.close(PULL, "closed")
+    assert sender.tick(0.0) == [Released(PULL, "closed")]
+
+
+def test_a_closed_pull_is_released_and_not_moved():
+    """The end of a pull says more than its move; a move after the close, or of an unknown pull, changes nothing."""
+    sender, source = make(), {0: np.arange(1000, dtype=np.float32)}
+    job = asked(sender)
+    sender.move(PULL, source)
+    sender.close(PULL, "closed")
+    sender.move(PULL, source)
+    sender.move(PullId("other", 1, 1), source)
     assert sender.tick(0.0) == []
     job.gone()
     assert sender.tick(0.0) == [Released(PULL, "closed")]

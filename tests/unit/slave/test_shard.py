@@ -44,6 +44,7 @@ from dips.protocol.effects import (
     Persist,
     Ping,
     Registered,
+    Reorder,
     Retire,
     Wait,
 )
@@ -66,6 +67,8 @@ class Flow:
     pushes: dict[PushId, Arrays] = field(default_factory=dict)
     pulls: dict[PullId, Arrays] = field(default_factory=dict)
     closing: list[PullId] = field(default_factory=list)
+    moving: list[PullId] = field(default_factory=list)
+    places: dict[PushId, tuple[int, ...]] = field(default_factory=dict)
     lives: list[int] = field(default_factory=list)
     broken: bool = False
 
@@ -77,6 +80,9 @@ class Flow:
             raise RemoteProtocolError("no")
         self.pushes[push] = buffers
 
+    def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
+        self.places[push] = places
+
     def drop_push(self, push: PushId) -> None:
         self.pushes.pop(push, None)
 
@@ -84,6 +90,10 @@ class Flow:
         if self.broken:
             raise RemoteProtocolError("no")
         self.pulls[pull] = source
+
+    def move_pull(self, pull: PullId, source: Arrays) -> None:
+        self.pulls[pull] = source
+        self.moving.append(pull)
 
     def close_pull(self, pull: PullId) -> None:
         if self.pulls.pop(pull, None) is not None:
@@ -120,6 +130,10 @@ class Disk:
         for arrays, kept in zip((theta, momentum), self.kept[version], strict=True):
             for layer, array in arrays.items():
                 array[:] = np.frombuffer(kept[layer], np.float32)
+
+    def map(self, version: VersionId) -> Arrays | None:
+        kept = self.kept.get(version)
+        return {i: np.frombuffer(raw, np.float32) for i, raw in kept[0].items()} if kept else None
 
     def delete(self, versions: tuple[VersionId, ...]) -> None:
         self._fail()
@@ -519,6 +533,80 @@ def test_apply_waits_for_a_reader() -> None:
     assert slave.shard.poison is None
     slave.shard.released(PULL, "done")
     assert slave.shard.execute(order) == Prepared(VersionId(2, 2))
+
+
+def test_apply_moves_slow_readers_to_the_snapshot_file() -> None:
+    """A version too many in memory gives its bank up to θ′: its readers read the same bytes from its file (why.md 19).
+
+    The bank is free when the flow says that nothing of it is in flight, not before (guards invariant 11).
+    """
+    slave = Slave(slots=1, pinned=0).ready()
+    slave.order(Commit(slave.prepare(P1, 1), (), 1.0))
+    slave.order(OpenPull(PULL, V1, 60.0))
+    held = {i: a.tobytes() for i, a in slave.flow.pulls[PULL].items()}
+    slave.order(Commit(slave.prepare(P2, 2), (), 1.0))
+    assert slave.flow.moving == [PULL]
+    assert {i: a.tobytes() for i, a in slave.flow.pulls[PULL].items()} == held
+    slave.fold(P3, 0.25, round_=3)
+    order = slave.made(Apply(3, VersionId(3, 3), 1.0, 1.0, 0.0))
+    slave.order(OpenPush(PushId("y", 1, 1), (0,), 60.0))
+    with pytest.raises(Busy, match="older θ v1@r1"):
+        slave.shard.execute(order)
+    slave.shard.moved(PULL)
+    assert slave.shard.execute(order) == Prepared(VersionId(3, 3))
+    assert slave.shard.versions.pins == {PULL: V1}
+    assert slave.flow.moving == [PULL]
+
+
+def test_reorder_reaches_a_push_that_moves_and_nothing_else() -> None:
+    """Legal any time; a push that is staged, dropped or unknown has nothing to be ordered."""
+    slave = Slave().ready()
+    slave.order(OpenPush(P1, (0,), 60.0))
+    assert slave.order(Reorder(P1, (3,))) == Done()
+    assert slave.order(Reorder(P1, (1,))) == Done()
+    assert slave.order(Reorder(P2, (2,))) == Done()
+    assert slave.flow.places == {P1: (1,)}
+    slave.shard.staged(P1, 28)
+    slave.order(Reorder(P1, (7,)))
+    assert slave.flow.places == {P1: (1,)}
+
+
+def test_one_older_version_stays_in_memory() -> None:
+    """With one pinned, the oldest of two older versions is moved and the newer one keeps its bank."""
+    slave = Slave(pinned=1).ready()
+    slave.order(Commit(slave.prepare(P1, 1), (PULL,), 1.0))
+    slave.order(Commit(slave.prepare(P2, 2), (PullId("y", 1, 1),), 1.0))
+    assert slave.flow.moving == []
+    slave.order(Commit(slave.prepare(P3, 3), (), 1.0))
+    assert slave.flow.moving == [PULL]
+    assert slave.shard.versions.older == (VersionId(2, 2),)
+
+
+def test_a_version_without_a_file_keeps_its_bank_and_the_next_one_moves() -> None:
+    """v0@r0 was never written, so its reader stays; the younger version is moved in its place."""
+    slave = Slave(pinned=1).ready()
+    slave.order(OpenPull(PullId("z", 1, 1), GENESIS, 60.0))
+    slave.order(Commit(slave.prepare(P1, 1), (PULL,), 1.0))
+    slave.order(Commit(slave.prepare(P2, 2), (), 1.0))
+    assert slave.flow.moving == [PULL]
+    slave.shard.moved(PULL)
+    assert slave.shard.versions.pins == {PULL: V1, PullId("z", 1, 1): GENESIS}
+
+
+def test_a_late_reader_of_an_older_version_is_served_from_its_file() -> None:
+    """An OpenPull that a flip overtook costs no bank; a version that is prepared and not committed is never served."""
+    slave = Slave().ready()
+    slave.order(Commit(slave.prepare(P1, 1), (), 1.0))
+    slave.order(Commit(slave.prepare(P2, 2), (), 1.0))
+    used = slave.shard.versions.used_bytes
+    slave.order(OpenPull(PULL, V1, 60.0))
+    assert slave.shard.versions.used_bytes == used
+    assert slave.shard.versions.pins == {PULL: V1}
+    prepared = slave.prepare(P3, 3)
+    with pytest.raises(StaleVersion):
+        slave.order(OpenPull(PullId("y", 1, 1), prepared, 60.0))
+    slave.shard.released(PULL, "done")
+    assert slave.shard.versions.pins == {}
 
 
 # ---- pulls and healing -----------------------------------------------------------------------------------------------

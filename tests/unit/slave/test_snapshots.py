@@ -238,6 +238,55 @@ def test_delete_removes_what_is_named_only(tmp_path: Path) -> None:
     snapshots.close()
 
 
+def test_a_mapped_snapshot_outlives_its_deletion(tmp_path: Path) -> None:
+    """A slow reader keeps the bytes of a version that is retired, replaced or deleted under it (why.md 19)."""
+    snapshots = opened(tmp_path / "s")
+    theta, momentum = arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2)
+    snapshots.write(V1, theta, momentum)
+    mapped = snapshots.map(V1)
+    assert mapped is not None
+    assert not any(a.flags.writeable for a in mapped.values() if a.size)
+    snapshots.write(V1, momentum, theta)
+    replaced = snapshots.map(V1)
+    snapshots.delete((V1,))
+    assert list(tmp_path.glob("s/v1*")) == []
+    assert same(mapped, theta)
+    assert replaced is not None
+    assert same(replaced, momentum)
+    assert snapshots.map(V1) is None
+    snapshots.close()
+
+
+def test_what_is_not_known_to_be_whole_is_not_mapped(tmp_path: Path) -> None:
+    """A snapshot is mapped after it was written or verified by this process, and passed over if its file is damaged."""
+    path = tmp_path / "s"
+    snapshots = opened(path)
+    snapshots.write(V1, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+    again = reopened(snapshots, path)
+    assert again.map(V1) is None
+    assert again.complete() == (V1,)
+    assert again.map(V1) is not None
+    os.truncate(path / "v1@r1" / "model.safetensors", 100)
+    with capture_logs() as logs:
+        assert again.map(V1) is None
+    assert [line["event"] for line in logs] == ["snapshot_not_mapped"]
+    again.close()
+
+
+def test_version_zero_is_mapped_where_its_layers_lie_whole(tmp_path: Path) -> None:
+    """v0@r0 comes from the initial model; a layer that lies scattered in the file cannot be one array."""
+    snapshots = opened(tmp_path / "s", layers=(1,))
+    mapped = snapshots.map(GENESIS)
+    assert mapped is not None
+    assert same(mapped, {1: arrays((0, 1, 2, 3), 0)[1]})
+    snapshots.close()
+    scattered = opened(tmp_path / "s", layers=(0,))  # the library sorts a.0.b before a.0.w, the model does not
+    with capture_logs() as logs:
+        assert scattered.map(GENESIS) is None
+    assert [line["event"] for line in logs] == ["snapshot_not_mapped"]
+    scattered.close()
+
+
 def test_a_second_slave_on_the_directory_is_refused(tmp_path: Path) -> None:
     """The directory is held for life: a second process gets an error that names it, until the first is gone."""
     snapshots = opened(tmp_path / "s")

@@ -98,3 +98,18 @@ def test_streams_are_served_evenly_in_bytes(sizes):
                 turns.spend(key, sizes[key])
                 served[key] += sizes[key]
     assert max(served.values()) - min(served[k] for k in range(len(sizes))) <= quantum + max(sizes)
+
+
+def test_a_new_order_holds_for_those_who_wait():
+    """Who has a turn keeps it; the others come in the order of their places, equal ones as they stood."""
+    turns: Turns[str] = Turns(askers=1, quantum=10)
+    for key in "abcd":
+        turns.enter(key)
+    assert turns.rotate(drained, prompt) == ("a",)
+    turns.line_up({"a": 0, "b": 2, "c": 1, "d": 1}.__getitem__)
+    order = []
+    for _ in range(4):
+        turns.spend(turns.rotate(drained, prompt)[0], 10)
+        (key,) = turns.rotate(drained, prompt)
+        order.append(key)
+    assert order == list("cdba")

@@ -1,0 +1,47 @@
+"""Who is asked when, over all pushes that move: issued anew when a push joins (§3.1, Figure 5; order.py).
+
+What is left of a push is estimated from its cluster's bandwidth and the time since its grant; a wrong guess costs a
+turn and nothing else, since slaves skip who has nothing left. One push alone keeps the order of its OpenPush.
+"""
+
+from __future__ import annotations
+
+from dips.protocol.effects import Reorder
+from dips.protocol.manifest import BYTES_PER_PARAMETER
+from dips.protocol.order import Worker, lines
+from dips.protocol.world import Cluster, Push, World
+
+LEAST_LEFT = 0.01  # of a push that should be here by our guess and is not
+
+
+def reorder(w: World) -> None:
+    """A push has joined: give every slave the places of all ranks of all moving pushes in its line."""
+    moving = [(c, c.push) for c in w.clusters.values() if c.push and c.push.opened and not c.push.committed]
+    if len(moving) < 2:
+        return
+    slaves = list(w.slaves.values())
+    nbytes = [BYTES_PER_PARAMETER * sum(w.manifest.layers[i].numel for i in slave.layers) for slave in slaves]
+    link = _slave_link(moving, len(slaves))
+    workers = list[Worker]()
+    for cluster, push in moving:
+        rate = min(link, (cluster.bytes_per_s or link * push.ranks) / push.ranks)
+        left = _left(w, cluster, push) / push.ranks
+        workers += [Worker(tuple(left * n / rate for n in nbytes), rate / link)] * push.ranks
+    for slave, line in zip(slaves, lines(workers, len(slaves)), strict=True):
+        place_of, first = {worker: place for place, worker in enumerate(line)}, 0
+        for _, push in moving:
+            places = tuple(place_of[first + rank] for rank in range(push.ranks))
+            w.order("done", push.id, {slave.name: Reorder(push.id, places)}, w.options.timing.order_s)
+            first += push.ranks
+
+
+def _slave_link(moving: list[tuple[Cluster, Push]], slaves: int) -> float:
+    """Bytes/s that a slave's link is known to take: its share of the fastest cluster's; 1 while none was measured."""
+    return max((c.bytes_per_s for c, _ in moving if c.bytes_per_s), default=float(slaves)) / slaves
+
+
+def _left(w: World, cluster: Cluster, push: Push) -> float:
+    """Share of a push that is still to come, by our guess."""
+    if not push.due or not cluster.bytes_per_s:
+        return 1.0
+    return min(1.0, max(LEAST_LEFT, (push.due - w.now) * cluster.bytes_per_s / w.model_bytes))

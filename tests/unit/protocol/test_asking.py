@@ -1,0 +1,76 @@
+"""Who is asked when, as the Coordinator says it: pulls that begin apart, pushes that are lined up anew."""
+
+from __future__ import annotations
+
+from dips.ids import PullId, PushId
+from dips.protocol import events as ev
+from dips.protocol.effects import Grant, Reorder, Reply
+from dips.sim.story import Teller
+
+
+def told() -> Teller:
+    """Two slaves that serve, two clusters that have joined."""
+    teller = Teller({"slots": "4"})
+    teller.ready("all", {})
+    for cluster in "ab":
+        teller.joins(cluster, {})
+    return teller
+
+
+def granted(teller: Teller, question: ev.Event) -> Grant:
+    (reply,) = [effect for effect in teller.machine.step(question, teller.now) if isinstance(effect, Reply)]
+    assert isinstance(reply.result, Grant)
+    return reply.result
+
+
+def test_clusters_that_pull_at_once_begin_at_different_slaves() -> None:
+    """The second walks behind the first, so their first turns meet nowhere; a repetition gets the same order."""
+    teller = told()
+    for cluster in "ab":
+        teller.asks_pull(cluster, {"pull": f"{cluster}/1^1", "ranks": "1"})
+    teller.answers("all", {"only": "OpenPull"})
+    orders = [granted(teller, ev.PullRequested(9, PullId(cluster, 1, 1), 1)).order for cluster in "ab"]
+    assert orders == [((0, 1),), ((1, 0),)]
+    teller.finishes_pull("a", {"pull": "a/1^1"})
+    assert granted(teller, ev.PullRequested(9, PullId("b", 1, 1), 1)).order == orders[1]
+
+
+def reorders(teller: Teller) -> dict[tuple[str, PushId], tuple[int, ...]]:
+    return {(o.slave, o.body.push): o.body.places for o in teller.orders if isinstance(o.body, Reorder)}
+
+
+def test_a_push_that_joins_is_lined_up_with_the_first() -> None:
+    """Every rank of both pushes has its own place in each slave's line, and nobody is first in two lines.
+
+    One push alone is told nothing beyond its OpenPush.
+    """
+    teller = told()
+    for cluster in "ab":
+        teller.trains(cluster, {})
+    teller.asks_push("a", {"push": "a/1#2", "ranks": "2"})
+    teller.answers("all", {"only": "OpenPush"})
+    assert reorders(teller) == {}
+    teller.asks_push("b", {"push": "b/1#2", "ranks": "3"})
+    teller.answers("all", {"only": "OpenPush"})
+    places = reorders(teller)
+    for slave in ("s0", "s1"):
+        line = (*places[slave, PushId("a", 1, 2)], *places[slave, PushId("b", 1, 2)])
+        assert sorted(line) == list(range(5))
+    firsts = [[who for who, row in places.items() if who[0] == slave and 0 in row] for slave in ("s0", "s1")]
+    ranks = {(push, places[slave, push].index(0)) for ((slave, push),) in firsts}
+    assert len(ranks) == 2
+
+
+def test_what_is_left_of_the_first_is_guessed_from_its_bandwidth() -> None:
+    """A push that should be nearly here gives the first place to one that has all before it, and begins elsewhere."""
+    teller = told()
+    for cluster in "ab":
+        teller.trains(cluster, {})
+        teller.step(ev.BandwidthMeasured(cluster, 1, 1.0))
+    teller.asks_push("a", {"push": "a/1#2"})
+    teller.answers("all", {"only": "OpenPush"})
+    teller.now += 28.0  # of the 32 s that its 32 bytes take
+    teller.asks_push("b", {"push": "b/1#2"})
+    teller.answers("all", {"only": "OpenPush"})
+    places = reorders(teller)
+    assert [places[s, PushId("a", 1, 2)] + places[s, PushId("b", 1, 2)] for s in ("s0", "s1")] == [(1, 0), (0, 1)]

@@ -1,0 +1,74 @@
+"""Deadlines from size and bandwidth, and the bandwidth that they are made of (why.md 19, 31)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dips.protocol.beats import ClusterBeat
+from dips.protocol.deadlines import Bandwidth, too_slow, transfer_deadline_s
+from dips.protocol.events import BandwidthMeasured
+from dips.protocol.membership import Judge
+from dips.protocol.options import TimingOptions
+
+TIMING = TimingOptions(transfer_s=1000.0, least_transfer_s=10.0, min_push_bps=8e6)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "bytes_per_s", "expected"),
+    [
+        (100, None, 1000.0),  # never measured
+        (100, 0.0, 1000.0),
+        (100, 10.0, 30.0),  # three times its bytes over the bandwidth
+        (100, 1e9, 10.0),  # at least
+        (100, 1e-9, 1000.0),  # at most
+    ],
+)
+def test_a_deadline_is_three_times_bytes_over_bandwidth(nbytes: int, bytes_per_s: float, expected: float) -> None:
+    """3 × bytes / bandwidth, between least_transfer_s and transfer_s; transfer_s while nothing is known."""
+    assert transfer_deadline_s(nbytes, bytes_per_s, TIMING) == expected
+
+
+@given(st.integers(0, 1 << 50), st.floats(0.0, 1e12), st.floats(0.1, 1e6), st.floats(0.1, 1e6))
+def test_a_deadline_is_bounded(nbytes: int, bytes_per_s: float, least: float, most: float) -> None:
+    """Whatever was measured: nobody waits longer than transfer_s, also where the least is above it (invariant 12)."""
+    timing = TimingOptions(transfer_s=most, least_transfer_s=least)
+    assert min(least, most) <= transfer_deadline_s(nbytes, bytes_per_s, timing) <= most
+
+
+def test_a_slow_link_is_refused_with_the_numbers() -> None:
+    """Below min_push_bps while the measurement is fresh; an unknown link and an old measurement may try."""
+    reason = too_slow(0.5e6, 10.0, TIMING)
+    assert "4 Mbit/s" in reason
+    assert "min_push_bps = 8 Mbit/s" in reason
+    assert too_slow(1e6, 10.0, TIMING) == ""
+    assert too_slow(None, 10.0, TIMING) == ""
+    assert too_slow(0.5e6, 1000.0, TIMING) == ""
+    assert too_slow(0.5e6, 10.0, TimingOptions()) == ""
+
+
+def test_bandwidth_is_told_when_it_is_news() -> None:
+    """The first measure, then changes of more than a quarter; a beat without a transfer says nothing."""
+    bandwidth = Bandwidth()
+    assert bandwidth.measure(0.0) is None
+    assert bandwidth.measure(100.0) == 100.0
+    assert bandwidth.measure(110.0) is None
+    assert bandwidth.measure(0.0) is None
+    assert bandwidth.mean == pytest.approx(103.0)
+    told = [bandwidth.measure(10.0) for _ in range(20)]
+    assert [t for t in told if t is not None][-1] == pytest.approx(10.0, rel=0.35)
+    assert told[-1] is None
+
+
+def test_the_judge_tells_what_beats_say_of_a_life() -> None:
+    """A beat with a rate gives BandwidthMeasured for that life; an old life's beat gives nothing (invariant 5)."""
+    judge = Judge(TIMING)
+    judge.welcome_cluster("a", 2, 0.0)
+
+    def beat(inc: int, rate: float) -> ClusterBeat:
+        return ClusterBeat("a", inc, "training", "push", 1, 0, 0, 0, 0.0, None, 0, 0, rate)
+
+    assert judge.heard_cluster(beat(2, 50.0), 1.0) == [BandwidthMeasured("a", 2, 50.0)]
+    assert judge.heard_cluster(beat(2, 51.0), 2.0) == []
+    assert judge.heard_cluster(beat(1, 5.0), 3.0) == []
