@@ -1,0 +1,59 @@
+"""Push into and pull from a real slave process over loopback, every check on, beside bare ZeroMQ and gRPC streaming.
+
+The rank's side runs here (`dips.client.transfer`), the slave is a `dips-slave` process with its memory, its lanes and
+its control server under a scripted master. Bytes count once. A push is timed from HELLO to the last DONE (all bytes
+are checked and in the slot), a pull from HELLO until every byte is checked and in the caller's array.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from benchmarks.bare import BareZmq, GrpcStream
+from benchmarks.harness import Bench, main
+from benchmarks.lone_slave import LoneSlave, equal_layers
+from benchmarks.rank import Rank
+from dips.outer.pool import BYTES
+
+LAYERS = 8
+KIB = 1 << 10
+LEAST = {"push": 0.6, "pull": 0.7}
+TIMES_GRPC = 2.0
+
+
+def measure(bench: Bench) -> None:
+    """Every chunk size with every number of lanes."""
+    nbytes = (64 if bench.quick else 256) << 20
+    for chunk_bytes in (256 * KIB, 1024 * KIB):
+        for lanes in (1, 2):
+            bench.say(f"{nbytes >> 20} MiB in chunks of {chunk_bytes // KIB} KiB, {lanes} lanes, {bench.runs} runs")
+            _measure(bench, nbytes, chunk_bytes, lanes)
+    bench.note("bare: PUSH → PULL of the same messages on as many lanes, no checks, received and dropped")
+    bench.note("gRPC: one stream of the same chunks, no checks, received and dropped")
+
+
+def _measure(bench: Bench, nbytes: int, chunk_bytes: int, lanes: int) -> None:
+    manifest = equal_layers(nbytes // BYTES, LAYERS)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        LoneSlave(Path(directory), manifest, chunk_bytes=chunk_bytes, lanes=["127.0.0.1:0"] * lanes) as slave,
+        BareZmq(nbytes, chunk_bytes, lanes) as bare,
+        GrpcStream(nbytes, chunk_bytes) as stream,
+    ):
+        rank = Rank(slave)
+        took = bench.together(
+            {
+                "push": rank.push, "bare push": bare.push, "gRPC push": stream.push,
+                "pull": rank.pull, "bare pull": bare.pull, "gRPC pull": stream.pull,
+            }
+        )  # fmt: skip
+    what = f"{chunk_bytes // KIB} KiB, {lanes} lane{'s' if lanes > 1 else ''}"
+    for kind, least in LEAST.items():
+        rate, plain, grpc = (nbytes / took[name] for name in (kind, f"bare {kind}", f"gRPC {kind}"))
+        bench.row(f"{kind}, {what}", rate, "B/s", against="bare ZeroMQ", of=plain, least=least)
+        bench.row(f"{kind}, {what}", rate, "B/s", against="gRPC", of=grpc, least=TIMES_GRPC)
+
+
+if __name__ == "__main__":
+    main("transport", __doc__, measure)
