@@ -34,16 +34,18 @@ def measure(bench: Bench) -> None:
 
 
 def _measure(bench: Bench, numel: int, slots: int, pinned: int) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        with LoneSlave(Path(directory), equal_layers(numel, LAYERS), slots=slots, pinned=pinned) as slave:
-            promised = slave.memory_sum
-            assert slave.printed_sum() == promised.line(), "the slave prints another sum"
-            rank, idle = Rank(slave), slave.resident()
-            version = GENESIS
-            for contributions in CONTRIBUTIONS:
-                version = outer_step(slave, rank, version, contributions, slots, pinned)
-            rank.pull(version)
-            peak = slave.peak()
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        LoneSlave(Path(directory), equal_layers(numel, LAYERS), slots=slots, pinned=pinned) as slave,
+    ):
+        promised = slave.memory_sum
+        assert slave.printed_sum() == promised.line(), "the slave prints another sum"
+        rank, idle = Rank(slave), slave.resident()
+        version = GENESIS
+        for contributions in CONTRIBUTIONS:
+            version = outer_step(slave, rank, version, contributions, slots, pinned)
+        rank.pull(version)
+        peak = slave.peak()
     what = f"{slots} slots, {pinned} pinned"
     bench.row(f"idle, {what}", float(idle), "B")
     bench.row(
