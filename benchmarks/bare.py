@@ -1,7 +1,8 @@
 """The yardsticks of the data flow: the same chunks through a bare ZeroMQ pair, and through gRPC streaming.
 
 Each is a peer in a process of its own and moves the bytes and nothing else: no checksum, no copy into place, nobody
-asks. What arrives is counted and dropped. That is what the checks, the asking and the copying of Di-PS are held to.
+asks. What arrives is counted and dropped. gRPC does the like work, too: messages spelled by protobuf, with checksums on
+both ends and a copy into place, as a data flow on gRPC would.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import Any, Self
 import grpc
 import numpy as np
 import numpy.typing as npt
+import xxhash
 import zmq
+from google.protobuf.any_pb2 import Any as Any_  # two fields, text and bytes: a checksum and a chunk
 
 HEADER = bytes(64)
 HWM = 64  # messages that wait on either side of a lane
@@ -144,7 +147,7 @@ def _receive_all(threads: ThreadPoolExecutor, sockets: list[zmq.Socket[bytes]], 
 
 
 class GrpcStream(Peer):
-    """One stream of messages of a chunk each, over one connection."""
+    """One stream of messages of a chunk each, over one connection: raw bytes, counted and dropped."""
 
     def __init__(self, nbytes: int, chunk_bytes: int) -> None:
         super().__init__(_serve_grpc, nbytes, chunk_bytes, 1)
@@ -153,6 +156,10 @@ class GrpcStream(Peer):
         self._channel = grpc.insecure_channel(addresses[0])
         self._push: Any = self._channel.stream_unary("/bench/push")
         self._pull: Any = self._channel.unary_stream("/bench/pull")
+        self._push_checked: Any = self._channel.stream_unary("/bench/push_checked", Any_.SerializeToString)
+        self._pull_checked: Any = self._channel.unary_stream(
+            "/bench/pull_checked", response_deserializer=Any_.FromString
+        )
 
     def disconnect(self) -> None:
         self._channel.close()
@@ -166,9 +173,33 @@ class GrpcStream(Peer):
         came = sum(len(message) for message in self._pull(b""))
         assert came == self.data.nbytes, f"expected {self.data.nbytes} bytes, got {came}"
 
+    def push_checked(self) -> None:
+        """Stream every byte into place there, as a data flow on gRPC would: protobuf, checksums on both ends."""
+        self._push_checked(_spelled(self.data, self.chunk_bytes))
+
+    def pull_checked(self) -> None:
+        """Stream every byte into place here, likewise."""
+        _into_place(self._pull_checked(b""), self.data)
+
 
 def _messages(data: Bytes, chunk_bytes: int) -> Iterator[bytes]:
     return (data[at : at + chunk_bytes].tobytes() for at in range(0, data.nbytes, chunk_bytes))
+
+
+def _spelled(data: Bytes, chunk_bytes: int) -> Iterator[Any_]:
+    """Chunks with their checksum, as protobuf messages."""
+    for body in _messages(data, chunk_bytes):
+        yield Any_(type_url=xxhash.xxh3_64_hexdigest(body), value=body)
+
+
+def _into_place(messages: Iterator[Any_], data: Bytes) -> None:
+    at = 0
+    for message in messages:
+        body = message.value
+        assert xxhash.xxh3_64_hexdigest(body) == message.type_url, "a chunk is corrupt"
+        data[at : at + len(body)] = np.frombuffer(body, np.uint8)
+        at += len(body)
+    assert at == data.nbytes, f"expected {data.nbytes} bytes, got {at}"
 
 
 def _serve_grpc(pipe: Connection, nbytes: int, chunk_bytes: int, lanes: int) -> None:
@@ -180,9 +211,18 @@ def _serve_grpc(pipe: Connection, nbytes: int, chunk_bytes: int, lanes: int) -> 
     def pull(request: bytes, context: Any) -> Iterator[bytes]:
         return _messages(data, chunk_bytes)
 
+    def push_checked(messages: Iterator[Any_], context: Any) -> bytes:
+        _into_place(messages, data)
+        return b""
+
+    def pull_checked(request: bytes, context: Any) -> Iterator[Any_]:
+        return _spelled(data, chunk_bytes)
+
     handlers: dict[str, Any] = {
         "push": grpc.stream_unary_rpc_method_handler(push),
         "pull": grpc.unary_stream_rpc_method_handler(pull),
+        "push_checked": grpc.stream_unary_rpc_method_handler(push_checked, Any_.FromString),
+        "pull_checked": grpc.unary_stream_rpc_method_handler(pull_checked, response_serializer=Any_.SerializeToString),
     }
     with ThreadPoolExecutor(2) as threads:
         server = grpc.server(threads, handlers=[grpc.method_handlers_generic_handler("bench", handlers)])
