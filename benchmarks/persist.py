@@ -118,8 +118,10 @@ def _write_sum(path: Path, manifest: Manifest, acc: Arrays) -> None:
     tensorfile.write(path, {}, shapes, acc.values())
 
 
-def _recover(bench: Bench, disk: Snapshots, folded: Path, manifest: Manifest, banks: Sequence[Arrays]) -> None:
-    """Read a full snapshot; read one sum and replay it: what each of up to k − 1 sums adds to a recovery."""
+def _recovery(
+    runs: int, disk: Snapshots, folded: Path, manifest: Manifest, banks: Sequence[Arrays]
+) -> dict[str, float]:
+    """Median seconds to read a full snapshot, and to read one sum and replay it: each of up to k − 1 adds that."""
     theta, momentum, acc, theta_next = banks
     kernels.warm_up()
     workers = os.cpu_count() or 1
@@ -133,8 +135,7 @@ def _recover(bench: Bench, disk: Snapshots, folded: Path, manifest: Manifest, ba
     with ThreadPoolExecutor(workers, "kernel") as threads:
         crew = Crew(kernels, threads, workers)
         again = {"full": lambda: disk.read(VERSION, theta, momentum), "replay": replay}
-        read = {name: statistics.median(_cold(work, folded) for _ in range(runs)) for name, work in again.items()}
-    return read
+        return {name: statistics.median(_cold(work, folded) for _ in range(runs)) for name, work in again.items()}
 
 
 def _cold(work: Callable[[], object], folded: Path) -> float:
