@@ -8,6 +8,8 @@ slices on the same threads. A value is a rate; the ratio is against the triad's.
 from __future__ import annotations
 
 import os
+import statistics
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -85,6 +87,21 @@ def measure(bench: Bench) -> None:
     bench.note(
         "measure 2, fold of the first 3, fold 4, apply 5 banks; `fold k` folds k contributions in turn (3 + 4(k-1))"
     )
+
+
+def triad_rate(numel: int = 1 << 25, runs: int = 7) -> float:
+    """Bytes a second of the STREAM triad here, now, on all cores: what others hold their bytes against."""
+    workers = os.cpu_count() or 1
+    pool = Pool(dict.fromkeys(range(LAYERS), numel // LAYERS), 3)
+    a, b, c = (bank.arrays for bank in pool.banks)
+    times = []
+    with ThreadPoolExecutor(workers, "kernel") as threads:
+        crew = Crew(Yardsticks(), threads, workers)
+        for _ in range(runs):
+            begun = time.perf_counter()
+            crew.fold(a, b, c, 1.0)
+            times.append(time.perf_counter() - begun)
+    return 3 * BYTES * numel / statistics.median(times)
 
 
 def _works(crew: Crew, plain: Crew, pool: Pool) -> dict[str, tuple[Callable[[], object], int]]:

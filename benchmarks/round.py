@@ -20,13 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Bench, main
+from benchmarks.kernels import triad_rate
 from benchmarks.lone_slave import equal_layers
 from benchmarks.whole_run import Processes, WholeRun
+from dips.outer.pool import BYTES
 from dips.telemetry import timeline
 
 LAYERS, SLAVES = 16, 2
 TMPFS = Path("/dev/shm")
 LEAST = 1 / 2.0  # at most twice gloo's time, with two clusters
+APPLY_BANKS, CLOSING = 5, 0.6  # Apply reads three and writes two
 PHASES = ("ask", "push", "measure and fold", "apply", "persist", "commit", "pull", "install and rest")
 Mark = Mapping[str, Any]
 
@@ -44,17 +47,17 @@ def measure(bench: Bench) -> None:
         times += gloo(numel, clusters, bench.runs)
         plain = statistics.median(times)
         bench.row(f"gloo, {clusters} ranks", plain, "s")
+        memory_s = APPLY_BANKS * BYTES * numel / triad_rate()
         for place, each in rounds.items():
             _rows(bench, f"{clusters} clusters, {place}", each, plain, clusters == 2 and place == "tmpfs")
-    bench.note(
-        "tmpfs: everything but the wire and the memory is as in the daemons' default; window closed when all are in"
-    )
-    bench.note(
-        "slots = clusters, so that nobody is told Busy; measure and fold: what is left of it after the last push"
-    )
-    bench.note(
-        "the breakdown is of the tmpfs run unless it says disk; without persist: what durability off would leave"
-    )
+        closing = statistics.median(r["apply"] for each in rounds.values() for r in each)
+        bench.row(
+            f"closing to Prepared, {clusters} clusters", closing, "s",
+            against="its bytes at the triad's rate", of=memory_s, least=CLOSING, less=True,
+        )  # fmt: skip
+    bench.note("tmpfs, disk: where the snapshots lie; without persist: what switching durability off would leave")
+    bench.note("slots = clusters, so that nobody is told Busy; the window closes when all are in")
+    bench.note("ask: the grant; measure and fold: what is left of it after the last push; commit: row, flip, Outcome")
 
 
 def _rows(bench: Bench, what: str, rounds: list[dict[str, float]], plain: float, held: bool) -> None:
