@@ -48,6 +48,11 @@ class Peer:
         self.pipe.send(END)
         self._process.join()
 
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
     def connect(self, addresses: list[str]) -> None:
         raise NotImplementedError
 

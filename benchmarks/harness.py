@@ -216,6 +216,12 @@ def machine() -> dict[str, Any]:
     }
 
 
+def cpu_s(pid: int) -> float:
+    """Seconds of processor time that a living process has used, in user space and in the kernel."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def commit() -> str:
     """The commit of the working tree, with + if it is not clean; "unknown" outside a repository."""
     try:

@@ -182,9 +182,13 @@ class LoneSlave:
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    def _status(self, key: str) -> int:
+    @property
+    def pid(self) -> int:
         assert self._popen is not None
-        text = Path(f"/proc/{self._popen.pid}/status").read_text()
+        return self._popen.pid
+
+    def _status(self, key: str) -> int:
+        text = Path(f"/proc/{self.pid}/status").read_text()
         return next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith(key))
 
     def _grant(self, version: VersionId) -> e.Grant:

@@ -7,11 +7,13 @@ are checked and in the slot), a pull from HELLO until every byte is checked and 
 
 from __future__ import annotations
 
+import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.bare import BareZmq, GrpcStream
-from benchmarks.harness import Bench, main
+from benchmarks.harness import Bench, cpu_s, main
 from benchmarks.lone_slave import LoneSlave, equal_layers
 from benchmarks.rank import Rank
 from dips.outer.pool import BYTES
@@ -33,6 +35,9 @@ def measure(bench: Bench) -> None:
     bench.note("bare ZeroMQ: PUSH → PULL of the same messages on as many lanes, no checks, received and dropped")
     bench.note("gRPC: one stream of the same chunks as protobuf messages, checksums on both ends, copied into place")
     bench.note("raw gRPC: one stream of the same chunks as bare bytes, no protobuf, no checks, received and dropped")
+    bench.note(
+        "processor time: of both processes, kernel included; a rate of 1/(s/GB) × cores is all that cores can give"
+    )
     bench.note("held at the default chunk of 1 MiB; smaller ones are shown")
 
 
@@ -52,6 +57,13 @@ def _measure(bench: Bench, nbytes: int, chunk_bytes: int, lanes: int) -> None:
                 "gRPC push": stream.push_checked, "gRPC pull": stream.pull_checked,
             }
         )  # fmt: skip
+        used = {
+            name: processor_s(work, peer, bench.runs)
+            for name, work, peer in (
+                ("push", rank.push, slave.pid), ("bare push", bare.push, bare.pid),
+                ("pull", rank.pull, slave.pid), ("bare pull", bare.pull, bare.pid),
+            )
+        }  # fmt: skip
     what = f"{chunk_bytes // KIB} KiB, {lanes} lane{'s' if lanes > 1 else ''}"
     held = chunk_bytes == DEFAULT_CHUNK
     for kind, least in LEAST.items():
@@ -61,6 +73,16 @@ def _measure(bench: Bench, nbytes: int, chunk_bytes: int, lanes: int) -> None:
         bench.row(name, rate, "B/s", against="gRPC", of=like, least=TIMES_GRPC if held else None)
         bench.row(name, rate, "B/s", against="raw gRPC", of=raw)
         bench.row(f"bare ZeroMQ {kind}, {what}", bare_rate, "B/s", against="raw gRPC", of=raw)
+        own, plain = (1e9 * used[key] / nbytes for key in (kind, f"bare {kind}"))
+        bench.row(f"{name}: processor time", own, "s/GB", against="bare ZeroMQ", of=plain, less=True)
+
+
+def processor_s(work: Callable[[], object], peer: int, runs: int) -> float:
+    """Seconds of processor time that one `work` costs this process and its peer together."""
+    before = cpu_s(peer) + cpu_s(os.getpid())
+    for _ in range(runs):
+        work()
+    return (cpu_s(peer) + cpu_s(os.getpid()) - before) / runs
 
 
 if __name__ == "__main__":
