@@ -27,7 +27,7 @@ TIMES_GRPC = 2.0
 
 def measure(bench: Bench) -> None:
     """Every chunk size with every number of lanes."""
-    nbytes = (64 if bench.quick else 512) << 20
+    nbytes = (64 if bench.quick else 256) << 20
     for chunk_bytes in (256 * KIB, DEFAULT_CHUNK):
         for lanes in (1, 2):
             bench.say(f"{nbytes >> 20} MiB in chunks of {chunk_bytes // KIB} KiB, {lanes} lanes, {bench.runs} runs")
