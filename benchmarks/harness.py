@@ -37,6 +37,10 @@ LOG = ROOT / "benchmarks" / "LOG.md"
 PACKAGES = ("numpy", "numba", "pyzmq", "grpcio", "xxhash")
 
 
+class Seconds(float):
+    """What a work says it took; any other result is the work's own business."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One number; `ratio` and `least` are None where nothing is promised, and then it holds."""
@@ -97,7 +101,7 @@ class Bench:
     ) -> dict[str, float]:
         """Return the median seconds of each work; they run in turn, so that a slow minute slows all of them.
 
-        A work that returns a float has measured the seconds that count by itself.
+        A work that returns Seconds has measured those that count by itself.
         """
         took: dict[str, list[float]] = {name: [] for name in works}
         for run in range(-warm, self.runs if runs is None else runs):
@@ -105,7 +109,7 @@ class Bench:
                 begun = time.perf_counter()
                 own = work()
                 if run >= 0:
-                    took[name].append(own if isinstance(own, float) else time.perf_counter() - begun)
+                    took[name].append(own if isinstance(own, Seconds) else time.perf_counter() - begun)
         return {name: statistics.median(times) for name, times in took.items()}
 
 

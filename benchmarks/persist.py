@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import structlog
 
-from benchmarks.harness import Bench, main
+from benchmarks.harness import Bench, Seconds, main
 from benchmarks.lone_slave import equal_layers
 from dips.ids import VersionId
 from dips.outer import kernels
@@ -87,17 +87,17 @@ def _snapshots(directory: Path, manifest: Manifest) -> Snapshots:
     return disk
 
 
-def _snapshot(disk: Snapshots, theta: Arrays, momentum: Arrays) -> float:
+def _snapshot(disk: Snapshots, theta: Arrays, momentum: Arrays) -> Seconds:
     disk.delete((VERSION,))
     return _timed(lambda: disk.write(VERSION, theta, momentum))
 
 
-def _timed(work: Callable[[], object], remove: Path | None = None) -> float:
+def _timed(work: Callable[[], object], remove: Path | None = None) -> Seconds:
     """Seconds of `work` over a file system with nothing left to write."""
     os.sync()
     begun = time.perf_counter()
     work()
-    took = time.perf_counter() - begun
+    took = Seconds(time.perf_counter() - begun)
     if remove is not None:
         remove.unlink()
     return took

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import harness
-from benchmarks.harness import Bench, Row
+from benchmarks.harness import Bench, Row, Seconds
 
 
 def run(measure: object, *words: str) -> int:
@@ -73,6 +73,16 @@ def test_works_are_measured_in_turn_and_warmed_up_once() -> None:
 
     run(measure)
     assert order == ["a", "b"] * 3
+
+
+def test_only_seconds_count_as_what_a_work_says_it_took() -> None:
+    """A kernel's float result is no time; Seconds are, whatever went on around them."""
+
+    def measure(bench: Bench) -> None:
+        took = bench.together({"kernel": lambda: 0.0, "transfer": lambda: Seconds(5.0)}, runs=1)
+        assert 0 < took["kernel"] < 1 and took["transfer"] == 5.0
+
+    run(measure)
 
 
 def test_the_log_grows_by_a_dated_entry_with_what_failed(tmp_path: Path) -> None:
