@@ -39,8 +39,8 @@ sim: $(VENV)/dev.stamp ## the simulated world, SEEDS=N of them; a failing seed p
 chaos: ## (not yet) kill, stop and partition real processes
 	@echo "error: make chaos comes with part C of the project; nothing was run" >&2; exit 2
 
-bench: ## (not yet) measure each part beside what it must reach
-	@echo "error: make bench comes with part B of the project; nothing was run" >&2; exit 2
+bench: $(VENV)/dev.stamp ## measure each part beside what it must reach; appends to benchmarks/LOG.md (ARGS="--quick kernels")
+	@$(BIN)/python -m benchmarks --log $(ARGS)
 
 proto: $(VENV)/dev.stamp ## write the stubs of protos/ anew into dips/wire/generated
 	@PYTHON="$(CURDIR)/$(BIN)/python" protos/generate dips/wire/generated

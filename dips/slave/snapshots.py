@@ -13,7 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -164,11 +164,12 @@ class Snapshots:
             for p in layer.parameters
         ]
         metadata = {"run": self._run, "slave": self._slave, "version": str(version)}
-        data = chain.from_iterable((theta[index], momentum[index]) for index in layers)
-        size = tensorfile.write(aside / MODEL_FILE, metadata, shapes, data)
+        digests: list[str] = []
+        flat = chain.from_iterable((theta[index], momentum[index]) for index in layers)
+        size = tensorfile.write(aside / MODEL_FILE, metadata, shapes, _digested(flat, digests))
         records = tuple(
-            LayerRecord(index, layer, digest_of(theta[index]), digest_of(momentum[index]))
-            for index, layer in layers.items()
+            LayerRecord(index, layer, of_theta, of_momentum)
+            for (index, layer), of_theta, of_momentum in zip(layers.items(), digests[::2], digests[1::2], strict=True)
         )
         model = self._manifest
         manifest = SnapshotManifest(
@@ -261,6 +262,13 @@ def read_manifest(path: Path) -> SnapshotManifest:
     if size != manifest.size:
         raise CorruptSnapshot(f"{path / MODEL_FILE}: expected {manifest.size} bytes, got {size}")
     return manifest
+
+
+def _digested(arrays: Iterable[F32], digests: list[str]) -> Iterator[F32]:
+    """Pass arrays on to the writer; append each one's digest while the disk is busy with it."""
+    for array in arrays:
+        yield array
+        digests.append(digest_of(array))
 
 
 def read_theta(reader: Reader, record: LayerRecord, theta: F32) -> None:

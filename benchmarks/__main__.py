@@ -1,0 +1,71 @@
+"""Every benchmark, one after another, each in a process of its own; what `make bench` runs.
+
+A benchmark that cannot run (no right to make network namespaces, too little memory) is named with its reason, and
+the run fails; those after it are measured all the same. Exit code 1 if a row does not hold or a benchmark did not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.harness import LOG, ROOT, append_log, shown
+
+NAMES = ("kernels", "transport", "memory", "persist", "round", "links")
+LIMIT_S = 400.0  # for one of them
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run them; return the exit code."""
+    parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which; default: {' '.join(NAMES)}")
+    parser.add_argument("--quick", action="store_true", help="smaller and fewer: a look, not a measurement")
+    parser.add_argument("--log", action="store_true", help=f"append a dated entry to {LOG.name}")
+    args = parser.parse_args(argv)
+    console, begun = Console(), time.monotonic()
+    names = args.names or [name for name in NAMES if find_spec(f"benchmarks.{name}")]
+    results: list[tuple[str, dict[str, Any]]] = []
+    unwell: list[str] = []
+    for number, name in enumerate(names, 1):
+        console.print(f"[bold]({number} of {len(names)}) {name}[/bold]")
+        result, reason = run(name, args.quick)
+        if result is not None:
+            results.append((name, result))
+        if reason:
+            unwell.append(f"{name}: {reason}")
+    if args.log and results:
+        append_log(results)
+    console.print(f"{len(results)} of {len(names)} benchmarks in {shown(time.monotonic() - begun, 's')}")
+    for line in unwell:
+        console.print(f"[bold red]{line}[/bold red]")
+    return 1 if unwell else 0
+
+
+def run(name: str, quick: bool) -> tuple[dict[str, Any] | None, str]:
+    """Run one benchmark with its table on this terminal; return its report, if it made one, and what is wrong."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "rows.json"
+        command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(file), *(["--quick"] if quick else [])]
+        try:
+            code = subprocess.run(command, cwd=ROOT, timeout=LIMIT_S, check=False).returncode
+        except subprocess.TimeoutExpired:
+            return None, f"not over within {LIMIT_S:g} s"
+        if not file.exists():
+            return None, f"ended with {code} and no result"
+        result: dict[str, Any] = json.loads(file.read_text())
+    broken = [row["name"] for row in result["rows"] if not row["holds"]]
+    return result, f"does not hold: {'; '.join(broken)}" if broken else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,247 @@
+"""What every benchmark shares: its words on the command line, medians, the table, the file and the entry in LOG.md.
+
+    def measure(bench: Bench) -> None:
+        took = bench.together({"copy": copy, "memcpy": memcpy})         # medians in seconds, measured in turn
+        bench.row("copy", size / took["copy"], "B/s", against="memcpy", of=size / took["memcpy"], least=0.8)
+
+    if __name__ == "__main__":
+        main("copy", __doc__, measure)
+
+A row's ratio says how much of what it is held against it reaches: more is better, and it holds if ratio ≥ least. Where
+a time or a size must stay below a bound, `less=True` turns the ratio over (at most twice the time: least 0.5). The
+harness knows nothing of what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+LOG = ROOT / "benchmarks" / "LOG.md"
+PACKAGES = ("numpy", "numba", "pyzmq", "grpcio", "xxhash")
+
+
+class Seconds(float):
+    """What a work says it took; any other result is the work's own business."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One number; `ratio` and `least` are None where nothing is promised, and then it holds."""
+
+    name: str
+    value: float
+    unit: str
+    against: str = ""
+    ratio: float | None = None
+    least: float | None = None
+    holds: bool = True
+
+
+@dataclass(slots=True)
+class Bench:
+    """One benchmark under way: collects rows and notes, and says on standard error what it is doing."""
+
+    name: str
+    quick: bool
+    args: argparse.Namespace
+    console: Console
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def runs(self) -> int:
+        """How often to measure before the median is taken."""
+        return 3 if self.quick else 5
+
+    def row(
+        self,
+        name: str,
+        value: float,
+        unit: str,
+        *,
+        against: str = "",
+        of: float | None = None,
+        least: float | None = None,
+        less: bool = False,
+    ) -> Row:
+        """Add a row: `value` held against `of`, in the same unit; `less` says that a smaller value is better."""
+        ratio = None if of is None else (of / value if less else value / of)
+        text = against if of is None else f"{against}: {shown(of, unit)}"
+        made = Row(name, value, unit, text, ratio, least, least is None or (ratio is not None and ratio >= least))
+        self.rows.append(made)
+        return made
+
+    def note(self, text: str) -> None:
+        """Keep a sentence for the table's foot and the log: how bytes are counted, what the limit is."""
+        self.notes.append(text)
+
+    def say(self, text: str) -> None:
+        """Show progress."""
+        self.console.print(f"[dim]{self.name}: {text}[/dim]", highlight=False)
+
+    def together(
+        self, works: Mapping[str, Callable[[], object]], *, runs: int | None = None, warm: int = 1
+    ) -> dict[str, float]:
+        """Return the median seconds of each work; they run in turn, so that a slow minute slows all of them.
+
+        A work that returns Seconds has measured those that count by itself.
+        """
+        took: dict[str, list[float]] = {name: [] for name in works}
+        for run in range(-warm, self.runs if runs is None else runs):
+            for name, work in works.items():
+                begun = time.perf_counter()
+                own = work()
+                if run >= 0:
+                    took[name].append(own if isinstance(own, Seconds) else time.perf_counter() - begun)
+        return {name: statistics.median(times) for name, times in took.items()}
+
+
+def main(
+    name: str,
+    doc: str | None,
+    measure: Callable[[Bench], None],
+    arguments: Callable[[argparse.ArgumentParser], None] | None = None,
+    argv: Sequence[str] | None = None,
+) -> NoReturn:
+    """Run one benchmark as a program; exit code 0 if every row holds, 1 if one does not, 2 for wrong words."""
+    parser = argparse.ArgumentParser(
+        f"python -m benchmarks.{name}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="smaller and fewer: a look, not a measurement")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--log", action="store_true", help="append a dated entry to benchmarks/LOG.md")
+    if arguments is not None:
+        arguments(parser)
+    args = parser.parse_args(argv)
+    bench = Bench(name, args.quick, args, Console(stderr=True))
+    begun = time.monotonic()
+    measure(bench)
+    result = report(bench, time.monotonic() - begun)
+    Console().print(table(bench.name, bench.rows, bench.notes))
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=1))
+    if args.log:
+        append_log([(name, result)])
+    sys.exit(0 if all(row.holds for row in bench.rows) else 1)
+
+
+def report(bench: Bench, took_s: float) -> dict[str, Any]:
+    """The file of a benchmark: machine, commit, rows; beside them its notes and how long it took."""
+    return {
+        "machine": machine(),
+        "commit": commit(),
+        "rows": [asdict(row) for row in bench.rows],
+        "notes": bench.notes,
+        "quick": bench.quick,
+        "took_s": round(took_s, 1),
+    }
+
+
+def shown(value: float, unit: str) -> str:
+    """A number as a person reads it: bytes and seconds with a prefix, others with four digits."""
+    if unit in ("B/s", "B"):
+        scale, prefix = next(((s, p) for s, p in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if abs(value) >= s), (1.0, ""))
+        return f"{value / scale:.3g} {prefix}{unit}"
+    if unit == "s" and abs(value) < 1:
+        return f"{value * 1e3:.3g} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.3g} µs"
+    return f"{value:.4g} {unit}".strip()
+
+
+def table(name: str, rows: Iterable[Row], notes: Iterable[str] = ()) -> Table:
+    """The rows for a terminal, the notes below them."""
+    made = Table(title=name, title_justify="left", caption="\n".join(notes) or None, caption_justify="left")
+    for column, justify in (
+        ("", "left"),
+        ("value", "right"),
+        ("against", "left"),
+        ("ratio", "right"),
+        ("least", "right"),
+    ):
+        made.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]  # two of rich's literals
+    made.add_column("holds")
+    for row in rows:
+        cells = _cells(row)
+        verdict = "" if row.least is None else ("[green]yes[/green]" if row.holds else "[bold red]no[/bold red]")
+        made.add_row(*cells, verdict)
+    return made
+
+
+def append_log(results: Sequence[tuple[str, Mapping[str, Any]]], path: Path = LOG) -> None:
+    """Append one dated entry with a table for each benchmark; `results` are (name, report)."""
+    first = results[0][1]
+    lines = ["", f"## {date.today().isoformat()}, commit {first['commit']}{', quick' if first['quick'] else ''}", ""]
+    lines += [", ".join(f"{key} {value}" for key, value in first["machine"].items()), ""]
+    for name, result in results:
+        lines += [
+            f"### {name} ({result['took_s']:.0f} s)",
+            "",
+            "| | value | against | ratio | least | |",
+            "|---|--:|---|--:|--:|---|",
+        ]
+        for row in map(_row, result["rows"]):
+            verdict = "" if row.least is None else ("holds" if row.holds else "**does not hold**")
+            lines.append(f"| {' | '.join((*_cells(row), verdict))} |")
+        lines += ["", *(f"* {note}" for note in result["notes"]), *([""] if result["notes"] else [])]
+    with path.open("a") as file:
+        file.write("\n".join(lines))
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on, and how busy it was."""
+    names = (
+        line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": next(names, platform.machine()),
+        "cores": os.cpu_count(),
+        "memory": shown(float(memory), "B"),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **{package: version(package) for package in PACKAGES},
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of processor time that a living process has used, in user space and in the kernel."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def commit() -> str:
+    """The commit of the working tree, with + if it is not clean; "unknown" outside a repository."""
+    try:
+        said = [
+            subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+            for words in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        ]
+    except (OSError, subprocess.CalledProcessError):  # no git, or no repository: an installed copy
+        return "unknown"
+    return said[0] + ("+" if said[1] else "")
+
+
+def _cells(row: Row) -> tuple[str, str, str, str, str]:
+    ratio, least = ("" if x is None else f"{x:.2f}" for x in (row.ratio, row.least))
+    return row.name, shown(row.value, row.unit), row.against, ratio, least
+
+
+def _row(made: Mapping[str, Any]) -> Row:
+    return Row(**made)

@@ -1,0 +1,121 @@
+"""The outer step's kernels on all cores, beside memcpy and the STREAM triad on the same threads in the same process.
+
+Bytes are counted as STREAM counts them: what a kernel reads and writes in its arrays, nothing for the cache lines that
+a write brings in. Every kernel goes through `dips.outer.crew`, as in a slave; the triad and memcpy go through the same
+slices on the same threads. A value is a rate; the ratio is against the triad's.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.harness import Bench, main
+from dips.outer import kernels
+from dips.outer.crew import Crew
+from dips.outer.pool import BYTES, Arrays, Pool
+
+F32 = npt.NDArray[np.float32]
+LAYERS = 16
+CONTRIBUTIONS = (1, 2, 4, 8)
+LEAST = 0.8
+SCALE, LR, MU = 0.5, 0.7, 0.8
+
+
+@numba.njit(nogil=True)
+def _triad(a: F32, b: F32, c: F32) -> None:
+    s = np.float32(3.0)
+    for i in range(a.size):
+        a[i] = b[i] + s * c[i]
+
+
+class Yardsticks:
+    """Kernels of no meaning, so that the crew spreads memcpy and the triad as it spreads the real ones."""
+
+    def measure(self, theta: F32, theta_j: F32) -> float:
+        np.copyto(theta_j, theta)
+        return 0.0
+
+    def fold_first(self, theta: F32, theta_j: F32) -> float:
+        return self.measure(theta, theta_j)
+
+    def fold(self, acc: F32, theta: F32, theta_j: F32, weight: float) -> float:
+        _triad(acc, theta, theta_j)
+        return 0.0
+
+    def apply(self, theta: F32, acc: F32, momentum: F32, scale: float, lr: float, mu: float, theta_next: F32) -> None:
+        _triad(theta_next, theta, momentum)
+
+
+def measure(bench: Bench) -> None:
+    """Time every kernel over one model's banks, in turn with the yardsticks."""
+    numel = (1 << 22) if bench.quick else (1 << 26)  # parameters: 16 MiB a bank (quick), 256 MiB, far beyond caches
+    workers = os.cpu_count() or 1
+    pool = Pool(dict.fromkeys(range(LAYERS), numel // LAYERS), 5)
+    for bank in pool.banks:
+        for array in bank.arrays.values():
+            array[:] = np.random.default_rng(bank.number).standard_normal(array.size, np.float32)
+    kernels.warm_up()
+    bank_bytes = float(BYTES * numel)
+    with ThreadPoolExecutor(workers, "kernel") as threads:
+        works = _works(Crew(kernels, threads, workers), Crew(Yardsticks(), threads, workers), pool)
+        bench.say(f"{numel:,} parameters, {workers} threads: {', '.join(works)}")
+        took = bench.together({name: work for name, (work, _) in works.items()}, runs=5 if bench.quick else 11)
+    rates = {name: banks * bank_bytes / took[name] for name, (_, banks) in works.items()}
+    memcpy, triad = rates.pop("memcpy"), rates.pop("triad")
+    bench.row("memcpy", memcpy, "B/s")
+    bench.row("triad", triad, "B/s")
+    for name, rate in rates.items():
+        bench.row(name, rate, "B/s", against="triad", of=triad, least=LEAST)
+    for name, rate in rates.items():
+        bench.row(f"{name} against memcpy", rate, "B/s", against="memcpy", of=memcpy, least=LEAST)
+    bench.note("bytes as STREAM counts them: 4 for each element read or written, no write-allocate")
+    bench.note("banks moved: memcpy 2, triad 3, measure 2, fold of the first 3, fold 4, apply 5; fold k: k in turn")
+
+
+def triad_rate(numel: int = 1 << 25, runs: int = 7) -> float:
+    """Bytes a second of the STREAM triad here, now, on all cores: what others hold their bytes against."""
+    workers = os.cpu_count() or 1
+    pool = Pool(dict.fromkeys(range(LAYERS), numel // LAYERS), 3)
+    a, b, c = (bank.arrays for bank in pool.banks)
+    times = []
+    with ThreadPoolExecutor(workers, "kernel") as threads:
+        crew = Crew(Yardsticks(), threads, workers)
+        for _ in range(runs):
+            begun = time.perf_counter()
+            crew.fold(a, b, c, 1.0)
+            times.append(time.perf_counter() - begun)
+    return 3 * BYTES * numel / statistics.median(times)
+
+
+def _works(crew: Crew, plain: Crew, pool: Pool) -> dict[str, tuple[Callable[[], object], int]]:
+    """What to time: name → (work, banks that it moves)."""
+    theta, pushed, acc, momentum, theta_next = (bank.arrays for bank in pool.banks)
+    works: dict[str, tuple[Callable[[], object], int]] = {
+        "memcpy": (partial(plain.measure, theta, theta_next), 2),
+        "triad": (partial(plain.fold, theta_next, theta, momentum, 1.0), 3),
+        "measure": (partial(crew.measure, theta, pushed), 2),
+    }
+    for count in CONTRIBUTIONS:
+        works[f"fold {count}"] = (partial(_folds, crew, acc, theta, pushed, count), 3 + 4 * (count - 1))
+    works["apply"] = (partial(crew.apply, theta, acc, momentum, SCALE, LR, MU, theta_next), 5)
+    return works
+
+
+def _folds(crew: Crew, acc: Arrays, theta: Arrays, pushed: Arrays, count: int) -> None:
+    """What a round of `count` contributions folds: the first in its own buffer, the others one after another."""
+    crew.fold_first(theta, acc)
+    for _ in range(count - 1):
+        crew.fold(acc, theta, pushed, 1.0)
+
+
+if __name__ == "__main__":
+    main("kernels", __doc__, measure)

@@ -1,0 +1,157 @@
+"""A whole run for a benchmark: init, `dips-master`, `dips-slave`s and clusters as real processes on loopback.
+
+    with WholeRun(directory, manifest, clusters=2, versions=7) as run:
+        run.finish()                       # every cluster's process has ended well
+
+Each cluster is an agent whose trainer is outer_rank.py. What a process prints lies in `<name>.log`; each is ended by
+its own pid on exit. It measures nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import yaml
+
+from benchmarks.harness import ROOT
+from dips.config import load_run
+from dips.master import genesis
+from dips.protocol.manifest import Manifest
+
+END_S = 30.0
+
+
+class Processes:
+    """Starts commands with their output in files; ends all of them, the last first."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._running: list[tuple[str, subprocess.Popen[bytes]]] = []
+
+    def start(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
+        with (self.directory / f"{name}.log").open("wb") as out:
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+        self._running.append((name, process))
+        return process
+
+    def wait(self, name: str, process: subprocess.Popen[bytes], within_s: float) -> None:
+        """Wait for an end with code 0; raise RuntimeError, with the last of its log, on any other."""
+        end = time.monotonic() + within_s
+        while process.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
+        if process.poll() != 0:
+            log = (self.directory / f"{name}.log").read_text(errors="replace")
+            raise RuntimeError(f"{name} ended with {process.poll()} within {within_s:g} s:\n{log[-4000:]}")
+
+    def end(self) -> None:
+        """SIGTERM, then SIGKILL for those that do not end."""
+        for _, process in reversed(self._running):
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+class WholeRun:
+    """One run of `versions` outer steps; every cluster takes part in each."""
+
+    def __init__(
+        self, directory: Path, manifest: Manifest, *, clusters: int, slaves: int, versions: int, lanes: int = 1
+    ) -> None:
+        self.directory, self._manifest = directory, manifest
+        self.clusters = [f"c{i}" for i in range(clusters)]
+        self._slaves = [f"ps{i}" for i in range(slaves)]
+        self._lanes = lanes
+        self._address = f"127.0.0.1:{_free_port()}"
+        self._shared = {
+            "run": "bench",
+            "stop": {"versions": versions},
+            "penalty": {"rule": "none"},
+        }
+        self._processes = Processes(directory)
+
+    def __enter__(self) -> Self:
+        self.meeting.mkdir(parents=True)
+        file = self.directory / "dips.yaml"
+        file.write_text(yaml.safe_dump(self._run_file()))
+        tensors = {p.name: np.zeros(p.shape, np.float32) for layer in self._manifest.layers for p in layer.parameters}
+        genesis.make_run(load_run(file), tensors)
+        try:
+            self._processes.start("master", [sys.executable, "-m", "dips.master.app", "--config", str(file)])
+            for name in self._slaves:
+                self._processes.start(
+                    name, [sys.executable, "-m", "dips.slave.app", "--config", str(file), "--name", name]
+                )
+            self._agents = {name: self._start_cluster(name) for name in self.clusters}
+        except BaseException:
+            self._processes.end()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._processes.end()
+
+    @property
+    def meeting(self) -> Path:
+        """Where the clusters meet, and write what they saw."""
+        return self.directory / "meeting"
+
+    def timeline(self, who: str) -> Path:
+        """Of `master` or a cluster."""
+        return self.directory / who / "timeline.jsonl"
+
+    def finish(self, within_s: float) -> None:
+        """Wait until the run is over and every cluster has ended."""
+        for name, agent in self._agents.items():
+            self._processes.wait(name, agent, within_s)
+
+    def _start_cluster(self, name: str) -> subprocess.Popen[bytes]:
+        file = self.directory / f"{name}.yaml"
+        cluster = {
+            "shared": self._shared, "cluster": name, "master": self._address, "pace": {"steps": 1},
+            "directory": name, "insecure": True, "max_restarts": 0,
+        }  # fmt: skip
+        file.write_text(yaml.safe_dump(cluster))
+        layers = self._manifest.layers
+        words = [name, str(len(self.clusters)), str(len(layers)), str(layers[0].numel), str(self.meeting)]
+        trainer = [sys.executable, "-m", "benchmarks.outer_rank", *words]
+        return self._processes.start(
+            name, [sys.executable, "-m", "dips.client.app", "--config", str(file), "--", *trainer]
+        )
+
+    def _run_file(self) -> dict[str, Any]:
+        slave = {
+            "initial_model": str(Path("master") / genesis.INITIAL_MODEL), "master": self._address,
+            "lanes": ["127.0.0.1:0"] * self._lanes, "slots": len(self.clusters),
+        }  # fmt: skip
+        return {
+            "shared": self._shared,
+            "master": {
+                "listen": self._address, "directory": "master",
+                "timing": {"window_s": 60.0},  # closed early, when every cluster is in
+            },
+            "slaves": [{"name": name, "directory": name, **slave} for name in self._slaves],
+            "insecure": True,
+        }  # fmt: skip
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])

@@ -1,0 +1,109 @@
+"""The harness of the benchmarks: what a row promises, what the exit code says, what is kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import harness
+from benchmarks.harness import Bench, Row, Seconds
+
+
+def run(measure: object, *words: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        harness.main("toy", "A toy.", measure, argv=words)  # type: ignore[arg-type]
+    return int(end.value.code or 0)
+
+
+def rate(value: float) -> object:
+    def measure(bench: Bench) -> None:
+        bench.row("rate", value, "B/s", against="memcpy", of=10e9, least=0.8)
+
+    return measure
+
+
+@pytest.mark.parametrize(("value", "code"), [(8e9, 0), (7.9e9, 1)])
+def test_the_exit_code_is_one_if_a_row_does_not_hold(value: float, code: int) -> None:
+    """0.80 of what is promised holds, 0.79 does not."""
+    assert run(rate(value), "--quick") == code
+
+
+def test_the_file_has_machine_commit_and_rows(tmp_path: Path) -> None:
+    """The interface that others read: every field of a row under its name."""
+    run(rate(9e9), "--json", str(tmp_path / "toy.json"))
+    made = json.loads((tmp_path / "toy.json").read_text())
+    assert made["machine"]["cores"] >= 1 and made["commit"]
+    assert made["rows"] == [
+        {
+            "name": "rate",
+            "value": 9e9,
+            "unit": "B/s",
+            "against": "memcpy: 10 GB/s",
+            "ratio": 0.9,
+            "least": 0.8,
+            "holds": True,
+        }
+    ]
+
+
+@pytest.mark.parametrize(("seconds", "holds"), [(1.9, True), (2.1, False)])
+def test_a_bound_from_above_is_a_ratio_turned_over(seconds: float, holds: bool) -> None:
+    """At most twice the time of 1 s: 1.9 s holds, 2.1 s does not."""
+
+    def measure(bench: Bench) -> None:
+        assert bench.row("round", seconds, "s", against="gloo", of=1.0, least=0.5, less=True).holds is holds
+
+    run(measure)
+
+
+def test_a_row_without_a_promise_holds(tmp_path: Path) -> None:
+    """A number that only informs never fails a run."""
+    assert run(lambda bench: bench.row("seen", 1.0, "s")) == 0
+
+
+def test_works_are_measured_in_turn_and_warmed_up_once() -> None:
+    """One warm-up each, then the runs, alternating; the result has every work's median."""
+    order: list[str] = []
+
+    def measure(bench: Bench) -> None:
+        took = bench.together({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, runs=2)
+        assert set(took) == {"a", "b"} and all(t >= 0 for t in took.values())
+
+    run(measure)
+    assert order == ["a", "b"] * 3
+
+
+def test_only_seconds_count_as_what_a_work_says_it_took() -> None:
+    """A kernel's float result is no time; Seconds are, whatever went on around them."""
+
+    def measure(bench: Bench) -> None:
+        took = bench.together({"kernel": lambda: 0.0, "transfer": lambda: Seconds(5.0)}, runs=1)
+        assert 0 < took["kernel"] < 1 and took["transfer"] == 5.0
+
+    run(measure)
+
+
+def test_the_log_grows_by_a_dated_entry_with_what_failed(tmp_path: Path) -> None:
+    """An entry is appended, nothing rewritten, and a row that does not hold says so."""
+    log = tmp_path / "LOG.md"
+    log.write_text("# before\n")
+    row = Row("rate", 1e9, "B/s", "memcpy: 10 GB/s", 0.1, 0.8, False)
+    result = {
+        "machine": {"cpu": "x"}, "commit": "abc", "quick": False, "took_s": 2.0, "notes": ["why"],
+        "rows": [{name: getattr(row, name) for name in Row.__slots__}],
+    }  # fmt: skip
+    harness.append_log([("toy", result)], log)
+    text = log.read_text()
+    assert text.startswith("# before\n") and "commit abc" in text and "* why" in text
+    assert "| rate | 1 GB/s | memcpy: 10 GB/s | 0.10 | 0.80 | **does not hold** |" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [(2.5e9, "B/s", "2.5 GB/s"), (0.012, "s", "12 ms"), (3.5, "s", "3.5 s"), (28.0, "B/parameter", "28 B/parameter")],
+)
+def test_numbers_are_shown_as_a_person_reads_them(value: float, unit: str, text: str) -> None:
+    """Bytes and short times carry a prefix."""
+    assert harness.shown(value, unit) == text
