@@ -55,6 +55,7 @@ class Push:
     base: VersionId
     ranks: int
     deadline: float
+    codec: str = "fp32"
     opened: bool = False
     staged: set[str] = field(default_factory=set)
     committed: bool = False

@@ -28,6 +28,7 @@ from dips.slave.sender import Job, Sender
 from dips.transport.lane import Lane, Outgoing
 from dips.transport.pipeline import Stage
 from dips.transport.pool import Transit
+from dips.wire import codecs
 from dips.wire.chunks import Layout
 from dips.wire.frame import BadFrame, Header, Kind, check_body, message, run_id, unpack
 from dips.wire.streams import StreamName, decode_done, decode_hello, decode_want
@@ -113,9 +114,11 @@ class ZmqFlow:
             self._receiver.drop_all()
             self._sender.close_all(f"slave {self._slave} lives as incarnation {sinc} now")
 
-    def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float) -> None:
+    def open_push(
+        self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str = "fp32"
+    ) -> None:
         """Accept HELLOs of the push's ranks and ask them, in that order, into `buffers`."""
-        self._receiver.open(push, order, buffers, deadline_s, self._clock())
+        self._receiver.open(push, order, buffers, deadline_s, self._clock(), codecs.named(codec))
 
     def drop_push(self, push: PushId) -> None:
         """Stop receiving; on return nobody writes into its buffers."""

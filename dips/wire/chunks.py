@@ -86,6 +86,10 @@ class Layout:
     def nbytes(self) -> int:
         return sum(self.numel.values()) * ITEM_BYTES
 
+    def whole(self) -> list[Range]:
+        """Every parameter as one range."""
+        return [Range(layer, param, 0, field.numel) for (layer, param), field in self.fields.items()]
+
     def place(self, piece: Range) -> tuple[int, int]:
         """Return begin and end of a range in its layer's flat array, in elements."""
         begin = self.fields[piece.layer, piece.param].start + piece.offset
