@@ -24,8 +24,9 @@ from rich.table import Table
 
 from dips import __version__
 from dips.config import load_run
-from dips.errors import ConfigError, DipsError, UnavailableMaster, treatment
+from dips.errors import ConfigError, UnavailableMaster
 from dips.ids import GENESIS, VersionId
+from dips.telemetry import exits
 from dips.telemetry import status as picture
 from dips.transport import control
 from dips.wire.generated.status_pb2 import StatusRequest
@@ -61,13 +62,8 @@ STATUS_DEADLINE_S = 5.0
 
 
 def main() -> None:
-    """Entry point of the console script; a DipsError ends the process with its message, its advice and its code."""
-    try:
-        cli()
-    except DipsError as error:
-        how = treatment(error)
-        print(f"error: {error}\n{how.advice}", file=sys.stderr)
-        sys.exit(how.exit_code)
+    """Entry point of the console script."""
+    exits.run(cli)
 
 
 def _version(wanted: bool) -> None:
@@ -90,7 +86,7 @@ def _options(
 
 @cli.command()
 def demo(
-    seconds: Annotated[float, typer.Option(min=30, help="How long to train, from the master's start.")] = 200.0,
+    seconds: Annotated[float, typer.Option(min=30, help="How long to train, from the master's start.")] = 180.0,
     no_kill: Annotated[bool, typer.Option("--no-kill", help="Kill nobody halfway.")] = False,
     out: Annotated[Path | None, typer.Option(help="Directory of this run; default runs/demo-DATE-TIME.")] = None,
     seed: Annotated[int, typer.Option(help="Of the initial model and of the order of the data.")] = 1,

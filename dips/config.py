@@ -62,6 +62,7 @@ class MasterSection(Section):
 
     listen: str = "127.0.0.1:7800"  # host:port of the control server
     directory: Path  # ledger, logs, timeline
+    metrics: str | None = None  # host:port where Prometheus scrapes; null: nowhere
     timing: TimingOptions = TimingOptions()
     keep_snapshots: Annotated[int, Field(ge=2)] = 2
 
@@ -139,6 +140,7 @@ def load_run(path: Path) -> RunFile:
         if names.count(name) > 1:
             raise ConfigError(f"{path}: slaves: the name {name!r} stands {names.count(name)} times, expected once")
     addresses = [("master.listen", config.master.listen)]
+    addresses += [("master.metrics", config.master.metrics)] if config.master.metrics else []
     for s in config.slaves:
         keys = ("master", s.master), ("listen", s.listen), *(("lanes", lane) for lane in s.lanes)
         addresses += [(f"slaves.{s.name}.{key}", address) for key, address in keys]

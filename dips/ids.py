@@ -67,6 +67,7 @@ def check_name(name: str, what: str) -> str:
     """Return `name` if it may name a run, cluster or slave (file names, metrics and logs carry it)."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{what} name {name!r} is not usable: expected 1 to 63 of a-z 0-9 . _ - beginning and ending with a letter or digit"
+            f"{what} name {name!r} is not usable: expected 1 to 63 of a-z 0-9 . _ -, "
+            "beginning and ending with a letter or digit"
         )
     return name

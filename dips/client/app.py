@@ -9,7 +9,6 @@ import asyncio
 import fcntl
 import os
 import signal
-import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,8 +24,8 @@ from dips.client.line import socket_path
 from dips.client.master_link import MasterLink
 from dips.client.session import Session
 from dips.config import ClusterFile, load_cluster
-from dips.errors import ConfigError, DipsError, treatment
-from dips.telemetry import logs
+from dips.errors import ConfigError
+from dips.telemetry import exits, logs
 from dips.telemetry.timeline import Timeline
 
 PATIENCE_BEATS = 5  # a trainer waits so long for a master that does not answer, then trains on
@@ -48,23 +47,14 @@ def dips_client(
     the run, keeps the cluster's lease, carries pushes and pulls through, starts the command anew when it crashes, and
     ends when it ends, with its exit code. SIGTERM ends both. Exit code 75: a newer life of this cluster took over.
     """
-    raise typer.Exit(_guarded(config, command, log_level))
+    file = load_cluster(config)
+    with _alone(file.directory):
+        raise typer.Exit(asyncio.run(_life(file, config.resolve(), command, log_level)))
 
 
 def main() -> None:
     """Entry point of the console script."""
-    command_line()
-
-
-def _guarded(path: Path, command: list[str], log_level: str) -> int:
-    try:
-        config = load_cluster(path)
-        with _alone(config.directory):
-            return asyncio.run(_life(config, path.resolve(), command, log_level))
-    except DipsError as error:
-        how = treatment(error)
-        print(f"error: {error}\n{how.advice}", file=sys.stderr)
-        return how.exit_code
+    exits.run(command_line)
 
 
 @contextmanager

@@ -45,6 +45,8 @@ class Life:
         self._accepted = 0  # seq of this life's last push that was
         self._frozen_by = 0  # the attempt whose progress the open push carries
         self._grant = cast("Grant | None", None)
+        self._beat_moving = cast("PushId | PullId | None", None)  # what was moving when the last beat left
+        self._halt = ""  # why the ranks should end the present transfer
         self._pull_due = self._resync = self._final_tried = False
         self._pull_failures, self._backoff_until = 0, 0.0
         self._unreachable_since = cast("float | None", None)

@@ -109,7 +109,7 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """How far rank 0 is with the present transfer, in bytes of its own shard."""
+    """How far rank 0 is with the present transfer; answered Heard, or Halt if it leads nowhere any more."""
 
     attempt: int
     nbytes: int
@@ -187,6 +187,13 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
+class Halt:
+    """End the transfer: the master has dropped it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """Raise this: the class's name in dips.errors, and the message."""
 
@@ -194,14 +201,12 @@ class Failure:
     message: str
 
 
-Question = Attach | PushWanted | PushMoved | PullWanted | PullMoved | RangeWanted | Bye
-Notice = Stepped | Moving
-Answer = Wait | Welcome | PushNow | PullNow | TrainOn | Over | RangeGiven | RangesEnded | Heard | Failure
+Question = Attach | PushWanted | PushMoved | PullWanted | PullMoved | Moving | RangeWanted | Bye
+Notice = Stepped
+Answer = Wait | Welcome | PushNow | PullNow | TrainOn | Over | RangeGiven | RangesEnded | Heard | Halt | Failure
 Message = Question | Notice | Answer
 
-MESSAGES: dict[str, type[Message]] = {
-    cls.__name__: cls for union in (Question, Notice, Answer) for cls in get_args(union)
-}
+MESSAGES: dict[str, type[Message]] = {cls.__name__: cls for cls in (*get_args(Question), Notice, *get_args(Answer))}
 
 
 def encode(message: Message) -> bytes:

@@ -19,13 +19,14 @@ from dips.client.feedback import Feedback
 from dips.client.parallel import LocalPiece, Shards
 from dips.client.transfer import Base, Piece, Stats
 from dips.client.voice import Voice
-from dips.errors import DipsError
+from dips.errors import DipsError, Unavailable
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
 from dips.protocol.order import slaves_for_worker
 from dips.wire import codecs
 
-Share = Callable[[int, int], None]  # bytes moved and in all, over all ranks as far as this one can tell
+# Takes bytes moved and in all, over all ranks as far as this one can tell; returns why to give up, "" to go on.
+Share = Callable[[int, int], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class Mover:
         job = _Job(work if pieces else None)
         while True:
             job.wait(self._poll_s)
-            share(seen[0] * total // own, total)
+            job.halt(share(seen[0] * total // own, total))
             # The same transfer on all ranks (seq both ways), all of them well, all of them done.
             low, high, well, done = self._voice.least([base.seq, -base.seq, int(job.error is None), int(job.done)])
             if not well or low != -high:
@@ -145,6 +146,11 @@ class _Job:
     def wait(self, timeout_s: float) -> None:
         if self._thread is not None:
             self._thread.join(timeout_s)
+
+    def halt(self, reason: str) -> None:
+        """Count the transfer as failed for `reason`, unless that is empty or it has failed already."""
+        if reason and self.error is None:
+            self.error = Unavailable(reason)
 
     def cancel(self) -> None:
         """End the transfer and wait for its end; raise its error if it is none of Di-PS's."""

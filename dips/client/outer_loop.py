@@ -31,6 +31,7 @@ from dips.client.local import (
     Attach,
     Bye,
     Failure,
+    Heard,
     Moving,
     Over,
     PullMoved,
@@ -213,9 +214,15 @@ class OuterLoop:
     def _base(self, verdict: PushNow | PullNow, rank: int) -> Base:
         return Base(self._config.shared.run, self._config.cluster, verdict.inc, verdict.seq, rank)
 
-    def _share(self, moved: int, total: int) -> None:
-        if self._line:
-            self._line.tell(Moving(self._attempt, moved, total))
+    def _share(self, moved: int, total: int) -> str:
+        """Tell the agent how far the transfer is; return why it is to be ended, "" to go on. Only rank 0 has a line."""
+        if not self._line:
+            return ""
+        try:
+            answer = self._line.ask(Moving(self._attempt, moved, total))
+        except DipsError as error:  # the other ranks are waiting in a collective: they must hear of it there
+            return str(error)
+        return "" if isinstance(answer, Heard) else getattr(answer, "reason", str(answer))
 
     def _persist(self, question: Question) -> Answer:
         """Ask until there is an answer; each Wait reaches all ranks, so no collective lasts longer than a poll."""

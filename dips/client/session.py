@@ -17,6 +17,7 @@ from dips.client.local import (
     Attach,
     Bye,
     Failure,
+    Halt,
     Heard,
     Message,
     Moving,
@@ -112,6 +113,7 @@ class Session(Talk):
         trainer = "dead" if not self._alive else "training" if self.base is not None else "starting"
         activity = ACTIVITY.get(self.phase, "inner") if self._alive and not self._told else "inner"
         self._beat_lost = self.account.unsettled + self.account.lost
+        self._beat_moving = self._moving_id()
         return ClusterBeat(
             self._identity.cluster,
             self.inc,
@@ -136,6 +138,7 @@ class Session(Talk):
         self._progressed(answer.progress)
         if answer.standing == "live":
             self._told_lost = self._beat_lost
+            self._notice_drop(answer)
         if answer.standing == "fenced":
             self._stop(StaleIncarnation(f"{self._identity.cluster}/{inc} is fenced by a newer life of the cluster"))
         elif answer.standing == "gone":
@@ -144,6 +147,12 @@ class Session(Talk):
             self._give_back()
             self._rest("the master took up this life again")
         return self._flush()
+
+    def _notice_drop(self, answer: ClusterBeatAnswer) -> None:
+        """A transfer that was moving when the beat left, and that the master no longer lists, leads nowhere."""
+        moving = self._moving_id()
+        if moving is not None and moving == self._beat_moving and moving not in (answer.push, answer.pull):
+            self._halt = f"the master has dropped {moving}"
 
     def leave(self) -> ClusterLeft | None:
         """The last word to the master; None if it never heard of us."""
@@ -179,7 +188,7 @@ class Session(Talk):
     def _known(self, message: Message) -> Answer | None:
         attempt = getattr(message, "attempt", None)
         if attempt != self.attempt or not self._alive:
-            notice = isinstance(message, Stepped | Moving)
+            notice = isinstance(message, Stepped)
             over = f"attempt {attempt} is over, the newest is {self.attempt}"
             return None if notice else Failure("StaleIncarnation", over)
         if self._failure:
@@ -189,6 +198,7 @@ class Session(Talk):
                 self._stepped(message)
             case Moving(nbytes=nbytes, total=total):
                 self._moved = (nbytes, total)
+                return Halt(self._halt) if self._halt else Heard()
             case PushWanted() | PushMoved() | PullWanted() | PullMoved():
                 return self._talk(message)
             case RangeWanted():

@@ -27,6 +27,7 @@ from dips.client.local import (
     TrainOn,
     Wait,
 )
+from dips.ids import PullId, PushId
 from dips.protocol.effects import (
     Acknowledged,
     Committed,
@@ -80,6 +81,12 @@ class Talk(Life):
         if self.phase is Phase.PULLING and self._grant:
             return PullNow(self.inc, self._seq, self._grant, self._fraction(), self._accepted)
         return Wait(self.reason)
+
+    def _moving_id(self) -> PushId | PullId | None:
+        """The push or pull that the ranks are moving now."""
+        if self.phase is Phase.PUSHING:
+            return self._push_id()
+        return self._pull_id() if self.phase is Phase.PULLING else None
 
     def _rest(self, reason: str, again: bool = False, delay_s: float = 0.0) -> None:
         """The talk is over; a trainer that waits is given the pull that it needs, or its verdict."""
@@ -142,7 +149,7 @@ class Talk(Life):
         self.phase, self.reason, self._grant = Phase.PUSHING, "its push is moving", grant
         self._mark_inner()
         self.account.freeze()
-        self._frozen_by, self._moved = self.attempt, (0, 0)
+        self._frozen_by, self._moved, self._halt = self.attempt, (0, 0), ""
         self._mark("push_begin", seq=self._seq, base=str(self.base), tokens=self.account.frozen.tokens)
 
     def _refused(self, result: Refused) -> None:
@@ -192,7 +199,7 @@ class Talk(Life):
             self._close_pull(False)
             return
         self.phase, self.reason, self._grant = Phase.PULLING, f"pulls {grant.version}", grant
-        self._moved = (0, 0)
+        self._moved, self._halt = (0, 0), ""
         self._mark("pull_begin", seq=self._seq, version=str(grant.version))
 
     def _closed(self, _: Acknowledged | Dropped) -> None:

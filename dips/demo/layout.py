@@ -15,7 +15,9 @@ from dips.errors import ConfigError
 
 SLAVES = ("slave-0", "slave-1")
 CLUSTERS = ("fast", "slow")
-INNER_STEPS = 16  # H: about three seconds on two cores, so that a short run has many outer steps
+FULL_S = 150.0  # what is shorter is a glance
+INNER_STEPS = 16  # H: about three seconds on two cores, so that a run of minutes has many outer steps
+INNER_STEPS_AT_A_GLANCE = 8  # a busy machine takes a second for each
 
 SHARED: dict[str, Any] = {
     # The paper's clip φ = 1 bounds an outer step to 3.5 at any model size. H steps of AdamW at 3e-3 move this model by
@@ -110,7 +112,7 @@ def write(layout: Layout, ranges: int, tokens: int, wall_s: float) -> str:
             "shared": "shared.yaml",
             "cluster": name,
             "master": address,
-            "pace": {"steps": INNER_STEPS},
+            "pace": {"steps": INNER_STEPS if wall_s >= FULL_S else INNER_STEPS_AT_A_GLANCE},
             "directory": name,
             "socket": str(layout.sockets / f"{name}.sock"),
             "beat_s": TIMING["beat_s"],

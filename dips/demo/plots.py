@@ -25,7 +25,8 @@ SPANS = {
     "push": ("push", "#1f77b4"),
     "window": ("window", "#f2b705"),
     "pull": ("pull", "#2ca02c"),
-    "down": ("trainer down or starting", "#d62728"),
+    "down": ("down or starting", "#d62728"),
+    "ready": ("slave ready", "#e3ead8"),
     "collecting": ("round takes commits", "#c9a227"),
     "updating": ("update: apply, persist", "#7b3fa0"),
 }
@@ -102,6 +103,7 @@ def _timeline(lines: Mapping[str, Sequence[Mark]], clusters: Sequence[str], zero
     whole, close, closest = figure.subplots(3, 1)
     rows: list[tuple[str, list[Span]]] = [(name, list(cluster_spans(lines[name]))) for name in clusters]
     rows.append(("master", list(master_spans(lines["master"]))))
+    rows += [(name, list(slave_spans(lines["master"], name))) for name in slaves_in(lines["master"])]
     end = max((to for _, spans in rows for _, _, to in spans), default=zero)
     for axes in (whole, close, closest):
         _bars(axes, rows, zero)
@@ -117,7 +119,7 @@ def _timeline(lines: Mapping[str, Sequence[Mark]], clusters: Sequence[str], zero
 
 def _middle(rows: Sequence[tuple[str, Sequence[Span]]], zero: float, end: float) -> float:
     """The end of the first outage after the start, or else the middle of the run."""
-    ends = (to for _, spans in rows for what, at, to in spans if what == "down" and at > zero + CLOSE_UP_S)
+    ends = (to for _, spans in rows for what, at, to in spans if what == "down" and at > zero + CLOSE_UP_S / 2)
     return min(ends, default=zero + (end - zero) / 2)
 
 
@@ -137,7 +139,8 @@ def _bars(axes: Axes, rows: Sequence[tuple[str, Sequence[Span]]], zero: float) -
     for place, (_, spans) in enumerate(rows):
         for what, (_, color) in SPANS.items():
             bars = [(at - zero, to - at) for kind, at, to in spans if kind == what]
-            axes.broken_barh(bars, (place - 0.38, 0.76), color=color, lw=0)
+            edge = 0 if what in ("inner", "ready") else 0.6  # what is short stays visible
+            axes.broken_barh(bars, (place - 0.38, 0.76), facecolor=color, edgecolor=color, lw=edge)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.25)
@@ -194,3 +197,25 @@ _MASTER_MOVES = {
     "round_skipped": "",
     "round_unchanged": "",
 }
+
+
+def slaves_in(marks: Sequence[Mark]) -> list[str]:
+    """The slaves that the master ever saw ready."""
+    return sorted({mark["slave"] for mark in marks if mark["kind"] == "slave_ready"})
+
+
+def slave_spans(marks: Sequence[Mark], slave: str) -> Iterator[Span]:
+    """When a slave was ready, and when it was lost, as the master saw it."""
+    state, since = "", 0.0
+    for mark in marks:
+        following = _SLAVE_MOVES.get(mark["kind"]) if mark.get("slave") == slave else None
+        if following is None or following == state:
+            continue
+        if state:
+            yield state, since, mark["at"]
+        state, since = following, mark["at"]
+    if state:
+        yield state, since, marks[-1]["at"]
+
+
+_SLAVE_MOVES = {"slave_ready": "ready", "slave_lost": "down"}

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from dips.demo.data import Text, bigram_entropy
-from dips.demo.layout import CLUSTERS
+from dips.demo.layout import CLUSTERS, FULL_S
 from dips.demo.model import build, loss_of
 from dips.ids import VersionId
 from dips.master.ledger_state import RoundHistory
@@ -20,7 +20,6 @@ from dips.slave.snapshot_manifest import MODEL_FILE, THETA
 
 VALIDATION_ROWS, VALIDATION_LENGTH = 256, 256
 BATCH = 32
-FULL_S = 150.0  # shorter runs are not held to the bigram entropy
 FIRST_LOSS = (5.2, 5.8)  # nats: a model that knows nothing has ln 256 = 5.545
 
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from grpc import aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health
 
-from dips.config import RunFile, load_run
-from dips.errors import ConfigError, CorruptManifest, DipsError, treatment
-from dips.master import genesis
+from dips.config import RunFile, host_port, load_run
+from dips.errors import ConfigError, CorruptManifest
+from dips.master import genesis, status
 from dips.master.ledger import Ledger
 from dips.master.links import Links
 from dips.master.runtime import Runtime
@@ -28,7 +27,7 @@ from dips.protocol.events import OrderAnswered, OrderFailed
 from dips.protocol.manifest import Manifest
 from dips.protocol.membership import Judge
 from dips.protocol.records import Record, RunRow
-from dips.telemetry import logs
+from dips.telemetry import exits, logs, metrics
 from dips.telemetry.timeline import Timeline
 from dips.transport import control
 from dips.wire.generated.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
@@ -37,6 +36,7 @@ from dips.wire.generated.status_pb2_grpc import add_StatusServiceServicer_to_ser
 
 KEY = "master.listen"
 SERVICES = ("", "dips.v1.ClusterService", "dips.v1.SlaveService", "dips.v1.StatusService")
+SCRAPE_S = 5.0  # Prometheus waits for 10
 GRACE_S = 2.0  # calls under way at the end may finish for so long
 
 cli = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -66,13 +66,8 @@ def serve_command(
 
 
 def main() -> None:
-    """Entry point of the console script; a DipsError ends the process with its message, its advice and its code."""
-    try:
-        cli()
-    except DipsError as error:
-        how = treatment(error)
-        print(f"error: {error}\n{how.advice}", file=sys.stderr)
-        sys.exit(how.exit_code)
+    """Entry point of the console script."""
+    exits.run(cli)
 
 
 async def serve(config: RunFile, log: logs.Log, ready: Callable[[str], None] = lambda _: None) -> int:
@@ -91,10 +86,12 @@ async def serve(config: RunFile, log: logs.Log, ready: Callable[[str], None] = l
         runtime = _build(config, ledger, outside, log, timeline)
         checker = await _add_services(server, runtime)
         await server.start()
+        end_metrics = _serve_metrics(config, runtime, log)
         _stop_on_signals(runtime)
         log.info("serving", address=address, ledger=str(genesis.ledger_path(config)))
         ready(address)
         code = await runtime.run()
+        await asyncio.to_thread(end_metrics)
         await checker.enter_graceful_shutdown()
         log.info("stopped", code=code)
         return code
@@ -147,11 +144,22 @@ async def _add_services(server: aio.Server, runtime: Runtime) -> health.aio.Heal
     add_ClusterServiceServicer_to_server(Clusters(runtime), server)
     add_SlaveServiceServicer_to_server(Slaves(runtime), server)
     add_StatusServiceServicer_to_server(Status(runtime, time.monotonic), server)
-    checker = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(checker, server)
-    for service in SERVICES:
-        await checker.set(service, health_pb2.HealthCheckResponse.SERVING)
-    return checker
+    return await control.serve_health(server, SERVICES)
+
+
+def _serve_metrics(config: RunFile, runtime: Runtime, log: logs.Log) -> Callable[[], None]:
+    """Answer Prometheus, if the run file says where; scrapes come in threads, the machines belong to the loop."""
+    if config.master.metrics is None:
+        return lambda: None
+    loop = asyncio.get_running_loop()
+
+    async def told() -> dict[str, Any]:
+        return status.status(runtime.view(), runtime.beats, time.monotonic())
+
+    address = host_port(config.master.metrics)
+    port, end = metrics.serve(address, lambda: asyncio.run_coroutine_threadsafe(told(), loop).result(SCRAPE_S))
+    log.info("metrics", address=f"{address[0]}:{port}")
+    return end
 
 
 def _stop_on_signals(runtime: Runtime) -> None:

@@ -86,8 +86,14 @@ def read_totals(db: sqlite3.Connection) -> tuple[ClusterTotals, ...]:
     for cluster, kind, pushes, tokens in db.execute(
         "SELECT cluster, kind, count(*), sum(tokens) FROM outcomes GROUP BY cluster, kind"
     ):
-        counted: dict[str, int] = {kind: pushes} if kind == "skipped" else {kind: pushes, f"tokens_{kind}": tokens}
-        totals[cluster] = replace(totals[cluster], **counted)
+        t = totals[cluster]
+        match kind:
+            case "accepted":
+                totals[cluster] = replace(t, accepted=pushes, tokens_accepted=tokens)
+            case "gated":
+                totals[cluster] = replace(t, gated=pushes, tokens_gated=tokens)
+            case _:
+                totals[cluster] = replace(t, skipped=pushes)
     for cluster, tokens in db.execute("SELECT cluster, sum(tokens_lost) FROM lives_ended GROUP BY cluster"):
         totals[cluster] = replace(totals[cluster], tokens_lost=tokens)
     return tuple(totals.values())

@@ -12,7 +12,9 @@ from dips.protocol.beats import ClusterBeat, SlaveBeat
 
 Beats = Mapping[tuple[str, str], tuple[ClusterBeat | SlaveBeat, float]]  # by (role, name), with the time when heard
 
-_TOLD_ALREADY = frozenset({"cluster", "slave", "inc", "sinc", "term", "base", "memory"})  # the view has them
+_TOLD_ALREADY = frozenset(
+    {"cluster", "slave", "inc", "sinc", "term", "base", "memory", "tokens_lost"}
+)  # the view has them
 
 
 def status(view: Mapping[str, Any], beats: Beats, now: float) -> dict[str, Any]:
@@ -24,6 +26,8 @@ def status(view: Mapping[str, Any], beats: Beats, now: float) -> dict[str, Any]:
             found = beats.get((role, name))
             if found is not None:
                 known.update(_told(found[0]), heard_s=now - found[1])
+                if isinstance(found[0], ClusterBeat):  # the view counts lives that are over, a beat its own
+                    known["tokens_lost"] = known.get("tokens_lost", 0) + found[0].tokens_lost
         merged[section] = peers
     return merged
 

@@ -1,4 +1,4 @@
-"""Lives of clusters: join, leave, silence, trainers that stop and go, data ranges (protocol.md rows 2, 3; why.md 4, 24)."""
+"""Lives of clusters: join, leave, silence, trainers that stop and go, data ranges (protocol.md rows 2, 3)."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.records import Record
 
-# ---- orders to slaves -------------------------------------------------------------------------------------------------
+# ---- orders to slaves ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Order:
     deadline_s: float
 
 
-# ---- what a slave is told when it registers ----------------------------------------------------------------------------
+# ---- what a slave is told when it registers ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class Wait:
 SlaveOrder = Hold | LoadVersion | CommitVersion | AbortVersion | Wait
 
 
-# ---- answers to clusters and slaves ------------------------------------------------------------------------------------
+# ---- answers to clusters and slaves --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

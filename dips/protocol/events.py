@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from dips.ids import PullId, PushId, VersionId
 
-# ---- from slaves ----------------------------------------------------------------------------------------------------
+# ---- from slaves ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class OrderFailed:
     reason: str
 
 
-# ---- from clusters --------------------------------------------------------------------------------------------------
+# ---- from clusters -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class ClusterLeft:
     tokens_lost: int
 
 
-# ---- from the judge of liveness (membership.py) and from the runtime --------------------------------------------------
+# ---- from the judge of liveness (membership.py) and from the runtime -----------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class Ticked:
     """A deadline may have passed."""
 
 
-# ---- answers of slaves to orders --------------------------------------------------------------------------------------
+# ---- answers of slaves to orders -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

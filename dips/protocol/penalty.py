@@ -54,7 +54,7 @@ class Penalty:
         self,
         options: PenaltyOptions,
         rows: Iterable[PenaltyRow] = (),
-        history: ScoreHistory = ScoreHistory((), ()),  # noqa: B008 (frozen)
+        history: ScoreHistory = ScoreHistory((), ()),
         genesis_norm: float = 0.0,
     ) -> None:
         self._options = options

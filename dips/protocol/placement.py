@@ -1,4 +1,4 @@
-"""Which slave holds which layer: whole layers, balanced by bytes. Decided once, by `dips init`, and kept in the ledger."""
+"""Which slave holds which layer: whole layers, balanced by bytes; decided once, by `dips init`, kept in the ledger."""
 
 from __future__ import annotations
 

@@ -318,7 +318,7 @@ def _end_unchanged(w: World, r: Round) -> None:
 
 
 def skip(w: World, reason: str) -> None:
-    """The round broke before its row: presumed abort. Folded pushes are gone, unfolded ones wait for the next window."""
+    """The round broke before its row: presumed abort. Folded pushes are gone, the others wait for the next window."""
     r = w.round
     if r is None:
         return

@@ -1,4 +1,4 @@
-"""The Coordinator's state as plain data, for `dips status`, the live view and the status page: each state with its reason."""
+"""The Coordinator's state as plain data, for `dips status` and the live view: each state with its reason."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import Annotated
 import typer
 
 from dips.config import RunFile, SlaveSection, host_port, load_run
-from dips.errors import ConfigError, DipsError, treatment
+from dips.errors import ConfigError
 from dips.outer import kernels
 from dips.outer.crew import Crew
 from dips.outer.pool import MemorySum
@@ -31,10 +30,11 @@ from dips.slave.servicer import OrderServicer
 from dips.slave.session import Identity, Session, Traffic
 from dips.slave.shard import Shard
 from dips.slave.snapshots import Snapshots
-from dips.telemetry import logs
+from dips.telemetry import exits, logs
 from dips.transport import control
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServiceServicer_to_server
 
+HEALTH_SERVICES = ("", "dips.v1.OrderService")
 GRACE_S = 1.0  # orders under way at the end may be answered for so long
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -65,13 +65,8 @@ def serve_command(
 
 
 def main() -> None:
-    """Entry point of the console script; a DipsError ends the process with its message, its advice and its code."""
-    try:
-        cli()
-    except DipsError as error:
-        how = treatment(error)
-        print(f"error: {error}\n{how.advice}", file=sys.stderr)
-        sys.exit(how.exit_code)
+    """Entry point of the console script."""
+    exits.run(cli)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +106,7 @@ async def serve(
         parts = _build(config, section, log, stack)
         server = control.server(lambda method, error: log.error("call_failed", method=method, exc_info=error))
         add_OrderServiceServicer_to_server(OrderServicer(parts.owner, log), server)
+        checker = await control.serve_health(server, HEALTH_SERVICES)
         host, _ = host_port(section.listen)
         address = f"{host}:{control.bind(server, section.listen, 'slaves.listen')}"
         await server.start()
@@ -120,6 +116,7 @@ async def serve(
         ready(address)
         await _until_stopped(asyncio.create_task(session.run()))
         log.info("stopping")
+        await checker.enter_graceful_shutdown()
     log.info("stopped")
     return 0
 

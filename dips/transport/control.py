@@ -7,12 +7,13 @@ whether the link, the process or the deadline ended the wait. What the messages 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
 from grpc import aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from dips import errors
 from dips.errors import ConfigError, DipsError, LocalProtocolError, RemoteProtocolError, Unavailable
@@ -79,6 +80,15 @@ def bind(grpc_server: aio.Server, address: str, key: str) -> int:
     if port == 0:
         raise ConfigError(_cannot_listen(key, address))
     return port
+
+
+async def serve_health(grpc_server: aio.Server, services: Sequence[str]) -> health.aio.HealthServicer:
+    """Answer `grpc.health.v1.Health` for these services: SERVING from now on; call before the server starts."""
+    checker = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checker, grpc_server)
+    for service in services:
+        await checker.set(service, health_pb2.HealthCheckResponse.SERVING)
+    return checker
 
 
 def channel(address: str) -> aio.Channel:

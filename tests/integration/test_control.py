@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -56,7 +57,7 @@ def write_run(tmp_path: Path, **shared: Any) -> Path:
     timing = {"beat_s": 0.5, "lease_beats": 8, "window_s": 0.05, "order_s": 5.0}
     raw = {
         "shared": {"run": "toy", **shared},
-        "master": {"listen": "127.0.0.1:0", "directory": "m", "timing": timing},
+        "master": {"listen": "127.0.0.1:0", "directory": "m", "metrics": "127.0.0.1:0", "timing": timing},
         "slaves": slaves,
         "insecure": True,
     }
@@ -444,12 +445,15 @@ async def test_a_link_that_comes_back_carries_the_order() -> None:
 
 
 def test_the_process_serves_and_ends_by_sigterm(tmp_path: Path, config: RunFile) -> None:
-    """`dips-master` logs its address, is healthy, and ends with 0 by SIGTERM."""
+    """`dips-master` logs its addresses, is healthy, answers Prometheus, and ends with 0 by SIGTERM."""
     process = start(tmp_path)
     try:
         assert process.stderr is not None
+        scraped = next(json.loads(line)["address"] for line in process.stderr if '"metrics"' in line)
         address = next(json.loads(line)["address"] for line in process.stderr if '"serving"' in line)
         assert asyncio.run(health(address)) == health_pb2.HealthCheckResponse.SERVING
+        with urllib.request.urlopen(f"http://{scraped}/metrics", timeout=10) as answer:
+            assert b"dips_head_version 0.0" in answer.read()
         process.terminate()
         assert process.wait(20) == 0
     finally:

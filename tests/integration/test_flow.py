@@ -359,7 +359,7 @@ def test_a_cut_lossy_push_is_resumed_and_nothing_is_added_twice():
 
 
 def test_a_chunk_of_another_codec_than_the_granted_is_refused():
-    """Right place, right checksum, whole elements, wrong spelling: counted, nothing else; the right one still counts."""
+    """Right place, right checksum, whole elements, wrong spelling: counted, nothing else; the right one counts."""
     with house() as slave, raw(slave.flow.addresses()[0], name_of("push", 1)) as peer:
         theta, differences, push_id = model(1), model(2), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id, codec="bf16", theta=theta)

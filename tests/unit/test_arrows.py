@@ -23,7 +23,7 @@ MAY: dict[str, set[str]] = {
     "dips.errors": set(),
     "dips.ids": {"dips.errors"},
     "dips.config": LOW | {"dips.protocol.options"},
-    "dips.telemetry": set(),
+    "dips.telemetry": LOW,
     "dips.protocol": LOW,
     "dips.outer": LOW,
     "dips.wire": LOW | {"dips.protocol"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from typing import Any, TypeVar
 
@@ -13,7 +14,10 @@ from dips.client.local import (
     Attach,
     Bye,
     Failure,
+    Halt,
+    Heard,
     Message,
+    Moving,
     Over,
     PullMoved,
     PullNow,
@@ -31,7 +35,7 @@ from dips.client.local import (
 )
 from dips.client.session import Session
 from dips.errors import CorruptManifest, StaleIncarnation, StalePush
-from dips.ids import GENESIS, VersionId
+from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol.beats import ClusterBeatAnswer
 from dips.protocol.effects import (
     Acknowledged,
@@ -308,6 +312,30 @@ def test_a_failed_transfer_is_aborted_and_its_progress_carried(play: Play) -> No
     assert "UnavailableSlave" in play.asked(PushAborted).reason
     play.master(Acknowledged())
     assert play.s.phase is Phase.RESTING and play.s.account.carried.tokens == 20
+
+
+def test_a_push_that_the_master_has_dropped_is_halted(play: Play) -> None:
+    """A beat that left while the push moved, answered without it, ends it; one from before the grant does not."""
+    play.begin()
+    play.step()
+    assert play.s.beat() is not None
+    verdict = play.push_until_granted()
+    nothing = ClusterBeatAnswer(3, 10.0, "live", None, None, NONE_YET)
+    moving = Moving(play.s.attempt, 10, 100)
+    play.do(play.s.beat_answered(play.s.inc, nothing, play.now))
+    assert play.say(moving) == Heard()
+    assert play.s.beat() is not None
+    play.do(play.s.beat_answered(play.s.inc, replace(nothing, push=PushId("west", 1, verdict.seq)), play.now))
+    assert play.say(moving) == Heard()
+    assert play.s.beat() is not None
+    play.do(play.s.beat_answered(play.s.inc, nothing, play.now))
+    assert isinstance(play.say(moving), Halt)
+    moved = PushMoved(play.s.attempt, next(play.number), verdict.seq, False, "the master has dropped it", 10)
+    assert isinstance(play.say(moved), TrainOn)
+    play.master(Acknowledged())
+    play.adds_up(10)
+    play.push_until_granted()
+    assert play.say(moving) == Heard()
 
 
 def test_a_failed_pull_is_tried_three_times_then_given_up(play: Play) -> None:

@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dips.demo.plots import cluster_spans, draw, master_spans
+from dips.demo.plots import cluster_spans, draw, master_spans, slave_spans, slaves_in
 from dips.demo.verdict import Losses
 
 
@@ -54,6 +54,20 @@ def test_rounds_of_the_master() -> None:
         ("updating", 101.0, 103.0),
         ("collecting", 104.0, 105.0),
     ]
+
+
+def test_slaves_as_the_master_saw_them() -> None:
+    """A slave is ready until it is lost and again when it is back; others have their own rows."""
+    told = [
+        {"at": 1.0, "kind": "slave_ready", "slave": "s0"},
+        {"at": 2.0, "kind": "slave_ready", "slave": "s1"},
+        {"at": 5.0, "kind": "slave_lost", "slave": "s1"},
+        {"at": 7.0, "kind": "slave_ready", "slave": "s1"},
+        {"at": 9.0, "kind": "run_finished"},
+    ]
+    assert slaves_in(told) == ["s0", "s1"]
+    assert list(slave_spans(told, "s0")) == [("ready", 1.0, 9.0)]
+    assert list(slave_spans(told, "s1")) == [("ready", 2.0, 5.0), ("down", 5.0, 7.0), ("ready", 7.0, 9.0)]
 
 
 def test_pictures_are_written(tmp_path: Path) -> None:

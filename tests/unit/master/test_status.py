@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import inf, nan
 
 from dips.ids import PushId, VersionId
@@ -30,6 +31,13 @@ def test_beats_stand_beside_the_view() -> None:
     assert (slave["slots"], slave["pool_limit"], slave["heard_s"], slave["staged"]) == (2, 20, 1.0, ["a/1#3"])
     assert slave["transfers"][0]["nbytes"] == 5
     assert view["clusters"] == {"a": {"state": "training"}}  # the view is not written into
+
+
+def test_tokens_lost_add_up_over_lives() -> None:
+    """What earlier lives lost is the Coordinator's to tell, what the present one lost its beat's."""
+    view = {"clusters": {"a": {"tokens_lost": 7}}}
+    merged = status(view, {("cluster", "a"): (replace(CLUSTER, tokens_lost=5), 0.0)}, 1.0)
+    assert merged["clusters"]["a"]["tokens_lost"] == 12
 
 
 def test_a_peer_without_a_beat_and_a_beat_without_a_peer() -> None:

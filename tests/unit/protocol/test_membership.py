@@ -11,7 +11,9 @@ from dips.protocol.options import TimingOptions
 TIMING = TimingOptions(beat_s=2.0, lease_beats=5, hang_s=60.0)
 
 
-def beat(cluster: str = "a", inc: int = 1, steps: int = 0, trainer: str = "training", activity: str = "inner") -> ClusterBeat:
+def beat(
+    cluster: str = "a", inc: int = 1, steps: int = 0, trainer: str = "training", activity: str = "inner"
+) -> ClusterBeat:
     return ClusterBeat(cluster, inc, trainer, activity, 1, steps, 70, 30, 0.0, None, 0, 0, 0.0)
 
 
@@ -51,7 +53,9 @@ def test_a_hung_trainer_is_told_from_a_slow_one() -> None:
     for now in range(2, 60, 2):
         assert judge.heard_cluster(beat(steps=1), float(now)) == []
     judge.heard_cluster(beat(steps=1), 61.0)
-    assert judge.heard_cluster(beat(steps=1), 62.0) == [TrainerChanged("a", 1, False, "no inner step seen for too long")]
+    assert judge.heard_cluster(beat(steps=1), 62.0) == [
+        TrainerChanged("a", 1, False, "no inner step seen for too long")
+    ]
     assert judge.heard_cluster(beat(steps=2), 63.0) == [TrainerChanged("a", 1, True, "training")]
     for now in range(64, 200, 2):
         assert judge.heard_cluster(beat(steps=2, activity="window"), float(now)) == []

@@ -89,7 +89,7 @@ def test_one_cluster_somewhat_off_comes_back() -> None:
 
 
 def test_a_ratchet_is_bounded() -> None:
-    """A cluster that grows as fast as it is let arms its next step slowly: 12 pushes stay within a factor of 20 (6e31 without the cap)."""
+    """A cluster that grows as fast as it is let stays within a factor of 20 in 12 pushes (6e31 without the cap)."""
     rng, story = random.Random(6), Story()
     for _ in range(60):
         story.round(**{c: quiet(rng) for c in "abcd"})
@@ -117,7 +117,7 @@ def test_failure_5_a_poisoned_detector(bad: float) -> None:
 
 
 def test_failure_5_a_millionfold_first_push() -> None:
-    """peers.md 5: a 10⁶-fold norm does not pass in the warm-up: alone it is held against θ₀, beside others against them."""
+    """peers.md 5: a 10⁶-fold norm is no warm-up: alone it is held against θ₀, beside others against them."""
     assert not Story(genesis_norm=100.0).round(a=1e6)["a"].accepted
     story = Story()
     story.round(b=1.0)

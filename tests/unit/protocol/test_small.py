@@ -49,7 +49,7 @@ def test_placement_is_a_partition_near_the_best(numels: list[int], slaves: int) 
 
 @given(st.integers(1, 6), st.integers(1, 6))
 def test_no_two_workers_meet_at_a_slave(workers: int, slaves: int) -> None:
-    """In one turn a slave is visited by at most ⌈workers/slaves⌉; by one, when there are no more workers than slaves."""
+    """In one turn a slave is visited by at most ⌈workers/slaves⌉; by one, if there are no more workers than slaves."""
     orders = [slaves_for_worker(w, slaves) for w in range(workers)]
     for turn in range(slaves):
         visited = [order[turn] for order in orders]

@@ -1,0 +1,18 @@
+"""How every command of Di-PS ends: what went wrong, what to do, and an exit code that says whose fault it was."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from dips.errors import DipsError, treatment
+
+
+def run(command_line: Callable[[], object]) -> None:
+    """Run a command line; a DipsError becomes its message, its advice and its exit code (errors.TREATMENTS)."""
+    try:
+        command_line()
+    except DipsError as error:
+        how = treatment(error)
+        sys.stderr.write(f"error: {error}\n{how.advice}\n")
+        sys.exit(how.exit_code)

@@ -1,0 +1,159 @@
+"""Prometheus metrics: what the status says, read anew at each scrape, so that nothing is counted twice or forgotten.
+
+Tables say which number of the status becomes which metric. Labels are names of clusters and slaves, whose number is
+bounded by the run; versions and reasons are never labels. Bytes and seconds, as the names' endings say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from dips.errors import ConfigError
+
+Status = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One metric: its name, where its number stands (keys joined by dots), and what it means."""
+
+    name: str
+    path: str
+    help: str
+    counter: bool = False
+
+
+RUN = (
+    Row("dips_term", "term", "Lives of the master so far."),
+    Row("dips_head_version", "head_version", "Outer steps of the head."),
+    Row("dips_head_round", "head_round", "The round that made the head."),
+    Row("dips_tokens_accepted", "progress.tokens", "Tokens in the head's lineage."),
+    Row("dips_tokens_target", "progress.tokens_target", "Tokens after which the run ends; 0 for none."),
+    Row("dips_uptime_seconds", "uptime_s", "Since this master started."),
+    Row("dips_rounds_applied", "rounds.applied", "Rounds that made a version.", counter=True),
+    Row("dips_rounds_skipped", "rounds.skipped", "Rounds that broke.", counter=True),
+    Row("dips_rounds_unchanged", "rounds.unchanged", "Rounds whose contributions were all gated.", counter=True),
+    Row("dips_ranges_free", "ranges.free", "Data ranges that nobody holds."),
+    Row("dips_ranges_leased", "ranges.leased", "Data ranges leased to clusters."),
+    Row("dips_ranges_settled", "ranges.settled", "Data ranges trained or gated."),
+)
+CLUSTER = (
+    Row("dips_cluster_incarnation", "inc", "Lives of the cluster so far."),
+    Row("dips_cluster_accepted", "accepted", "Contributions accepted.", counter=True),
+    Row("dips_cluster_gated", "gated", "Contributions gated.", counter=True),
+    Row("dips_cluster_skipped", "skipped", "Contributions whose round broke.", counter=True),
+    Row("dips_cluster_tokens_accepted", "tokens_accepted", "Tokens accepted.", counter=True),
+    Row("dips_cluster_tokens_gated", "tokens_gated", "Tokens gated.", counter=True),
+    Row("dips_cluster_tokens_lost", "tokens_lost", "Tokens lost with trainers and lives."),
+    Row("dips_cluster_tokens_carried", "tokens_carried", "Tokens consumed and not yet settled."),
+    Row("dips_cluster_staleness", "staleness", "Outer steps of the head since the cluster's base."),
+    Row("dips_cluster_norm", "norm", "Norm of its last accepted pseudo-gradient."),
+    Row("dips_cluster_score", "score", "The penalty's score of its last contribution."),
+    Row("dips_cluster_quarantined", "quarantined", "1 if it was gated too often in a row."),
+    Row("dips_cluster_inner_steps", "inner_steps", "Inner steps since its agent started."),
+    Row("dips_cluster_loss", "loss", "Loss of its last inner step."),
+    Row("dips_cluster_transfer_bytes", "bytes_moved", "Moved by the present or last push or pull."),
+    Row("dips_cluster_transfer_size_bytes", "bytes_total", "Size of the present or last push or pull."),
+    Row("dips_cluster_transfer_bytes_per_second", "bytes_per_s", "Its rate."),
+    Row("dips_cluster_heard_seconds", "heard_s", "Since its last beat."),
+)
+SLAVE = (
+    Row("dips_slave_incarnation", "sinc", "Lives of the slave so far."),
+    Row("dips_slave_slots", "slots", "Pushes that may move at once."),
+    Row("dips_slave_slots_used", "slots_used", "Slots in use."),
+    Row("dips_slave_pool_bytes", "pool_used", "Memory pool in use."),
+    Row("dips_slave_pool_limit_bytes", "pool_limit", "The pool's written sum."),
+    Row("dips_slave_received_bytes", "bytes_in", "Received by the data flow since its start.", counter=True),
+    Row("dips_slave_sent_bytes", "bytes_out", "Sent by the data flow since its start.", counter=True),
+    Row("dips_slave_persist_seconds", "persist_s", "Its last snapshot took."),
+    Row("dips_slave_apply_seconds", "apply_s", "Its last outer step took."),
+    Row("dips_slave_heard_seconds", "heard_s", "Since its last beat."),
+)
+TRANSFER = (
+    Row("dips_transfer_bytes", "nbytes", "Of a push or pull at a slave, arrived so far."),
+    Row("dips_transfer_size_bytes", "total", "Of a push or pull at a slave, in all."),
+)
+
+
+def collect(status: Status) -> Iterator[Metric]:
+    """Turn the master's status into metric families; numbers that nobody has told yet are left out."""
+    version, _, number = str(status.get("head", "")).partition("@r")
+    flat = {**status, "head_version": _whole(version.lstrip("v")), "head_round": _whole(number)}
+    yield from _families(RUN, [((), flat)], ())
+    for rows, section, label in ((CLUSTER, "clusters", "cluster"), (SLAVE, "slaves", "slave")):
+        peers = status.get(section, {})
+        yield from _families(rows, [((name,), peer) for name, peer in peers.items()], (label,))
+        yield _states(peers, label)
+    moving = [
+        ((slave, str(t["cluster"]), "push" if t["push"] else "pull"), t)
+        for slave, peer in status.get("slaves", {}).items()
+        for t in peer.get("transfers", ())
+    ]
+    yield from _families(TRANSFER, moving, ("slave", "cluster", "direction"))
+
+
+def serve(address: tuple[str, int], read: Callable[[], Status]) -> tuple[int, Callable[[], None]]:
+    """Answer scrapes at host, port (0 takes a free one) in threads that call `read`; return the port and what ends it.
+
+    Raise ConfigError if the port cannot be had.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Reader(read))
+    host, port = address
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except OSError as error:
+        raise ConfigError(f"metrics: cannot listen on {host}:{port}: {error.strerror}") from error
+
+    def end() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return server.server_port, end
+
+
+class _Reader(Collector):
+    def __init__(self, read: Callable[[], Status]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        return collect(self._read())
+
+
+def _families(
+    rows: Iterable[Row], peers: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]], labels: tuple[str, ...]
+) -> Iterator[Metric]:
+    for row in rows:
+        kind = CounterMetricFamily if row.counter else GaugeMetricFamily
+        family = kind(row.name, row.help, labels=labels)
+        for values, numbers in peers:
+            value = _at(numbers, row.path)
+            if value is not None:
+                family.add_metric(values, value)
+        yield family
+
+
+def _states(peers: Mapping[str, Any], label: str) -> Metric:
+    """One series for each peer, whose state is a label: `sum by (state)` counts live, pushing, lost."""
+    family = GaugeMetricFamily(f"dips_{label}_state", "1 for the present state.", labels=(label, "state"))
+    for name, peer in peers.items():
+        family.add_metric((name, str(peer.get("state", "unknown"))), 1.0)
+    return family
+
+
+def _at(numbers: Mapping[str, Any], path: str) -> float | None:
+    value: Any = numbers
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if text.isdigit() else None
