@@ -48,6 +48,9 @@ class Shared(Section):
     stop: StopOptions = StopOptions()
     data: DataOptions = DataOptions()
     chunk_bytes: Annotated[int, Field(ge=4096, le=MIB)] = MIB  # larger ZeroMQ messages were 3 to 5 times slower
+    codec: Literal["fp32", "bf16", "int8"] = (
+        "fp32"  # of pushes; lossy ones cost a rank 8 B more per parameter it pushes
+    )
     durability: Literal["commit"] = "commit"  # a version is on disk everywhere before it exists
 
     @property
@@ -104,7 +107,7 @@ class RunFile(Section):
     def options(self) -> Options:
         """Gather what tunes the Coordinator."""
         s = self.shared
-        return Options(s.outer, s.penalty, s.stop, s.data, self.master.timing, self.master.keep_snapshots)
+        return Options(s.outer, s.penalty, s.stop, s.data, self.master.timing, self.master.keep_snapshots, s.codec)
 
     def slave(self, name: str) -> SlaveSection:
         """Return one slave's section; raise ConfigError naming those that exist."""

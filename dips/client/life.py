@@ -42,6 +42,7 @@ class Life:
         self.phase, self.reason = Phase.UNJOINED, "no trainer has attached yet"
         self._number = self._question = 0
         self._waiting, self._told = False, cast("Answer | None", None)
+        self._accepted = 0  # seq of this life's last push that was
         self._frozen_by = 0  # the attempt whose progress the open push carries
         self._grant = cast("Grant | None", None)
         self._beat_moving = cast("PushId | PullId | None", None)  # what was moving when the last beat left

@@ -139,6 +139,7 @@ class PushNow:
     inc: int
     seq: int
     grant: Grant
+    accepted: int = 0  # seq of the last push of this life whose Outcome was that: it settles what lossy pushes owe
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,7 @@ class PullNow:
     seq: int
     grant: Grant
     progress: float
+    accepted: int = 0  # as in PushNow
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ class OuterLoop:
         self._pid = os.getpid()
         self._line: Line | None = None
         layout = shards(model, self._voice.rank)
-        self._mover = Mover(layout, self._voice, self._config.poll_s, self._config.stall_s)
+        self._mover = Mover(layout, self._voice, self._config.poll_s, self._config.stall_s, self._config.shared.codec)
         self._attempt = self._number = self._ranges_asked = self._since_push = 0
         self._finished = self._closed = False
         self._progress = 0.0
@@ -199,13 +199,15 @@ class OuterLoop:
                     raise LocalProtocolError(f"expected a verdict from the agent, got {verdict!r}")
 
     def _push(self, verdict: PushNow) -> PushMoved:
-        moved = self._mover.push(verdict.grant, self._base(verdict, self._mover.push_rank), self._share)
+        base = self._base(verdict, self._mover.push_rank)
+        moved = self._mover.push(verdict.grant, base, self._share, verdict.accepted)
         return PushMoved(self._attempt, self._next(), verdict.seq, moved.ok, moved.reason, moved.nbytes)
 
     def _pull(self, verdict: PullNow) -> PullMoved:
-        moved = self._mover.pull(verdict.grant, self._base(verdict, self._mover.pull_rank), self._share)
+        base = self._base(verdict, self._mover.pull_rank)
+        moved = self._mover.pull(verdict.grant, base, self._share, verdict.accepted)
         if moved.ok:  # on all ranks
-            self._mover.install()
+            self._mover.install(verdict.grant.version)
             self._version, self._progress = verdict.grant.version, verdict.progress
         return PullMoved(self._attempt, self._next(), verdict.seq, moved.ok, moved.reason, moved.nbytes)
 

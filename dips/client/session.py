@@ -280,7 +280,7 @@ class Session(Talk):
         self.account, self.ranges = Account(lost=self.account.lost), RangeQueue()
         self.ranges.lease(result.ranges, False)
         self._told_lost = 0
-        self._seq = self._ranges_seq = 0
+        self._seq = self._ranges_seq = self._accepted = 0
         self._ranges_asked, self._pull_due = False, True
         self._resync = self.base is not None  # what it trained under its former life is overwritten
         self._progressed(result.progress)

@@ -77,9 +77,9 @@ class Talk(Life):
         if self._told:
             return self._told
         if self.phase is Phase.PUSHING and self._grant:
-            return PushNow(self.inc, self._seq, self._grant)
+            return PushNow(self.inc, self._seq, self._grant, self._accepted)
         if self.phase is Phase.PULLING and self._grant:
-            return PullNow(self.inc, self._seq, self._grant, self._fraction())
+            return PullNow(self.inc, self._seq, self._grant, self._fraction(), self._accepted)
         return Wait(self.reason)
 
     def _moving_id(self) -> PushId | PullId | None:
@@ -175,6 +175,7 @@ class Talk(Life):
             self._rest(f"its round was skipped: {result.reason}")
             return
         self.account.settle(result.kind)
+        self._accepted = self._seq if result.kind == "accepted" else self._accepted
         self._pull_due = self._waiting
         if result.pull is None:
             self._rest(f"its push was {result.kind}")

@@ -31,13 +31,14 @@ from dips.transport.pool import Transit
 from dips.transport.rate import Rate
 from dips.transport.shares import Piece, Share, check, deal
 from dips.transport.stream import Arrived, Stream
-from dips.wire import streams
+from dips.wire import codecs, streams
 from dips.wire.chunks import Range
-from dips.wire.frame import BadFrame, Kind, check_body, pack
+from dips.wire.frame import BadFrame, Buffer, Kind, check_body, pack
 from dips.wire.streams import StreamName
 
-__all__ = ["Base", "Moving", "Piece", "Progress", "Stats", "TransferCancelled", "pull", "push"]
+__all__ = ["Base", "Encode", "Moving", "Piece", "Progress", "Stats", "TransferCancelled", "pull", "push"]
 
+Encode = Callable[[Range, memoryview], Buffer]  # a chunk and its elements in the caller's array → its body
 
 POLL_MS = 50
 ASKERS = 2  # slaves that a rank pulls from at once: the next begins while the last one drains
@@ -84,7 +85,7 @@ class Base:
 class Stats:
     """What a transfer moved."""
 
-    nbytes: int
+    nbytes: int  # as they travel: a lossy push has fewer than its pieces
     seconds: float
     connections: int  # 1 for each stream, and 1 more for each resume
 
@@ -97,17 +98,20 @@ def push(
     stall_s: float = 30.0,
     cancel: threading.Event | None = None,
     progress: Progress | None = None,
+    encode: Encode | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Stats:
     """Bring `pieces` to the slaves of the grant; return when every slave has all of this rank's bytes.
 
     The arrays must not change until this returns. Legal after the push was granted; every rank calls it, also one
-    that holds nothing.
+    that holds nothing. Under a grant in a lossy codec the pieces hold differences to the grant's base.
+
+    encode  makes the body of each chunk, on another thread, the same whenever it is asked again; None: the codec does
     Errors  UnavailableSlave: deadline passed, or a slave gave the push up. StaleIncarnation: a slave was restarted.
             StalePush: the push is over. LocalProtocolError: all ranks together do not hold each element exactly once.
             TransferCancelled.
     """
-    return _Push(grant, base, pieces, stall_s, clock).run(cancel or threading.Event(), progress)
+    return _Push(grant, base, pieces, stall_s, clock, encode).run(cancel or threading.Event(), progress)
 
 
 def pull(
@@ -134,21 +138,23 @@ class _Part:
 
     slave: SlaveAddress
     share: Share
+    nbytes: int  # of the share, as they travel
     stream: Stream
     intake: Intake | None = None  # pull: from the first WELCOME on
     posted: int = 0  # push: bytes that were asked
     done: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _Job:
-    """A chunk on its way through the stage: to be checksummed (push), or checked and copied (pull)."""
+    """A chunk on its way through the stage: to be spelled and checksummed (push), or checked and copied (pull)."""
 
     part: _Part
     chunk: Range
     view: memoryview  # in the caller's array
     stream: int  # push: the epoch that asked
     frame: Arrived | None = None  # pull
+    body: Buffer = b""  # push: how it travels, from the stage on
 
 
 class _Transfer(ABC):
@@ -173,9 +179,10 @@ class _Transfer(ABC):
         self._pieces = pieces
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._waker = Waker()
+        self._codec = codecs.named(grant.codec) if self.kind == "push" else codecs.FP32
         self._results: deque[tuple[_Job, int]] = deque()  # of the stage: job, and checksum (push) or 1 for right (pull)
         self._parts = list(self._make_parts())
-        self._total = sum(part.share.nbytes for part in self._parts)
+        self._total = sum(part.nbytes for part in self._parts)
         self._failure: Exception | None = None
         self._alone = False  # the calling thread does the heavy part, too
 
@@ -193,7 +200,8 @@ class _Transfer(ABC):
                 stream = Stream(self._context, slave.lanes[lane], name, share.ranges, self._stall_s, rng)
                 stream.waits = False
                 if share.nbytes or self.kind == "push":
-                    yield _Part(slave, share, stream)
+                    nbytes = sum(piece.nbytes for piece in self._codec.ranges(share.ranges))
+                    yield _Part(slave, share, nbytes, stream)
 
     def run(self, cancel: threading.Event, progress: Progress | None) -> Stats:
         """Move everything, or raise."""
@@ -334,6 +342,21 @@ class _Push(_Transfer):
 
     kind = "push"
 
+    def __init__(
+        self,
+        grant: Grant,
+        base: Base,
+        pieces: Sequence[Piece],
+        stall_s: float,
+        clock: Callable[[], float],
+        encode: Encode | None,
+    ) -> None:
+        super().__init__(grant, base, pieces, stall_s, clock)
+        self._encode = encode or self._as_they_are
+
+    def _as_they_are(self, chunk: Range, view: memoryview) -> Buffer:
+        return self._codec.encode(np.frombuffer(view, np.float32))
+
     def want(self, part: _Part, chunks: tuple[Range, ...]) -> None:
         for chunk in chunks:
             view = part.share.view(chunk)
@@ -343,16 +366,17 @@ class _Push(_Transfer):
                 raise RemoteProtocolError(f"{self._what}: slave {part.slave.name} asks for more than {DEPTH} chunks")
 
     def heavy(self, job: _Job) -> int:
-        return xxhash.xxh3_64_intdigest(job.view)
+        job.body = self._encode(job.chunk, job.view)
+        return xxhash.xxh3_64_intdigest(job.body)
 
     def result(self, job: _Job, value: int) -> None:
         stream = job.part.stream
         if job.stream == stream.id and not job.part.done:
-            stream.post(pack(stream.header(job.chunk, value)), job.view)
-            job.part.posted += job.chunk.nbytes
+            stream.post(pack(stream.header(self._codec.range(*job.chunk), value)), job.body)
+            job.part.posted += len(job.body)
 
     def _moved(self) -> int:
-        return sum(p.share.nbytes if p.done else min(p.posted, p.share.nbytes) for p in self._parts)
+        return sum(p.nbytes if p.done else min(p.posted, p.nbytes) for p in self._parts)
 
 
 class _Pull(_Transfer):

@@ -69,6 +69,15 @@ class Crew:
 
         self._slices(theta, work)
 
+    def copy(self, source: Arrays, target: Arrays) -> None:
+        """Copy θ of a version to where a push's differences will be added to it."""
+
+        def work(i: int, cut: slice) -> float:
+            np.copyto(target[i][cut], source[i][cut])
+            return 0.0
+
+        self._slices(source, work)
+
     def _slices(self, arrays: Arrays, work: Callable[[int, slice], float]) -> list[list[float]]:
         """Do `work(layer, cut)` for every slice; return its results by layer and slice, in order."""
         tasks = [(i, slice(b, min(b + SLICE, a.size))) for i, a in arrays.items() for b in range(0, a.size, SLICE)]

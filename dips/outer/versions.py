@@ -134,14 +134,20 @@ class Versions:
 
     # ---- slots --------------------------------------------------------------------------------
 
-    def open_slot(self, push: PushId) -> Arrays:
-        """Reserve a slot for a push and return its buffers; raise Busy if all slots are in use."""
+    def open_slot(self, push: PushId, base: VersionId | None = None) -> Arrays:
+        """Reserve a slot for a push and return its buffers, holding θ of `base` if its differences are to be added.
+
+        Raise Busy if all slots are in use, StaleVersion if `base` is not held. Cost with a base: reads and writes θ.
+        """
         if push in self._open:
             raise LocalProtocolError(f"push {push} already has a slot")
         if len(self._open) >= self.slots:
             raise Busy(f"all {self.slots} slots are in use by {', '.join(map(str, self._open))}")
-        self._open[push] = self._pool.take(f"slot {push}")
-        return self._open[push].arrays
+        held = self._held(base) if base is not None else None
+        slot = self._open[push] = self._pool.take(f"slot {push}")
+        if held is not None:
+            self._crew.copy(held.bank.arrays, slot.arrays)
+        return slot.arrays
 
     def free_slot(self, push: PushId) -> None:
         """Free the slot; whoever wrote into it has stopped."""

@@ -20,6 +20,8 @@ class OpenPush:
     push: PushId
     order: tuple[int, ...]  # ranks in the order in which this slave asks them; as long as the speaking ranks
     deadline_s: float
+    codec: str = "fp32"  # what its chunks carry: "fp32" parameters; "bf16" | "int8" differences to `base`
+    base: VersionId | None = None  # what the slot holds before the first difference; None for fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,19 @@ class Ping:
 
 
 OrderBody = (
-    OpenPush | Reorder | DropPush | Measure | Fold | Apply | Persist | Commit | Abort | OpenPull | ClosePull | Retire | Ping
+    OpenPush
+    | Reorder
+    | DropPush
+    | Measure
+    | Fold
+    | Apply
+    | Persist
+    | Commit
+    | Abort
+    | OpenPull
+    | ClosePull
+    | Retire
+    | Ping
 )
 
 
@@ -215,6 +229,8 @@ class Grant:
     slaves: tuple[SlaveAddress, ...]
     order: tuple[tuple[int, ...], ...]  # for each rank, indices into `slaves` in its order of asking
     deadline_s: float
+    codec: str = "fp32"  # push: what it carries, as in OpenPush; pulls are always fp32
+    base: VersionId | None = None  # push in a lossy codec: what its differences are to
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The judge of liveness: beats in, verdicts out (why.md 12, 24, 30). Silence counts only while somebody listens.
 
 It keeps one lease for each life of a cluster and slave, on the master's monotonic clock, and watches whether a
-trainer's inner steps move, and how fast its transfers do. The Coordinator never sees a beat, only the verdicts; what it knows about rounds and
-versions this file does not.
+trainer's inner steps move, and how fast its transfers do. The Coordinator never sees a beat, only the verdicts; what
+it knows about rounds and versions this file does not.
 """
 
 from __future__ import annotations

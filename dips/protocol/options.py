@@ -136,3 +136,7 @@ class Options:
     data: DataOptions = field(default_factory=DataOptions)
     timing: TimingOptions = field(default_factory=TimingOptions)
     keep_snapshots: int = 2  # complete on all slaves, never fewer than 2
+    codec: str = "fp32"  # of pushes whose base is the head: "fp32" exact | "bf16" | "int8"; all others travel as fp32
+
+    def __post_init__(self) -> None:
+        _require(self.codec in ("fp32", "bf16", "int8"), "codec", "fp32, bf16 or int8", self.codec)

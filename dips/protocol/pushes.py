@@ -6,9 +6,10 @@ push that is not committed dies with its cluster; a committed one belongs to its
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isfinite
 
-from dips.ids import PushId
+from dips.ids import PushId, VersionId
 from dips.protocol.deadlines import too_slow
 from dips.protocol.effects import (
     Acknowledged,
@@ -77,16 +78,28 @@ def _open(w: World, cluster: Cluster, event: PushRequested) -> None:
     transfer_s = w.transfer_s(cluster)
     cluster.seq_high, cluster.base, cluster.ranks = event.push.seq, event.base, event.ranks
     cluster.outcome = cluster.outcome_version = None
-    cluster.push = Push(event.push, event.base, event.ranks, w.now + transfer_s + TRANSFER_GRACE_S, transfer_s)
+    codec, deadline = _codec(w, event.base), w.now + transfer_s + TRANSFER_GRACE_S
+    cluster.push = Push(event.push, event.base, event.ranks, deadline, transfer_s, codec=codec)
     if cluster.requested_at is not None:
         cluster.paces.append(w.now - cluster.requested_at)
     cluster.requested_at = w.now
     cluster.become(ClusterState.PUSHING, "its push is being opened")
-    names = list(w.slaves)
+    names, base = list(w.slaves), _held_base(cluster.push)
     orders = {
-        n: OpenPush(event.push, workers_for_slave(i, event.ranks, len(names)), transfer_s) for i, n in enumerate(names)
+        n: OpenPush(event.push, workers_for_slave(i, event.ranks, len(names)), transfer_s, codec, base)
+        for i, n in enumerate(names)
     }
     w.order("open_push", event.push, dict(orders), w.options.timing.order_s)
+
+
+def _codec(w: World, base: VersionId) -> str:
+    """Lossy only for differences to what every slave holds now; an older base, an orphan, a flip under way: fp32."""
+    return w.options.codec if base == w.head and w.flipping is None else "fp32"
+
+
+def _held_base(push: Push) -> VersionId | None:
+    """What its differences are to; None if it carries parameters."""
+    return None if push.codec == "fp32" else push.base
 
 
 def opened(w: World, chorus: Chorus) -> None:
@@ -101,7 +114,8 @@ def opened(w: World, chorus: Chorus) -> None:
 
 
 def _grant(w: World, push: Push) -> Grant:
-    return w.grant(w.head, push.ranks, push.deadline_s)
+    grant = w.grant(w.head, push.ranks, push.deadline_s)
+    return replace(grant, codec=push.codec, base=_held_base(push))
 
 
 def staged(w: World, event: PushStaged) -> None:

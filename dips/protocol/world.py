@@ -58,6 +58,7 @@ class Push:
     deadline: float
     deadline_s: float
     due: float = 0.0  # when it should be here, by its cluster's bandwidth; 0 while that is unknown
+    codec: str = "fp32"
     opened: bool = False
     staged: set[str] = field(default_factory=set)
     committed: bool = False

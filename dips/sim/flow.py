@@ -57,7 +57,8 @@ class SimFlow:
     def start(self, sinc: int, events: FlowEvents) -> None:
         self.sinc, self._events = sinc, events
 
-    def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float) -> None:
+    def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str) -> None:
+        assert codec == "fp32", f"the simulated ranks push parameters, not {codec}"
         opened = self.pushes[push] = OpenedPush(buffers, len(order))
         self._later(deadline_s, f"deadline of {push}", lambda: self._push_stalled(push, opened))
 

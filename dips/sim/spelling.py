@@ -26,7 +26,7 @@ def spell(effect: e.Effect, asked: Mapping[int, str]) -> str:
 def spell_order(body: e.OrderBody) -> str:
     match body:
         case e.OpenPush():
-            return f"OpenPush {body.push}, asking ranks {_list(body.order)}"
+            return f"OpenPush {body.push}, asking ranks {_list(body.order)}{_codec(body)}"
         case e.Reorder():
             return f"Reorder {body.push}, its ranks at places {_list(body.places)}"
         case e.DropPush():
@@ -53,6 +53,10 @@ def spell_order(body: e.OrderBody) -> str:
             return "Ping"
 
 
+def _codec(said: e.OpenPush | e.Grant) -> str:
+    return "" if said.codec == "fp32" else f", in {said.codec} of differences to {said.base}"
+
+
 def spell_result(result: e.Result) -> str:
     match result:
         case e.Registered():
@@ -62,7 +66,7 @@ def spell_result(result: e.Result) -> str:
             leased = _list(result.ranges)
             return f"Joined as life {result.inc} in term {result.term}, head {result.head}, still leased {leased}"
         case e.Grant():
-            return f"Grant {_grant(result)}"
+            return f"Grant {_grant(result)}{_codec(result)}"
         case e.Pending():
             return f"Pending: {result.reason}"
         case e.Refused():

@@ -354,4 +354,5 @@ def _options(words: Words) -> Options:
     )
     penalty = PenaltyOptions(warmup_rounds=int(words.get("warmup", "1")))
     stop = StopOptions(versions=int(words.get("stop", "0")))
-    return Options(penalty=penalty, timing=timing, stop=stop, data=DataOptions(ranges=int(words.get("ranges", "0"))))
+    data = DataOptions(ranges=int(words.get("ranges", "0")))
+    return Options(penalty=penalty, timing=timing, stop=stop, data=data, codec=words.get("codec", "fp32"))

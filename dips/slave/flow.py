@@ -29,6 +29,7 @@ from dips.transport.lane import Lane, Outgoing
 from dips.transport.memory import keep_message_memory
 from dips.transport.pipeline import Stage, cores, spare_threads
 from dips.transport.pool import Transit
+from dips.wire import codecs
 from dips.wire.chunks import Layout
 from dips.wire.frame import BadFrame, Header, Kind, check_body, message, run_id, unpack
 from dips.wire.streams import StreamName, decode_done, decode_hello, decode_want
@@ -115,9 +116,11 @@ class ZmqFlow:
             self._receiver.drop_all()
             self._sender.close_all(f"slave {self._slave} lives as incarnation {sinc} now")
 
-    def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float) -> None:
+    def open_push(
+        self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str = "fp32"
+    ) -> None:
         """Accept HELLOs of the push's ranks and ask them, in that order, into `buffers`."""
-        self._receiver.open(push, order, buffers, deadline_s, self._clock())
+        self._receiver.open(push, order, buffers, deadline_s, self._clock(), codecs.named(codec))
 
     def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
         """Ask the push's ranks at these places of the line, from the next turn on."""

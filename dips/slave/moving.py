@@ -33,6 +33,8 @@ class Report:
 @dataclass(slots=True)
 class Receiving:
     opened: Opened
+    codec: str
+    base: VersionId | None  # what the slot held at first, if differences are added to it
     nbytes: int | None = None  # None while it moves, its bytes once it is staged
     measured: int | None = None  # the round in which it was measured against the version that is served
 
@@ -57,22 +59,28 @@ class Moving:
     # ---- pushes --------------------------------------------------------------------------------
 
     def open_push(self, order: OpenPush, opened: Opened) -> None:
-        """Reserve a slot and let it fill; one that is open already stays as it is; if staged, it is told again."""
+        """Reserve a slot and let it fill; one that is open already stays as it is; if staged, it is told again.
+
+        A lossy push's slot begins as θ of its base: no pin is needed, so no head that flips meanwhile waits for it.
+        Raise StalePush if it is open with another codec or base: a new master did not know what the old one granted.
+        """
         push = order.push
         if push in self.pushes:
             known = self.pushes[push]
+            if (known.codec, known.base) != (order.codec, order.base):
+                raise StalePush(f"{push} is open as {known.codec} on {known.base}, not {order.codec} on {order.base}")
             known.opened = opened
             if known.nbytes is not None:
                 self.reports.append(Report(push, known.nbytes, ""))
             return
         _refuse_closed(self.closed_pushes, push)
-        buffers = self.versions.open_slot(push)
+        buffers = self.versions.open_slot(push, order.base)
         try:
-            self.flow.open_push(push, order.order, buffers, order.deadline_s)
+            self.flow.open_push(push, order.order, buffers, order.deadline_s, order.codec)
         except BaseException:
             self.versions.free_slot(push)
             raise
-        self.pushes[push] = Receiving(opened)
+        self.pushes[push] = Receiving(opened, order.codec, order.base)
 
     def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
         """Another push has joined: a new order of asking, while it moves; nothing for one that is here or gone."""

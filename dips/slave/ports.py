@@ -41,8 +41,11 @@ class Flow(Protocol):
     def start(self, sinc: int, events: FlowEvents) -> None:
         """Serve streams of incarnation `sinc`; called again after each Register that changed it."""
 
-    def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float) -> None:
-        """Accept HELLOs of the push's ranks (there are len(order)) and ask them, in that order, into `buffers`."""
+    def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str) -> None:
+        """Accept HELLOs of the push's ranks (there are len(order)) and ask them, in that order, into `buffers`.
+
+        codec  "fp32": what comes is written; "bf16", "int8": it is added to the base that lies in `buffers`
+        """
 
     def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
         """Ask rank i at place `places[i]` of the line of all pushes; who is being asked goes on. Unknown: nothing."""

@@ -12,9 +12,6 @@ import threading
 from dataclasses import dataclass, field
 from enum import Enum
 
-import numpy as np
-import numpy.typing as npt
-
 from dips.ids import PushId
 from dips.protocol.beats import Transfer
 from dips.slave.moves import Closed, Move, PushOver, Say, Staged, Wake, error
@@ -23,14 +20,14 @@ from dips.transport.intake import Intake
 from dips.transport.pool import Transit
 from dips.transport.rate import Rate
 from dips.transport.turns import Turns
-from dips.wire import streams
+from dips.wire import codecs, streams
 from dips.wire.chunks import Layout, Range, uncovered
-from dips.wire.frame import ITEM_BYTES, BadFrame, Buffer, Header, Kind, check_body
+from dips.wire.codecs import Codec
+from dips.wire.frame import BadFrame, Buffer, Header, Kind, check_body
 from dips.wire.streams import StreamName, Welcome
 
 SLOW_S = 1.0  # silence after which a stream that was asked loses its turn to others
 
-Bytes = npt.NDArray[np.uint8]
 Key = tuple[PushId, int]  # a stream's place in the turns of its lane: push and rank
 
 
@@ -68,8 +65,9 @@ class Push:
 
     push: PushId
     places: dict[int, int]  # rank → its place in the line of all pushes
-    targets: dict[int, Bytes]  # layer → its buffer; empty once nothing may be written
-    total: int
+    targets: Arrays  # layer → its buffer; empty once nothing may be written
+    codec: Codec
+    total: int  # bytes that travel; until all ranks are here, as if they cut no block in two
     deadline_at: float
     moved_at: float  # when a byte last came, or when nothing was owed to us
     rate: Rate
@@ -116,17 +114,25 @@ class Receiver:
         """Say which layers this slave holds."""
         self._layout = layout
 
-    def open(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, now: float) -> None:
-        """Accept the HELLOs of a push; opening it again changes nothing."""
+    def open(
+        self,
+        push: PushId,
+        order: tuple[int, ...],
+        buffers: Arrays,
+        deadline_s: float,
+        now: float,
+        codec: Codec = codecs.FP32,
+    ) -> None:
+        """Accept the HELLOs of a push; opening it again changes nothing. A lossy codec adds to what `buffers` hold."""
         layout = self._layout
         assert layout is not None, "use() comes before open()"
         sizes = {layer: array.size for layer, array in buffers.items()}
         assert sizes == layout.numel, f"buffers of {sizes} elements for layers of {layout.numel}"
-        targets = {layer: array.view(np.uint8) for layer, array in buffers.items()}
         with self._changed:
             if push not in self._pushes:
                 places = {rank: place for place, rank in enumerate(order)}
-                self._pushes[push] = Push(push, places, targets, layout.nbytes, now + deadline_s, now, Rate(now))
+                total = sum(piece.nbytes for piece in codec.ranges(layout.whole()))
+                self._pushes[push] = Push(push, places, buffers, codec, total, now + deadline_s, now, Rate(now))
 
     def reorder(self, push_id: PushId, places: tuple[int, ...]) -> None:
         """Put the ranks of a push at other places; who has a turn keeps it. Unknown or of another size: nothing."""
@@ -151,6 +157,7 @@ class Receiver:
             if refusal is not None:
                 return [error(lane, peer, name.id, *refusal)]
             assert push is not None
+            pieces = push.codec.ranges(pieces)
             stream = self._admit(push, lane, peer, name, pieces, now)
             gathering = push.phase is Phase.GATHERING
             missing = sum(piece.nbytes for piece in pieces) if gathering else stream.intake.left
@@ -207,12 +214,13 @@ class Receiver:
         for rank in sorted(push.places, key=push.places.__getitem__):
             for lane, turns in enumerate(self._turns):
                 stream = push.streams[rank, lane]
-                stream.intake = Intake(stream.pieces, self._chunk_bytes, self._pool, now)
+                stream.intake = Intake(stream.pieces, push.codec.chunk_bytes(self._chunk_bytes), self._pool, now)
                 if stream.intake.complete:
                     moves.append(_done(stream))
                 else:
                     turns.enter(stream.key)
                     moves.append(Wake(lane))
+        push.total = sum(stream.intake.total for stream in push.streams.values())
         if len(self._pushes) > 1:
             self._line_up()
         return moves + self._freeze_if_whole(push)
@@ -258,6 +266,9 @@ class Receiver:
                 raise BadFrame("stream", f"no stream {header.stream:016x} on this connection")
             if stream.push.phase is not Phase.MOVING:
                 raise BadFrame("unasked", f"push {stream.push.push} is {stream.push.phase.value}")
+            if header.dtype is not stream.push.codec.dtype:
+                granted = stream.push.codec.name
+                raise BadFrame("type", f"push {stream.push.push} is granted in {granted}, not {header.dtype.name}")
             chunk = stream.intake.claim(header, now)
             if chunk is None:
                 raise BadFrame("unasked", f"{header} of push {stream.push.push} was not asked for")
@@ -296,8 +307,7 @@ class Receiver:
             return  # dropped since the claim: nothing may be written, and `drop` may have returned
         assert self._layout is not None
         begin, end = self._layout.place(claim.chunk)
-        target = targets[claim.chunk.layer][begin * ITEM_BYTES : end * ITEM_BYTES]
-        np.copyto(target, np.frombuffer(claim.body, np.uint8))
+        claim.stream.push.codec.put(claim.body, targets[claim.chunk.layer][begin:end])
 
     def _after(self, stream: InStream) -> list[Move]:
         """What a chunk that came to its place makes possible."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dips.transport.credit import MOST_CHUNKS, Credit
 from dips.transport.pool import Transit, cost
 from dips.wire.chunks import Range, split
-from dips.wire.frame import ITEM_BYTES, Header
+from dips.wire.frame import Header
 
 UNIT_CHUNKS = 8  # in one WANT
 
@@ -86,7 +86,7 @@ class Intake:
         """asked → claimed, if this very chunk was asked; else None. `here`, `wrong` or `drop` must follow."""
         key = (header.layer, header.param, header.offset)
         chunk = self._asked.get(key)
-        if chunk is None or chunk.length * ITEM_BYTES != header.length:
+        if chunk is None or (chunk.nbytes, chunk.dtype) != (header.length, header.dtype):
             return None
         del self._asked[key]
         self._asked_bytes -= chunk.nbytes

@@ -102,7 +102,8 @@ class Stream:
 
     def header(self, chunk: Range, checksum: int) -> Header:
         """The header of a CHUNK of this stream."""
-        return Header(Kind.CHUNK, self._run, self.id, chunk.nbytes, checksum, chunk.layer, chunk.param, chunk.offset)
+        place = chunk.layer, chunk.param, chunk.offset
+        return Header(Kind.CHUNK, self._run, self.id, chunk.nbytes, checksum, *place, chunk.dtype)
 
     def register(self, poller: zmq.Poller) -> None:
         """Let the owner's poll see this stream."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from dips.protocol.manifest import Manifest
-from dips.wire.frame import ITEM_BYTES
+from dips.wire.frame import BLOCK, ITEM_BYTES, Dtype
 
 MOST_PROBLEMS = 5  # lines of an error that a person reads
 
@@ -25,7 +25,41 @@ class Range(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes that it takes on the wire."""
         return self.length * ITEM_BYTES
+
+    @property
+    def dtype(self) -> Dtype:
+        """How it is spelled on the wire."""
+        return Dtype.FP32
+
+
+class Bf16Range(Range):
+    """A range that travels as bf16 differences."""
+
+    __slots__ = ()
+
+    @property
+    def nbytes(self) -> int:
+        return self.length * 2
+
+    @property
+    def dtype(self) -> Dtype:
+        return Dtype.BF16
+
+
+class Int8Range(Range):
+    """A range that travels as int8 differences, a step for each block."""
+
+    __slots__ = ()
+
+    @property
+    def nbytes(self) -> int:
+        return self.length + ITEM_BYTES * -(-self.length // BLOCK)
+
+    @property
+    def dtype(self) -> Dtype:
+        return Dtype.INT8
 
 
 class Field(NamedTuple):
@@ -52,6 +86,10 @@ class Layout:
     def nbytes(self) -> int:
         return sum(self.numel.values()) * ITEM_BYTES
 
+    def whole(self) -> list[Range]:
+        """Every parameter as one range."""
+        return [Range(layer, param, 0, field.numel) for (layer, param), field in self.fields.items()]
+
     def place(self, piece: Range) -> tuple[int, int]:
         """Return begin and end of a range in its layer's flat array, in elements."""
         begin = self.fields[piece.layer, piece.param].start + piece.offset
@@ -72,11 +110,12 @@ class Layout:
 
 
 def split(pieces: Iterable[Range], chunk_bytes: int) -> Iterator[Range]:
-    """Cut ranges into chunks of at most `chunk_bytes`, in order."""
+    """Cut ranges into chunks, in order: as many elements as `chunk_bytes` of fp32 hold, however they are spelled."""
     most = chunk_bytes // ITEM_BYTES
-    for layer, param, offset, length in pieces:
+    for piece in pieces:
+        layer, param, offset, length = piece
         for begin in range(0, length, most):
-            yield Range(layer, param, offset + begin, min(most, length - begin))
+            yield type(piece)(layer, param, offset + begin, min(most, length - begin))
 
 
 def uncovered(layout: Layout, claims: Mapping[str, Sequence[Range]]) -> list[str]:

@@ -1,7 +1,8 @@
 """One frame of the data flow: a 64-byte header with its own checksum, and a body (protocol.md section 3).
 
 A header is believed after its checksum, a body after its own. Every way to be wrong has a name in REASONS; receivers
-count refusals under it. Numbers are little-endian; a CHUNK's body is raw little-endian fp32.
+count refusals under it. Numbers are little-endian; a CHUNK's body is raw fp32 or, for a push whose grant says so,
+differences to the granted base in bf16 or int8 (codecs.py).
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"DIPS"
 FORMAT = 1
-FP32 = 0  # dtype
-RAW = 0  # codec
 ITEM_BYTES = 4  # of one fp32 element
+BLOCK = 256  # int8 elements that share one fp32 step
 HEADER_BYTES = 64
 MESSAGE_LIMIT = 1 << 20  # bytes of a body that is not a CHUNK's: about 75,000 ranges in one HELLO
 FRAME_LIMIT = MESSAGE_LIMIT + 4096  # ZMQ_MAXMSGSIZE: the largest body, and room; chunks are at most 1 MiB too
@@ -63,6 +63,18 @@ class Kind(IntEnum):
     ERROR = 6
 
 
+class Dtype(IntEnum):
+    """What a CHUNK's elements are spelled as."""
+
+    FP32 = 0
+    BF16 = 1
+    INT8 = 2
+
+
+# The header's codec, given by the dtype: 0 the elements are parameters, 1 they are differences to the granted base.
+_CODEC = {Dtype.FP32: 0, Dtype.BF16: 1, Dtype.INT8: 1}
+
+
 class BadFrame(CorruptFrame):
     """A frame that is refused; `reason` is one of REASONS."""
 
@@ -72,7 +84,7 @@ class BadFrame(CorruptFrame):
 
 
 class Header(NamedTuple):
-    """What stands before a body; layer, param and offset are 0 unless it is a CHUNK."""
+    """What stands before a body; layer, param, offset and dtype are 0 unless it is a CHUNK."""
 
     kind: Kind
     run: int  # run_id of the run's name
@@ -82,6 +94,7 @@ class Header(NamedTuple):
     layer: int = 0  # index in the manifest
     param: int = 0  # index in the layer
     offset: int = 0  # elements from the parameter's first
+    dtype: Dtype = Dtype.FP32
 
 
 def run_id(run: str) -> int:
@@ -95,8 +108,8 @@ def pack(header: Header) -> bytes:
         MAGIC,
         FORMAT,
         header.kind,
-        FP32,
-        RAW,
+        header.dtype,
+        _CODEC[header.dtype],
         header.run,
         header.layer,
         header.stream,
@@ -134,13 +147,13 @@ def unpack(part: Buffer, run: int, body_bytes: int, chunk_bytes: int) -> Header:
         raise BadFrame("header_checksum", "the header's checksum does not match the header")
     if not Kind.HELLO <= kind <= Kind.ERROR:
         raise BadFrame("kind", f"expected a kind from {Kind.HELLO} to {Kind.ERROR}, got {kind}")
-    if dtype != FP32 or codec != RAW:
-        raise BadFrame("type", f"expected raw fp32, got dtype {dtype}, codec {codec}")
+    if _CODEC.get(dtype) != codec or (dtype and kind != Kind.CHUNK):
+        raise BadFrame("type", f"a {Kind(kind).name} of dtype {dtype}, codec {codec} is not known")
     if reserved:
         raise BadFrame("reserved", f"expected 0 in the reserved field, got {reserved}")
     if its_run != run:
         raise BadFrame("run", f"expected a frame of run {run:08x}, got one of {its_run:08x}")
-    header = Header(Kind(kind), its_run, stream, length, checksum, layer, param, offset)
+    header = Header(Kind(kind), its_run, stream, length, checksum, layer, param, offset, Dtype(dtype))
     _check_bounds(header, body_bytes, chunk_bytes)
     return header
 
@@ -149,8 +162,11 @@ def _check_bounds(header: Header, body_bytes: int, chunk_bytes: int) -> None:
     if header.length != body_bytes:
         raise BadFrame("length", f"the header says {header.length} bytes, the body has {body_bytes}")
     if header.kind is Kind.CHUNK:
-        if not 0 < header.length <= chunk_bytes or header.length % ITEM_BYTES:
-            raise BadFrame("length", f"expected a chunk of whole fp32, 4 to {chunk_bytes} bytes, got {header.length}")
+        if not 0 < header.length <= chunk_bytes or not _whole(header):
+            raise BadFrame(
+                "length",
+                f"expected whole elements of {header.dtype.name}, at most {chunk_bytes} bytes, got {header.length}",
+            )
         if header.offset > 1 << 62:
             raise BadFrame("place", f"offset {header.offset} is beyond any parameter")
         return
@@ -158,6 +174,13 @@ def _check_bounds(header: Header, body_bytes: int, chunk_bytes: int) -> None:
         raise BadFrame("length", f"expected at most {MESSAGE_LIMIT} bytes in a {header.kind.name}, got {header.length}")
     if header.layer or header.param or header.offset:
         raise BadFrame("place", f"a {header.kind.name} names no place, this one names layer {header.layer}")
+
+
+def _whole(header: Header) -> bool:
+    """Whether a body of this length can be a number of whole elements."""
+    if header.dtype is Dtype.INT8:  # each block is a step and 1 to 256 elements
+        return not 1 <= header.length % (ITEM_BYTES + BLOCK) <= ITEM_BYTES
+    return header.length % (2 if header.dtype is Dtype.BF16 else ITEM_BYTES) == 0
 
 
 def check_body(header: Header, body: Buffer) -> None:

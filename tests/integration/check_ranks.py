@@ -89,7 +89,7 @@ def all_ranks_pull(voice: Voice, model: nn.Module) -> dict[str, Any]:
 
     transfer.pull = pull
     moved = mover.pull(GRANT, Base("run", "c", 1, 2, mover.pull_rank), lambda _moved, _total: None)
-    mover.install()
+    mover.install(GRANT.version)
     kept = all(torch.equal(local(s[k]), local(moments[p][k])) for p, s in optimizer.state.items() for k in s)
     sevens = all(bool((local(p) == 7.0).all()) for p in model.parameters())
     return {"ok": moved.ok, "sevens": sevens, "moments": kept, "nbytes": moved.nbytes}

@@ -48,9 +48,20 @@ def twin(rounds: Sequence[tuple[VersionId, Sequence[FoldRow]]], numel: int) -> d
     return history
 
 
+def push_bytes(timeline: Path) -> list[int]:
+    """What each of a cluster's pushes took on the wire, all ranks together."""
+    marks = [json.loads(line) for line in timeline.read_text().splitlines()]
+    return [m["nbytes"] for m in marks if m["kind"] == "push_end" and m["ok"]]
+
+
+# bf16: a push is off by at most 2^-8 of a difference below 1.2, the steps are clipped to a tenth of it, and what is
+# owed keeps twenty of them from adding up: 7e-4 was seen.
 @pytest.mark.torchrun
 @pytest.mark.timeout(300)
-def test_every_element_is_one_number_and_the_twin_predicts_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("codec", "element_bytes", "within"), [("fp32", 4, 1e-6), ("bf16", 2, 2e-3)])
+def test_every_element_is_one_number_and_the_twin_predicts_it(
+    tmp_path: Path, codec: str, element_bytes: int, within: float
+) -> None:
     """Two FSDP2 ranks and a plain rank, two slaves, 20 outer steps: everywhere and always the twin's number."""
     tensors = {name: np.full(tuple(p.shape), script.START, np.float32) for name, p in script.Model().named_parameters()}
     numel = sum(t.size for t in tensors.values())
@@ -58,6 +69,7 @@ def test_every_element_is_one_number_and_the_twin_predicts_it(tmp_path: Path) ->
         "stop": {"versions": ROUNDS},
         "outer": {"lr": LR, "momentum": MOMENTUM, "clip": {"norm": CLIP}},
         "penalty": {"rule": "none"},
+        "codec": codec,
     }
     path = str(HERE / "train_constant.py")
     with harness.Run(tmp_path, tensors, shared=shared) as run:
@@ -83,4 +95,8 @@ def test_every_element_is_one_number_and_the_twin_predicts_it(tmp_path: Path) ->
     for who, numbers in seen.items():
         assert len(numbers) > 2 and last in numbers, f"{who} saw {list(numbers)}"
         for version, number in numbers.items():
-            assert number == pytest.approx(expected[version], abs=1e-6), f"{who} at {version}"
+            assert number == pytest.approx(expected[version], abs=within), f"{who} at {version}"
+    for cluster in ("fast", "slow"):
+        moved = push_bytes(tmp_path / cluster / "timeline.jsonl")
+        assert set(moved) <= {4 * numel, element_bytes * numel}  # fp32 where the base was not the head
+        assert element_bytes * numel in moved, f"{cluster}: no push in {codec}"

@@ -30,9 +30,9 @@ from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.flow import ZmqFlow
-from dips.wire import streams
-from dips.wire.chunks import Range
-from dips.wire.frame import Header, Kind, message, pack, run_id, unpack
+from dips.wire import codecs, streams
+from dips.wire.chunks import Range, split
+from dips.wire.frame import Dtype, Header, Kind, message, pack, run_id, unpack
 from dips.wire.streams import StreamName
 
 RUN = "demo"
@@ -95,12 +95,18 @@ class House:
     def address(self, lanes: Sequence[str] | None = None, sinc: int = SINC) -> SlaveAddress:
         return SlaveAddress("s0", sinc, tuple(lanes or self.flow.addresses()), LAYERS)
 
-    def grant(self, ranks: int, lanes: Sequence[str] | None = None, deadline_s: float = 30.0) -> Grant:
-        return Grant(V, (self.address(lanes),), ((0,),) * ranks, deadline_s)
+    def grant(
+        self, ranks: int, lanes: Sequence[str] | None = None, deadline_s: float = 30.0, codec: str = "fp32"
+    ) -> Grant:
+        base = None if codec == "fp32" else V
+        return Grant(V, (self.address(lanes),), ((0,),) * ranks, deadline_s, codec, base)
 
-    def open_push(self, push_id: PushId, ranks: int = 1, deadline_s: float = 30.0) -> Model:
-        buffers = blank()
-        self.flow.open_push(push_id, tuple(range(ranks)), buffers, deadline_s)
+    def open_push(
+        self, push_id: PushId, ranks: int = 1, deadline_s: float = 30.0, codec: str = "fp32", theta: Model | None = None
+    ) -> Model:
+        """Open it; under a lossy codec the slot begins as `theta`."""
+        buffers = blank() if theta is None else {i: theta[i].copy() for i in LAYERS}
+        self.flow.open_push(push_id, tuple(range(ranks)), buffers, deadline_s, codec)
         return buffers
 
 
@@ -244,9 +250,9 @@ class Raw:
     def hello(self, pieces: Sequence[Range]) -> None:
         self.say(Kind.HELLO, streams.encode_hello(self.name, pieces))
 
-    def chunk(self, chunk: Range, body: bytes, checksum: int | None = None) -> None:
+    def chunk(self, chunk: Range, body: bytes, checksum: int | None = None, dtype: Dtype = Dtype.FP32) -> None:
         checksum = xxhash.xxh3_64_intdigest(body) if checksum is None else checksum
-        header = Header(Kind.CHUNK, run_id(RUN), self.name.id, len(body), checksum, *chunk[:3])
+        header = Header(Kind.CHUNK, run_id(RUN), self.name.id, len(body), checksum, *chunk[:3], dtype)
         self.socket.send_multipart([pack(header), body])
 
     def hear(self, kind: Kind) -> bytes:
@@ -279,6 +285,18 @@ def body_of(values: Model, chunk: Range) -> bytes:
     return values[chunk.layer][start : start + chunk.length].tobytes()
 
 
+def decoded(codec: str, theta: Model, pieces: Sequence[Piece]) -> Model:
+    """θ plus the pieces' differences as the codec brings them, chunk by chunk."""
+    spelling, made = codecs.named(codec), {i: theta[i].copy() for i in LAYERS}
+    for piece in pieces:
+        start = MANIFEST.layers[piece.layer].offsets()[piece.param] + piece.offset
+        for chunk in split(spelling.ranges([piece.range]), spelling.chunk_bytes(CHUNK_BYTES)):
+            at = chunk.offset - piece.offset
+            elements = piece.array[at : at + chunk.length]
+            spelling.put(spelling.encode(elements), made[piece.layer][start + at : start + at + chunk.length])
+    return made
+
+
 # ---- pushes -------------------------------------------------------------------------------------------------------
 
 
@@ -302,6 +320,63 @@ def test_a_push_is_staged_bit_for_bit(ranks, lanes):
         assert [s.connections for s in stats] == [lanes] * ranks
         assert (seen[-1].nbytes, seen[-1].total, seen[-1].remaining_s) == (stats[0].nbytes, stats[0].nbytes, 0)
         assert not slave.flow.refused
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("codec", "share_of_fp32"), [("bf16", 0.5), ("int8", 0.254)])
+def test_differences_are_added_to_the_base_within_the_bound(codec, share_of_fp32, ranks):
+    """A lossy push is staged as θ of its base plus what the codec makes of the differences; real bytes count."""
+    with house(lanes=2) as slave:
+        theta, differences, push_id = model(1), model(2), PushId("fast", 1, 1)
+        buffers = slave.open_push(push_id, ranks, codec=codec, theta=theta)
+        hands, grant = shares(differences, ranks), slave.grant(ranks, codec=codec)
+        seen: list[tuple[int, int]] = []
+        report = lambda moved, total: seen.append((moved, total))  # noqa: E731
+        stats = together(
+            *(lambda r=r: push(grant, base(1, r), hands[r], progress=None if r else report) for r in range(ranks))
+        )
+        moved = slave.heard.wait("staged", push_id)
+        assert moved == sum(s.nbytes for s in stats) == slave.flow.bytes_in
+        assert moved == pytest.approx(share_of_fp32 * 4 * MANIFEST.numel, rel=0.01)
+        assert seen[-1] == (stats[0].nbytes, stats[0].nbytes)
+        assert same(buffers, decoded(codec, theta, [piece for hand in hands for piece in hand]))
+        for i in LAYERS:
+            error = np.abs(buffers[i] - (theta[i] + differences[i]))
+            step = np.abs(differences[i]).max() / 127
+            bound = np.abs(differences[i]) * 2.0**-8 if codec == "bf16" else step / 2
+            assert (error <= bound + 1e-6).all()
+        assert not slave.flow.refused
+
+
+def test_a_cut_lossy_push_is_resumed_and_nothing_is_added_twice():
+    """Differences are added: each chunk exactly once, whatever connections break between [invariants 1, 5]."""
+    with house() as slave, proxy(slave.flow.addresses()[0], 60_000, cuts=3) as cut:
+        theta, differences, push_id = model(1), model(2), PushId("fast", 1, 1)
+        buffers = slave.open_push(push_id, codec="int8", theta=theta)
+        hand = shares(differences, 1)[0]
+        stats = push(slave.grant(1, [cut.address], codec="int8"), base(1), hand)
+        slave.heard.wait("staged", push_id)
+        assert stats.connections == 4
+        assert same(buffers, decoded("int8", theta, hand))
+
+
+def test_a_chunk_of_another_codec_than_the_granted_is_refused():
+    """Right place, right checksum, whole elements, wrong spelling: counted, nothing else; the right one counts."""
+    with house() as slave, raw(slave.flow.addresses()[0], name_of("push", 1)) as peer:
+        theta, differences, push_id = model(1), model(2), PushId("fast", 1, 1)
+        buffers = slave.open_push(push_id, codec="bf16", theta=theta)
+        peer.hello(WHOLE)
+        peer.hear(Kind.WELCOME)
+        left, refused, spelling = MANIFEST.numel, 0, codecs.named("bf16")
+        while left:
+            for chunk in streams.decode_want(peer.hear(Kind.WANT)):
+                peer.chunk(chunk, body_of(differences, chunk))
+                elements = np.frombuffer(body_of(differences, chunk), np.float32)
+                peer.chunk(chunk, bytes(spelling.encode(elements)), dtype=Dtype.BF16)
+                left, refused = left - chunk.length, refused + 1
+        slave.heard.wait("staged", push_id)
+        assert slave.flow.refused["type"] == refused
+        assert same(buffers, decoded("bf16", theta, shares(differences, 1)[0]))
 
 
 def test_a_rank_that_holds_nothing_is_waited_for_and_told_done():

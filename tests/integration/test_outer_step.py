@@ -66,7 +66,7 @@ class Receiving:
     def start(self, sinc: int, events: FlowEvents) -> None:
         pass
 
-    def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float) -> None:
+    def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str) -> None:
         self.buffers[push] = buffers
 
     def reorder(self, push: PushId, places: tuple[int, ...]) -> None:

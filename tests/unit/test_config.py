@@ -78,6 +78,7 @@ def test_commented_keys_of_the_examples_are_real() -> None:
         ("shared.outer.clip", {"norm": 1.0, "relative": 2.0}, "not both"),
         ("shared.penalty.rule", "majority", "penalty.rule: expected dips or none, got 'majority'"),
         ("shared.chunk_bytes", 1 << 21, "shared.chunk_bytes"),
+        ("shared.codec", "fp16", "shared.codec"),
         ("shared.run", "Not A Name", "run name 'Not A Name' is not usable"),
         ("slaves", [], "slaves"),
         ("slaves.0.slots", 0, "slaves.0.slots"),
@@ -124,6 +125,14 @@ def test_two_slaves_of_one_name(tmp_path: Path) -> None:
     path = write(tmp_path / "dips.yaml", {**RUN, "slaves": RUN["slaves"] * 2})
     with pytest.raises(ConfigError, match="'s0' stands 2 times"):
         load_run(path)
+
+
+def test_the_codec_is_agreed_on_and_reaches_the_coordinator(tmp_path: Path) -> None:
+    """fp32 unless the run says otherwise; a cluster with another codec than the run's has another digest."""
+    lossy = load_run(write(tmp_path / "dips.yaml", changed(RUN, "shared.codec", "int8")))
+    plain = load_run(write(tmp_path / "plain.yaml", RUN))
+    assert (plain.options().codec, lossy.options().codec) == ("fp32", "int8")
+    assert plain.shared.digest != lossy.shared.digest
 
 
 def test_an_unknown_slave_lists_the_known(tmp_path: Path) -> None:

@@ -471,13 +471,18 @@ class Grant(_message.Message):
     SLAVES_FIELD_NUMBER: _builtins.int
     ORDER_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
+    CODEC_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
     deadline_s: _builtins.float
+    codec: _builtins.str
     @_builtins.property
     def version(self) -> _names_pb2.VersionId: ...
     @_builtins.property
     def slaves(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlaveAddress]: ...
     @_builtins.property
     def order(self) -> _containers.RepeatedCompositeFieldContainer[Global___Indices]: ...
+    @_builtins.property
+    def base(self) -> _names_pb2.VersionId: ...
     def __init__(
         self,
         *,
@@ -485,10 +490,12 @@ class Grant(_message.Message):
         slaves: _abc.Iterable[Global___SlaveAddress] | None = ...,
         order: _abc.Iterable[Global___Indices] | None = ...,
         deadline_s: _builtins.float = ...,
+        codec: _builtins.str = ...,
+        base: _names_pb2.VersionId | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "order", b"order", "slaves", b"slaves", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "codec", b"codec", "deadline_s", b"deadline_s", "order", b"order", "slaves", b"slaves", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -511,21 +511,28 @@ class OpenPush(_message.Message):
     PUSH_FIELD_NUMBER: _builtins.int
     ORDER_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
+    CODEC_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
     deadline_s: _builtins.float
+    codec: _builtins.str
     @_builtins.property
     def push(self) -> _names_pb2.PushId: ...
     @_builtins.property
     def order(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def base(self) -> _names_pb2.VersionId: ...
     def __init__(
         self,
         *,
         push: _names_pb2.PushId | None = ...,
         order: _abc.Iterable[_builtins.int] | None = ...,
         deadline_s: _builtins.float = ...,
+        codec: _builtins.str = ...,
+        base: _names_pb2.VersionId | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["push", b"push"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "push", b"push"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "order", b"order", "push", b"push"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "codec", b"codec", "deadline_s", b"deadline_s", "order", b"order", "push", b"push"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

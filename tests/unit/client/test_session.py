@@ -133,7 +133,7 @@ class Play:
         self.say(want)
         pull = self.asked(PullRequested).pull
         self.master(grant(version))
-        assert self.say(want) == PullNow(pull.inc, pull.seq, grant(version), self.s._fraction())
+        assert self.say(want) == PullNow(pull.inc, pull.seq, grant(version), self.s._fraction(), self.s._accepted)
         moved = PullMoved(self.s.attempt, next(self.number), pull.seq, installed, "", 100)
         answer = self.say(moved)
         assert self.asked(PullFinished) == PullFinished(0, pull, installed)
@@ -232,6 +232,48 @@ def test_gated_settles_and_pulls(play: Play) -> None:
     play.master(outcome("gated"))
     assert isinstance(play.say(moved), PullNow)
     assert (play.s.account.gated, play.s.account.unsettled) == (20, 0)
+
+
+@pytest.mark.parametrize(("kind", "settles"), [("accepted", True), ("gated", False), ("skipped", False)])
+def test_the_next_transfer_is_told_what_was_accepted(play: Play, kind: str, settles: bool) -> None:
+    """Before a host buffer is overwritten every rank knows whether what it froze is in a version (error feedback)."""
+    play.begin()
+    moved = play.push_until_committed()
+    seq = moved.seq
+    play.master(outcome(kind, None if kind == "skipped" else V1, pull=kind != "skipped"))
+    told = play.say(moved)
+    verdict = told if isinstance(told, PullNow) else play.push_until_granted()
+    assert verdict.accepted == (seq if settles else 0)
+
+
+def test_an_outcome_that_the_trainer_did_not_wait_for_is_told_with_its_next_push(play: Play) -> None:
+    """It trained on while the master was away; what it froze lies in the host buffer until the next freeze."""
+    play.begin()
+    moved = play.push_until_committed()
+    play.do(play.s.hindered("no answer", 1.0))
+    play.now = 20.0
+    play.do(play.s.hindered("no answer", play.now))
+    assert isinstance(play.say(moved), TrainOn)
+    play.master(outcome("accepted"))
+    play.asked(PullFinished)
+    play.master(Acknowledged())
+    assert play.push_until_granted().accepted == moved.seq
+
+
+def test_a_new_life_has_no_accepted_push(play: Play) -> None:
+    """Its seq begins anew, so the old life's numbers must settle nothing [invariant 5]."""
+    play.begin()
+    moved = play.push_until_committed()
+    play.master(outcome("accepted"))
+    old = play.say(moved)
+    assert isinstance(old, PullNow) and old.accepted == moved.seq
+    play.beat("gone")
+    play.master(Joined(3, 2, V1, NONE_YET, ()))
+    failed = PullMoved(1, next(play.number), old.seq, False, "the pull is over", 1)
+    play.say(failed)
+    play.master(grant(V1))
+    verdict = play.say(failed)
+    assert isinstance(verdict, PullNow) and (verdict.inc, verdict.accepted) == (2, 0)
 
 
 def test_busy_trains_on_and_asks_again_at_a_later_boundary(play: Play) -> None:

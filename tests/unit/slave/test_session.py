@@ -61,7 +61,7 @@ class Flow:
     def start(self, sinc: int, events: FlowEvents) -> None:
         self.events = events
 
-    def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float) -> None:
+    def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str) -> None:
         self.pushes[push] = buffers
 
     def drop_push(self, push: PushId) -> None:

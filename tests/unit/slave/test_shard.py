@@ -65,6 +65,7 @@ class Flow:
     """Remembers what it was told; bytes appear when the test writes them into `pushes`."""
 
     pushes: dict[PushId, Arrays] = field(default_factory=dict)
+    codecs: dict[PushId, str] = field(default_factory=dict)
     pulls: dict[PullId, Arrays] = field(default_factory=dict)
     closing: list[PullId] = field(default_factory=list)
     moving: list[PullId] = field(default_factory=list)
@@ -75,10 +76,10 @@ class Flow:
     def start(self, sinc: int, events: FlowEvents) -> None:
         self.lives.append(sinc)
 
-    def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float) -> None:
+    def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str) -> None:
         if self.broken:
             raise RemoteProtocolError("no")
-        self.pushes[push] = buffers
+        self.pushes[push], self.codecs[push] = buffers, codec
 
     def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
         self.places[push] = places
@@ -416,6 +417,36 @@ def test_an_open_push_is_opened_once_and_reported_again() -> None:
     assert slave.order(OpenPush(P1, (0,), 1.0)) == Done()
     assert slave.shard.versions.open_pushes == (P1,)
     assert [r.push for r in slave.shard.take_reports()] == [P1]
+
+
+def test_a_lossy_push_begins_as_its_base_and_no_flip_changes_that() -> None:
+    """Its slot is θ of the base from the start, so the head may flip while it moves, and nobody waits for a pin."""
+    slave = Slave(pinned=0).ready()
+    assert slave.order(OpenPush(P2, (0,), 60.0, "int8", GENESIS)) == Done()
+    assert slave.flow.codecs[P2] == "int8"
+    version = slave.prepare(P1)
+    slave.order(Commit(version, (), 60.0))
+    assert slave.shard.versions.memory == version
+    assert all((a == 1.0).all() for a in slave.flow.pushes[P2].values())
+    assert slave.shard.versions.pins == {}
+
+
+def test_a_lossy_push_on_a_version_that_is_not_held_is_refused_and_takes_nothing() -> None:
+    """An OpenPush that a flip overtook finds its base gone: the master drops the push, the slave holds no slot."""
+    slave = Slave().ready()
+    before = slave.state()
+    with pytest.raises(StaleVersion, match="v7@r9 is not held"):
+        slave.order(OpenPush(P1, (0,), 60.0, "int8", VersionId(7, 9)))
+    assert slave.state() == before
+
+
+def test_an_open_push_keeps_its_codec() -> None:
+    """A new master that grants the same push otherwise than the old one is refused: the slot holds another base."""
+    slave = Slave().ready()
+    slave.order(OpenPush(P1, (0,), 60.0, "int8", GENESIS))
+    with pytest.raises(StalePush, match="is open as int8 on v0@r0, not fp32 on None"):
+        slave.order(OpenPush(P1, (0,), 60.0))
+    assert slave.order(OpenPush(P1, (0,), 60.0, "int8", GENESIS)) == Done()
 
 
 def test_a_refused_push_frees_its_slot_and_is_told() -> None:

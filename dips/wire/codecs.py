@@ -1,0 +1,180 @@
+"""How the elements of a CHUNK are spelled: fp32 as they are, or differences to a named version in bf16 or int8.
+
+A lossy codec carries differences only, never parameters: bf16 *of parameters* would round a norm's gain near 1.0 to
+steps of 2^-8, and the outer changes of 1e-3 would vanish (why.md 38). What is lost comes back with the next push: the
+error feedback of client/feedback.py. Pulls are always fp32.
+
+    fp32   4 B an element, exact
+    bf16   2 B; error at most 2^-8 of the element (2^-134 below the smallest normal number)
+    int8   1 B and a 4 B step for each block of 256; error at most half a step, a step being the block's max |x| / 127
+
+What must stay true: a zero stays zero; what is not finite arrives not finite, so that the gate sees it (in int8 its
+whole block does: the block's step is NaN); the same elements make the same bytes, so a repeated chunk is the same.
+A body of int8 is all steps, then all elements: both are read as flat arrays. Nothing here knows versions or sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from dips.errors import LocalProtocolError
+from dips.wire.chunks import Bf16Range, Int8Range, Range
+from dips.wire.frame import BLOCK, Buffer, Dtype
+
+F32 = npt.NDArray[np.float32]
+Name = Literal["fp32", "bf16", "int8"]
+
+TINIEST = np.float32(2.0**-119)  # a block whose elements are all smaller is sent as zeros: its step would not be normal
+_SPAN = 64 * BLOCK  # elements done at once: 64 KiB of fp32, so that each pass after the first reads the cache
+_STEPS = np.float32(127)
+_NAN_BF16 = np.uint16(0x7FC0)
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """One spelling. `range` is a Range whose `nbytes` counts what really travels."""
+
+    name: Name
+    dtype: Dtype
+    range: type[Range]
+    encode: Callable[[F32], Buffer]  # elements → the body of their chunk; fp32: their own memory
+    put: Callable[[Buffer, F32], None]  # body → its place; lossy: added to the base that lies there
+
+    @property
+    def lossy(self) -> bool:
+        """It carries differences to a base."""
+        return self.dtype is not Dtype.FP32
+
+    def ranges(self, pieces: Iterable[Range]) -> tuple[Range, ...]:
+        """The same ranges, counted in this codec's bytes."""
+        return tuple(self.range(*piece) for piece in pieces)
+
+    def chunk_bytes(self, most: int) -> int:
+        """What a WANT may ask for at once, in bytes of fp32: whole blocks, so that no block is cut in two."""
+        whole = most - most % (4 * BLOCK)
+        return whole if self.lossy and whole else most
+
+    def decode(self, body: Buffer, length: int) -> F32:
+        """The `length` elements that a body stands for."""
+        out = np.zeros(length, np.float32)
+        self.put(body, out)
+        return out
+
+
+def named(name: str) -> Codec:
+    """Return the codec of that name; raise LocalProtocolError if there is none."""
+    try:
+        return CODECS[name]
+    except KeyError:
+        raise LocalProtocolError(f"codec: expected one of {', '.join(CODECS)}, got {name!r}") from None
+
+
+def _spans(length: int) -> Iterable[slice]:
+    return (slice(begin, min(begin + _SPAN, length)) for begin in range(0, length, _SPAN))
+
+
+# ---- fp32 ------------------------------------------------------------------------------------------------------------
+
+
+def _as_they_are(values: F32) -> Buffer:
+    return values.view(np.uint8).data
+
+
+def _copy(body: Buffer, target: F32) -> None:
+    np.copyto(target.view(np.uint8), np.frombuffer(body, np.uint8))
+
+
+# ---- bf16 ------------------------------------------------------------------------------------------------------------
+
+
+def _encode_bf16(values: F32) -> Buffer:
+    """Round to nearest, ties to even. A finite element beyond the largest bf16 (3.39e38) becomes infinite."""
+    out = np.empty(values.size, np.uint16)
+    for cut in _spans(values.size):
+        bits = values[cut].view(np.uint32)
+        odd = bits >> 16
+        odd &= 1
+        odd += 0x7FFF
+        odd += bits
+        odd >>= 16
+        out[cut] = odd
+        wrong = np.isnan(values[cut])
+        if wrong.any():  # the sum above may have carried a NaN's payload away
+            out[cut][wrong] = _NAN_BF16
+    return out.view(np.uint8).data
+
+
+def _add_bf16(body: Buffer, target: F32) -> None:
+    halves = np.frombuffer(body, np.uint16)
+    for cut in _spans(target.size):
+        bits = halves[cut].astype(np.uint32)
+        bits <<= 16
+        with np.errstate(all="ignore"):
+            target[cut] += bits.view(np.float32)
+
+
+# ---- int8 ------------------------------------------------------------------------------------------------------------
+
+
+def _encode_int8(values: F32) -> Buffer:
+    count = -(-values.size // BLOCK)
+    out = np.empty(4 * count + values.size, np.uint8)
+    steps, whole = out[: 4 * count].view(np.float32), out[4 * count :].view(np.int8)
+    with np.errstate(all="ignore"):  # what is not finite is made so on purpose
+        for cut in _spans(values.size):
+            _quantise(values[cut], steps[cut.start // BLOCK : -(-cut.stop // BLOCK)], whole[cut])
+    return out.data
+
+
+def _quantise(values: F32, steps: F32, whole: npt.NDArray[np.int8]) -> None:
+    """One span: the step of each block, and each element in steps."""
+    full = values.size - values.size % BLOCK
+    square = values[:full].reshape(-1, BLOCK)
+    blocks = full // BLOCK
+    np.maximum(square.max(axis=1, initial=0), -square.min(axis=1, initial=0), out=steps[:blocks])
+    if full < values.size:
+        steps[blocks] = np.abs(values[full:]).max()
+    steps[steps < TINIEST] = 0
+    steps /= _STEPS
+    steps[~np.isfinite(steps)] = np.nan
+    inverse = np.divide(np.float32(1), steps, where=steps > 0, out=np.zeros_like(steps))
+    scaled = square * inverse[:blocks, None]
+    np.copyto(whole[:full].reshape(-1, BLOCK), np.rint(scaled, out=scaled), casting="unsafe")
+    if full < values.size:
+        np.copyto(whole[full:], np.rint(values[full:] * inverse[blocks]), casting="unsafe")
+
+
+def _add_int8(body: Buffer, target: F32) -> None:
+    raw = np.frombuffer(body, np.uint8)
+    count = -(-target.size // BLOCK)
+    steps = np.frombuffer(raw[: 4 * count].tobytes(), np.float32)  # a body need not lie at a multiple of 4
+    whole = raw[4 * count :].view(np.int8)
+    with np.errstate(all="ignore"):
+        for cut in _spans(target.size):
+            _add_span(whole[cut], steps[cut.start // BLOCK : -(-cut.stop // BLOCK)], target[cut])
+
+
+def _add_span(whole: npt.NDArray[np.int8], steps: F32, target: F32) -> None:
+    full = whole.size - whole.size % BLOCK
+    blocks = full // BLOCK
+    values = whole.astype(np.float32)
+    values[:full].reshape(-1, BLOCK)[...] *= steps[:blocks, None]
+    if full < whole.size:
+        values[full:] *= steps[blocks]
+    target += values
+
+
+CODECS: Mapping[str, Codec] = {
+    codec.name: codec
+    for codec in (
+        Codec("fp32", Dtype.FP32, Range, _as_they_are, _copy),
+        Codec("bf16", Dtype.BF16, Bf16Range, _encode_bf16, _add_bf16),
+        Codec("int8", Dtype.INT8, Int8Range, _encode_int8, _add_int8),
+    )
+}
+FP32 = CODECS["fp32"]
