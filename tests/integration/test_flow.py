@@ -330,15 +330,14 @@ def test_differences_are_added_to_the_base_within_the_bound(codec, share_of_fp32
         theta, differences, push_id = model(1), model(2), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id, ranks, codec=codec, theta=theta)
         hands, grant = shares(differences, ranks), slave.grant(ranks, codec=codec)
-        seen: list[tuple[int, int]] = []
-        report = lambda moved, total: seen.append((moved, total))  # noqa: E731
+        seen: list[Moving] = []
         stats = together(
-            *(lambda r=r: push(grant, base(1, r), hands[r], progress=None if r else report) for r in range(ranks))
+            *(lambda r=r: push(grant, base(1, r), hands[r], progress=None if r else seen.append) for r in range(ranks))
         )
         moved = slave.heard.wait("staged", push_id)
         assert moved == sum(s.nbytes for s in stats) == slave.flow.bytes_in
         assert moved == pytest.approx(share_of_fp32 * 4 * MANIFEST.numel, rel=0.01)
-        assert seen[-1] == (stats[0].nbytes, stats[0].nbytes)
+        assert (seen[-1].nbytes, seen[-1].total) == (stats[0].nbytes, stats[0].nbytes)
         assert same(buffers, decoded(codec, theta, [piece for hand in hands for piece in hand]))
         for i in LAYERS:
             error = np.abs(buffers[i] - (theta[i] + differences[i]))
