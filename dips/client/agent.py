@@ -221,12 +221,8 @@ class Agent:
             await asyncio.wait_for(self._reachable.wait(), pause_s * random.uniform(0.5, 1.0))
 
     async def _beat(self) -> None:
-        moved, at = 0, time.monotonic()
         while True:
-            now, total = time.monotonic(), self._session.bytes_moved
-            rate = max(0, total - moved) / max(now - at, 1e-3)
-            moved, at = total, now
-            beat = self._session.beat(rate)
+            beat = self._session.beat()
             if beat is not None:
                 await self._say(beat)
             self._hurry.clear()

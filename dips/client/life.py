@@ -37,7 +37,8 @@ class Life:
         self.inner_steps = self.tokens = 0  # since the agent's start
         self.loss, self.base = 0.0, cast("VersionId | None", None)
         self._push_ranks = self._pull_ranks = 1
-        self._moved, self._marked_at = (0, 0), 0.0
+        self._moved, self._marked_at = (0, 0), 0.0  # of the present or last transfer: bytes, in all
+        self._moving_since, self._bytes_per_s = 0.0, 0.0  # its grant; its mean rate
         # the talk
         self.phase, self.reason = Phase.UNJOINED, "no trainer has attached yet"
         self._number = self._question = 0
@@ -51,11 +52,6 @@ class Life:
         self._pull_failures, self._backoff_until = 0, 0.0
         self._unreachable_since = cast("float | None", None)
         self._failure = cast("Failure | None", None)
-
-    @property
-    def bytes_moved(self) -> int:
-        """Of the present transfer, over all ranks."""
-        return self._moved[0]
 
     def _ask(self, event: object, delay_s: float = 0.0) -> None:
         self._question += 1
@@ -83,6 +79,15 @@ class Life:
 
     def _pull_id(self) -> PullId:
         return PullId(self._identity.cluster, self.inc, self._seq)
+
+    def _begin_moving(self) -> None:
+        """A transfer was granted."""
+        self._moved, self._halt, self._moving_since = (0, 0), "", self._now
+
+    def _have_moved(self, nbytes: int, total: int) -> None:
+        """So much of it has moved, over all ranks."""
+        self._moved = (nbytes, total)
+        self._bytes_per_s = nbytes / max(self._now - self._moving_since, 1e-3)
 
     def _mark_inner(self) -> None:
         self._marked_at = self._now

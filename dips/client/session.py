@@ -106,7 +106,7 @@ class Session(Talk):
                 self._tell(TrainOn(reason, False, self._fraction()))
         return self._flush()
 
-    def beat(self, bytes_per_s: float = 0.0) -> ClusterBeat | None:
+    def beat(self) -> ClusterBeat | None:
         """What to tell the judge of liveness now; None before the first join."""
         if self.inc == 0:
             return None
@@ -126,7 +126,7 @@ class Session(Talk):
             self.loss,
             self.base,
             *self._moved,
-            bytes_per_s,
+            self._bytes_per_s,
         )
 
     def beat_answered(self, inc: int, answer: ClusterBeatAnswer, now: float) -> list[Deed]:
@@ -197,7 +197,7 @@ class Session(Talk):
             case Stepped():
                 self._stepped(message)
             case Moving(nbytes=nbytes, total=total):
-                self._moved = (nbytes, total)
+                self._have_moved(nbytes, total)
                 return Halt(self._halt) if self._halt else Heard()
             case PushWanted() | PushMoved() | PullWanted() | PullMoved():
                 return self._talk(message)

@@ -119,6 +119,7 @@ class Talk(Life):
             self._abort(f"its push failed: {q.reason}")
             self._tell(TrainOn(self.reason, False, self._fraction()))
             return
+        self._have_moved(q.nbytes, q.nbytes)
         self.phase, self.reason = Phase.FINISHING, "its push waits to be committed"
         p = self.account.frozen
         self._ask(PushFinished(0, self._push_id(), p.tokens, p.inner_steps, p.ranges, p.loss))
@@ -128,6 +129,7 @@ class Talk(Life):
         version = self._grant.version
         self._mark("pull_end", seq=q.seq, version=str(version), installed=q.installed, nbytes=q.nbytes, reason=q.reason)
         if q.installed:
+            self._have_moved(q.nbytes, q.nbytes)
             self.base, self._resync, self._pull_due, self._pull_failures = version, False, False, 0
             self.ranges.take_back_unserved(self.account.lose_carried())  # work that the pull has overwritten
             self.reason = f"trains on {version}"
@@ -149,7 +151,8 @@ class Talk(Life):
         self.phase, self.reason, self._grant = Phase.PUSHING, "its push is moving", grant
         self._mark_inner()
         self.account.freeze()
-        self._frozen_by, self._moved, self._halt = self.attempt, (0, 0), ""
+        self._frozen_by = self.attempt
+        self._begin_moving()
         self._mark("push_begin", seq=self._seq, base=str(self.base), tokens=self.account.frozen.tokens)
 
     def _refused(self, result: Refused) -> None:
@@ -199,7 +202,7 @@ class Talk(Life):
             self._close_pull(False)
             return
         self.phase, self.reason, self._grant = Phase.PULLING, f"pulls {grant.version}", grant
-        self._moved, self._halt = (0, 0), ""
+        self._begin_moving()
         self._mark("pull_begin", seq=self._seq, version=str(grant.version))
 
     def _closed(self, _: Acknowledged | Dropped) -> None:

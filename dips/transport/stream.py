@@ -194,9 +194,10 @@ class Stream:
             header, body = self._outbox[0]
             try:
                 self._socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
+                tracker = self._socket.send(body, zmq.NOBLOCK, copy=False, track=True)
             except zmq.Again:
-                return  # no connection yet
-            self._held.append(self._socket.send(body, zmq.NOBLOCK, copy=False, track=True))
+                return  # no connection yet, or it broke between the two parts: libzmq has rolled the first back
+            self._held.append(tracker)
             self._outbox.popleft()
 
     def _reap(self) -> bool:

@@ -338,6 +338,23 @@ def test_a_push_that_the_master_has_dropped_is_halted(play: Play) -> None:
     assert play.say(moving) == Heard()
 
 
+def test_a_beat_tells_the_rate_of_the_present_or_last_transfer(play: Play) -> None:
+    """Bytes over the time since the grant, while they move and after; a transfer shorter than a beat counts too."""
+    play.begin()
+    play.step()
+    play.now = 10.0
+    verdict = play.push_until_granted()
+    play.now = 12.0
+    play.say(Moving(play.s.attempt, 100, 400))
+    beat = play.s.beat()
+    assert beat is not None and (beat.bytes_moved, beat.bytes_total, beat.bytes_per_s) == (100, 400, 50.0)
+    play.now = 14.0
+    play.say(PushMoved(play.s.attempt, next(play.number), verdict.seq, True, "", 400))
+    play.now = 60.0
+    beat = play.s.beat()
+    assert beat is not None and (beat.bytes_moved, beat.bytes_per_s) == (400, 100.0)
+
+
 def test_a_failed_pull_is_tried_three_times_then_given_up(play: Play) -> None:
     """A cluster that has parameters trains on with them when its pull fails three times."""
     play.begin()
