@@ -8,6 +8,7 @@ both ends and a copy into place, as a data flow on gRPC would.
 from __future__ import annotations
 
 import multiprocessing
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -27,7 +28,7 @@ PUSH, PULL, END = "push", "pull", "end"
 Bytes = npt.NDArray[np.uint8]
 
 
-class Peer:
+class Peer(ABC):
     """A process that serves `serve(pipe, nbytes, chunk_bytes, lanes)`; ended on exit."""
 
     def __init__(self, serve: Callable[..., None], nbytes: int, chunk_bytes: int, lanes: int) -> None:
@@ -53,11 +54,13 @@ class Peer:
         assert self._process.pid is not None
         return self._process.pid
 
+    @abstractmethod
     def connect(self, addresses: list[str]) -> None:
-        raise NotImplementedError
+        """Reach the process where it says that it listens."""
 
+    @abstractmethod
     def disconnect(self) -> None:
-        raise NotImplementedError
+        """Let go of what `connect` made."""
 
 
 # ---- ZeroMQ ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ making was interrupted does not exist.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from safetensors.numpy import save_file
 
 from dips.config import RunFile
 from dips.errors import ConfigError
-from dips.master.ledger import Ledger, holding
+from dips.master.ledger import Ledger, holding, sync
 from dips.protocol.manifest import Layer, Manifest
 from dips.protocol.placement import place
 from dips.protocol.records import RunRow
@@ -112,19 +111,11 @@ def _write_initial(directory: Path, tensors: Mapping[str, Tensor], manifest: Man
     model.parent.mkdir(parents=True, exist_ok=True)
     aside = model.with_suffix(".tmp")
     save_file({name: np.ascontiguousarray(t) for name, t in tensors.items()}, aside)
-    _sync(aside)
+    sync(aside)
     aside.replace(model)
     aside = listing.with_suffix(".tmp")
     aside.write_text(manifest.to_json())
-    _sync(aside)
+    sync(aside)
     aside.replace(listing)
     for folder in (model.parent, directory):
-        _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(folder)

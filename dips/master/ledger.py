@@ -51,7 +51,7 @@ class Ledger:
             db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             write_run(db, row)
         if str(path) != MEMORY:
-            _sync_directory(Path(path).parent)
+            sync(Path(path).parent)
         return cls(db, lock, wall)
 
     @classmethod
@@ -175,9 +175,9 @@ def _take_lock(path: Path | str) -> IO[str] | None:
     return lock
 
 
-def _sync_directory(directory: Path) -> None:
-    """A new file exists for certain only when its directory says so."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make a file, or a directory's list of files, durable: a new file exists only when its directory says so."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -147,12 +147,7 @@ class Coordinator:
     def next_deadline(self) -> float:
         """When to send Ticked if nothing happens before; inf if nothing is due."""
         w = self._world
-        due = [
-            t.deadline
-            for c in w.clusters.values()
-            for t in (c.push, c.pull)
-            if t and not getattr(t, "committed", False)
-        ]
+        due = [push.deadline for push in w.uncommitted()] + [pull.deadline for pull in w.open_pulls()]
         if w.round is not None and w.round.state is RoundState.COLLECTING and w.round.current is None:
             due.append(w.round.closes)
         if w.options.stop.wall_s and not w.finished and w.round is None:

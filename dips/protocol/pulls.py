@@ -31,33 +31,32 @@ def _request(w: World, cluster: Cluster, event: PullRequested) -> Result:
         return Failed("RemoteProtocolError", f"ranks: expected 1 to {MAX_RANKS}, got {event.ranks}")
     if cluster.state is ClusterState.PUSHING:
         return Refused(w.options.timing.busy_retry_s, "a push is moving: finish or abort it first")
-    missing = w.slaves_missing()
-    if missing or w.flipping is not None:
-        waits = ", ".join(f"{s.name} ({s.state}: {s.reason})" for s in missing) or "the slaves to flip"
+    waits = w.why_missing() or ("the slaves to flip" if w.flipping is not None else "")
+    if waits:
         return Refused(w.options.timing.busy_retry_s, f"waits for {waits}")
     if pull:
         close(w, cluster, f"superseded by {event.pull}")
     cluster.seq_high, cluster.ranks = event.pull.seq, event.ranks
-    deadline_s = pulling(w, cluster, event.pull, w.head, opened=False)
+    deadline_s = pulling(w, cluster, event.pull, w.head)
     w.order_all("open_pull", event.pull, OpenPull(event.pull, w.head, deadline_s), w.options.timing.order_s)
     return Pending("the slaves are pinning the version")
 
 
-def pulling(w: World, cluster: Cluster, pull: PullId, version: VersionId, *, opened: bool) -> float:
+def pulling(w: World, cluster: Cluster, pull: PullId, version: VersionId) -> float:
     """The cluster is about to pull `version`; return how long it may, in seconds."""
     deadline_s = w.transfer_s(cluster)
     first = sum(p.ranks for p in w.open_pulls())
     deadline = w.now + deadline_s + TRANSFER_GRACE_S
-    cluster.pull = Pull(pull, version, cluster.ranks, deadline, deadline_s, opened, first)
+    cluster.pull = Pull(pull, version, cluster.ranks, deadline, deadline_s, first=first)
     cluster.become(ClusterState.PULLING, f"pulling {version}")
     return deadline_s
 
 
 def opened(w: World, chorus: Chorus) -> None:
     """Every slave has pinned the version."""
-    for cluster in w.clusters.values():
-        if cluster.pull and cluster.pull.id == chorus.subject:
-            cluster.pull.opened = True
+    cluster = w.cluster_of(chorus.subject)
+    if cluster is not None and cluster.pull is not None:
+        cluster.pull.opened = True
 
 
 def finished(w: World, event: PullFinished) -> None:

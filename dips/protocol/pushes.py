@@ -67,9 +67,8 @@ def _request(w: World, cluster: Cluster, event: PushRequested) -> Result:
 
 def _no_slot(w: World) -> str:
     """Why no push can be admitted now; empty if one can."""
-    missing = w.slaves_missing()
-    if missing:
-        return "waits for " + ", ".join(f"{s.name} ({s.state}: {s.reason})" for s in missing)
+    if missing := w.why_missing():
+        return f"waits for {missing}"
     slots, used = min(s.slots for s in w.slaves.values()), len(w.open_pushes())
     return f"all {slots} slots are in use" if used >= slots else ""
 
@@ -104,13 +103,14 @@ def _held_base(push: Push) -> VersionId | None:
 
 def opened(w: World, chorus: Chorus) -> None:
     """Every slave has reserved its slot: the push may move."""
-    for cluster in w.clusters.values():
-        if cluster.push and cluster.push.id == chorus.subject:
-            cluster.push.opened = True
-            if cluster.bytes_per_s:
-                cluster.push.due = w.now + w.model_bytes / cluster.bytes_per_s
-            cluster.reason = "pushing"
-            w.note("push_granted", push=cluster.push.id, base=cluster.push.base)
+    cluster = w.cluster_of(chorus.subject)
+    if cluster is None or cluster.push is None:
+        return
+    cluster.push.opened = True
+    if cluster.bytes_per_s:
+        cluster.push.due = w.now + w.model_bytes / cluster.bytes_per_s
+    cluster.reason = "pushing"
+    w.note("push_granted", push=cluster.push.id, base=cluster.push.base)
 
 
 def _grant(w: World, push: Push) -> Grant:
@@ -120,18 +120,22 @@ def _grant(w: World, push: Push) -> Grant:
 
 def staged(w: World, event: PushStaged) -> None:
     """All of it lies on one slave. Said again in every beat; once is enough."""
-    slave, cluster = w.slaves.get(event.slave), w.clusters.get(event.push.cluster)
-    if slave and slave.sinc == event.sinc and cluster and cluster.push and cluster.push.id == event.push:
+    cluster = _told_by(w, event)
+    if cluster is not None and cluster.push is not None:
         cluster.push.staged.add(event.slave)
 
 
 def refused(w: World, event: PushRefused) -> None:
     """A slave gave up a push: its ranges were wrong or it stalled."""
-    slave, cluster = w.slaves.get(event.slave), w.clusters.get(event.push.cluster)
-    if not (slave and slave.sinc == event.sinc and cluster and cluster.push and cluster.push.id == event.push):
-        return
-    if not cluster.push.committed:
+    cluster = _told_by(w, event)
+    if cluster is not None and cluster.push is not None and not cluster.push.committed:
         drop(w, cluster, f"{event.slave}: {event.reason}")
+
+
+def _told_by(w: World, event: PushStaged | PushRefused) -> Cluster | None:
+    """The cluster whose present push a present life of a slave speaks of."""
+    slave = w.slaves.get(event.slave)
+    return w.cluster_of(event.push) if slave and slave.sinc == event.sinc else None
 
 
 def finished(w: World, event: PushFinished) -> None:

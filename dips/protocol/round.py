@@ -223,7 +223,7 @@ def _version_row(
         for p in r.folded
         if p.verdict is not None
     )
-    outcomes = tuple(_outcome_row(p, _kind(r, p), version) for p in r.pushes)
+    outcomes = tuple(_outcome_row(p, _kind(p), version) for p in r.pushes)
     o = w.options.outer
     return VersionCommitted(
         version, w.head, True, folds, outcomes, r.scale, o.lr, o.momentum, r.delta_norm, r.clipped, digests,
@@ -231,8 +231,8 @@ def _version_row(
     )  # fmt: skip
 
 
-def _kind(r: Round, push: Push) -> str:
-    return "gated" if push in r.gated else "accepted"
+def _kind(push: Push) -> str:
+    return "accepted" if push.verdict is not None and push.verdict.accepted else "gated"
 
 
 def _outcome_row(push: Push, kind: str, version: VersionId | None, reason: str = "") -> OutcomeRow:
@@ -247,7 +247,7 @@ def _outcome_row(push: Push, kind: str, version: VersionId | None, reason: str =
 def _settle(w: World, push: Push, version: VersionId | None, kind: str = "", reason: str = "") -> Cluster | None:
     """Tell the push's cluster its Outcome; return the cluster if it waits for it and so will pull."""
     cluster = w.clusters[push.id.cluster]
-    kind = kind or ("accepted" if push.verdict is not None and push.verdict.accepted else "gated")
+    kind = kind or _kind(push)
     same_life = cluster.inc == push.id.inc
     if kind != "skipped":
         w.ranges.settle(push.id.cluster, push.id.inc, push.ranges)
@@ -273,7 +273,7 @@ def _pull_of(cluster: Cluster) -> PullId:
 
 def _flip(w: World, version: VersionId, opening: tuple[PullId, ...]) -> None:
     """Order the flip; those who wait are told once every slave has flipped and pinned for them."""
-    deadlines = [pulls.pulling(w, w.clusters[pull.cluster], pull, version, opened=False) for pull in opening]
+    deadlines = [pulls.pulling(w, w.clusters[pull.cluster], pull, version) for pull in opening]
     # One number for all: the slowest's. The master ends each pull at its own (pulls.expire).
     commit = Commit(version, opening, max(deadlines, default=w.options.timing.transfer_s))
     w.flipping = w.order_all("commit", version, commit, w.options.timing.order_s)

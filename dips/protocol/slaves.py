@@ -216,14 +216,11 @@ def _slow_readers(w: World) -> bool:
 
 def _give_up(w: World, slave: Slave, chorus: Chorus, event: OrderFailed) -> None:
     reason = f"{slave.name} refused: {event.reason}"
-    if chorus.kind == "open_push":
-        for cluster in w.clusters.values():
-            if cluster.push and cluster.push.id == chorus.subject:
-                pushes.drop(w, cluster, reason)
-    elif chorus.kind == "open_pull":
-        for cluster in w.clusters.values():
-            if cluster.pull and cluster.pull.id == chorus.subject:
-                pulls.close(w, cluster, reason)
+    if chorus.kind in ("open_push", "open_pull"):
+        end = pushes.drop if chorus.kind == "open_push" else pulls.close
+        cluster = w.cluster_of(chorus.subject)
+        if cluster is not None:
+            end(w, cluster, reason)
     elif chorus.kind in round.ROUND_ORDERS:
         round.skip(w, reason)
     elif chorus.kind == "commit":

@@ -151,9 +151,13 @@ class Round:
     clipped: bool = False
 
     @property
+    def unfolded(self) -> list[Push]:
+        """Committed, and still in their slots: the one being measured or folded, and those after it."""
+        return [self.current, *self.queue] if self.current else list(self.queue)
+
+    @property
     def pushes(self) -> list[Push]:
-        present = [self.current] if self.current else []
-        return [*self.folded, *self.gated, *present, *self.queue]
+        return [*self.folded, *self.gated, *self.unfolded]
 
 
 @dataclass
@@ -278,6 +282,10 @@ class World:
     def slaves_missing(self) -> list[Slave]:
         return [s for s in self.slaves.values() if s.state is not SlaveState.READY]
 
+    def why_missing(self) -> str:
+        """Which slaves are not READY, and why; empty if all are."""
+        return ", ".join(f"{s.name} ({s.state}: {s.reason})" for s in self.slaves_missing())
+
     def grant(self, version: VersionId, ranks: int, deadline_s: float, first: int = 0) -> Grant:
         """What a cluster needs to move; `first` ranks of other transfers walk before its own."""
         slaves = tuple(SlaveAddress(s.name, s.sinc, s.lanes, s.layers) for s in self.slaves.values())
@@ -301,13 +309,20 @@ class World:
 
     def open_pushes(self) -> list[Push]:
         """Pushes that hold a slot on every slave: opening, moving, staged, or committed and not yet folded."""
-        found = [c.push for c in self.clusters.values() if c.push and not c.push.committed]
-        held = (
-            [p for p in self.round.pushes if p not in self.round.folded and p not in self.round.gated]
-            if self.round
-            else []
-        )
-        return [*found, *held, *self.waiting]
+        held = self.round.unfolded if self.round else []
+        return [*self.uncommitted(), *held, *self.waiting]
+
+    def uncommitted(self) -> list[Push]:
+        """Pushes that are opening or moving: they die with their cluster, their deadline or a slave."""
+        return [c.push for c in self.clusters.values() if c.push and not c.push.committed]
+
+    def cluster_of(self, transfer: object) -> Cluster | None:
+        """The cluster whose present push or pull has this name; None if it is over."""
+        cluster = self.clusters.get(transfer.cluster) if isinstance(transfer, PushId | PullId) else None
+        if cluster is None:
+            return None
+        present = cluster.push if isinstance(transfer, PushId) else cluster.pull
+        return cluster if present and present.id == transfer else None
 
     def open_pulls(self) -> list[Pull]:
         return [c.pull for c in self.clusters.values() if c.pull]
