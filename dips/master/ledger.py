@@ -72,10 +72,10 @@ class Ledger:
             raise
         return cls(db, lock, wall)
 
-    def start_term(self) -> int:
-        """Begin the life of a master: a term above every earlier one, durable on return (why.md 4)."""
+    def start_term(self, above: int = 0) -> int:
+        """Begin the life of a master: a term above `above` and every earlier one, durable on return (why.md 4)."""
         with _transaction(self._db):
-            (term,) = self._db.execute("SELECT coalesce(max(term), 0) + 1 FROM terms").fetchone()
+            (term,) = self._db.execute("SELECT max(coalesce(max(term), 0), ?) + 1 FROM terms", (above,)).fetchone()
             self._db.execute("INSERT INTO terms VALUES (?, ?)", (term, self._wall()))
         return int(term)
 

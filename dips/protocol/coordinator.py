@@ -11,6 +11,7 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
+from dips.errors import Corrupt
 from dips.ids import PullId, PushId
 from dips.protocol import asking, clusters, pulls, pushes, round, slaves, view
 from dips.protocol.effects import Effect, Progress
@@ -143,6 +144,19 @@ class Coordinator:
             round.finish_if_due(w)
             round.advance(w)
         return w.out
+
+    @classmethod
+    def restored(cls, state: object) -> Coordinator:
+        """Be what `state` was taken of (codec.read of its text); raise Corrupt if it is no state."""
+        if not isinstance(state, World):
+            raise Corrupt(f"expected the state of a Coordinator, got {type(state).__name__}")
+        made = cls.__new__(cls)
+        made._world = state
+        return made
+
+    def state(self) -> object:
+        """Everything that it knows, to be spelled by codec.py before the next step."""
+        return self._world
 
     def next_deadline(self) -> float:
         """When to send Ticked if nothing happens before; inf if nothing is due."""

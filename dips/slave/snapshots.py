@@ -56,14 +56,21 @@ class Snapshots:
         self._sinc = 0
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._lock = (directory / _LOCK).open("a")
+            self._lock = (directory / _LOCK).open("a+")
         except OSError as error:
             raise ConfigError(f"directory: {directory} cannot be used for snapshots: {error}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            self._lock.seek(0)
+            pid = self._lock.read().strip() or "unknown"
             self._lock.close()
-            raise ConfigError(f"directory: {directory} is held by another running slave") from error
+            raise ConfigError(
+                f"directory: {directory} is held by another running slave (pid {pid}): one slave for a directory"
+            ) from error
+        self._lock.truncate(0)
+        self._lock.write(f"{os.getpid()}\n")
+        self._lock.flush()
         for path in sorted(directory.glob(_ASIDE + "*")):
             log.warning("snapshot_unfinished", path=str(path), done="removed: it was never renamed into place")
             shutil.rmtree(path)
