@@ -23,7 +23,7 @@ from dips.master.ledger import Ledger
 from dips.master.links import Links
 from dips.master.performer import Performer
 from dips.master.runtime import Runtime
-from dips.master.servicer import Clusters, Slaves, Status
+from dips.master.servicer import Clusters, Operators, Slaves, Status
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Order
 from dips.protocol.events import OrderAnswered, OrderFailed
@@ -34,11 +34,12 @@ from dips.telemetry import exits, logs, metrics
 from dips.telemetry.timeline import Timeline
 from dips.transport import control
 from dips.wire.generated.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
+from dips.wire.generated.operator_pb2_grpc import add_OperatorServiceServicer_to_server
 from dips.wire.generated.slave_pb2_grpc import add_SlaveServiceServicer_to_server
 from dips.wire.generated.status_pb2_grpc import add_StatusServiceServicer_to_server
 
 KEY = "master.listen"
-SERVICES = ("", "dips.v1.ClusterService", "dips.v1.SlaveService", "dips.v1.StatusService")
+SERVICES = ("", "dips.v1.ClusterService", "dips.v1.SlaveService", "dips.v1.StatusService", "dips.v1.OperatorService")
 SCRAPE_S = 5.0  # Prometheus waits for 10
 GRACE_S = 2.0  # calls under way at the end may finish for so long
 
@@ -184,6 +185,7 @@ def _perform(config: RunFile, file: Path | None, runtime: Runtime, log: logs.Log
 async def _add_services(server: aio.Server, runtime: Runtime) -> health.aio.HealthServicer:
     add_ClusterServiceServicer_to_server(Clusters(runtime), server)
     add_SlaveServiceServicer_to_server(Slaves(runtime), server)
+    add_OperatorServiceServicer_to_server(Operators(runtime), server)
     add_StatusServiceServicer_to_server(Status(runtime, time.monotonic), server)
     return await control.serve_health(server, SERVICES)
 

@@ -93,6 +93,11 @@ class Ledger:
         """Return the newest `limit` rounds, oldest first: how each ended, its folds and its outcomes."""
         return read_history(self._db, limit)
 
+    def digests(self) -> dict[tuple[int, str], str]:
+        """Return, by (round, slave), what the manifest of that slave's snapshot hashes to."""
+        rows = self._db.execute("SELECT round, slave, digest FROM digests")
+        return {(number, slave): digest for number, slave, digest in rows}
+
     def tokens(self) -> dict[str, dict[str, int]]:
         """Return tokens accepted, gated and lost for each cluster that was ever heard of."""
         return {

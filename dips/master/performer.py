@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dips.config import SlaveSection, TimingOptions
+from dips.config import SlaveSection
 from dips.master.children import Child, bound, holder
+from dips.protocol.options import TimingOptions
 from dips.telemetry.logs import Log
 
 FIRST_PAUSE_S = 0.5  # before a slave that died is started again; doubles

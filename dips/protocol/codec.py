@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from hashlib import blake2b
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from dips import ids
 from dips.errors import Corrupt, LocalProtocolError
@@ -107,9 +107,9 @@ CLASSES: dict[str, type] = _classes()
 
 
 @cache
-def _fields_of(cls: Any) -> list[str]:
+def _fields_of(cls: Hashable) -> list[str]:
     """Names of a dataclass's fields in their order."""
-    return [f.name for f in fields(cls)]
+    return [f.name for f in fields(cast(Any, cls))]
 
 
 def _changes(cls: type) -> bool:
@@ -152,6 +152,7 @@ def _encoder(cls: type) -> Encoder:
     """Choose how objects of a class are spelled, once."""
     if CLASSES.get(cls.__name__) is not cls:
         raise LocalProtocolError(f"{cls.__module__}.{cls.__qualname__} has no spelling; see protocol/codec.py")
+    encoder: Encoder
     if issubclass(cls, Enum):
         encoder = _enum
     elif cls in PLAIN:
@@ -257,7 +258,7 @@ class _Reader:
         made = cls.__new__(cls)
         if _changes(cls):
             self._known.append(made)
-        items = rest[0].items() if cls in PLAIN else zip(_fields_of(cls), rest, strict=True)
+        items = rest[0].items() if cls in PLAIN else zip(_fields_of(cast(Hashable, cls)), rest, strict=True)
         for name, item in items:
             object.__setattr__(made, name, self.read(item))  # frozen ones take it only so
         return made

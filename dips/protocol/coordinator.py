@@ -13,7 +13,7 @@ from typing import Any
 
 from dips.errors import Corrupt
 from dips.ids import PullId, PushId
-from dips.protocol import asking, clusters, pulls, pushes, round, slaves, view
+from dips.protocol import asking, clusters, drain, pulls, pushes, readmit, round, slaves, view
 from dips.protocol.effects import Effect, Progress
 from dips.protocol.events import (
     BandwidthMeasured,
@@ -21,6 +21,7 @@ from dips.protocol.events import (
     ClusterJoined,
     ClusterLeft,
     ClusterSilent,
+    DrainAsked,
     Event,
     OrderAnswered,
     OrderFailed,
@@ -32,6 +33,7 @@ from dips.protocol.events import (
     PushRequested,
     PushStaged,
     RangesRequested,
+    ReadmissionAsked,
     RoundAwaited,
     SlaveRegistered,
     SlaveSilent,
@@ -122,6 +124,8 @@ HANDLERS: dict[type[Event], Callable[[World, Any], None]] = {
     RoundAwaited: pushes.awaited,
     PullRequested: pulls.requested,
     PullFinished: pulls.finished,
+    ReadmissionAsked: readmit.asked,
+    DrainAsked: drain.asked,
     Blind: _blind,
     Ticked: _ticked,
 }
@@ -143,6 +147,7 @@ class Coordinator:
             pulls.expire(w)
             round.finish_if_due(w)
             round.advance(w)
+            drain.settle(w)
         return w.out
 
     @classmethod
@@ -189,7 +194,7 @@ class Coordinator:
         """(must it register?, number of the last order that this list knows, live pushes, live pulls)."""
         w = self._world
         known = w.slaves.get(slave)
-        register = known is None or known.sinc != sinc or known.state is not SlaveState.READY
+        register = known is None or known.sinc != sinc or known.state not in (SlaveState.READY, SlaveState.DRAINING)
         pushes_live = tuple(p.id for p in w.open_pushes())
         return register, w.last_number, pushes_live, tuple(p.id for p in w.open_pulls())
 

@@ -40,6 +40,7 @@ class Slave:
     slots: int = 0
     memory: VersionId | None = None
     deaf: int = 0  # orders in a row past their deadline
+    draining: bool = False  # an operator wants it out of service when nothing is open on it
     must_hear: bool = False  # it was lost as deaf: READY again only after it has answered a Ping
 
     def become(self, state: SlaveState, reason: str) -> None:
@@ -283,8 +284,9 @@ class World:
         return [s for s in self.slaves.values() if s.state is not SlaveState.READY]
 
     def why_missing(self) -> str:
-        """Which slaves are not READY, and why; empty if all are."""
-        return ", ".join(f"{s.name} ({s.state}: {s.reason})" for s in self.slaves_missing())
+        """Which slaves cannot take anything new, and why; empty if all can."""
+        missing = [f"{s.name} ({s.state}: {s.reason})" for s in self.slaves_missing()]
+        return ", ".join(missing + [f"{s.name} (it drains)" for s in self.ready_slaves() if s.draining])
 
     def grant(self, version: VersionId, ranks: int, deadline_s: float, first: int = 0) -> Grant:
         """What a cluster needs to move; `first` ranks of other transfers walk before its own."""

@@ -196,6 +196,14 @@ class Teller:
         standing, push, pull = self.machine.cluster_standing(peer, life)
         return [f"{peer} ← {standing}, its push is {push or 'none'}, its pull {pull or 'none'}"]
 
+    # ---- commands: an operator -------------------------------------------------------------------------------------
+
+    def readmit(self, cluster: str, words: Words) -> list[str]:
+        return self.step(ev.ReadmissionAsked(0, cluster), "operator")
+
+    def drain(self, slave: str, words: Words) -> list[str]:
+        return self.step(ev.DrainAsked(0, slave), "operator")
+
     # ---- commands: beginnings that other stories tell in full ------------------------------------------------------
 
     def ready(self, _: str, words: Words) -> list[str]:
@@ -291,6 +299,8 @@ COMMANDS: dict[str, Callable[[Teller, str, Words], list[str]]] = {
     "trainer": Teller.trainer,
     "measures": Teller.measures,
     "beats": Teller.beat,
+    "readmitted": Teller.readmit,
+    "drained": Teller.drain,
     "ready": Teller.ready,
     "trains": Teller.trains,
     "pushes": Teller.pushes,
@@ -352,7 +362,7 @@ def _options(words: Words) -> Options:
     timing = TimingOptions(
         window_s=float(words.get("window", "10")), busy_retry_s=2.0, min_push_bps=float(words.get("min_push_bps", "0"))
     )
-    penalty = PenaltyOptions(warmup_rounds=int(words.get("warmup", "1")))
+    penalty = PenaltyOptions(warmup_rounds=int(words.get("warmup", "1")), gate_patience=int(words.get("patience", "3")))
     stop = StopOptions(versions=int(words.get("stop", "0")))
     data = DataOptions(ranges=int(words.get("ranges", "0")))
     return Options(penalty=penalty, timing=timing, stop=stop, data=data, codec=words.get("codec", "fp32"))

@@ -121,7 +121,7 @@ class Snapshots:
             self._check_layers(manifest, path)
             with Reader(path / MODEL_FILE) as reader:
                 for record in manifest.layers:
-                    _read_layer(reader, record, theta[record.index], momentum[record.index])
+                    read_layer(reader, record, theta[record.index], momentum[record.index])
         except (CorruptSnapshot, OSError) as error:
             self._pass_over(version, error)
             raise
@@ -229,7 +229,7 @@ class Snapshots:
         with Reader(self._directory / str(version) / MODEL_FILE) as reader:
             for record in manifest.layers:
                 theta, momentum = (np.empty(record.layer.numel, np.float32) for _ in range(2))
-                _read_layer(reader, record, theta, momentum)
+                read_layer(reader, record, theta, momentum)
 
     def _check_layers(self, manifest: SnapshotManifest, path: Path) -> None:
         if self._manifest is None:
@@ -283,7 +283,8 @@ def read_theta(reader: Reader, record: LayerRecord, theta: F32) -> None:
     _read_part(reader, record, THETA, theta, record.theta)
 
 
-def _read_layer(reader: Reader, record: LayerRecord, theta: F32, momentum: F32) -> None:
+def read_layer(reader: Reader, record: LayerRecord, theta: F32, momentum: F32) -> None:
+    """Fill θ and m of one layer and compare their digests; raise CorruptSnapshot naming the one that differs."""
     _read_part(reader, record, THETA, theta, record.theta)
     _read_part(reader, record, MOMENTUM, momentum, record.momentum)
 

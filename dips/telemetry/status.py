@@ -123,6 +123,8 @@ def _number(value: float | None, spec: str, scale: float | None = None) -> str:
 
 def _state(peer: Mapping[str, Any]) -> Text:
     state, reason = str(peer.get("state", NONE)), peer.get("reason") or ""
+    if peer.get("quarantined"):
+        reason = f"quarantined by the gate until `dips readmit`; {reason}"
     text = Text(state, style=STYLES.get(state, ""))
     return text.append(f": {reason}", style="dim") if reason and reason != state else text
 
