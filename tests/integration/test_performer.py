@@ -1,4 +1,4 @@
-"""`performer: exec`: the master starts its slaves, starts them again, never twice, and finds them after its own death."""
+"""`performer: exec`: the master starts its slaves, starts them again, never twice, and finds them after it died."""
 
 from __future__ import annotations
 
