@@ -65,7 +65,7 @@ def _table(rounds: Sequence[Mapping[str, Any]]) -> Table:
     for column in ("round", "ended", "version", "parent", "tokens", "‖δ‖", "contributions", "ranges", "why"):
         table.add_column(column, justify="right" if column in ("round", "tokens", "‖δ‖") else "left")
     for r in rounds:
-        undone = r.get("undone")
+        undone = r["undone"]
         table.add_row(
             f"r{r['round']}",
             "undone" if undone else r["kind"],
@@ -75,7 +75,7 @@ def _table(rounds: Sequence[Mapping[str, Any]]) -> Table:
             _norm(r),
             _contributions(r),
             runs([n for outcome in r["outcomes"] for n in outcome["ranges"]]),
-            undone or r["reason"] or ("" if r.get("durable", True) else "not durable") or picture.NONE,
+            undone or r["reason"] or ("not durable" if r["version"] and not r["durable"] else picture.NONE),
             style="dim" if undone else "",
         )
     return table

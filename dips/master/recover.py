@@ -34,7 +34,7 @@ class Plan:
     found_term: int
     found_round: int
     abandoned: tuple[VersionId, ...]  # on disks of this machine, and not in the ledger
-    head: VersionId | None  # the newest of the ledger's versions in all slaves' directories; None: not all are here
+    head: VersionId | None  # the newest of the ledger's versions that is in all slaves' directories, if all are here
     missing: tuple[Path, ...]  # directories that are not on this machine
 
     def told(self) -> str:
@@ -51,6 +51,8 @@ class Plan:
                 f"note: not on this machine: {', '.join(map(str, self.missing))}; if versions there are newer than "
                 f"round {self.round}, say so by --round-above"
             )
+        elif self.head is None:
+            lines.append("no version of this ledger is in the directories of all slaves: restore those of its time too")
         else:
             lines.append(f"the run goes on from {self.head}" + self._rolled_back())
         return "\n".join(lines)
@@ -96,7 +98,8 @@ def plan(config: RunFile, ledger: Ledger, term_above: int = 0, round_above: int 
     found_term = max(state.term, term_above, journal.newest_term(config.master.directory))
     found_round = max(state.next_round - 1, round_above, *(v.round for v in on_disk), 0)
     ours = [v.version for v in state.versions]
-    common = [v for v in ours if v == GENESIS or all(v in versions for versions in offered.values())]
+    begins = not any(v.retired for v in state.versions)  # v0@r0 is offered until the first snapshots are retired
+    common = [v for v in ours if (v == GENESIS and begins) or all(v in versions for versions in offered.values())]
     return Plan(
         state=state,
         term=found_term + SPARE,
@@ -104,7 +107,7 @@ def plan(config: RunFile, ledger: Ledger, term_above: int = 0, round_above: int 
         found_term=found_term,
         found_round=found_round,
         abandoned=tuple(sorted(v for v in on_disk if v not in ours)),
-        head=None if missing else common[-1],
+        head=common[-1] if common and not missing else None,
         missing=missing,
     )
 

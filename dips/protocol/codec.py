@@ -6,7 +6,8 @@ one push that stands in a cluster and in a round is one push again when it is re
 so the same state gives the same text in every process. No pickle: text that names another class is refused.
 
     scalar                         as JSON has it (Infinity and NaN as Python spells them)
-    ["t", …] ["l", …] ["s", …]     tuple, list, set; ["i", 0, 5, 9, 1]: the set of ints 0…4 and 9 (start, length)
+    ["t", …] ["l", …]              tuple, list
+    ["s", …] ["f", …]              set, frozenset; ["i", 0, 5, 9, 1]: the set of ints 0…4 and 9 (start, length)
     ["d", key, value, …]           dict, in its order
     ["q", most, …]                 deque that keeps so many
     ["r", 3]                       the fourth object that changes, again
@@ -213,7 +214,7 @@ def _dict(w: _Writer, value: dict[Any, Any]) -> Any:
 
 def _set(w: _Writer, value: set[Any]) -> Any:
     ordered = sorted(w.once(value))
-    if not ordered or type(ordered[0]) is not int:
+    if not ordered or any(type(item) is not int for item in ordered):
         return _items(w, "s", ordered)
     runs: list[Any] = ["i"]
     begin = last = ordered[0]
@@ -230,6 +231,7 @@ _ENCODERS: dict[type, Encoder] = {
     list: lambda w, v: _items(w, "l", w.once(v)),
     dict: _dict,
     set: _set,
+    frozenset: lambda w, v: _items(w, "f", sorted(v)),
     deque: lambda w, v: ["q", v.maxlen, *(w.write(item) for item in w.once(v))],
 }
 
@@ -278,5 +280,6 @@ _DECODERS: dict[Any, Callable[[_Reader, list[Any]], Any]] = {
     "d": _pairs,
     "s": lambda r, rest: set(map(r.read, rest)),
     "i": _numbers,
+    "f": lambda r, rest: frozenset(map(r.read, rest)),
     "q": lambda r, rest: deque(map(r.read, rest[1:]), rest[0]),
 }

@@ -19,20 +19,20 @@ from dips.errors import (
     Busy,
     Corrupt,
     DipsError,
+    FailedDisk,
     LocalProtocolError,
     Stale,
     StaleVersion,
-    UnavailableSlave,
 )
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer.versions import Versions
 from dips.protocol import effects as e
 from dips.protocol.beats import SlaveBeatAnswer
 from dips.protocol.events import Answer, Done, Folded, Measured, Persisted, Prepared, SlaveRegistered
-from dips.protocol.manifest import Manifest
+from dips.protocol.manifest import BYTES_PER_PARAMETER, Manifest
 from dips.slave.fences import Fences
 from dips.slave.moving import Moving, Opened, Report
-from dips.slave.ports import Disk, Flow, FlowEvents
+from dips.slave.ports import Arrays, Disk, Flow, FlowEvents
 
 
 class Shard:
@@ -47,6 +47,7 @@ class Shard:
         self.versions = versions
         self.round: int | None = None  # the open one, None between rounds
         self.poison: str | None = None  # why only Abort of it is legal
+        self.writing: VersionId | None = None  # its snapshot, on another thread
         self.reason = ""  # why this slave does not hold what it was told to hold
         self._disk = disk
         self._flow = flow
@@ -54,6 +55,7 @@ class Shard:
         self._fences = Fences(name)
         self._moving = Moving(versions, flow, disk)
         self._last_round = 0
+        self._reserved: VersionId | None = None  # room on the disk for its snapshot
         self._orders: dict[type, Callable[[Any, Opened], Answer]] = {
             e.OpenPush: self._open_push,
             e.Reorder: self._reorder,
@@ -95,7 +97,7 @@ class Shard:
         """Carry out an order, or repeat the answer that it got before.
 
         Raises Stale… (fences), Busy (no slot, no bank; nothing changed: ask again), LocalProtocolError (illegal now),
-        UnavailableSlave (the disk failed), or whatever poisoned the round.
+        FailedDisk (no room, or it broke; nothing else changed), or whatever poisoned the round.
         """
         remembered = self._fences.admit(order)
         if remembered is not None:
@@ -146,13 +148,19 @@ class Shard:
                 self._moving.take(order.push)
 
     def _apply(self, order: e.Apply, opened: Opened) -> Answer:
-        """Legal when something is folded; makes θ′, m′ beside θ, m. Busy while readers leave the bank of θ′."""
+        """Legal when something is folded; makes θ′, m′ beside θ, m. Busy while readers leave the bank of θ′.
+
+        The snapshot's room is taken before anything is computed: a full disk is found while nothing is lost.
+        """
         self._enter(order.round)
         memory = self.versions.memory
         if memory is None or order.version != VersionId(memory.version + 1, order.round):
             raise LocalProtocolError(f"Apply of {order.version} in round {order.round} cannot follow {memory}")
         if not self.versions.folded:
             raise LocalProtocolError(f"Apply of {order.version}: no push is folded in round {order.round}")
+        self._not_while_writing(f"Apply of {order.version}")
+        if order.reserve:
+            self._reserve(order.version)
         self._moving.relieve()
         with self._work(f"Apply of {order.version}"):
             self.versions.prepare(order.version, order.scale, order.lr, order.momentum)
@@ -160,16 +168,59 @@ class Shard:
         return Prepared(order.version)
 
     def _persist(self, order: e.Persist, opened: Opened) -> Answer:
-        """Legal for what is prepared; on return it is durable. A full disk poisons the round."""
-        if self.poison is not None:
+        """Legal for what is prepared, or served; on return it is durable. A disk that fails leaves θ′ as it is."""
+        return Persisted(order.version, self._write(order.version, *self._to_write(order))())
+
+    def begin_persist(self, order: e.Order) -> Answer | Callable[[], str]:
+        """Carry out a Persist; for the version that is served, return what writes it instead, on any thread.
+
+        Until `end_persist` nothing may take θ and m away: Apply and Load are Busy (protocol.md section 2).
+        """
+        body = order.body
+        assert isinstance(body, e.Persist)
+        remembered = self._fences.admit(order)
+        if remembered is not None:
+            return remembered
+        if body.version != self.versions.memory:
+            return self.execute(order)
+        write = self._write(body.version, *self._to_write(body))
+        self.writing = body.version
+        return write
+
+    def end_persist(self, order: e.Order, digest: str | None) -> Answer | None:
+        """The writer has ended; `digest` is None if it failed. What a master with a successor ordered is forgotten."""
+        version, self.writing = self.writing, None
+        if digest is None or version is None:
+            return None
+        answer = Persisted(version, digest)
+        if order.term == self.term:
+            self._fences.remember(order, answer)
+        return answer
+
+    def _to_write(self, order: e.Persist) -> tuple[Arrays, Arrays]:
+        held = (self.versions.prepared, self.versions.memory)
+        if order.version not in held:
+            raise LocalProtocolError(f"Persist of {order.version}: prepared is {held[0]}, served {held[1]}")
+        if order.version == self.versions.prepared and self.poison is not None:
             raise LocalProtocolError(f"Persist of {order.version}: {self.poison}; only Abort is legal")
-        if self.versions.prepared != order.version:
-            raise LocalProtocolError(f"Persist of {order.version}: prepared is {self.versions.prepared}")
-        with self._work(f"Persist of {order.version}"):
-            digest = self._disk.write(
-                order.version, self.versions.theta(order.version), self.versions.momentum(order.version)
-            )
-        return Persisted(order.version, digest)
+        return self.versions.theta(order.version), self.versions.momentum(order.version)
+
+    def _write(self, version: VersionId, theta: Arrays, momentum: Arrays) -> Callable[[], str]:
+        """What writes a snapshot into the room that was reserved for it."""
+        if self._reserved == version:
+            self._reserved = None
+
+        def write() -> str:
+            try:
+                return self._disk.write(version, theta, momentum)
+            except OSError as error:
+                raise FailedDisk(f"{self.name} cannot write the snapshot of {version}: {error}") from error
+
+        return write
+
+    def _not_while_writing(self, what: str) -> None:
+        if self.writing is not None:
+            raise Busy(f"{what} waits: the snapshot of {self.writing} is being written")
 
     def _commit(self, order: e.Commit, opened: Opened) -> Answer:
         """Legal for what is prepared or served already; serves it and opens the pulls."""
@@ -207,7 +258,7 @@ class Shard:
         try:
             self._disk.delete(order.versions)
         except OSError as error:
-            raise UnavailableSlave(f"{self.name} cannot delete snapshots: {error}") from error
+            raise FailedDisk(f"{self.name} cannot delete snapshots: {error}") from error
         return Done()
 
     def _ping(self, order: e.Ping, opened: Opened) -> Answer:
@@ -306,6 +357,7 @@ class Shard:
         elif memory == order.version:
             self._end_round()
         else:
+            self._not_while_writing(f"Load of {order.version}")
             self._end_round()
             self._moving.drop_all()
             self._moving.relieve()
@@ -327,7 +379,25 @@ class Shard:
         if self.poison is not None:
             raise LocalProtocolError(f"round {round_}: {self.poison}; only Abort is legal")
 
+    def _reserve(self, version: VersionId) -> None:
+        if self._reserved != version:
+            self._give_room_back()
+        nbytes = 2 * BYTES_PER_PARAMETER * self.versions.numel  # θ and m
+        try:
+            self._disk.reserve(version, nbytes)
+        except OSError as error:
+            raise FailedDisk(f"{self.name} has no room for the snapshot of {version}: {error}") from error
+        self._reserved = version
+
+    def _give_room_back(self) -> None:
+        """What was reserved for a version that no longer waits for its snapshot."""
+        if self._reserved is not None:
+            self._disk.release(self._reserved)
+            self._reserved = None
+
     def _end_round(self) -> None:
+        if self.versions.memory != self._reserved:
+            self._give_room_back()
         self.versions.abort()
         self._moving.unmeasure()
         self.round = self.poison = None
@@ -354,5 +424,4 @@ class Shard:
             self.poison = f"{what} failed: {error!r}"
             if isinstance(error, DipsError):
                 raise
-            kind = UnavailableSlave if isinstance(error, OSError) else LocalProtocolError
-            raise kind(f"{self.name}: {self.poison}") from error
+            raise LocalProtocolError(f"{self.name}: {self.poison}") from error

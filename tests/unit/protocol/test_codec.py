@@ -108,6 +108,7 @@ def test_one_object_stays_one() -> None:
         [(), [], {}, set()],
         {"a": (1,), PushId("a", 1, 2): {3, 4, 5, 9}},
         {"b", "a"},
+        frozenset({VersionId(2, 2), VersionId(1, 1)}),
         deque([1.0, 2.0], maxlen=2),
         VersionId(12, 17),
         (Ticked(), OrderAnswered("s", 1, 2, Persisted(VersionId(1, 1), "d"))),

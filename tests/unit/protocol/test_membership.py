@@ -12,9 +12,15 @@ TIMING = TimingOptions(beat_s=2.0, lease_beats=5, hang_s=60.0)
 
 
 def beat(
-    cluster: str = "a", inc: int = 1, steps: int = 0, trainer: str = "training", activity: str = "inner"
+    cluster: str = "a",
+    inc: int = 1,
+    steps: int = 0,
+    trainer: str = "training",
+    activity: str = "inner",
+    moved: int = 0,
+    total: int = 0,
 ) -> ClusterBeat:
-    return ClusterBeat(cluster, inc, trainer, activity, 1, steps, 70, 30, 0.0, None, 0, 0, 0.0)
+    return ClusterBeat(cluster, inc, trainer, activity, 1, steps, 70, 30, 0.0, None, moved, total, 0.0)
 
 
 def test_a_lease_ends_after_five_beats_of_silence_and_is_said_once() -> None:
