@@ -62,7 +62,9 @@ class Shared(Section):
 class JournalSection(Section):
     """The master's journal, evidence for `dips-master replay`: at most segments × segment_bytes, and a state each."""
 
-    segment_bytes: Annotated[int, Field(ge=4096)] = 64 * MIB  # about a day of ten clusters and a round a minute
+    segment_bytes: Annotated[int, Field(ge=4096)] = (
+        64 * MIB
+    )  # days of ten clusters and a round a minute: about 100 B an event
     segments: Annotated[int, Field(ge=0)] = 8  # kept, the newest; 0: no journal
 
 

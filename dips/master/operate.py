@@ -28,7 +28,7 @@ def replay_command(
     Exit codes: 0 the same effects; 1 they differ; 65 the file is no journal, or of a version that cannot be read;
     78 nothing is there.
 
-    \\b
+    \b
     Example:
       dips-master replay master/
       dips-master replay master/journal-3-1.jsonl --show | less
@@ -83,7 +83,7 @@ def recover_command(
 
     Exit codes: 0 done; 1 you said no; 78 the ledger is in use, not there, or of another run.
 
-    \\b
+    \b
     Example:
       cp /backup/ledger.sqlite master/ledger.sqlite
       dips-master recover --config dips.yaml --term-above 12 --round-above 4711
