@@ -47,7 +47,7 @@ def _guarded(work: Callable[Concatenate[ZmqFlow, P], None]) -> Callable[Concaten
     """A bad frame is counted; our own fault is said loudly, and the thread goes on for the others."""
 
     @wraps(work)
-    def guarded(flow: ZmqFlow, *args: P.args, **kwargs: P.kwargs) -> None:
+    def guarded(flow: ZmqFlow, /, *args: P.args, **kwargs: P.kwargs) -> None:
         try:
             work(flow, *args, **kwargs)
         except BadFrame as bad:
