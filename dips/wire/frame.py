@@ -75,7 +75,7 @@ class Dtype(IntEnum):
 _CODEC = {Dtype.FP32: 0, Dtype.BF16: 1, Dtype.INT8: 1}
 
 
-_KINDS = {int(kind): kind for kind in Kind}  # a look-up costs a tenth of making the enum, and every frame needs one
+_KINDS = {int(kind): kind for kind in Kind}  # a look-up costs a sixth of Kind(n), and every frame needs one
 _DTYPES = {int(dtype): dtype for dtype in Dtype}
 
 
