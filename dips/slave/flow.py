@@ -11,8 +11,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Concatenate, ParamSpec
 
 import structlog
 import zmq
@@ -38,6 +39,23 @@ TICK_S = 0.05  # how often stalls, deadlines and trackers are looked at
 OUTGO_DEPTH = 4096  # chunks asked by all ranks of a lane and not yet checksummed; 16 streams at full credit
 
 _log = structlog.get_logger(__name__)
+
+P = ParamSpec("P")
+
+
+def _guarded(work: Callable[Concatenate[ZmqFlow, P], None]) -> Callable[Concatenate[ZmqFlow, P], None]:
+    """A bad frame is counted; our own fault is said loudly, and the thread goes on for the others."""
+
+    @wraps(work)
+    def guarded(flow: ZmqFlow, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            work(flow, *args, **kwargs)
+        except BadFrame as bad:
+            flow._refuse(bad)
+        except Exception:  # noqa: BLE001  a lane that dies of one push's bug takes every cluster with it
+            flow._failed(work.__name__)
+
+    return guarded
 
 
 class ZmqFlow:
@@ -168,19 +186,19 @@ class ZmqFlow:
 
     # ---- on the lanes' threads -------------------------------------------------------------------------------------
 
+    @_guarded
     def received(self, lane: int, peer: bytes, parts: list[zmq.Frame]) -> None:
         """Take one message from the network."""
-        with self._guard("received"):
-            if len(parts) != 2:
-                raise BadFrame("parts", f"expected a header and a body, got {len(parts)} parts")
-            body = parts[1].buffer
-            header = unpack(parts[0].buffer, self._run, len(body), self._chunk_bytes)
-            if header.kind is Kind.CHUNK:
-                claim = self._receiver.claim(lane, peer, header, body, self._clock())
-                assert self._intake[lane].put(claim), "the intake queue is as deep as all that may be asked"
-            else:
-                check_body(header, body)
-                self._message(lane, peer, header, body)
+        if len(parts) != 2:
+            raise BadFrame("parts", f"expected a header and a body, got {len(parts)} parts")
+        body = parts[1].buffer
+        header = unpack(parts[0].buffer, self._run, len(body), self._chunk_bytes)
+        if header.kind is Kind.CHUNK:
+            claim = self._receiver.claim(lane, peer, header, body, self._clock())
+            assert self._intake[lane].put(claim), "the intake queue is as deep as all that may be asked"
+        else:
+            check_body(header, body)
+            self._message(lane, peer, header, body)
 
     def _message(self, lane: int, peer: bytes, header: Header, body: memoryview) -> None:
         if header.kind is Kind.HELLO:
@@ -218,36 +236,36 @@ class ZmqFlow:
             return "stale_incarnation", text
         return None
 
+    @_guarded
     def turn(self, lane: int) -> None:
         """After each batch of a lane: ask for what may be asked, end what is over."""
-        with self._guard("turn"):
-            now = self._clock()
-            self._do(self._receiver.plan(lane, now))
-            if now - self._ticked_at[lane] >= TICK_S:
-                self._ticked_at[lane] = now
-                self._do(self._receiver.tick(now))
-                self._do(self._sender.tick(now))
+        now = self._clock()
+        self._do(self._receiver.plan(lane, now))
+        if now - self._ticked_at[lane] >= TICK_S:
+            self._ticked_at[lane] = now
+            self._do(self._receiver.tick(now))
+            self._do(self._sender.tick(now))
 
     # ---- on the stages' threads ------------------------------------------------------------------------------------
 
+    @_guarded
     def _stage(self, claim: Claim) -> None:
-        with self._guard("stage"):
-            try:
-                moves = self._receiver.stage(claim)
-            except BadFrame:
-                self._lanes[claim.stream.lane].wake()  # it is missing again: ask again
-                raise
-            with self._counting:
-                self.bytes_in += claim.chunk.nbytes
-            self._do(moves)
+        try:
+            moves = self._receiver.stage(claim)
+        except BadFrame:
+            self._lanes[claim.stream.lane].wake()  # it is missing again: ask again
+            raise
+        with self._counting:
+            self.bytes_in += claim.chunk.nbytes
+        self._do(moves)
 
+    @_guarded
     def _frame(self, job: Job) -> None:
-        with self._guard("frame"):
-            if job.wanted():
-                frame = Outgoing(job.stream.peer, job.header(self._run), job.body, watch=job)
-                self._lanes[job.stream.lane].post(frame)
-            else:
-                self._sender.gone(job)
+        if job.wanted():
+            frame = Outgoing(job.stream.peer, job.header(self._run), job.body, watch=job)
+            self._lanes[job.stream.lane].post(frame)
+        else:
+            self._sender.gone(job)
 
     # ---- from any of them -------------------------------------------------------------------------------------------
 
@@ -273,17 +291,13 @@ class ZmqFlow:
         assert self._events is not None, "start() comes before any stream"
         return self._events
 
-    @contextmanager
-    def _guard(self, where: str) -> Iterator[None]:
-        """A bad frame is counted; our own fault is said loudly, and the thread goes on for the others."""
-        try:
-            yield
-        except BadFrame as bad:
-            self._count(bad.reason)
-            _log.debug("frame_refused", slave=self._slave, reason=bad.reason, message=str(bad))
-        except Exception:  # noqa: BLE001  a lane that dies of one push's bug takes every cluster with it
-            self._count("failed")
-            _log.exception("flow_failed", slave=self._slave, where=where)
+    def _refuse(self, bad: BadFrame) -> None:
+        self._count(bad.reason)
+        _log.debug("frame_refused", slave=self._slave, reason=bad.reason, message=str(bad))
+
+    def _failed(self, where: str) -> None:
+        self._count("failed")
+        _log.exception("flow_failed", slave=self._slave, where=where)
 
     def _count(self, reason: str) -> None:
         with self._counting:

@@ -291,7 +291,8 @@ class Receiver:
             wrong = refused
         with self._changed:
             push.copying -= 1
-            self._changed.notify_all()
+            if not push.copying:
+                self._changed.notify_all()
             if push.phase is not Phase.MOVING:
                 stream.intake.drop(claim.chunk)
                 return []

@@ -1,7 +1,8 @@
 """Pulls going out: which rank may have what of which version, and when nobody reads the source any more.
 
-A rank asks (WANT), a stage makes the checksum, the lane sends the bytes straight from the source. A source is released
-once: when the pull is closed, stalled or past its deadline, and no job and no tracker of libzmq holds a byte of it.
+A rank asks (WANT), a stage makes the checksum (or a pull before it did, checksums.py), the lane sends the bytes
+straight from the source. A source is released once: when the pull is closed, stalled or past its deadline, and no job
+and no tracker of libzmq holds a byte of it.
 `released` is never said at send (why.md 8). A source may be replaced by the same bytes elsewhere (a slow reader is
 moved to a file): each chunk in flight counts against the source that it was cut from. No socket, no clock; the lock is
 held over no checksum and no send.
@@ -17,10 +18,10 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from dips.ids import PullId, VersionId
 from dips.protocol.beats import Transfer
+from dips.slave.checksums import Checksums
 from dips.slave.moves import Closed, Move, Moved, Released, Say, error
 from dips.slave.ports import Arrays
 from dips.transport.credit import MOST_BYTES, MOST_CHUNKS
@@ -104,9 +105,9 @@ class Job:
     source: Source
 
     def header(self, run: int) -> bytes:
-        """Make the checksum and the header. Cost: reads the chunk once, without the GIL."""
+        """Make the checksum and the header. Cost: reads the chunk, if no pull of its version has asked for it."""
         layer, param, offset, _ = self.chunk
-        checksum = xxhash.xxh3_64_intdigest(self.body)
+        checksum = self.sender.checksums.of(self.stream.pull.version, self.chunk, self.body)
         return pack(Header(Kind.CHUNK, run, self.stream.stream, self.body.nbytes, checksum, layer, param, offset))
 
     def wanted(self) -> bool:
@@ -132,6 +133,7 @@ class Sender:
         self._closed = Closed()
         self._lock = threading.Lock()
         self._layout: Layout | None = None
+        self.checksums = Checksums()
         self.bytes_out = 0
 
     def use(self, layout: Layout) -> None:
@@ -278,6 +280,7 @@ class Sender:
 
     def close_all(self, reason: str) -> None:
         """Serve nothing further: the slave lives another life, or ends."""
+        self.checksums.forget()
         with self._lock:
             for pull in self._pulls.values():
                 self._close(pull, reason)

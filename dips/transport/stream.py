@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from dips.transport.lane import HANDSHAKE_MS, RCVHWM
+from dips.transport.lane import HANDSHAKE_MS, LAST, MORE, RCVHWM, receive
 from dips.wire import streams
 from dips.wire.chunks import Range
 from dips.wire.frame import FRAME_LIMIT, MESSAGE_LIMIT, BadFrame, Buffer, Header, Kind, message, run_id, unpack
@@ -69,7 +69,7 @@ class Stream:
         rng: random.Random,
     ) -> None:
         self.address = address
-        self.name = name
+        self._name_as(name)
         self.why = "it was not tried yet"  # of the last broken connection
         self.welcomed = False
         self.waits = True  # something is owed to us: silence counts
@@ -86,11 +86,6 @@ class Stream:
         self._monitor: zmq.Socket[bytes] | None = None
         self._outbox: deque[tuple[bytes, Buffer]] = deque()
         self._held: deque[zmq.MessageTracker] = deque()
-
-    @property
-    def id(self) -> int:
-        """Of the present epoch."""
-        return self.name.id
 
     def post(self, header: bytes, body: Buffer) -> None:
         """Send a frame as soon as the connection takes it; the body is not copied."""
@@ -136,9 +131,13 @@ class Stream:
         self.close()
         self.why = why
         self.welcomed = False
-        self.name = replace(self.name, epoch=self.name.epoch + 1)
+        self._name_as(replace(self.name, epoch=self.name.epoch + 1))
         self._again_at = now + self._pause_s * self._rng.uniform(0.5, 1.0)
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+    def _name_as(self, name: StreamName) -> None:
+        self.name = name
+        self.id = name.id  # of the present epoch; made once, since every frame is compared with it
 
     def arrived(self, now: float, most: int) -> Iterator[Arrived]:
         """What has come, at most `most` frames, as far as it is whole and of this epoch; the rest is passed over."""
@@ -146,7 +145,7 @@ class Stream:
             if self._socket is None:
                 return
             try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                parts = receive(self._socket)
             except zmq.Again:
                 return
             frame = self._read(parts)
@@ -193,8 +192,8 @@ class Stream:
         while self._outbox and self._socket is not None:
             header, body = self._outbox[0]
             try:
-                self._socket.send(header, zmq.NOBLOCK | zmq.SNDMORE)
-                tracker = self._socket.send(body, zmq.NOBLOCK, copy=False, track=True)
+                self._socket.send(header, MORE)
+                tracker = self._socket.send(body, LAST, copy=False, track=True)
             except zmq.Again:
                 return  # no connection yet, or it broke between the two parts: libzmq has rolled the first back
             self._held.append(tracker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from benchmarks.bare import BareZmq, GrpcStream
@@ -17,6 +18,17 @@ def test_bare_zeromq_returns_when_all_bytes_are_there(lanes: int) -> None:
             pair.push()
             pair.pull()
         assert not pair.pipe.poll(), "the peer said more than it was asked"
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_checked_zeromq_puts_every_byte_into_place(lanes: int) -> None:
+    """What is pulled is the peer's data, and what was pushed has become the peer's data."""
+    with BareZmq(NBYTES, CHUNK, lanes) as pair:
+        pair.data[:] = np.arange(NBYTES) % 251
+        pair.push_checked()
+        pair.data[:] = 0
+        pair.pull_checked()
+        assert (pair.data == np.arange(NBYTES) % 251).all(), "what was pushed is not what is pulled"
 
 
 def test_grpc_streams_every_byte_into_place() -> None:

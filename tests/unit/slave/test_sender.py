@@ -157,3 +157,18 @@ def test_before_and_after_a_pull_a_rank_hears_which():
     assert code(sender.hello(0, b"p", name(), (), 0.0)) == "stale_push"
     sender.tick(0.0)
     assert code(sender.hello(0, b"p", name(), (), 0.0)) == "stale_push"
+
+
+def test_a_repeated_pull_of_a_version_needs_no_reading():
+    """The checksum is remembered under the version's name: bytes that went bad since do not pass at their reader."""
+    sender, values = make(), np.arange(1000, dtype=np.float32)
+    asked(sender).header(7)
+    later = PullId("slow", 1, 1)
+    values[120] = -1.0
+    sender.open(later, V, {0: values}, 60.0, 0.0)
+    other = StreamName("demo", "pull", "slow", 1, 1, 0, "s0", 1, 1, str(V))
+    sender.hello(0, b"q", other, (), 0.0)
+    (job,) = sender.want(0, b"q", other.id, (CHUNK,), 0.0)
+    header = unpack(job.header(7), 7, job.body.nbytes, 4096)
+    with pytest.raises(BadFrame, match="checksum"):
+        check_body(header, job.body)

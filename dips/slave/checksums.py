@@ -1,0 +1,58 @@
+"""Checksums of a version's chunks, each made once: several clusters pull a version, and a version never changes.
+
+A name v@r stands for the same bytes for ever, wherever they lie (a bank, a snapshot file), so what was made of the one
+holds for the other, and bytes that went bad meanwhile do not pass at their reader. Never for what may change: a push's
+source is hashed as often as it is sent. Any thread may ask; two that meet make the same number twice.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import xxhash
+
+from dips.ids import VersionId
+from dips.wire.chunks import Range
+from dips.wire.frame import Buffer
+
+KEPT = 1 << 15  # chunks, over all versions: 32 GiB of parameters in chunks of 1 MiB, some 10 MB of memory
+
+
+class Checksums:
+    """A bounded table; when it is full, the version that was first asked for is forgotten."""
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._kept = kept
+        self._versions: dict[VersionId, dict[Range, int]] = {}
+        self._held = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self._held
+
+    def of(self, version: VersionId, chunk: Range, body: Buffer) -> int:
+        """Return the checksum of a chunk, whose bytes are `body`. Cost: the first time reads them, without the GIL."""
+        table = self._versions.get(version)
+        known = table.get(chunk) if table is not None else None
+        if known is not None:
+            return known
+        made = xxhash.xxh3_64_intdigest(body)
+        with self._lock:
+            self._keep(version, chunk, made)
+        return made
+
+    def _keep(self, version: VersionId, chunk: Range, made: int) -> None:
+        while self._held >= self._kept:
+            oldest = next(iter(self._versions))
+            if oldest == version:
+                return  # nothing older: what does not fit is made anew each time
+            self._held -= len(self._versions.pop(oldest))
+        table = self._versions.setdefault(version, {})
+        self._held += chunk not in table
+        table[chunk] = made
+
+    def forget(self) -> None:
+        """Forget all: the slave lives another life."""
+        with self._lock:
+            self._versions.clear()
+            self._held = 0
