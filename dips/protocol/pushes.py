@@ -108,7 +108,7 @@ def opened(w: World, chorus: Chorus) -> None:
         return
     cluster.push.opened = True
     if cluster.bytes_per_s:
-        cluster.push.due = w.now + w.model_bytes / cluster.bytes_per_s
+        cluster.push.due = w.now + w.moving_s(cluster)
     cluster.reason = "pushing"
     w.note("push_granted", push=cluster.push.id, base=cluster.push.base)
 

@@ -301,6 +301,10 @@ class World:
         """How long a push or pull of this cluster may move: the whole model, over its own link."""
         return transfer_deadline_s(self.model_bytes, cluster.bytes_per_s, self.options.timing)
 
+    def moving_s(self, cluster: Cluster) -> float:
+        """How long a push of this cluster moves, by our guess; 0 while its bandwidth is unknown."""
+        return self.model_bytes / cluster.bytes_per_s if cluster.bytes_per_s else 0.0
+
     def progress(self) -> Progress:
         return Progress(self.tokens_accepted, self.options.stop.tokens, self.finished)
 
