@@ -68,6 +68,7 @@ class MasterSection(Section):
     metrics: str | None = None  # host:port where Prometheus scrapes; null: nowhere
     timing: TimingOptions = TimingOptions()
     keep_snapshots: Annotated[int, Field(ge=2)] = 2
+    order: Literal["turns", "random"] = "turns"  # of asking; random is there to be compared with
 
 
 class SlaveSection(Section):
@@ -77,6 +78,7 @@ class SlaveSection(Section):
     master: str  # host:port
     listen: str = "127.0.0.1:0"  # control server; port 0 takes a free one
     lanes: tuple[str, ...] = ()  # data lanes, host:port each; empty: lane_count free ports on the host of `listen`
+    curve_key: Path | None = None  # ZeroMQ certificate with the lanes' secret key; null: they are plain
     lane_count: Annotated[int, Field(ge=0, le=MOST_LANES)] = 0  # without `lanes`; 0: by cores
     directory: Path  # snapshots; one slave each, locked for life
     initial_model: Path  # safetensors of `dips init`; read once, for v0@r0
@@ -107,7 +109,8 @@ class RunFile(Section):
     def options(self) -> Options:
         """Gather what tunes the Coordinator."""
         s = self.shared
-        return Options(s.outer, s.penalty, s.stop, s.data, self.master.timing, self.master.keep_snapshots, s.codec)
+        m = self.master
+        return Options(s.outer, s.penalty, s.stop, s.data, m.timing, m.keep_snapshots, s.codec, m.order)
 
     def slave(self, name: str) -> SlaveSection:
         """Return one slave's section; raise ConfigError naming those that exist."""
@@ -203,7 +206,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return raw
 
 
-_PATH_KEYS = frozenset({"directory", "initial_model", "socket"})
+_PATH_KEYS = frozenset({"directory", "initial_model", "socket", "curve_key"})
 
 
 def _resolve(raw: Any, base: Path) -> Any:
