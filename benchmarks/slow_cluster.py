@@ -109,7 +109,7 @@ def attempts(marks: Sequence[Mark]) -> list[int]:
 
 
 def transfers(marks: Sequence[Mark]) -> list[float]:
-    """Seconds of each push and pull that succeeded, but the first pull, which waited for nobody."""
+    """Seconds of each push and pull that succeeded."""
     began, took = 0.0, list[float]()
     for mark in marks:
         if mark["kind"] in ("push_begin", "pull_begin"):
