@@ -1,7 +1,8 @@
-"""Two network namespaces with one shaped link between them: what a wide area is, on one machine. Needs root and ip, tc.
+"""Network namespaces with shaped links between them: what a wide area is, on one machine. Needs root and ip, tc.
 
     with wire(mbit=1000) as (near, far): ...                 # a veth pair, each end behind `tc tbf`
     with wire(mbit=100, delay_ms=20) as (near, far): ...     # a TUN on each side and a program that carries the packets
+    with network({"house": None, "oslo": 8}) as hosts: ...   # hosts on one switch, each behind a link of its own
 
 The kernels that we meet have no netem: delay is made in user space, hence 480 Mbit/s at most.
 """
@@ -12,7 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,23 +24,23 @@ QUEUE = "50ms"
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """One end of the wire."""
+    """One end of the wire; without a name it is where we are."""
 
     namespace: str
     ip: str
 
     def command(self, *words: str) -> list[str]:
         """What runs a program in this namespace."""
-        return ["ip", "netns", "exec", self.namespace, *words]
+        return ["ip", "netns", "exec", self.namespace, *words] if self.namespace else list(words)
 
 
 def missing() -> str | None:
     """What this machine lacks, or None."""
     if os.geteuid() != 0:
         return "only root may make network namespaces"
-    tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    tools = [tool for tool in ("ip", "tc", "sysctl") if shutil.which(tool) is None]
     if tools:
-        return f"{' and '.join(tools)} not found: install iproute2"
+        return f"{' and '.join(tools)} not found: install iproute2 and procps"
     return None if Path("/dev/net/tun").exists() else "/dev/net/tun does not exist"
 
 
@@ -79,6 +80,42 @@ def _carried(near: End, far: End, mbit: float, delay_ms: float) -> Iterator[None
     finally:
         carrier.terminate()
         carrier.communicate(timeout=10)
+
+
+@contextmanager
+def network(links: Mapping[str, float | None]) -> Iterator[dict[str, End]]:
+    """Hosts by name, all on one switch; a host's link takes so many Mbit/s each way, None: as many as come.
+
+    Their addresses are loopback addresses of a loopback network that spans the namespaces, since daemons that speak
+    plain text take no others.
+    """
+    switch = f"dips-{os.getpid()}-switch"
+    hosts = {name: End(f"dips-{os.getpid()}-{name}", f"127.9.0.{k}") for k, name in enumerate(links, 1)}
+    with ExitStack() as stack:
+        for namespace in (switch, *(host.namespace for host in hosts.values())):
+            _run(f"ip netns add {namespace}")
+            stack.callback(_run, f"ip netns del {namespace}")
+        _run(f"ip -n {switch} link add hub type bridge")
+        _run(f"ip -n {switch} link set hub up")
+        for port, (name, mbit) in enumerate(links.items()):
+            _plug_in(hosts[name], switch, f"p{port}", mbit)
+        yield hosts
+
+
+def _plug_in(host: End, switch: str, port: str, mbit: float | None) -> None:
+    there = host.namespace
+    _run(f"ip link add w0 netns {there} type veth peer name {port} netns {switch}")
+    _run(f"ip -n {there} link set lo up")
+    _run(f"ip -n {there} addr del 127.0.0.1/8 dev lo")  # else all of 127.0.0.0/8 is this host
+    _run(f"ip -n {there} addr add 127.0.0.1/32 dev lo")
+    for device in ("all", "w0"):
+        _run(f"ip netns exec {there} sysctl -qw net.ipv4.conf.{device}.route_localnet=1")
+    _run(f"ip -n {there} addr add {host.ip}/24 dev w0")
+    _run(f"ip -n {there} link set w0 up")
+    _run(f"ip -n {switch} link set {port} master hub up")
+    if mbit is not None:
+        for namespace, device in ((there, "w0"), (switch, port)):
+            _run(f"tc -n {namespace} qdisc add dev {device} root tbf rate {mbit}mbit burst {BURST} latency {QUEUE}")
 
 
 def _run(command: str) -> None:

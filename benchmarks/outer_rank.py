@@ -1,7 +1,8 @@
 """A training script without training: all clusters meet, then take part in one round together; see round.py.
 
-    outer_rank.py CLUSTER CLUSTERS LAYERS LAYER_NUMEL MEETING
+    outer_rank.py CLUSTER CLUSTERS LAYERS LAYER_NUMEL MEETING STEP_S
 
+With STEP_S above 0 nobody meets: an inner step takes so long, and each cluster trains for itself; see slow_cluster.py.
 Writes a line of JSON for each outer step to MEETING/CLUSTER.jsonl: when it was begun and when `step` returned (Unix
 seconds), and the version then installed.
 """
@@ -47,7 +48,7 @@ def meet(meeting: Path, name: str, clusters: int, number: int) -> None:
         time.sleep(0.002)
 
 
-def main(name: str, clusters: int, layers: int, numel: int, meeting: Path) -> None:
+def main(name: str, clusters: int, layers: int, numel: int, meeting: Path, step_s: float) -> None:
     model = Model(layers, numel)
     with OuterLoop(model) as outer, (meeting / f"{name}.jsonl").open("w") as out:
         number = 0
@@ -55,12 +56,18 @@ def main(name: str, clusters: int, layers: int, numel: int, meeting: Path) -> No
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(1e-3)
-            meet(meeting, name, clusters, number)
-            begun, number = time.time(), number + 1
+            if step_s:
+                time.sleep(step_s)
+            else:
+                meet(meeting, name, clusters, number)
+            begun, number, base = time.time(), number + 1, outer.version
             outer.step(tokens=1)
+            if outer.version == base:
+                continue  # no outer step, or one that it had no part in
             line = {"begun": begun, "ended": time.time(), "version": str(outer.version)}
             out.write(json.dumps(line) + "\n")
+            out.flush()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]), float(sys.argv[6]))

@@ -3,8 +3,9 @@
     with WholeRun(directory, manifest, clusters=2, versions=7) as run:
         run.finish()                       # every cluster's process has ended well
 
-Each cluster is an agent whose trainer is outer_rank.py. What a process prints lies in `<name>.log`; each is ended by
-its own pid on exit. It measures nothing.
+Each cluster is an agent whose trainer is outer_rank.py. With `hosts` (namespaces.py) the master and the slaves live on
+the host HOUSE and each cluster on that of its name. What a process prints lies in `<name>.log`; each is ended by its
+own pid on exit. It measures nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,11 +25,15 @@ import numpy as np
 import yaml
 
 from benchmarks.harness import ROOT
+from benchmarks.namespaces import End
 from dips.config import load_run
 from dips.master import genesis
 from dips.protocol.manifest import Manifest
 
 END_S = 30.0
+STEPS = 20  # inner steps between two pushes, with `inner_s`
+HOUSE = "house"
+LOCAL = End("", "127.0.0.1")
 
 
 class Processes:
@@ -69,16 +74,34 @@ class Processes:
 
 
 class WholeRun:
-    """One run of `versions` outer steps; every cluster takes part in each."""
+    """One run of `versions` outer steps; every cluster takes part in each, unless they train each for itself."""
 
     def __init__(
-        self, directory: Path, manifest: Manifest, *, clusters: int, slaves: int, versions: int, lanes: int = 1
+        self,
+        directory: Path,
+        manifest: Manifest,
+        *,
+        clusters: int,
+        slaves: int,
+        versions: int,
+        lanes: int = 1,
+        slots: int | None = None,
+        window_s: float | None = 60.0,
+        inner_s: float = 0.0,
+        hosts: Mapping[str, End] | None = None,
     ) -> None:
+        """`slots` None: one for each cluster; `window_s` is closed early, when every cluster is in.
+
+        inner_s  seconds that each cluster trains before each push; 0: all meet, and push together
+        """
         self.directory, self._manifest = directory, manifest
         self.clusters = [f"c{i}" for i in range(clusters)]
+        self._slots, self._window_s, self._inner_s = slots or clusters, window_s, inner_s
+        self._hosts = {} if hosts is None else hosts
         self._slaves = [f"ps{i}" for i in range(slaves)]
         self._lanes = lanes
-        self._address = f"127.0.0.1:{_free_port()}"
+        self._house = self._hosts.get(HOUSE, LOCAL)
+        self._address = f"{self._house.ip}:{_free_port()}"
         self._shared = {
             "run": "bench",
             "stop": {"versions": versions},
@@ -93,11 +116,9 @@ class WholeRun:
         tensors = {p.name: np.zeros(p.shape, np.float32) for layer in self._manifest.layers for p in layer.parameters}
         genesis.make_run(load_run(file), tensors)
         try:
-            self._processes.start("master", [sys.executable, "-m", "dips.master.app", "--config", str(file)])
+            self._start("master", self._house, "dips.master.app", "--config", str(file))
             for name in self._slaves:
-                self._processes.start(
-                    name, [sys.executable, "-m", "dips.slave.app", "--config", str(file), "--name", name]
-                )
+                self._start(name, self._house, "dips.slave.app", "--config", str(file), "--name", name)
             self._agents = {name: self._start_cluster(name) for name in self.clusters}
         except BaseException:
             self._processes.end()
@@ -123,28 +144,29 @@ class WholeRun:
 
     def _start_cluster(self, name: str) -> subprocess.Popen[bytes]:
         file = self.directory / f"{name}.yaml"
+        pace = {"steps": STEPS if self._inner_s else 1}
         cluster = {
-            "shared": self._shared, "cluster": name, "master": self._address, "pace": {"steps": 1},
+            "shared": self._shared, "cluster": name, "master": self._address, "pace": pace,
             "directory": name, "insecure": True, "max_restarts": 0,
         }  # fmt: skip
         file.write_text(yaml.safe_dump(cluster))
         layers = self._manifest.layers
         words = [name, str(len(self.clusters)), str(len(layers)), str(layers[0].numel), str(self.meeting)]
-        trainer = [sys.executable, "-m", "benchmarks.outer_rank", *words]
-        return self._processes.start(
-            name, [sys.executable, "-m", "dips.client.app", "--config", str(file), "--", *trainer]
-        )
+        trainer = [sys.executable, "-m", "benchmarks.outer_rank", *words, str(self._inner_s / STEPS)]
+        return self._start(name, self._hosts.get(name, LOCAL), "dips.client.app", "--config", str(file), "--", *trainer)
+
+    def _start(self, name: str, host: End, *words: str) -> subprocess.Popen[bytes]:
+        return self._processes.start(name, host.command(sys.executable, "-m", *words))
 
     def _run_file(self) -> dict[str, Any]:
         slave = {
             "initial_model": str(Path("master") / genesis.INITIAL_MODEL), "master": self._address,
-            "lanes": ["127.0.0.1:0"] * self._lanes, "slots": len(self.clusters),
+            "listen": f"{self._house.ip}:0", "lanes": [f"{self._house.ip}:0"] * self._lanes, "slots": self._slots,
         }  # fmt: skip
         return {
             "shared": self._shared,
             "master": {
-                "listen": self._address, "directory": "master",
-                "timing": {"window_s": 60.0},  # closed early, when every cluster is in
+                "listen": self._address, "directory": "master", "timing": {"window_s": self._window_s},
             },
             "slaves": [{"name": name, "directory": name, **slave} for name in self._slaves],
             "insecure": True,

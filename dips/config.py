@@ -80,6 +80,7 @@ class MasterSection(Section):
     durability: Literal["commit", "async"] = "commit"  # async: a crash may cost the outer steps not yet on every disk
     on_persist_failure: Literal["degrade", "stop"] = "degrade"  # two failed snapshots in a row: go on without, or stop
     requeue: Literal["none", "undone"] = "none"  # data of versions that were rolled back: trained again only if undone
+    order: Literal["turns", "random"] = "turns"  # of asking; random is there to be compared with
 
 
 class SlaveSection(Section):
@@ -89,6 +90,7 @@ class SlaveSection(Section):
     master: str  # host:port
     listen: str = "127.0.0.1:0"  # control server; port 0 takes a free one
     lanes: tuple[str, ...] = ()  # data lanes, host:port each; empty: lane_count free ports on the host of `listen`
+    curve_key: Path | None = None  # ZeroMQ certificate with the lanes' secret key; null: they are plain
     lane_count: Annotated[int, Field(ge=0, le=MOST_LANES)] = 0  # without `lanes`; 0: by cores
     directory: Path  # snapshots; one slave each, locked for life
     initial_model: Path  # safetensors of `dips init`; read once, for v0@r0
@@ -126,7 +128,7 @@ class RunFile(Section):
         """Gather what tunes the Coordinator."""
         s, m = self.shared, self.master
         return Options(
-            s.outer, s.penalty, s.stop, s.data, m.timing, m.keep_snapshots, s.codec,
+            s.outer, s.penalty, s.stop, s.data, m.timing, m.keep_snapshots, s.codec, m.order,
             durability=m.durability, on_persist_failure=m.on_persist_failure, requeue=m.requeue,
         )  # fmt: skip
 
@@ -224,7 +226,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return raw
 
 
-_PATH_KEYS = frozenset({"directory", "initial_model", "socket"})
+_PATH_KEYS = frozenset({"directory", "initial_model", "socket", "curve_key"})
 
 
 def _resolve(raw: Any, base: Path) -> Any:

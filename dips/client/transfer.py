@@ -23,6 +23,7 @@ import zmq
 from dips.errors import DipsError, LocalProtocolError, RemoteProtocolError, UnavailableSlave
 from dips.protocol.beats import remaining_s
 from dips.protocol.effects import Grant, SlaveAddress
+from dips.transport import curve
 from dips.transport.intake import Intake
 from dips.transport.lane import Waker
 from dips.transport.memory import keep_message_memory
@@ -177,7 +178,7 @@ class _Transfer(ABC):
         if sorted(order) != list(range(len(grant.slaves))):
             raise LocalProtocolError(f"{self._what}: expected an order of all {len(grant.slaves)} slaves, got {order}")
         self._pieces = pieces
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=_io_threads(grant))
         self._waker = Waker()
         self._codec = codecs.named(grant.codec) if self.kind == "push" else codecs.FP32
         self._results: deque[tuple[_Job, int]] = deque()  # of the stage: job, and checksum (push) or 1 for right (pull)
@@ -189,6 +190,7 @@ class _Transfer(ABC):
     def _make_parts(self) -> Iterator[_Part]:
         b, rng = self._base, random.Random()
         version = str(self._grant.version) if self.kind == "pull" else ""
+        own = curve.new()  # nobody knows us by it: it lives as long as this transfer
         for index in self._grant.order[b.rank]:
             slave = self._grant.slaves[index]
             hands = deal((p for p in self._pieces if p.layer in slave.layers and p.length), len(slave.lanes))
@@ -197,7 +199,8 @@ class _Transfer(ABC):
                 name = StreamName(
                     b.run, self.kind, b.cluster, b.inc, b.seq, b.rank, slave.name, slave.sinc, 1, version, lane
                 )
-                stream = Stream(self._context, slave.lanes[lane], name, share.ranges, self._stall_s, rng)
+                keys = (own, slave.key) if slave.key else None
+                stream = Stream(self._context, slave.lanes[lane], name, share.ranges, self._stall_s, rng, keys)
                 stream.waits = False
                 if share.nbytes or self.kind == "push":
                     nbytes = sum(piece.nbytes for piece in self._codec.ranges(share.ranges))
@@ -335,6 +338,12 @@ class _Transfer(ABC):
 
     def chunk(self, part: _Part, frame: Arrived, now: float) -> None:
         raise RemoteProtocolError(f"{self._what}: slave {part.slave.name} sent a chunk, but this is a push")
+
+
+def _io_threads(grant: Grant) -> int:
+    """A core for each lane that encrypts: CURVE works in libzmq's I/O threads, a connection in one of them."""
+    lanes = max((len(slave.lanes) for slave in grant.slaves if slave.key), default=1)
+    return max(1, min(lanes, cores()))
 
 
 class _Push(_Transfer):

@@ -2,13 +2,14 @@
 
 What is left of a push is estimated from its cluster's bandwidth and the time since its grant; a wrong guess costs a
 turn and nothing else, since slaves skip who has nothing left. One push alone keeps the order of its OpenPush.
+With `order: random` everybody is asked, and asks, in an order of their own: what the plan is compared with.
 """
 
 from __future__ import annotations
 
 from dips.protocol.effects import Reorder
 from dips.protocol.manifest import BYTES_PER_PARAMETER
-from dips.protocol.order import Worker, lines
+from dips.protocol.order import RANDOM, Worker, lines
 from dips.protocol.world import Cluster, Push, World
 
 LEAST_LEFT = 0.01  # of a push that should be here by our guess and is not
@@ -17,7 +18,7 @@ LEAST_LEFT = 0.01  # of a push that should be here by our guess and is not
 def reorder(w: World) -> None:
     """A push has joined: give every slave the places of all ranks of all moving pushes in its line."""
     moving = [(c, c.push) for c in w.clusters.values() if c.push and c.push.opened and not c.push.committed]
-    if len(moving) < 2:
+    if len(moving) < 2 or w.options.order == RANDOM:
         return
     slaves = list(w.slaves.values())
     nbytes = [BYTES_PER_PARAMETER * sum(w.manifest.layers[i].numel for i in slave.layers) for slave in slaves]

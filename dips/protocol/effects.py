@@ -222,6 +222,7 @@ class SlaveAddress:
     sinc: int
     lanes: tuple[str, ...]
     layers: tuple[int, ...]
+    key: str = ""  # public, of its lanes; empty: they are plain
 
 
 @dataclass(frozen=True, slots=True)

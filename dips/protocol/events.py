@@ -29,6 +29,7 @@ class SlaveRegistered:
     complete: tuple[VersionId, ...]  # verified snapshots on its disk, `prepared` ones too
     slots: int
     reason: str  # why it is not holding what was ordered ("" if nothing failed)
+    key: str = ""  # public, of the data lanes; empty: they are plain
 
 
 @dataclass(frozen=True, slots=True)

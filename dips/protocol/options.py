@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from dips.errors import ConfigError
+from dips.protocol.order import RULES, TURNS
 
 FORBID: dict[str, Any] = {"extra": "forbid"}
 
@@ -112,7 +113,7 @@ class TimingOptions:
     transfer_s: float = 3600.0  # for a push or pull to move, while its cluster's bandwidth is unknown, and at most
     least_transfer_s: float = 30.0  # at least, however few bytes: a stream that breaks needs time to come back
     min_push_bps: float = 0.0  # bits/s; a push on a slower link is refused with the number; 0: none is
-    busy_retry_s: float = 2.0
+    busy_retry_s: float = 2.0  # until a refused push is asked for again; less if a slot is due before
 
     def __post_init__(self) -> None:
         _require(self.window_s is None or self.window_s >= 0, "timing.window_s", "0 or more, or null", self.window_s)
@@ -131,6 +132,7 @@ _WORDS = {
     "durability": ("commit", "async"),
     "on_persist_failure": ("degrade", "stop"),
     "requeue": ("none", "undone"),
+    "order": RULES,
 }
 
 
@@ -145,6 +147,7 @@ class Options:
     timing: TimingOptions = field(default_factory=TimingOptions)
     keep_snapshots: int = 2  # complete on all slaves, never fewer than 2
     codec: str = "fp32"  # of pushes whose base is the head: "fp32" exact | "bf16" | "int8"; all others travel as fp32
+    order: str = TURNS  # of asking (order.py); "random" is there to be compared with
     durability: str = "commit"  # "commit": on every disk before it exists | "async": written while the next is made
     on_persist_failure: str = "degrade"  # after two in a row: "degrade": go on, not durable | "stop": no more rounds
     requeue: str = "none"  # ranges of undone versions: "none": clusters still carry that work | "undone": lease again

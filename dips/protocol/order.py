@@ -13,8 +13,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 Lines = tuple[tuple[int, ...], ...]  # for each slave the workers, in the order in which it asks them
+
+TURNS, RANDOM = RULES = ("turns", "random")  # random: there to be compared with
 
 LEAST_SHARE = 0.5  # of its own rate: a worker begins at a slave that has so much of its link left
 MOST_PAIRS = 128  # of workers and slaves that are matched; beyond, a rotation: a decision must not take long
@@ -29,6 +32,21 @@ def slaves_for_worker(worker: int, slaves: int) -> tuple[int, ...]:
 def workers_for_slave(slave: int, workers: int, slaves: int) -> tuple[int, ...]:
     """The workers in the order in which `slave` asks them: the transpose of `slaves_for_worker`."""
     return tuple(sorted(range(workers), key=lambda w: ((slave - w) % slaves, w)))
+
+
+def walk(rule: str, worker: int, slaves: int, salt: str) -> tuple[int, ...]:
+    """`slaves_for_worker`, or any order: `salt` names the transfer."""
+    return shuffled(slaves, f"{salt}/{worker}") if rule == RANDOM else slaves_for_worker(worker, slaves)
+
+
+def line(rule: str, slave: int, workers: int, slaves: int, salt: str) -> tuple[int, ...]:
+    """`workers_for_slave`, or any order: `salt` names the transfer."""
+    return shuffled(workers, f"{salt}/{slave}") if rule == RANDOM else workers_for_slave(slave, workers, slaves)
+
+
+def shuffled(count: int, salt: str) -> tuple[int, ...]:
+    """0 … count − 1 in an order that looks random, the same for the same salt on every machine: for comparison."""
+    return tuple(sorted(range(count), key=lambda i: (blake2b(f"{salt}/{i}".encode()).digest(), i)))
 
 
 @dataclass(frozen=True, slots=True)

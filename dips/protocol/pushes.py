@@ -27,10 +27,11 @@ from dips.protocol.effects import (
 )
 from dips.protocol.events import PushAborted, PushFinished, PushRefused, PushRequested, PushStaged, RoundAwaited
 from dips.protocol.moves import ClusterState
-from dips.protocol.order import workers_for_slave
+from dips.protocol.order import line
 from dips.protocol.world import OLD_LEDGER, Chorus, Cluster, Push, World
 
 TRANSFER_GRACE_S = 5.0  # the slaves' own deadline comes first; this one catches what they could not say
+LEAST_RETRY_S = 0.2  # a push that is here is still to be measured and folded before its slot is free
 MAX_RANKS = 65_536
 
 
@@ -64,8 +65,10 @@ def _request(w: World, cluster: Cluster, event: PushRequested) -> Result:
         return Refused(w.options.timing.busy_retry_s, f"{seen}: {OLD_LEDGER}")
     if w.durability.state == "stopped":
         return Refused(w.options.timing.busy_retry_s, w.durability.reason)
-    if reason := too_slow(cluster.bytes_per_s, w.now - cluster.measured_at, w.options.timing) or _no_slot(w):
+    if reason := too_slow(cluster.bytes_per_s, w.now - cluster.measured_at, w.options.timing):
         return Refused(w.options.timing.busy_retry_s, reason)
+    if reason := _no_slot(w):
+        return Refused(_retry_s(w), reason)
     _open(w, cluster, event)
     return Pending("the slaves are reserving a slot for it")
 
@@ -78,21 +81,26 @@ def _no_slot(w: World) -> str:
     return f"all {slots} slots are in use" if used >= slots else ""
 
 
+def _retry_s(w: World) -> float:
+    """When to ask for a slot again: when the first of those that move is due; who is late names no time."""
+    longest = w.options.timing.busy_retry_s
+    soonest = min((push.due - w.now for push in w.uncommitted() if push.due > w.now), default=longest)
+    return min(longest, max(LEAST_RETRY_S, soonest))
+
+
 def _open(w: World, cluster: Cluster, event: PushRequested) -> None:
     transfer_s = w.transfer_s(cluster)
     cluster.seq_high, cluster.base, cluster.ranks = event.push.seq, event.base, event.ranks
     cluster.outcome = cluster.outcome_version = None
     codec, deadline = _codec(w, event.base), w.now + transfer_s + TRANSFER_GRACE_S
-    cluster.push = Push(event.push, event.base, event.ranks, deadline, transfer_s, codec=codec)
+    cluster.push = Push(event.push, event.base, event.ranks, deadline, transfer_s, _due(w, cluster), codec)
     if cluster.requested_at is not None:
         cluster.paces.append(w.now - cluster.requested_at)
     cluster.requested_at = w.now
     cluster.become(ClusterState.PUSHING, "its push is being opened")
     names, base = list(w.slaves), _held_base(cluster.push)
-    orders = {
-        n: OpenPush(event.push, workers_for_slave(i, event.ranks, len(names)), transfer_s, codec, base)
-        for i, n in enumerate(names)
-    }
+    lines = [line(w.options.order, i, event.ranks, len(names), str(event.push)) for i in range(len(names))]
+    orders = {n: OpenPush(event.push, asked, transfer_s, codec, base) for n, asked in zip(names, lines, strict=True)}
     w.order("open_push", event.push, dict(orders), w.options.timing.order_s)
 
 
@@ -111,11 +119,13 @@ def opened(w: World, chorus: Chorus) -> None:
     cluster = w.cluster_of(chorus.subject)
     if cluster is None or cluster.push is None:
         return
-    cluster.push.opened = True
-    if cluster.bytes_per_s:
-        cluster.push.due = w.now + w.model_bytes / cluster.bytes_per_s
+    cluster.push.opened, cluster.push.due = True, _due(w, cluster)
     cluster.reason = "pushing"
     w.note("push_granted", push=cluster.push.id, base=cluster.push.base)
+
+
+def _due(w: World, cluster: Cluster) -> float:
+    return w.now + w.moving_s(cluster) if cluster.bytes_per_s else 0.0
 
 
 def _grant(w: World, push: Push) -> Grant:

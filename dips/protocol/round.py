@@ -34,6 +34,7 @@ from dips.protocol.world import Chorus, Cluster, Push, Round, Slave, World
 
 WINDOW_SHARE = 0.05  # of the median time between a cluster's pushes
 LEAST_WINDOW_S = 1.0
+LATE_SHARE = 0.1  # of a push's estimated time: so late it is waited for, a wrong estimate must not cost every round
 DELTA_NORMS_KEPT = 50  # accepted ‖δ‖, for a relative clip
 ROUND_ORDERS = frozenset({"measure", "fold", "apply", "persist"})
 
@@ -163,10 +164,18 @@ def _expected(w: World, cluster: Cluster, r: Round) -> bool:
     if not cluster.live or not cluster.moving or cluster.state not in (ClusterState.TRAINING, ClusterState.PUSHING):
         return False
     if cluster.state is ClusterState.PUSHING and cluster.push is not None:
-        return cluster.push.due <= r.closes  # a slow link must not keep every window of its push open
+        return _comes_in_time(w, cluster, cluster.push, r)
     if cluster.pace is None or cluster.requested_at is None:
         return True
-    return cluster.requested_at + cluster.pace <= r.closes
+    return cluster.requested_at + cluster.pace + w.moving_s(cluster) <= r.closes  # paces are from request to request
+
+
+def _comes_in_time(w: World, cluster: Cluster, push: Push, r: Round) -> bool:
+    """A slow link must keep open neither the windows before its push is due nor, once it is late, all those after."""
+    if not push.due:
+        return True
+    late = max(LEAST_WINDOW_S, LATE_SHARE * w.moving_s(cluster))
+    return push.due <= r.closes and w.now <= push.due + late
 
 
 def _scale(w: World, r: Round) -> bool:

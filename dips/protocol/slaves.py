@@ -80,6 +80,7 @@ def _name(w: World, slave: Slave, event: SlaveRegistered) -> None:
         round.stop_waiting(w, slave.name)  # orders to its former life will never be answered to us
         w.record(IncarnationGiven("slave", slave.name, slave.sinc, event.nonce))
     slave.address, slave.lanes, slave.slots, slave.memory = event.address, event.lanes, event.slots, event.memory
+    slave.key = event.key
     slave.deaf = 0
 
 

@@ -19,7 +19,7 @@ from dips.protocol.events import Answer
 from dips.protocol.manifest import BYTES_PER_PARAMETER, Manifest
 from dips.protocol.moves import CLUSTER_MOVES, SLAVE_MOVES, ClusterState, RoundState, SlaveState, move
 from dips.protocol.options import Options
-from dips.protocol.order import slaves_for_worker
+from dips.protocol.order import walk
 from dips.protocol.penalty import Penalty, Verdict
 from dips.protocol.records import LedgerState, OutcomeRow, Record, VersionRow
 
@@ -40,6 +40,7 @@ class Slave:
     reason: str = "not registered since this master started"
     address: str = ""
     lanes: tuple[str, ...] = ()
+    key: str = ""
     slots: int = 0
     memory: VersionId | None = None
     offer: frozenset[VersionId] | None = None  # what it said it can serve; None: not said since that changed
@@ -337,8 +338,9 @@ class World:
 
     def grant(self, version: VersionId, ranks: int, deadline_s: float, first: int = 0) -> Grant:
         """What a cluster needs to move; `first` ranks of other transfers walk before its own."""
-        slaves = tuple(SlaveAddress(s.name, s.sinc, s.lanes, s.layers) for s in self.slaves.values())
-        order = tuple(slaves_for_worker(first + rank, len(slaves)) for rank in range(ranks))
+        slaves = tuple(SlaveAddress(s.name, s.sinc, s.lanes, s.layers, s.key) for s in self.slaves.values())
+        workers = range(first, first + ranks)
+        order = tuple(walk(self.options.order, worker, len(slaves), str(version)) for worker in workers)
         return Grant(version, slaves, order, deadline_s)
 
     @property
@@ -349,6 +351,10 @@ class World:
     def transfer_s(self, cluster: Cluster) -> float:
         """How long a push or pull of this cluster may move: the whole model, over its own link."""
         return transfer_deadline_s(self.model_bytes, cluster.bytes_per_s, self.options.timing)
+
+    def moving_s(self, cluster: Cluster) -> float:
+        """How long a push of this cluster moves, by our guess; 0 while its bandwidth is unknown."""
+        return self.model_bytes / cluster.bytes_per_s if cluster.bytes_per_s else 0.0
 
     def progress(self) -> Progress:
         return Progress(self.tokens_accepted, self.options.stop.tokens, self.finished)

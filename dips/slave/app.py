@@ -31,7 +31,7 @@ from dips.slave.session import Identity, Session, Traffic
 from dips.slave.shard import Shard
 from dips.slave.snapshots import Snapshots
 from dips.telemetry import exits, logs
-from dips.transport import control
+from dips.transport import control, curve
 from dips.transport.pipeline import cores
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServiceServicer_to_server
 
@@ -153,6 +153,7 @@ def _build(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncEx
         section.transit_bytes,
         section.askers,
         section.stall_s,
+        key=None if section.curve_key is None else curve.load(section.curve_key),
     )
     stack.callback(flow.close)
     owner = Owner(owner_thread, time.monotonic, log)
@@ -168,7 +169,15 @@ async def _session(config: RunFile, parts: Parts, address: str, stack: AsyncExit
     stack.push_async_callback(channel.close)
     stack.push_async_callback(beat_channel.close)
     return Session(
-        Identity(config.shared.run, section.name, uuid.uuid4().hex, address, parts.flow.addresses(), section.master),
+        Identity(
+            config.shared.run,
+            section.name,
+            uuid.uuid4().hex,
+            address,
+            parts.flow.addresses(),
+            section.master,
+            parts.flow.public_key,
+        ),
         parts.owner,
         parts.flow,
         SlaveServiceStub(channel),

@@ -26,6 +26,7 @@ from dips.slave.moves import Move, Moved, PushOver, Released, Say, Staged, Wake,
 from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.receiver import Claim, Receiver
 from dips.slave.sender import Job, Sender
+from dips.transport.curve import KeyPair
 from dips.transport.lane import Lane, Outgoing
 from dips.transport.memory import keep_message_memory
 from dips.transport.pipeline import Stage, cores, spare_threads
@@ -71,8 +72,13 @@ class ZmqFlow:
         askers: int,
         stall_s: float,
         clock: Callable[[], float] = time.monotonic,
+        key: KeyPair | None = None,
     ) -> None:
-        """Bind every lane (`host:port`, port 0 takes a free one); ConfigError names one that cannot be bound."""
+        """Bind every lane (`host:port`, port 0 takes a free one); ConfigError names one that cannot be bound.
+
+        key  of all lanes: they speak CURVE; None: plain
+        """
+        self.public_key = "" if key is None else key.public
         keep_message_memory()
         self._run_name, self._run, self._slave = run, run_id(run), slave
         self._chunk_bytes = chunk_bytes
@@ -93,7 +99,7 @@ class ZmqFlow:
         try:
             for index, address in enumerate(lanes):
                 host, port = host_port(address)
-                self._lanes.append(Lane(index, host, port, stall_s))
+                self._lanes.append(Lane(index, host, port, stall_s, key))
         except BaseException:
             self.close()
             raise

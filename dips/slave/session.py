@@ -39,6 +39,7 @@ class Identity:
     address: str  # host:port of its control server
     lanes: tuple[str, ...]  # host:port of each data lane
     master: str  # host:port
+    key: str = ""  # public, of the data lanes; empty: they are plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class Session:
 
     async def _register(self) -> Registered:
         who = self._who
-        said = await self._owner.run(lambda s: s.registration(0, who.nonce, who.run, who.address, who.lanes))
+        said = await self._owner.run(lambda s: s.registration(0, who.nonce, who.run, who.address, who.lanes, who.key))
         raw = await self._call(self._stub.Register, said, CALL_S)
         registered = from_proto(raw, Registered)
         await self._owner.run(lambda shard: self._welcome(shard, registered))

@@ -298,7 +298,9 @@ class Shard:
 
     # ---- registration --------------------------------------------------------------------------------
 
-    def registration(self, req: int, nonce: str, run: str, address: str, lanes: tuple[str, ...]) -> SlaveRegistered:
+    def registration(
+        self, req: int, nonce: str, run: str, address: str, lanes: tuple[str, ...], key: str = ""
+    ) -> SlaveRegistered:
         """Say what this slave holds; may raise OSError from the disk."""
         return SlaveRegistered(
             req=req,
@@ -313,6 +315,7 @@ class Shard:
             complete=self._disk.complete(),
             slots=self.versions.slots,
             reason=self.reason,
+            key=key,
         )
 
     def welcome(self, registered: e.Registered) -> None:

@@ -18,6 +18,7 @@ import zmq
 
 from dips.errors import ConfigError
 from dips.transport.credit import MOST_CHUNKS
+from dips.transport.curve import KeyPair
 from dips.wire.frame import FRAME_LIMIT, Buffer
 
 RCVHWM = MOST_CHUNKS + 16  # frames of one connection: never met by honest peers
@@ -112,7 +113,8 @@ class Waker:
 class Lane:
     """One ROUTER; bound when made, served from `start` to `close`."""
 
-    def __init__(self, index: int, host: str, port: int, stall_s: float) -> None:
+    def __init__(self, index: int, host: str, port: int, stall_s: float, key: KeyPair | None = None) -> None:
+        """Bind; with a key the lane speaks CURVE only."""
         self.index = index
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -134,6 +136,8 @@ class Lane:
         try:
             for option, value in options.items():
                 self._socket.setsockopt(option, value)
+            if key is not None:
+                key.serve(self._socket)
             host = f"[{host}]" if ":" in host else host
             self._socket.bind(f"tcp://{host}:{port}")
         except zmq.ZMQError as error:

@@ -17,6 +17,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from dips.transport.curve import KeyPair
 from dips.transport.lane import HANDSHAKE_MS, LAST, MORE, RCVHWM, receive
 from dips.wire import streams
 from dips.wire.chunks import Range
@@ -67,7 +68,10 @@ class Stream:
         pieces: tuple[Range, ...],
         stall_s: float,
         rng: random.Random,
+        keys: tuple[KeyPair, str] | None = None,
     ) -> None:
+        """`keys` are ours and the lane's public one; None: plain."""
+        self._keys = keys
         self.address = address
         self._name_as(name)
         self.why = "it was not tried yet"  # of the last broken connection
@@ -182,6 +186,9 @@ class Stream:
         self._socket = self._context.socket(zmq.DEALER)
         for option, value in _OPTIONS.items():
             self._socket.setsockopt(option, value)
+        if self._keys is not None:
+            pair, server = self._keys
+            pair.speak_to(self._socket, server)
         self._monitor = self._socket.get_monitor_socket(_BROKEN)
         self._socket.connect(f"tcp://{self.address}")
         self._moved_at = now

@@ -419,8 +419,10 @@ class SlaveAddress(_message.Message):
     SINC_FIELD_NUMBER: _builtins.int
     LANES_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     sinc: _builtins.int
+    key: _builtins.str
     @_builtins.property
     def lanes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -432,10 +434,11 @@ class SlaveAddress(_message.Message):
         sinc: _builtins.int = ...,
         lanes: _abc.Iterable[_builtins.str] | None = ...,
         layers: _abc.Iterable[_builtins.int] | None = ...,
+        key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lanes", b"lanes", "layers", b"layers", "name", b"name", "sinc", b"sinc"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "lanes", b"lanes", "layers", b"layers", "name", b"name", "sinc", b"sinc"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dips.ids import PullId, PushId
+from dips.ids import GENESIS, PullId, PushId
 from dips.protocol import events as ev
-from dips.protocol.effects import Grant, Reorder, Reply
+from dips.protocol.effects import Grant, OpenPush, Reorder, Reply
 from dips.sim.story import Teller
 
 
@@ -74,3 +74,22 @@ def test_what_is_left_of_the_first_is_guessed_from_its_bandwidth() -> None:
     teller.answers("all", {"only": "OpenPush"})
     places = reorders(teller)
     assert [places[s, PushId("a", 1, 2)] + places[s, PushId("b", 1, 2)] for s in ("s0", "s1")] == [(1, 0), (0, 1)]
+
+
+def test_a_random_order_is_the_same_again_and_is_not_planned_anew() -> None:
+    """`order: random` is there for comparison: any order, repeated as it was, and no plan when a push joins."""
+    teller = Teller({"slots": "4", "slaves": "5", "order": "random"})
+    teller.ready("all", {})
+    for cluster in "ab":
+        teller.joins(cluster, {})
+        teller.trains(cluster, {})
+    for cluster in "ab":
+        teller.asks_push(cluster, {"push": f"{cluster}/1#2", "ranks": "6"})
+        opened = {o.slave: o.body.order for o in teller.orders if isinstance(o.body, OpenPush)}
+        assert all(sorted(order) == list(range(6)) for order in opened.values())
+        assert len(set(opened.values())) > 1
+        teller.answers("all", {"only": "OpenPush"})
+    assert reorders(teller) == {}
+    asked = [granted(teller, ev.PushRequested(9, PushId("a", 1, 2), GENESIS, 6)) for _ in range(2)]
+    assert asked[0] == asked[1]
+    assert len(set(asked[0].order)) > 1 and all(sorted(order) == list(range(5)) for order in asked[0].order)

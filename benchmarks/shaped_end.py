@@ -1,0 +1,109 @@
+"""The two ends of a push as they are: a slave's data flow and a rank, each a process in its network namespace.
+
+python -m benchmarks.shaped_end slave CAST NUMBER IP ASKERS LANES SECRET     says [addresses, public key]
+    ["open", push, order]   a slot for it, its ranks asked in that order;  ["places", push, places]: asked anew
+    ["end", push]           once it is staged: its processor time since "open"
+python -m benchmarks.shaped_end rank CAST CLUSTER RANK
+    ["push", number, slaves, order]   → [seconds, processor time]; slaves as [addresses, public key]
+
+CAST as in cast.py; SECRET is "curve" or "plain". Plain text leaves loopback only here.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cast import CHUNK_BYTES, RUN, SINC, WAIT_S, Cast
+from benchmarks.told import heard, processor_s, say
+from dips.client import transfer
+from dips.client.transfer import Base
+from dips.ids import GENESIS, PullId, PushId
+from dips.protocol.effects import Grant, SlaveAddress
+from dips.slave.flow import ZmqFlow
+from dips.transport import curve
+
+TRANSIT_BYTES, STALL_S = 256 << 20, 30.0
+
+
+class Events:
+    """Waits for what the flow reports."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._staged: set[PushId] = set()
+
+    def staged(self, push: PushId, nbytes: int) -> None:
+        with self._changed:
+            self._staged.add(push)
+            self._changed.notify_all()
+
+    def refused(self, push: PushId, reason: str) -> None:
+        print(f"refused: {reason}", file=sys.stderr, flush=True)
+
+    def released(self, pull: PullId, reason: str) -> None:
+        """No pulls here."""
+
+    def moved(self, pull: PullId) -> None:
+        """No pulls here."""
+
+    def wait(self, push: PushId) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: push in self._staged, WAIT_S):
+                raise TimeoutError(f"{push} was not staged within {WAIT_S:g} s")
+
+
+def slave(cast: Cast, number: int, ip: str, askers: int, lanes: int, secret: str) -> None:
+    """Serve pushes; several may be open at once."""
+    key, layers = curve.new() if secret == "curve" else None, cast.held_by(number)
+    flow = ZmqFlow(RUN, f"s{number}", (f"{ip}:0",) * lanes, CHUNK_BYTES, TRANSIT_BYTES, askers, STALL_S, key=key)
+    flow.use(cast.manifest, layers)
+    events = Events()
+    flow.start(SINC, events)
+    free: list[dict[int, np.ndarray[Any, np.dtype[np.float32]]]] = []
+    slots = dict[PushId, dict[int, np.ndarray[Any, np.dtype[np.float32]]]]()
+    begun = dict[PushId, float]()
+    say([flow.addresses(), flow.public_key])
+    for word, (cluster, seq), *more in heard():
+        push = PushId(cluster, 1, seq)
+        if word == "open":
+            begun[push] = processor_s()
+            size = cast.numel // cast.layers
+            slots[push] = free.pop() if free else {i: np.ones(size, np.float32) for i in layers}
+            flow.open_push(push, tuple(more[0]), slots[push], WAIT_S, cast.codec)
+            say("open")
+        elif word == "places":
+            flow.reorder(push, tuple(more[0]))
+            say("places")
+        else:
+            events.wait(push)
+            flow.drop_push(push)
+            free.append(slots.pop(push))
+            say([processor_s() - begun[push]])
+    flow.close()
+
+
+def rank(cast: Cast, cluster: str, number: int) -> None:
+    """Push everything, as often as told."""
+    pieces = cast.pieces(number, 1e-3)
+    say("ready")
+    for _, seq, slaves, order in heard():
+        there = tuple(
+            SlaveAddress(f"s{i}", SINC, tuple(lanes), cast.held_by(i), key) for i, (lanes, key) in enumerate(slaves)
+        )
+        grant = Grant(GENESIS, there, (tuple(order),) * cast.ranks, WAIT_S, cast.codec, GENESIS)
+        begun, used = time.perf_counter(), processor_s()
+        transfer.push(grant, Base(RUN, cluster, 1, seq, number), pieces)
+        say([time.perf_counter() - begun, processor_s() - used])
+
+
+if __name__ == "__main__":
+    role, words = sys.argv[1], sys.argv[3:]
+    if role == "slave":
+        slave(Cast.parse(sys.argv[2]), int(words[0]), words[1], int(words[2]), int(words[3]), words[4])
+    else:
+        rank(Cast.parse(sys.argv[2]), words[0], int(words[1]))

@@ -1,0 +1,88 @@
+"""A program in a network namespace that answers each line with a line of JSON, and says what processor time it took."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from benchmarks.harness import ROOT
+from benchmarks.namespaces import End
+
+END_S = 30.0
+
+
+class Told:
+    """One such program; `tell` and `hear` apart let several work at once."""
+
+    def __init__(self, end: End, module: str, *words: str) -> None:
+        self._popen = subprocess.Popen(
+            end.command(sys.executable, "-m", f"benchmarks.{module}", *words),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        self.first = self.hear()
+
+    def tell(self, *words: Any) -> None:
+        """Say a line: a word and what it needs."""
+        assert self._popen.stdin is not None
+        self._popen.stdin.write(json.dumps(words) + "\n")
+        self._popen.stdin.flush()
+
+    def hear(self) -> Any:
+        """Wait for an answer; RuntimeError if the program has died."""
+        assert self._popen.stdout is not None
+        answer = self._popen.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"a program in a namespace died with exit code {self._popen.wait(END_S)}")
+        return json.loads(answer)
+
+    def ask(self, *words: Any) -> Any:
+        self.tell(*words)
+        return self.hear()
+
+    def close(self) -> None:
+        """End it: its input is over."""
+        try:
+            self._popen.communicate(timeout=END_S)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.communicate()
+
+
+@contextmanager
+def company() -> Iterator[Callable[..., Told]]:
+    """Start programs that all end together, the last first."""
+    with ExitStack() as stack:
+
+        def start(end: End, module: str, *words: str) -> Told:
+            told = Told(end, module, *words)
+            stack.callback(told.close)
+            return told
+
+        yield start
+
+
+# ---- in the program --------------------------------------------------------------------------------------------------
+
+
+def say(answer: Any) -> None:
+    """Answer."""
+    print(json.dumps(answer), flush=True)
+
+
+def heard() -> Iterator[Any]:
+    """What is told, until the input is over."""
+    for line in sys.stdin:
+        yield json.loads(line)
+
+
+def processor_s() -> float:
+    """User and system time of this process until now."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
