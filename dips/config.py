@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dips.errors import ConfigError
 from dips.ids import check_name
@@ -117,10 +117,27 @@ class RunFile(Section):
         raise ConfigError(f"no slave {name!r} in this run file; it names {', '.join(s.name for s in self.slaves)}")
 
 
-class PaceSection(Section):
-    """When a cluster pushes."""
+DEFAULT_STEPS = 64  # H, §5.1
 
-    steps: Annotated[int, Field(ge=1)] = 64  # H, §5.1
+
+class PaceSection(Section):
+    """When a cluster pushes: exactly one of the three."""
+
+    steps: Annotated[int, Field(ge=1)] | None = None  # after every H inner steps
+    seconds: Annotated[float, Field(gt=0)] | None = None  # after so long (A-EDiT; its authors take 600)
+    aligned: Annotated[int, Field(ge=1)] | None = None  # together with the other clusters; H that it would take alone
+
+    @model_validator(mode="before")
+    @classmethod
+    def _paper(cls, raw: Any) -> Any:
+        return {"steps": DEFAULT_STEPS} if raw == {} else raw
+
+    @model_validator(mode="after")
+    def _one(self) -> PaceSection:
+        named = [key for key in ("steps", "seconds", "aligned") if getattr(self, key) is not None]
+        if len(named) != 1:
+            raise ValueError(f"expected one of steps, seconds, aligned, got {' and '.join(named) or 'none'}")
+        return self
 
 
 class ClusterFile(Section):
@@ -129,7 +146,7 @@ class ClusterFile(Section):
     shared: Shared
     cluster: str
     master: str  # host:port
-    pace: PaceSection = PaceSection()
+    pace: PaceSection = PaceSection(steps=DEFAULT_STEPS)
     socket: Path | None = None  # Unix socket between agent and rank 0; default beside the cluster file's directory
     directory: Path = Path(".")  # logs, timeline, socket
     beat_s: Annotated[float, Field(gt=0)] = 2.0

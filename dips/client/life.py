@@ -12,6 +12,7 @@ from typing import cast
 from dips.client.account import Account, RangeQueue
 from dips.client.deeds import Ask, Deed, Identity, Mark, Phase, Stop
 from dips.client.local import Answer, Failure
+from dips.client.pace import Pace
 from dips.errors import DipsError, treatment
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant, Progress
@@ -20,9 +21,9 @@ from dips.protocol.effects import Grant, Progress
 class Life:
     """One life of the cluster at the master, the present attempt of its trainer, and the present talk."""
 
-    def __init__(self, identity: Identity, new_nonce: Callable[[], str], patience_s: float) -> None:
+    def __init__(self, identity: Identity, new_nonce: Callable[[], str], patience_s: float, pace: Pace) -> None:
         """`patience_s`: how long a trainer waits for a master that does not answer, before it trains on."""
-        self._identity, self._new_nonce, self._patience_s = identity, new_nonce, patience_s
+        self._identity, self._new_nonce, self._patience_s, self._pace = identity, new_nonce, patience_s, pace
         self._out: list[Deed] = []
         self._now = 0.0
         # this life at the master

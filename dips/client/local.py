@@ -42,10 +42,11 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class PushWanted:
-    """H inner steps are done."""
+    """The ranks look whether a push is due; `demanded`: the training script says that it is."""
 
     attempt: int
     number: int
+    demanded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +156,10 @@ class PullNow:
 
 @dataclass(frozen=True, slots=True)
 class TrainOn:
-    """Take inner steps. `again`: ask at the next boundary, not after another H."""
+    """Take `steps` inner steps, then look again."""
 
     reason: str
-    again: bool
+    steps: int
     progress: float
 
 

@@ -3,7 +3,7 @@
     outer = OuterLoop(model)                    # joins, pulls θ into this rank's shard
     for batch in loader(outer.ranges()):        # the data ranges leased to this cluster; or your own loader
         ...
-        outer.step(tokens=n, loss=loss)         # after each inner step; every H-th: push, window, pull
+        outer.step(tokens=n, loss=loss)         # after each inner step; when its pace says so: push, window, pull
     outer.close()
 
 Only rank 0 talks, to the agent that started this job; every verdict reaches all ranks by a broadcast, every rank moves
@@ -80,7 +80,7 @@ class OuterLoop:
         self._line: Line | None = None
         layout = shards(model, self._voice.rank)
         self._mover = Mover(layout, self._voice, self._config.poll_s, self._config.stall_s, self._config.shared.codec)
-        self._attempt = self._number = self._ranges_asked = self._since_push = 0
+        self._attempt = self._number = self._ranges_asked = self._look_in = 0
         self._finished = self._closed = False
         self._progress = 0.0
         self._version: VersionId | None = None
@@ -110,7 +110,7 @@ class OuterLoop:
         return self._finished
 
     def step(self, *, tokens: int, loss: Any = None) -> None:
-        """Say that one inner step is done; every H-th takes part in an outer step before it returns.
+        """Say that one inner step is done; when a push is due it takes part in an outer step before it returns.
 
         tokens  consumed in this step by the whole cluster, on all its ranks together; rank 0's number counts
         loss    of this step, a float or a tensor of one element, or None; rank 0's is shown
@@ -122,11 +122,17 @@ class OuterLoop:
         if tokens < 0:
             raise LocalProtocolError(f"tokens: expected 0 or more, got {tokens}")
         self.inner_steps += 1
-        self._since_push += 1
+        self._look_in -= 1
         if self._line:
             self._line.tell(Stepped(self._attempt, int(tokens), _finite(loss)))
-        if self._since_push >= self._config.pace.steps:
+        if self._look_in <= 0:
             self._obey(PushWanted(self._attempt, self._next()))
+
+    def push(self) -> None:
+        """Take part in an outer step now, whatever the pace; as many inner steps count as were taken since the last."""
+        self._check()
+        if not self._finished:
+            self._obey(PushWanted(self._attempt, self._next(), demanded=True))
 
     def ranges(self) -> Iterator[int]:
         """Yield the data ranges leased to this cluster, the same on all ranks, until none is left or the run is over.
@@ -190,7 +196,7 @@ class OuterLoop:
                     talk = self._pull(verdict)
                 case TrainOn():
                     self._progress = verdict.progress
-                    self._since_push = self._since_push if verdict.again else 0
+                    self._look_in = verdict.steps
                     return
                 case Over():
                     self._progress, self._finished = verdict.progress, True

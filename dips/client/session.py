@@ -29,7 +29,6 @@ from dips.client.local import (
     RangesEnded,
     RangeWanted,
     Stepped,
-    TrainOn,
     Wait,
     Welcome,
 )
@@ -100,10 +99,10 @@ class Session(Talk):
             if self.phase is Phase.ASKING_PUSH:
                 self._give_back()
                 self._abort(reason)
-                self._tell(TrainOn(reason, True, self._fraction()))
+                self._tell(self._train_on(reason, again=True))
             elif self.phase in (Phase.FINISHING, Phase.AWAITING, Phase.ASKING_PULL):
                 self._pull_due = False
-                self._tell(TrainOn(reason, False, self._fraction()))
+                self._tell(self._train_on(reason))
         return self._flush()
 
     def beat(self) -> ClusterBeat | None:
@@ -127,6 +126,9 @@ class Session(Talk):
             self.base,
             *self._moved,
             self._bytes_per_s,
+            self._pace.aligned_steps,
+            self._pace.step_s,
+            self._pace.since_push,
         )
 
     def beat_answered(self, inc: int, answer: ClusterBeatAnswer, now: float) -> list[Deed]:
@@ -136,6 +138,7 @@ class Session(Talk):
             return self._flush()
         self._term, self._unreachable_since = answer.term, None
         self._progressed(answer.progress)
+        self._pace.told(answer.push_in_s, now)
         if answer.standing == "live":
             self._told_lost = self._beat_lost
             self._notice_drop(answer)
@@ -179,6 +182,7 @@ class Session(Talk):
         self._number, self.base, self._pull_failures = 0, None, 0
         self._waiting, self._told, self._resync = False, None, False
         self._push_ranks, self._pull_ranks = q.push_ranks, q.pull_ranks
+        self._pace.cut(self._now)
         self.ranges.exhausted = False
         self._mark("trainer_attached", attempt=self.attempt, life=q.life, restart=q.restart)
         if self.phase is Phase.UNJOINED or q.manifest != self._manifest:
@@ -212,6 +216,7 @@ class Session(Talk):
 
     def _stepped(self, notice: Stepped) -> None:
         self.inner_steps += 1
+        self._pace.stepped(self._now)
         self.tokens += notice.tokens
         self.loss = self.loss if notice.loss is None else notice.loss
         self.account.earn(notice.tokens, notice.loss)

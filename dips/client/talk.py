@@ -51,7 +51,7 @@ class Talk(Life):
             if isinstance(q, PushWanted | PullWanted) and self.phase is not Phase.RESTING:
                 # The last talk is still being settled; a trainer that has parameters stands still for so long only.
                 late = isinstance(q, PushWanted) and self._unreachable()
-                return TrainOn(self.reason, True, self._fraction()) if late else Wait(self.reason)
+                return self._train_on(self.reason, again=True) if late else Wait(self.reason)
             self._number, self._waiting, self._told = q.number, True, None
             self._open(q)
         return self._verdict()
@@ -69,7 +69,9 @@ class Talk(Life):
         elif isinstance(q, PushMoved | PullMoved) or self._pull_due or self.progress.finished:
             self._rest("the transfer was ended meanwhile")
         elif self._now < self._backoff_until:
-            self._tell(TrainOn(self.reason, True, self._fraction()))
+            self._tell(self._train_on(self.reason, again=True))
+        elif (steps := self._pace.look_in(self._now)) and not q.demanded:
+            self._tell(TrainOn(self.reason, steps, self._fraction()))
         else:
             self._ask_push()
 
@@ -107,7 +109,14 @@ class Talk(Life):
         if self.progress.finished:
             self._tell(Over(f"the run is finished with {self.progress.finished}", self._fraction()))
         else:
-            self._tell(TrainOn(reason, again, self._fraction()))
+            self._tell(self._train_on(reason, again))
+
+    def _train_on(self, reason: str, again: bool = False) -> TrainOn:
+        """Look `again` at the next boundary; else this talk was a push or a pull, and the pace begins anew."""
+        if again:
+            return TrainOn(reason, 1, self._fraction())
+        self._pace.cut(self._now)
+        return TrainOn(reason, max(1, self._pace.look_in(self._now)), self._fraction())
 
     def _tell(self, verdict: Answer) -> None:
         self._told, self._waiting = verdict, False
@@ -117,7 +126,7 @@ class Talk(Life):
         if not q.ok:
             self._give_back()
             self._abort(f"its push failed: {q.reason}")
-            self._tell(TrainOn(self.reason, False, self._fraction()))
+            self._tell(self._train_on(self.reason))
             return
         self._have_moved(q.nbytes, q.nbytes)
         self.phase, self.reason = Phase.FINISHING, "its push waits to be committed"
@@ -224,6 +233,7 @@ class Talk(Life):
 
     def _ask_push(self) -> None:
         assert self.base is not None
+        self._pace.stood_still()
         self._seq += 1
         self.phase, self.reason = Phase.ASKING_PUSH, "it asks for a push"
         self._ask(PushRequested(0, self._push_id(), self.base, self._push_ranks))

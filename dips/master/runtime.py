@@ -23,10 +23,12 @@ from dips.protocol.events import (
     Blind,
     ClusterJoined,
     ClusterLeft,
+    ClusterSilent,
     Event,
     SlaveRegistered,
     Ticked,
 )
+from dips.protocol.pace import Meetings
 from dips.telemetry.logs import Log
 from dips.telemetry.timeline import Timeline
 
@@ -68,6 +70,7 @@ class Runtime:
         timeline: Timeline,
     ) -> None:
         self._coordinator, self._judge, self._outside = coordinator, judge, outside
+        self._meetings = Meetings()
         self._term, self._beat_s, self._lease_s, self._clock = term, beat_s, lease_s, clock
         self._log, self._timeline = log, timeline
         self._inbox: deque[Event | _Beat] = deque()
@@ -119,7 +122,11 @@ class Runtime:
         return self._changed
 
     def view(self) -> dict[str, Any]:
-        return self._coordinator.view(self._clock())
+        now, gathering = self._clock(), self._coordinator.gathering()
+        picture = self._coordinator.view(now)
+        for name, cluster in picture.get("clusters", {}).items():
+            cluster["pace"] = self._meetings.explain(name, gathering, now)
+        return picture
 
     def stop(self, code: int = 0) -> None:
         """End `run` with this exit code; the first call counts."""
@@ -165,6 +172,7 @@ class Runtime:
             return
         self._log.warning("blind", gap_s=round(gap_s, 3))
         self._judge.shift(gap_s)
+        self._meetings.shift(gap_s)
         self._step(Blind(gap_s), now)
         self._judging_from = now + self._beat_s / 2  # what lies in the sockets is read first
 
@@ -178,6 +186,8 @@ class Runtime:
 
     def _judge_and_tick(self, now: float) -> None:
         for event in self._judge.verdicts(now):
+            if isinstance(event, ClusterSilent):
+                self._meetings.forget(event.cluster)
             self._step(event, now)
         if now >= self._coordinator.next_deadline():
             self._step(Ticked(), now)
@@ -224,6 +234,7 @@ class Runtime:
             case ClusterLeft(), _:
                 if self._coordinator.cluster_standing(event.cluster, event.inc)[0] == "gone":
                     self._judge.forget_cluster(event.cluster)
+                    self._meetings.forget(event.cluster)
                     self.beats.pop(("cluster", event.cluster), None)
 
     def _hear(self, item: _Beat, now: float) -> None:
@@ -240,7 +251,9 @@ class Runtime:
         standing, push, pull = self._coordinator.cluster_standing(beat.cluster, beat.inc)
         if standing == "live":  # so only names that the Coordinator knows are kept
             self.beats["cluster", beat.cluster] = (beat, now)
-        return ClusterBeatAnswer(self._term, self._lease_s, standing, push, pull, self._coordinator.progress())
+            self._meetings.heard(beat)
+        due = self._meetings.push_in_s(beat.cluster, self._coordinator.gathering(), now)
+        return ClusterBeatAnswer(self._term, self._lease_s, standing, push, pull, self._coordinator.progress(), due)
 
     def _hear_slave(self, beat: SlaveBeat, now: float) -> SlaveBeatAnswer:
         for event in self._judge.heard_slave(beat, now):
