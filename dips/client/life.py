@@ -21,8 +21,13 @@ from dips.protocol.effects import Grant, Progress
 class Life:
     """One life of the cluster at the master, the present attempt of its trainer, and the present talk."""
 
-    def __init__(self, identity: Identity, new_nonce: Callable[[], str], patience_s: float, pace: Pace) -> None:
-        """`patience_s`: how long a trainer waits for a master that does not answer, before it trains on."""
+    def __init__(
+        self, identity: Identity, new_nonce: Callable[[], str], patience_s: float, pace: Pace, overlap: bool = False
+    ) -> None:
+        """`patience_s`: how long a trainer waits for a master that does not answer, before it trains on.
+
+        `overlap`: the trainer trains on while its push moves, its window is open and its pull arrives.
+        """
         self._identity, self._new_nonce, self._patience_s, self._pace = identity, new_nonce, patience_s, pace
         self._out: list[Deed] = []
         self._now = 0.0
@@ -47,6 +52,11 @@ class Life:
         self._accepted = 0  # seq of this life's last push that was
         self._frozen_by = 0  # the attempt whose progress the open push carries
         self._grant = cast("Grant | None", None)
+        self._overlap, self._cut, self._merge = (
+            overlap,
+            False,
+            False,
+        )  # cut: the ranks were told to freeze; merge: the pull
         self._beat_moving = cast("PushId | PullId | None", None)  # what was moving when the last beat left
         self._halt = ""  # why the ranks should end the present transfer
         self._pull_due = self._resync = self._final_tried = False

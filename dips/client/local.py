@@ -47,6 +47,7 @@ class PushWanted:
     attempt: int
     number: int
     demanded: bool = False
+    at_once: bool = False  # answer now, with Wait if need be: the ranks train meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class PushMoved:
     ok: bool
     reason: str
     nbytes: int
+    at_once: bool = False  # answer now, with Wait if need be: the ranks train meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class PullWanted:
 
     attempt: int
     number: int
+    at_once: bool = False  # answer now, with Wait if need be: the ranks train meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class PullMoved:
     installed: bool
     reason: str
     nbytes: int
+    at_once: bool = False  # answer now, with Wait if need be: the ranks train meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +126,10 @@ class Moving:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Not yet; the reason says what is waited for."""
+    """Not yet; the reason says what is waited for. A trainer that trains meanwhile asks again after `steps`."""
 
     reason: str
+    steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +150,17 @@ class PushNow:
 
 @dataclass(frozen=True, slots=True)
 class PullNow:
-    """Receive `grant.version`, and install it on all ranks or on none."""
+    """Receive `grant.version`, and install it on all ranks or on none.
+
+    `merge`: what was trained since the last push was frozen is kept: θ_local ← θ_version + (θ_local − θ_pushed).
+    """
 
     inc: int
     seq: int
     grant: Grant
     progress: float
     accepted: int = 0  # as in PushNow
+    merge: bool = False
 
 
 @dataclass(frozen=True, slots=True)

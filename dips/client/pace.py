@@ -13,6 +13,7 @@ from statistics import median
 from dips.config import PaceSection
 from dips.protocol.beats import NO_MEETING
 
+SOON_S = 0.5  # a trainer that overlaps hears of a grant so soon
 STEPS_KEPT = 33  # inner steps whose median is the speed
 LOOK_S = 3.0  # at least so often do aligned ranks look: the meeting may be told, or moved, at every beat
 LOOK_SHARE = 0.75  # of the steps that are left: then the ranks look again
@@ -42,6 +43,11 @@ class Pace:
     def step_s(self) -> float:
         """Median time of an inner step; 0 while unknown."""
         return median(self._took) if self._took else 0.0
+
+    @property
+    def soon(self) -> int:
+        """Inner steps after which a trainer that trains on while it waits should ask again."""
+        return max(1, int(SOON_S / self.step_s)) if self.step_s > 0 else 1
 
     def stepped(self, now: float) -> None:
         """An inner step is done."""

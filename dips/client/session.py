@@ -96,7 +96,9 @@ class Session(Talk):
         if self._told is None:
             self.reason = reason
         if self._unreachable() and self._waiting and self.base is not None and not self._resync:
-            if self.phase is Phase.ASKING_PUSH:
+            if self._overlap:
+                pass  # nobody stands still
+            elif self.phase is Phase.ASKING_PUSH:
                 self._give_back()
                 self._abort(reason)
                 self._tell(self._train_on(reason, again=True))
@@ -110,7 +112,8 @@ class Session(Talk):
         if self.inc == 0:
             return None
         trainer = "dead" if not self._alive else "training" if self.base is not None else "starting"
-        activity = ACTIVITY.get(self.phase, "inner") if self._alive and not self._told else "inner"
+        standing = self._alive and not self._told and not (self._overlap and self.base is not None and not self._resync)
+        activity = ACTIVITY.get(self.phase, "inner") if standing else "inner"
         self._beat_lost = self.account.unsettled + self.account.lost
         self._beat_moving = self._moving_id()
         return ClusterBeat(
@@ -180,6 +183,7 @@ class Session(Talk):
             self._bury("a new attempt began")
         self.attempt, self._alive, self._key = self.attempt + 1, True, key
         self._number, self.base, self._pull_failures = 0, None, 0
+        self._cut = False
         self._waiting, self._told, self._resync = False, None, False
         self._push_ranks, self._pull_ranks = q.push_ranks, q.pull_ranks
         self._pace.cut(self._now)

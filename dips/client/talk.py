@@ -79,10 +79,22 @@ class Talk(Life):
         if self._told:
             return self._told
         if self.phase is Phase.PUSHING and self._grant:
+            self._freeze()
             return PushNow(self.inc, self._seq, self._grant, self._accepted)
         if self.phase is Phase.PULLING and self._grant:
-            return PullNow(self.inc, self._seq, self._grant, self._fraction(), self._accepted)
-        return Wait(self.reason)
+            return PullNow(self.inc, self._seq, self._grant, self._fraction(), self._accepted, self._merge)
+        return Wait(self.reason, self._pace.soon)
+
+    def _freeze(self) -> None:
+        """Cut the progress where the ranks freeze the model: all that they did before is counted, nothing after it."""
+        if self._cut:
+            return
+        self._cut, self._frozen_by = True, self.attempt
+        self.account.freeze()
+        if self._overlap:
+            self._pace.cut(self._now)
+        self._begin_moving()
+        self._mark("push_begin", seq=self._seq, base=str(self.base), tokens=self.account.frozen.tokens)
 
     def _moving_id(self) -> PushId | PullId | None:
         """The push or pull that the ranks are moving now."""
@@ -115,7 +127,8 @@ class Talk(Life):
         """Look `again` at the next boundary; else this talk was a push or a pull, and the pace begins anew."""
         if again:
             return TrainOn(reason, 1, self._fraction())
-        self._pace.cut(self._now)
+        if not self._overlap:  # there the pace began anew when the push was frozen
+            self._pace.cut(self._now)
         return TrainOn(reason, max(1, self._pace.look_in(self._now)), self._fraction())
 
     def _tell(self, verdict: Answer) -> None:
@@ -140,7 +153,8 @@ class Talk(Life):
         if q.installed:
             self._have_moved(q.nbytes, q.nbytes)
             self.base, self._resync, self._pull_due, self._pull_failures = version, False, False, 0
-            self.ranges.take_back_unserved(self.account.lose_carried())  # work that the pull has overwritten
+            if not self._merge:
+                self.ranges.take_back_unserved(self.account.lose_carried())  # work that the pull has overwritten
             self.reason = f"trains on {version}"
         else:
             self._pull_failed(f"its pull failed: {q.reason}")
@@ -159,10 +173,9 @@ class Talk(Life):
     def _push_granted(self, grant: Grant) -> None:
         self.phase, self.reason, self._grant = Phase.PUSHING, "its push is moving", grant
         self._mark_inner()
-        self.account.freeze()
-        self._frozen_by = self.attempt
-        self._begin_moving()
-        self._mark("push_begin", seq=self._seq, base=str(self.base), tokens=self.account.frozen.tokens)
+        self._cut = False
+        if not self._overlap:  # the trainer stands still since it asked
+            self._freeze()
 
     def _refused(self, result: Refused) -> None:
         if self.phase is Phase.ASKING_PULL:
@@ -192,7 +205,7 @@ class Talk(Life):
         if result.pull is None:
             self._rest(f"its push was {result.kind}")
         elif self._waiting:
-            self._pull_granted(result.pull)
+            self._pull_granted(result.pull, after_push=True)
         else:
             self._close_pull(False)
 
@@ -206,11 +219,12 @@ class Talk(Life):
         self._give_back()
         self._rest(result.reason, delay_s=RETRY_S)
 
-    def _pull_granted(self, grant: Grant) -> None:
+    def _pull_granted(self, grant: Grant, after_push: bool = False) -> None:
         if not self._waiting:  # the trainer was told to train on, or died
             self._close_pull(False)
             return
         self.phase, self.reason, self._grant = Phase.PULLING, f"pulls {grant.version}", grant
+        self._merge = self._overlap and after_push and not self._resync and not self.progress.finished
         self._begin_moving()
         self._mark("pull_begin", seq=self._seq, version=str(grant.version))
 
@@ -233,7 +247,8 @@ class Talk(Life):
 
     def _ask_push(self) -> None:
         assert self.base is not None
-        self._pace.stood_still()
+        if not self._overlap:
+            self._pace.stood_still()
         self._seq += 1
         self.phase, self.reason = Phase.ASKING_PUSH, "it asks for a push"
         self._ask(PushRequested(0, self._push_id(), self.base, self._push_ranks))

@@ -78,13 +78,14 @@ def grant(version: VersionId = GENESIS) -> Grant:
 class Play:
     """One session, what it last asked the master, and everything that it marked."""
 
-    def __init__(self) -> None:
+    def __init__(self, overlap: bool = False) -> None:
         nonces = count(1)
         self.s = Session(
             Identity("run", "west", "digest"),
             lambda: f"nonce{next(nonces)}",
             patience_s=10.0,
             pace=Pace(PaceSection(steps=H)),
+            overlap=overlap,
         )
         self.now = 0.0
         self.asks: dict[str, Ask] = {}
