@@ -147,6 +147,7 @@ class ClusterFile(Section):
     cluster: str
     master: str  # host:port
     pace: PaceSection = PaceSection(steps=DEFAULT_STEPS)
+    overlap: Literal["none", "full"] = "none"  # full: train on while push, window and pull go on; more host memory
     socket: Path | None = None  # Unix socket between agent and rank 0; default beside the cluster file's directory
     directory: Path = Path(".")  # logs, timeline, socket
     beat_s: Annotated[float, Field(gt=0)] = 2.0

@@ -84,7 +84,9 @@ async def _life(config: ClusterFile, path: Path, command: list[str], log_level: 
     timeline = Timeline(config.directory / "timeline.jsonl", config.cluster)
     master = MasterLink(config.master)
     identity = Identity(config.shared.run, config.cluster, config.shared.digest)
-    session = Session(identity, lambda: uuid.uuid4().hex, PATIENCE_BEATS * config.beat_s, Pace(config.pace))
+    session = Session(
+        identity, lambda: uuid.uuid4().hex, PATIENCE_BEATS * config.beat_s, Pace(config.pace), config.overlap == "full"
+    )
     agent = Agent(config, session, master, timeline, log)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, agent.terminate)

@@ -47,35 +47,41 @@ class Mover:
         self._own = list(_allocated(shards.pieces))
         spoken = [(local, piece) for local, piece in self._own if local.speaks]
         self._frozen = spoken
+        self._kept: list[torch.Tensor] = []  # this rank's shard as it was pushed, for a merge
         self._feedback = None if codec == "fp32" else Feedback([piece for _, piece in spoken])
         self.push_rank, self.push_ranks = voice.numbered(bool(spoken))
         self.pull_rank, self.pull_ranks = voice.numbered(bool(self._own))
         pulled, *pushed = voice.total([_travels("fp32", self._own), *(_travels(c, spoken) for c in codecs.CODECS)])
         self._bytes = {("pull", "fp32"): pulled, **{("push", c): n for c, n in zip(codecs.CODECS, pushed, strict=True)}}
 
-    def push(self, grant: Grant, base: Base, share: Share, accepted: int = 0) -> Moved:
+    def push(self, grant: Grant, base: Base, share: Share, accepted: int = 0, keep: bool = False) -> Underway:
         """Freeze what this rank speaks for and bring it to the slaves; all ranks call it.
 
         accepted  seq of the last push of this life whose Outcome was that; it settles what lossy pushes owe
+        keep      remember the shard as it is now, for a `merge`; 4 B more for each parameter of this rank's shard
         """
         feedback = self._feedback
         if feedback is not None:
             feedback.hear(base.inc, accepted)
         if grant.codec != "fp32" and (feedback is None or not feedback.holds(grant.base)):
-            return Moved(False, f"{grant.codec} was granted for differences to {grant.base}, not held here", 0)
+            job = _Job(None)
+            job.halt(f"{grant.codec} was granted for differences to {grant.base}, not held here")
+            return Underway(job, base.seq, 0, self._voice, lambda: "")
         for local, piece in self._frozen:
             torch.from_numpy(piece.array).copy_(local.view)
+        if keep:
+            self._keep()
         move: Callable[..., Stats] = transfer.push
         if feedback is not None:
             feedback.freeze(base.seq, grant.codec)
             move = partial(transfer.push, encode=feedback.encode)
-        return self._together("push", move, [p for _, p in self._frozen], grant, base, share)
+        return self._begin("push", move, [p for _, p in self._frozen], grant, base, share)
 
-    def pull(self, grant: Grant, base: Base, share: Share, accepted: int = 0) -> Moved:
+    def pull(self, grant: Grant, base: Base, share: Share, accepted: int = 0) -> Underway:
         """Bring this rank's shard of the version into host memory; the model is not touched. `accepted` as for push."""
         if self._feedback is not None:
             self._feedback.hear(base.inc, accepted)
-        return self._together("pull", transfer.pull, [p for _, p in self._own], grant, base, share)
+        return self._begin("pull", transfer.pull, [p for _, p in self._own], grant, base, share)
 
     @torch.no_grad()
     def install(self, version: VersionId) -> None:
@@ -85,15 +91,27 @@ class Mover:
         if self._feedback is not None:
             self._feedback.installed(version)
 
-    def _together(
-        self,
-        kind: str,
-        move: Callable[..., Stats],
-        pieces: Sequence[Piece],
-        grant: Grant,
-        base: Base,
-        share: Share,
-    ) -> Moved:
+    @torch.no_grad()
+    def merge(self, version: VersionId) -> None:
+        """Bring what was pulled into a model that has trained on: θ_local ← θ_version + (θ_local − θ_pushed).
+
+        Legal after a push that was kept (why.md 36). Reads the model, what was pushed and what came once, writes once.
+        """
+        if self._feedback is not None:
+            self._feedback.installed(version)
+        for (local, piece), kept in zip(self._own, self._kept, strict=True):
+            moved = torch.from_numpy(piece.array)
+            local.view.add_(moved.sub_(kept))
+
+    @torch.no_grad()
+    def _keep(self) -> None:
+        self._kept = self._kept or [torch.empty(piece.length) for _, piece in self._own]
+        for (local, _), kept in zip(self._own, self._kept, strict=True):
+            kept.copy_(local.view)
+
+    def _begin(
+        self, kind: str, move: Callable[..., Stats], pieces: Sequence[Piece], grant: Grant, base: Base, share: Share
+    ) -> Underway:
         total = self._bytes[kind, grant.codec]
         if base.rank >= len(grant.order):  # an Outcome's grant counts the ranks that pushed, all may pull
             order = (slaves_for_worker(r, len(grant.slaves)) for r in range(self.pull_ranks))
@@ -112,16 +130,36 @@ class Mover:
             )
 
         job = _Job(work if pieces else None)
-        while True:
-            job.wait(self._poll_s)
-            job.halt(share(seen[0] * total // own, total))
-            # The same transfer on all ranks (seq both ways), all of them well, all of them done.
-            low, high, well, done = self._voice.least([base.seq, -base.seq, int(job.error is None), int(job.done)])
-            if not well or low != -high:
-                job.cancel()
-                return Moved(False, job.reason, total)
-            if done:
-                return Moved(True, "", total)
+        return Underway(job, base.seq, total, self._voice, lambda: share(seen[0] * total // own, total))
+
+
+class Underway:
+    """A transfer that moves in its thread; the ranks look at it together."""
+
+    def __init__(self, job: _Job, seq: int, total: int, voice: Voice, tell: Callable[[], str]) -> None:
+        self._job, self._seq, self._total, self._voice, self._tell = job, seq, total, voice, tell
+
+    def finish(self, poll_s: float) -> Moved:
+        """Stand still until it is over; the ranks meet at least every `poll_s`."""
+        while (moved := self.look(poll_s)) is None:
+            pass
+        return moved
+
+    def look(self, wait_s: float = 0.0) -> Moved | None:
+        """What came of it, or None while it moves; waits for its end for at most `wait_s`. Collective."""
+        job = self._job
+        job.wait(wait_s)
+        job.halt(self._tell())
+        # The same transfer on all ranks (seq both ways), all of them well, all of them done.
+        low, high, well, done = self._voice.least([self._seq, -self._seq, int(job.error is None), int(job.done)])
+        if not well or low != -high:
+            job.cancel()
+            return Moved(False, job.reason, self._total)
+        return Moved(True, "", self._total) if done else None
+
+    def cancel(self) -> None:
+        """End it on this rank, whatever the others do."""
+        self._job.cancel()
 
 
 class _Job:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -49,7 +50,7 @@ from dips.client.local import (
     Wait,
     Welcome,
 )
-from dips.client.mover import Mover
+from dips.client.mover import Moved, Mover, Underway
 from dips.client.parallel import shards
 from dips.client.transfer import Base
 from dips.client.voice import Voice
@@ -81,6 +82,12 @@ class OuterLoop:
         layout = shards(model, self._voice.rank)
         self._mover = Mover(layout, self._voice, self._config.poll_s, self._config.stall_s, self._config.shared.codec)
         self._attempt = self._number = self._ranges_asked = self._look_in = 0
+        self._soon = 1  # inner steps until the next look at what is out
+        self._overlaps = self._config.overlap == "full"
+        self._out: tuple[Answer, Underway] | None = (
+            None  # overlap: a transfer that moves, and the verdict that began it
+        )
+        self._talk: Talk | None = None  # overlap: what the agent has not yet decided upon
         self._finished = self._closed = False
         self._progress = 0.0
         self._version: VersionId | None = None
@@ -109,6 +116,11 @@ class OuterLoop:
         """The run is over: leave the training loop. `step` does nothing from now on, `ranges` ends."""
         return self._finished
 
+    @property
+    def moving(self) -> bool:
+        """Under `overlap: full`: a push or pull of this cluster is out, and training goes on beside it."""
+        return self._out is not None or self._talk is not None
+
     def step(self, *, tokens: int, loss: Any = None) -> None:
         """Say that one inner step is done; when a push is due it takes part in an outer step before it returns.
 
@@ -126,13 +138,14 @@ class OuterLoop:
         if self._line:
             self._line.tell(Stepped(self._attempt, int(tokens), _finite(loss)))
         if self._look_in <= 0:
-            self._obey(PushWanted(self._attempt, self._next()))
+            self._look_at(demanded=False)
 
     def push(self) -> None:
         """Take part in an outer step now, whatever the pace; as many inner steps count as were taken since the last."""
         self._check()
         if not self._finished:
-            self._obey(PushWanted(self._attempt, self._next(), demanded=True))
+            self._settle()
+            self._look_at(demanded=True)
 
     def ranges(self) -> Iterator[int]:
         """Yield the data ranges leased to this cluster, the same on all ranks, until none is left or the run is over.
@@ -153,7 +166,11 @@ class OuterLoop:
                 yield answer.range
                 continue
             if isinstance(answer, RangesEnded) and answer.finished:
-                self._obey(PushWanted(self._attempt, self._next()))  # nothing is pushed: the final version is pulled
+                self._settle()
+                if not self._finished:
+                    self._obey(
+                        PushWanted(self._attempt, self._next())
+                    )  # nothing is pushed: the final version is pulled
             return
 
     def close(self) -> None:
@@ -161,6 +178,8 @@ class OuterLoop:
         if self._closed:
             return
         self._check()
+        if self._out is not None:
+            self._out[1].cancel()
         self._hear(Bye(self._attempt))
         self._end()
 
@@ -186,34 +205,77 @@ class OuterLoop:
         self._attempt, self._progress = welcome.attempt, welcome.progress
 
     def _obey(self, talk: Talk) -> None:
-        """Do what the agent says, on all ranks, until it says to train on."""
+        """Do what the agent says, on all ranks, standing still until it says to train on."""
         while True:
             verdict = self._persist(talk)
-            match verdict:
-                case PushNow():
-                    talk = self._push(verdict)
-                case PullNow():
-                    talk = self._pull(verdict)
-                case TrainOn():
-                    self._progress = verdict.progress
-                    self._look_in = verdict.steps
-                    return
-                case Over():
-                    self._progress, self._finished = verdict.progress, True
-                    return
-                case _:
-                    raise LocalProtocolError(f"expected a verdict from the agent, got {verdict!r}")
+            underway = self._begin(verdict)
+            if underway is None:
+                return
+            talk = self._land(verdict, underway.finish(self._config.poll_s))
 
-    def _push(self, verdict: PushNow) -> PushMoved:
-        base = self._base(verdict, self._mover.push_rank)
-        moved = self._mover.push(verdict.grant, base, self._share, verdict.accepted)
-        return PushMoved(self._attempt, self._next(), verdict.seq, moved.ok, moved.reason, moved.nbytes)
+    def _look_at(self, demanded: bool) -> None:
+        question = PushWanted(self._attempt, 0 if self._out or self._talk else self._next(), demanded)
+        if self._overlaps:
+            self._look(question)
+        else:
+            self._obey(question)
 
-    def _pull(self, verdict: PullNow) -> PullMoved:
-        base = self._base(verdict, self._mover.pull_rank)
-        moved = self._mover.pull(verdict.grant, base, self._share, verdict.accepted)
+    def _look(self, question: PushWanted) -> None:
+        """Go on with what is out, or ask the agent what is due; in neither case stand still for it."""
+        if self._out is not None:
+            verdict, underway = self._out
+            moved = underway.look()
+            if moved is None:
+                self._look_in = self._soon
+                return
+            self._out, self._talk = None, self._land(verdict, moved)
+        self._talk = self._talk or question
+        answer = self._hear(replace(self._talk, at_once=True))
+        if isinstance(answer, Wait):
+            self._look_in = self._soon = answer.steps
+            return
+        self._talk, begun = None, self._begin(answer)
+        if begun is not None and isinstance(answer, PullNow) and not answer.merge:
+            self._obey(
+                self._land(answer, begun.finish(self._config.poll_s))
+            )  # θ is replaced: no step before is worth it
+        elif begun is not None:
+            self._out, self._look_in = (answer, begun), self._soon
+
+    def _settle(self) -> None:
+        """Stand still until nothing is out."""
+        if self._out is not None:
+            verdict, underway = self._out
+            self._out, self._talk = None, self._land(verdict, underway.finish(self._config.poll_s))
+        if self._talk is not None:
+            talk, self._talk = self._talk, None
+            self._obey(talk)
+
+    def _begin(self, verdict: Answer) -> Underway | None:
+        """Begin the transfer that the agent ordered, or note that there is none to begin."""
+        match verdict:
+            case PushNow():
+                base = self._base(verdict, self._mover.push_rank)
+                return self._mover.push(verdict.grant, base, self._share, verdict.accepted, keep=self._overlaps)
+            case PullNow():
+                base = self._base(verdict, self._mover.pull_rank)
+                return self._mover.pull(verdict.grant, base, self._share, verdict.accepted)
+            case TrainOn():
+                self._progress, self._look_in = verdict.progress, verdict.steps
+            case Over():
+                self._progress, self._finished = verdict.progress, True
+            case _:
+                raise LocalProtocolError(f"expected a verdict from the agent, got {verdict!r}")
+        return None
+
+    def _land(self, verdict: Answer, moved: Moved) -> Talk:
+        """The transfer is over on all ranks: put what was pulled into the model, and say so."""
+        if isinstance(verdict, PushNow):
+            return PushMoved(self._attempt, self._next(), verdict.seq, moved.ok, moved.reason, moved.nbytes)
+        assert isinstance(verdict, PullNow)
         if moved.ok:  # on all ranks
-            self._mover.install(verdict.grant.version)
+            install = self._mover.merge if verdict.merge else self._mover.install
+            install(verdict.grant.version)
             self._version, self._progress = verdict.grant.version, verdict.progress
         return PullMoved(self._attempt, self._next(), verdict.seq, moved.ok, moved.reason, moved.nbytes)
 

@@ -1,4 +1,4 @@
-"""The agent's mind under `overlap: full`: the trainer trains on while its push moves and its pull arrives (why.md 36)."""
+"""The agent's mind under `overlap: full`: the trainer trains on while push and pull move (why.md 36)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from dips.client.local import PullMoved, PullNow, PushMoved, PushNow, PushWanted, TrainOn, Wait
 from dips.protocol.effects import Acknowledged, Committed, Finished, Outcome, Progress, Refused
 from dips.protocol.events import PullFinished, PushFinished, PushRequested
-from tests.unit.client.test_session import H, V1, Play, grant, outcome
+from tests.unit.client.test_session import V1, H, Play, grant, outcome
 
 
 @pytest.fixture
