@@ -16,6 +16,7 @@ from dips.client.pace import Pace
 from dips.errors import DipsError, treatment
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant, Progress
+from dips.protocol.events import RangesRequested
 
 
 class Life:
@@ -37,6 +38,9 @@ class Life:
         self.progress = Progress(0, 0, None)
         self._seq = self._ranges_seq = 0
         self._ranges_asked = False
+        self._ranges_event = cast("RangesRequested | None", None)  # the last that was asked
+        self._claimed: tuple[int, ...] = ()  # ranges of a checkpoint that were asked for
+        self.settled = 0  # pushes of this cluster that were accepted or gated, in all its lives
         self._told_lost = self._beat_lost = 0  # tokens that die with this life: as last heard, as last told
         # the trainer
         self.attempt, self._alive, self._key = 0, False, (0, 0, 0)

@@ -94,6 +94,38 @@ class RangeWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class Saved:
+    """What the agent gives to a checkpoint of its cluster; answers SaveWanted."""
+
+    cluster: str
+    base: str  # v@r that the trainer works on
+    settled: int  # pushes of this cluster that were accepted or gated, in all its lives
+    pending: bool  # a push or pull was out
+    tokens: int  # since the last push was frozen
+    inner_steps: int
+    ranges: tuple[int, ...]  # used up since then
+    loss_sum: float
+    losses: int
+    ahead: tuple[int, ...]  # leased and not used up, in order; the first may be half trained
+    since_push: int  # inner steps, for the pace
+
+
+@dataclass(frozen=True, slots=True)
+class SaveWanted:
+    """The training script saves a checkpoint."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The training script has loaded a checkpoint."""
+
+    attempt: int
+    saved: Saved
+
+
+@dataclass(frozen=True, slots=True)
 class Bye:
     """The trainer is done with the outer loop."""
 
@@ -192,6 +224,21 @@ class RangesEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumed:
+    """The checkpoint is what the run waits for: go on where it stood, and look after `steps`."""
+
+    reason: str
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Healed:
+    """The checkpoint is older than what the run knows of this cluster: pull."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Heard:
     """Noted."""
 
@@ -211,9 +258,24 @@ class Failure:
     message: str
 
 
-Question = Attach | PushWanted | PushMoved | PullWanted | PullMoved | Moving | RangeWanted | Bye
+Question = Attach | PushWanted | PushMoved | PullWanted | PullMoved | Moving | RangeWanted | SaveWanted | Resume | Bye
 Notice = Stepped
-Answer = Wait | Welcome | PushNow | PullNow | TrainOn | Over | RangeGiven | RangesEnded | Heard | Halt | Failure
+Answer = (
+    Wait
+    | Welcome
+    | PushNow
+    | PullNow
+    | TrainOn
+    | Over
+    | RangeGiven
+    | RangesEnded
+    | Saved
+    | Resumed
+    | Healed
+    | Heard
+    | Halt
+    | Failure
+)
 Message = Question | Notice | Answer
 
 MESSAGES: dict[str, type[Message]] = {cls.__name__: cls for cls in (*get_args(Question), Notice, *get_args(Answer))}

@@ -8,7 +8,7 @@ allocated once and holds either what was frozen or what was pulled; nobody write
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,7 +19,7 @@ from dips.client.feedback import Feedback
 from dips.client.parallel import LocalPiece, Shards
 from dips.client.transfer import Base, Piece, Stats
 from dips.client.voice import Voice
-from dips.errors import DipsError, Unavailable
+from dips.errors import DipsError, LocalProtocolError, Unavailable
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
 from dips.protocol.order import slaves_for_worker
@@ -108,6 +108,24 @@ class Mover:
         self._kept = self._kept or [torch.empty(piece.length) for _, piece in self._own]
         for (local, _), kept in zip(self._own, self._kept, strict=True):
             kept.copy_(local.view)
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        """What this rank owes by lossy pushes, and the base that they are to; empty in fp32 runs."""
+        if self._feedback is None:
+            return {}
+        parts = zip(("base", "owed"), self._feedback.saved(), strict=True)
+        return {name: torch.cat([torch.from_numpy(a) for a in arrays]) for name, arrays in parts if arrays}
+
+    def resume(self, version: VersionId, saved: Mapping[str, torch.Tensor]) -> None:
+        """Take up what `saved` gave; raise LocalProtocolError if it is of another layout or of another codec."""
+        if self._feedback is None:
+            return
+        mine = self._feedback.saved()
+        sizes = [a.size for a in mine[0]]
+        if any(name not in saved or saved[name].numel() != sum(sizes) for name in ("base", "owed") if sizes):
+            raise LocalProtocolError("the checkpoint was saved by another layout of ranks, or without a lossy codec")
+        base, owed = ([t.numpy() for t in saved[n].split(sizes)] if sizes else [] for n in ("base", "owed"))
+        self._feedback.resume(version, base, owed)
 
     def _begin(
         self, kind: str, move: Callable[..., Stats], pieces: Sequence[Piece], grant: Grant, base: Base, share: Share

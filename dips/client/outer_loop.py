@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -32,6 +32,7 @@ from dips.client.local import (
     Attach,
     Bye,
     Failure,
+    Healed,
     Heard,
     Moving,
     Over,
@@ -45,6 +46,10 @@ from dips.client.local import (
     RangeGiven,
     RangesEnded,
     RangeWanted,
+    Resume,
+    Resumed,
+    Saved,
+    SaveWanted,
     Stepped,
     TrainOn,
     Wait,
@@ -59,6 +64,9 @@ from dips.errors import ConfigError, DipsError, LocalProtocolError
 from dips.ids import VersionId
 
 Talk = PushWanted | PushMoved | PullWanted | PullMoved
+
+
+STATE_FORMAT = 1  # of state_dict; another number is refused, never guessed at
 
 
 class OuterLoop:
@@ -172,6 +180,45 @@ class OuterLoop:
                         PushWanted(self._attempt, self._next())
                     )  # nothing is pushed: the final version is pulled
             return
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a cluster's checkpoint needs of the outer loop, for `torch.save` or `torch.distributed.checkpoint`.
+
+        Save it with the model and the optimizer, between two steps. Collective; the same on all ranks but for the
+        tensors of lossy runs, whose names bear the rank. While a push is out (`overlap: full`) it says so: a resume
+        then loses the merge.
+        """
+        self._check()
+        saved = self._hear(SaveWanted(self._attempt))
+        if not isinstance(saved, Saved):
+            raise LocalProtocolError(f"expected Saved from the agent, got {saved!r}")
+        own = {f"{name}.rank{self._voice.rank}": tensor for name, tensor in self._mover.saved().items()}
+        return {"format": STATE_FORMAT, "inner_steps": self.inner_steps, **asdict(saved), **own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> str:
+        """Go on from a checkpoint whose model and optimizer were loaded just now; return what came of it.
+
+        Exact if no push of this cluster was settled since it was saved: same base, same tokens, same data ranges, the
+        first of which may be half trained. A checkpoint that the run has overtaken is healed: the head is pulled into
+        the model, and the returned text says why. Call it before the first inner step. Collective.
+        Errors  LocalProtocolError: inner steps were taken already; a checkpoint of another format or layout of ranks.
+        """
+        self._check()
+        if state.get("format") != STATE_FORMAT:
+            raise LocalProtocolError(f"expected an outer state of format {STATE_FORMAT}, got {state.get('format')!r}")
+        saved = Saved(**{f.name: _plain(state[f.name]) for f in fields(Saved)})
+        answer = self._persist(Resume(self._attempt, saved))
+        if isinstance(answer, Healed):
+            self._obey(PullWanted(self._attempt, self._next()))
+            return f"the checkpoint is overtaken: {answer.reason}; pulled {self.version}"
+        if not isinstance(answer, Resumed):
+            raise LocalProtocolError(f"expected Resumed or Healed from the agent, got {answer!r}")
+        suffix = f".rank{self._voice.rank}"
+        own = {name.removesuffix(suffix): tensor for name, tensor in state.items() if name.endswith(suffix)}
+        self._version = VersionId.parse(saved.base)
+        self._mover.resume(self._version, own)
+        self.inner_steps, self._look_in = int(state["inner_steps"]), answer.steps
+        return answer.reason
 
     def close(self) -> None:
         """Say that the training is done; what was trained since the last push does not count. Twice is fine."""
@@ -341,3 +388,8 @@ def _finite(loss: Any) -> float | None:
     """A loss that can be averaged and shown; one that is not finite is the gate's business, not the ledger's."""
     value = math.nan if loss is None else float(loss)
     return value if math.isfinite(value) else None
+
+
+def _plain(value: Any) -> Any:
+    """What a checkpoint gives back for what was saved: torch.distributed.checkpoint makes lists of tuples."""
+    return tuple(int(v) for v in value) if isinstance(value, list | tuple) else value

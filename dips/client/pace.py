@@ -65,6 +65,10 @@ class Pace:
         self.since_push, self._since, self._due = 0, now, None
         self.stood_still()
 
+    def resume(self, since_push: int) -> None:
+        """A checkpoint is taken up: so many steps were taken since the last push."""
+        self.since_push = since_push
+
     def told(self, push_in_s: float, now: float) -> None:
         """The master says when an aligned push should begin; NO_MEETING: by the own H."""
         self._told = now

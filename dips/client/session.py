@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dips.client.account import Account, RangeQueue
+from dips.client.checkpoints import Checkpoints
 from dips.client.deeds import ACTIVITY, Ask, Deed, Hurry, Phase
 from dips.client.local import (
     Answer,
@@ -28,22 +29,23 @@ from dips.client.local import (
     RangeGiven,
     RangesEnded,
     RangeWanted,
+    Resume,
+    SaveWanted,
     Stepped,
     Wait,
     Welcome,
 )
-from dips.client.talk import ANSWERS, Talk
+from dips.client.talk import ANSWERS
 from dips.errors import DipsError, LocalProtocolError, Stale, StaleIncarnation
 from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer
 from dips.protocol.effects import Dropped, Finished, Joined, Pending, Ranges, Refused, Result
-from dips.protocol.events import ClusterJoined, ClusterLeft, RangesRequested
+from dips.protocol.events import ClusterJoined, ClusterLeft
 
-RANGES_AT_ONCE = 2  # leased together: the one needed, and one so that the next is here before it is asked for
 ASK_AGAIN_S = 0.05  # after Pending; the master holds the question open itself
 MARK_EVERY_S = 0.5  # inner steps on the timeline, at most so often
 
 
-class Session(Talk):
+class Session(Checkpoints):
     """The agent's mind; see `Life.__init__` for what it is made from."""
 
     def hear(self, message: Message, now: float) -> tuple[Answer | None, list[Deed]]:
@@ -64,7 +66,8 @@ class Session(Talk):
         self._now, self._unreachable_since = now, None
         if isinstance(result, Ranges) and number == -self._ranges_seq:
             self._ranges_asked = False
-            self.ranges.lease(result.ranges, result.exhausted)
+            # named ranges that are not to be had say nothing about those that are
+            self.ranges.lease(result.ranges, result.exhausted and not self._claimed)
         elif number < 0 and number == -self._ranges_seq:
             self._ranges_again(result)
         elif number == self._question:
@@ -211,6 +214,10 @@ class Session(Talk):
                 return self._talk(message)
             case RangeWanted():
                 return self._range(message)
+            case SaveWanted():
+                return self._save()
+            case Resume():
+                return self._resume(message)
             case Bye():
                 self._bury("it is done")
                 return Heard()
@@ -288,7 +295,7 @@ class Session(Talk):
         self.account.lose_carried()
         self.account, self.ranges = Account(lost=self.account.lost), RangeQueue()
         self.ranges.lease(result.ranges, False)
-        self._told_lost = 0
+        self._told_lost, self.settled, self._claimed = 0, result.settled, ()
         self._seq = self._ranges_seq = self._accepted = 0
         self._ranges_asked, self._pull_due = False, True
         self._resync = self.base is not None  # what it trained under its former life is overwritten
@@ -305,19 +312,14 @@ class Session(Talk):
         self.account = Account(lost=max(0, self.account.lost - self._told_lost))
         self._join("its lease at the master ran out: it joins again")
 
-    def _ask_ranges(self) -> None:
-        self._ranges_asked, self._ranges_seq = True, self._ranges_seq + 1
-        event = RangesRequested(0, self._identity.cluster, self.inc, self._ranges_seq, RANGES_AT_ONCE)
-        self._out.append(Ask("ranges", -self._ranges_seq, event, 0.0))
-
     def _ranges_again(self, result: Result) -> None:
         if isinstance(result, Finished):
             self._ranges_asked = False
             self.progress = replace(self.progress, finished=result.version)
             return
         delay_s = result.retry_after_s if isinstance(result, Refused) else ASK_AGAIN_S
-        event = RangesRequested(0, self._identity.cluster, self.inc, self._ranges_seq, RANGES_AT_ONCE)
-        self._out.append(Ask("ranges", -self._ranges_seq, event, delay_s))
+        assert self._ranges_event is not None
+        self._out.append(Ask("ranges", -self._ranges_seq, self._ranges_event, delay_s))
 
     def _joined_in(self) -> bool:
         return self.inc > 0 and self.phase is not Phase.JOINING

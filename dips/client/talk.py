@@ -200,6 +200,7 @@ class Talk(Life):
             self._rest(f"its round was skipped: {result.reason}")
             return
         self.account.settle(result.kind)
+        self.settled += 1
         self._accepted = self._seq if result.kind == "accepted" else self._accepted
         self._pull_due = self._waiting
         if result.pull is None:

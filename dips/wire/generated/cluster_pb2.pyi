@@ -274,10 +274,13 @@ class RangesRequested(_message.Message):
     INC_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
+    CLAIMS_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     inc: _builtins.int
     seq: _builtins.int
     count: _builtins.int
+    @_builtins.property
+    def claims(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -285,10 +288,11 @@ class RangesRequested(_message.Message):
         inc: _builtins.int = ...,
         seq: _builtins.int = ...,
         count: _builtins.int = ...,
+        claims: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "count", b"count", "inc", b"inc", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "cluster", b"cluster", "count", b"count", "inc", b"inc", "seq", b"seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -330,8 +334,10 @@ class Joined(_message.Message):
     HEAD_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     RANGES_FIELD_NUMBER: _builtins.int
+    SETTLED_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     inc: _builtins.int
+    settled: _builtins.int
     @_builtins.property
     def head(self) -> _names_pb2.VersionId: ...
     @_builtins.property
@@ -346,10 +352,11 @@ class Joined(_message.Message):
         head: _names_pb2.VersionId | None = ...,
         progress: Global___Progress | None = ...,
         ranges: _abc.Iterable[_builtins.int] | None = ...,
+        settled: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "inc", b"inc", "progress", b"progress", "ranges", b"ranges", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "inc", b"inc", "progress", b"progress", "ranges", b"ranges", "settled", b"settled", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -144,3 +144,12 @@ def test_an_illegal_move_is_our_own_bug() -> None:
             else:
                 with pytest.raises(LocalProtocolError, match="may not become"):
                     move(ROUND_MOVES, old, new, "round 1")
+
+
+def test_claims_take_what_is_free_and_nothing_else() -> None:
+    """A checkpoint's ranges by name: freed ones, ones not yet handed out; not leased, settled or unknown ones."""
+    book = RangeBook(DataOptions(ranges=10), settled=(0,), leased=(("b", 1, 1, (1, 3)),))
+    assert book.lease("a", 2, 1, 5, claims=(0, 1, 2, 6, 99)) == ((2, 6), True)
+    assert book.lease("a", 2, 1, 5, claims=(0, 1, 2, 6, 99)) == ((2, 6), False)
+    assert book.held_by("a", 2) == (2, 6)
+    assert [book.lease("c", 1, i, 1)[0] for i in range(1, 7)] == [(4,), (5,), (7,), (8,), (9,), ()]
