@@ -148,6 +148,8 @@ class ClusterFile(Section):
     master: str  # host:port
     pace: PaceSection = PaceSection(steps=DEFAULT_STEPS)
     overlap: Literal["none", "full"] = "none"  # full: train on while push, window and pull go on; more host memory
+    rejoin_warmup_steps: Annotated[int, Field(ge=0)] = 100  # inner steps; AdamW's moments are empty after a join
+    collective_s: Annotated[float, Field(gt=0)] = 600.0  # ranks that do not come to a call so long end the job
     socket: Path | None = None  # Unix socket between agent and rank 0; default beside the cluster file's directory
     directory: Path = Path(".")  # logs, timeline, socket
     beat_s: Annotated[float, Field(gt=0)] = 2.0

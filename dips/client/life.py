@@ -39,6 +39,7 @@ class Life:
         self._seq = self._ranges_seq = 0
         self._ranges_asked = False
         self._ranges_event = cast("RangesRequested | None", None)  # the last that was asked
+        self._sick = False  # the loss was not finite since the last freeze, and that was said
         self._claimed: tuple[int, ...] = ()  # ranges of a checkpoint that were asked for
         self.settled = 0  # pushes of this cluster that were accepted or gated, in all its lives
         self._told_lost = self._beat_lost = 0  # tokens that die with this life: as last heard, as last told

@@ -141,7 +141,8 @@ class Stepped:
 
     attempt: int
     tokens: int  # of the whole cluster, in this step
-    loss: float | None
+    loss: float | None  # None: not said, or not finite
+    finite: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ class OuterLoop:
         if path is None:
             raise ConfigError("no cluster file: start this script as `dips-client --config cluster.yaml -- …`")
         self._config = load_cluster(Path(path))
-        self._voice = Voice()
+        self._voice = Voice(self._config.collective_s)
         self._pid = os.getpid()
         self._line: Line | None = None
         layout = shards(model, self._voice.rank)
@@ -102,6 +102,7 @@ class OuterLoop:
         self.inner_steps = 0  # taken since this object was made
         self._attach(layout.manifest.to_json())
         self._obey(PullWanted(self._attempt, self._next()))
+        self._warms_up = self.version.version > 0  # its optimizer has seen nothing, until a checkpoint is loaded
 
     # ---- what a training script sees -------------------------------------------------------------------------------
 
@@ -118,6 +119,13 @@ class OuterLoop:
         It moves when the cluster takes part in an outer step. 0 if the run has no token target.
         """
         return self._progress
+
+    @property
+    def lr_scale(self) -> float:
+        """A factor for the inner learning rate: below 1 while a cluster that joined a run under way warms up."""
+        if not self._warms_up:
+            return 1.0
+        return min(1.0, (self.inner_steps + 1) / max(1, self._config.rejoin_warmup_steps))
 
     @property
     def finished(self) -> bool:
@@ -144,7 +152,8 @@ class OuterLoop:
         self.inner_steps += 1
         self._look_in -= 1
         if self._line:
-            self._line.tell(Stepped(self._attempt, int(tokens), _finite(loss)))
+            shown = _finite(loss)
+            self._line.tell(Stepped(self._attempt, int(tokens), shown, loss is None or shown is not None))
         if self._look_in <= 0:
             self._look_at(demanded=False)
 
@@ -168,6 +177,7 @@ class OuterLoop:
             )
         while not self._finished and not self._closed:
             self._check()
+            self._voice.meet("OuterLoop.ranges")
             self._ranges_asked += 1
             answer = self._persist(RangeWanted(self._attempt, self._ranges_asked))
             if isinstance(answer, RangeGiven):
@@ -189,6 +199,7 @@ class OuterLoop:
         then loses the merge.
         """
         self._check()
+        self._voice.meet("OuterLoop.state_dict")
         saved = self._hear(SaveWanted(self._attempt))
         if not isinstance(saved, Saved):
             raise LocalProtocolError(f"expected Saved from the agent, got {saved!r}")
@@ -207,15 +218,17 @@ class OuterLoop:
         if state.get("format") != STATE_FORMAT:
             raise LocalProtocolError(f"expected an outer state of format {STATE_FORMAT}, got {state.get('format')!r}")
         saved = Saved(**{f.name: _plain(state[f.name]) for f in fields(Saved)})
+        self._voice.meet("OuterLoop.load_state_dict")
         answer = self._persist(Resume(self._attempt, saved))
         if isinstance(answer, Healed):
             self._obey(PullWanted(self._attempt, self._next()))
+            self._warms_up = False
             return f"the checkpoint is overtaken: {answer.reason}; pulled {self.version}"
         if not isinstance(answer, Resumed):
             raise LocalProtocolError(f"expected Resumed or Healed from the agent, got {answer!r}")
         suffix = f".rank{self._voice.rank}"
         own = {name.removesuffix(suffix): tensor for name, tensor in state.items() if name.endswith(suffix)}
-        self._version = VersionId.parse(saved.base)
+        self._version, self._warms_up = VersionId.parse(saved.base), False
         self._mover.resume(self._version, own)
         self.inner_steps, self._look_in = int(state["inner_steps"]), answer.steps
         return answer.reason
@@ -225,6 +238,7 @@ class OuterLoop:
         if self._closed:
             return
         self._check()
+        self._voice.meet("OuterLoop.close")
         if self._out is not None:
             self._out[1].cancel()
         self._hear(Bye(self._attempt))
@@ -261,6 +275,8 @@ class OuterLoop:
             talk = self._land(verdict, underway.finish(self._config.poll_s))
 
     def _look_at(self, demanded: bool) -> None:
+        if not self.moving:
+            self._voice.meet("OuterLoop.step")
         question = PushWanted(self._attempt, 0 if self._out or self._talk else self._next(), demanded)
         if self._overlaps:
             self._look(question)

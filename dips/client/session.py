@@ -231,6 +231,9 @@ class Session(Checkpoints):
         self.tokens += notice.tokens
         self.loss = self.loss if notice.loss is None else notice.loss
         self.account.earn(notice.tokens, notice.loss)
+        if not notice.finite and not self._sick:
+            self._sick = True
+            self._mark("loss_not_finite", attempt=self.attempt, inner_steps=self.inner_steps)
         if self._resync:  # its pull will overwrite this work
             self.account.lose_carried()
         if self._now - self._marked_at >= MARK_EVERY_S:

@@ -89,7 +89,7 @@ class Talk(Life):
         """Cut the progress where the ranks freeze the model: all that they did before is counted, nothing after it."""
         if self._cut:
             return
-        self._cut, self._frozen_by = True, self.attempt
+        self._cut, self._frozen_by, self._sick = True, self.attempt, False
         self.account.freeze()
         if self._overlap:
             self._pace.cut(self._now)

@@ -8,27 +8,47 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from dips.errors import ConfigError
+from dips.errors import ConfigError, LocalProtocolError
 
 
 class Voice:
     """The collectives of one training job."""
 
-    def __init__(self) -> None:
-        """Make the group if torch.distributed is initialised; every rank must come here."""
+    def __init__(self, deadline_s: float = 600.0) -> None:
+        """Make the group if torch.distributed is initialised; every rank must come here.
+
+        deadline_s  how long ranks that came to a call wait for those that did not
+        """
+        self._deadline = timedelta(seconds=deadline_s)
         self.rank, self.world = 0, 1
         self._group: dist.ProcessGroup | None = None
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world = dist.get_rank(), dist.get_world_size()
-            self._group = dist.new_group(backend="gloo") if self.world > 1 else None
+            self._group = dist.new_group(backend="gloo", timeout=self._deadline) if self.world > 1 else None
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
                 f"this job has {os.environ['WORLD_SIZE']} ranks: call torch.distributed.init_process_group first"
             )
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks to come to `what`, the first collective of a call of the training script.
+
+        Raise LocalProtocolError after the deadline: on rank 0 it names the ranks that did not come.
+        """
+        if self._group is None:
+            return
+        try:
+            dist.monitored_barrier(self._group, timeout=self._deadline, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise LocalProtocolError(
+                f"not all {self.world} ranks came to {what} within {self._deadline.total_seconds():g} s: every rank "
+                f"must call the outer loop alike, in the same order. {str(error).splitlines()[0]}"
+            ) from error
 
     def share(self, words: bytes | None) -> bytes:
         """Give rank 0's `words` to all ranks; the others pass None."""
