@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-
-import torch
 
 from dips.client import transfer
 from dips.client.feedback import Feedback
-from dips.client.parallel import LocalPiece, Shards
+from dips.client.parallel import HostMemory
 from dips.client.transfer import Base, Piece, Stats
 from dips.client.voice import Voice
 from dips.errors import DipsError, Unavailable
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
-from dips.protocol.order import slaves_for_worker
 from dips.wire import codecs
 
 # Takes bytes moved and in all, over all ranks as far as this one can tell; returns why to give up, "" to go on.
@@ -41,16 +38,13 @@ class Moved:
 class Mover:
     """This rank's share of every transfer of the job."""
 
-    def __init__(self, shards: Shards, voice: Voice, poll_s: float, stall_s: float, codec: str = "fp32") -> None:
+    def __init__(self, memory: HostMemory, voice: Voice, poll_s: float, stall_s: float, codec: str = "fp32") -> None:
         """`codec` is the run's: a lossy one takes 8 B more for each parameter that this rank pushes."""
         self._voice, self._poll_s, self._stall_s = voice, poll_s, stall_s
-        self._own = list(_allocated(shards.pieces))
-        spoken = [(local, piece) for local, piece in self._own if local.speaks]
-        self._frozen = spoken
-        self._feedback = None if codec == "fp32" else Feedback([piece for _, piece in spoken])
-        self.push_rank, self.push_ranks = voice.numbered(bool(spoken))
-        self.pull_rank, self.pull_ranks = voice.numbered(bool(self._own))
-        pulled, *pushed = voice.total([_travels("fp32", self._own), *(_travels(c, spoken) for c in codecs.CODECS)])
+        self._memory = memory
+        self._feedback = None if codec == "fp32" else Feedback(memory.pieces)
+        self.rank, self.ranks = voice.numbered(bool(memory.pieces))  # among those that move bytes, in both directions
+        pulled, *pushed = voice.total([_travels(c, memory.pieces) for c in ("fp32", *codecs.CODECS)])
         self._bytes = {("pull", "fp32"): pulled, **{("push", c): n for c, n in zip(codecs.CODECS, pushed, strict=True)}}
 
     def push(self, grant: Grant, base: Base, share: Share, accepted: int = 0) -> Moved:
@@ -63,41 +57,38 @@ class Mover:
             feedback.hear(base.inc, accepted)
         if grant.codec != "fp32" and (feedback is None or not feedback.holds(grant.base)):
             return Moved(False, f"{grant.codec} was granted for differences to {grant.base}, not held here", 0)
-        for local, piece in self._frozen:
-            torch.from_numpy(piece.array).copy_(local.view)
+        self._memory.gather()
         move: Callable[..., Stats] = transfer.push
         if feedback is not None:
             feedback.freeze(base.seq, grant.codec)
             move = partial(transfer.push, encode=feedback.encode)
-        return self._together("push", move, [p for _, p in self._frozen], grant, base, share)
+        return self._together("push", move, grant, base, share)
 
     def pull(self, grant: Grant, base: Base, share: Share, accepted: int = 0) -> Moved:
-        """Bring this rank's shard of the version into host memory; the model is not touched. `accepted` as for push."""
+        """Bring this rank's pieces of the version into host memory, and no further. `accepted` as for push."""
         if self._feedback is not None:
             self._feedback.hear(base.inc, accepted)
-        return self._together("pull", transfer.pull, [p for _, p in self._own], grant, base, share)
+        return self._together("pull", transfer.pull, grant, base, share)
 
-    @torch.no_grad()
     def install(self, version: VersionId) -> None:
-        """Copy what was pulled into the model's own memory; moments of optimizers stay as they are."""
-        for local, piece in self._own:
-            local.view.copy_(torch.from_numpy(piece.array))
+        """Copy what was pulled on all ranks into the model's own memory; moments of optimizers stay as they are.
+
+        Collective: what is replicated came once per cluster, and is handed on here.
+        """
         if self._feedback is not None:
             self._feedback.installed(version)
+        self._memory.spread()
+        self._memory.install()
 
     def _together(
         self,
         kind: str,
         move: Callable[..., Stats],
-        pieces: Sequence[Piece],
         grant: Grant,
         base: Base,
         share: Share,
     ) -> Moved:
-        total = self._bytes[kind, grant.codec]
-        if base.rank >= len(grant.order):  # an Outcome's grant counts the ranks that pushed, all may pull
-            order = (slaves_for_worker(r, len(grant.slaves)) for r in range(self.pull_ranks))
-            grant = replace(grant, order=tuple(order))
+        total, pieces = self._bytes[kind, grant.codec], self._memory.pieces
         own = max(1, sum(codecs.named(grant.codec).range(*p.range).nbytes for p in pieces))
         seen = [0]
 
@@ -169,18 +160,6 @@ class _Job:
             self.error = error
 
 
-def _travels(codec: str, pairs: Sequence[tuple[LocalPiece, Piece]]) -> int:
+def _travels(codec: str, pieces: Sequence[Piece]) -> int:
     """Bytes of these pieces on the wire."""
-    return sum(codecs.named(codec).range(*piece.range).nbytes for _, piece in pairs)
-
-
-def _allocated(pieces: Sequence[LocalPiece]) -> list[tuple[LocalPiece, Piece]]:
-    """Pair every local piece with its part of one host buffer (pinned if the model lives on a GPU)."""
-    pinned = any(p.view.device.type == "cuda" for p in pieces)
-    host = torch.empty(sum(p.length for p in pieces), dtype=torch.float32, pin_memory=pinned)
-    pairs, at = [], 0
-    for p in pieces:
-        array = host[at : at + p.length].numpy()
-        pairs.append((p, Piece(p.layer, p.param, p.offset, p.length, array)))
-        at += p.length
-    return pairs
+    return sum(codecs.named(codec).range(*piece.range).nbytes for piece in pieces)
