@@ -157,6 +157,9 @@ class ClusterFile(Section):
     stall_s: Annotated[float, Field(gt=0)] = 30.0  # a transfer without a new byte for so long is begun anew
     retry_s: Annotated[float, Field(gt=0)] = 30.0  # longest pause between two tries to reach the master
     max_restarts: Annotated[int, Field(ge=0)] = 10  # of the trainer, by the agent
+    # Ranks that move bytes to and from the slaves; in a larger job the others hand theirs to one on their host, so
+    # that no slave has more connections than this times its lanes from one cluster.
+    speakers: Annotated[int, Field(ge=1)] = 256
     insecure: bool = False  # plain text; only on loopback
 
 

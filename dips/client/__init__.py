@@ -11,18 +11,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dips.client.learning_rate import cosine, schedule
     from dips.client.outer_loop import OuterLoop
-    from dips.client.schedule import cosine, schedule
 
 __all__ = ["OuterLoop", "cosine", "schedule"]
 
-_HOMES = {"OuterLoop": "outer_loop", "cosine": "schedule", "schedule": "schedule"}
+_HOMES = {"OuterLoop": "outer_loop", "cosine": "learning_rate", "schedule": "learning_rate"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = import_module(f"dips.client.{_HOMES[name]}")
-    found = getattr(home, name)
-    globals()[name] = found  # `schedule` is a function and a module: the function is what the package offers
-    return found
+    return getattr(home, name)

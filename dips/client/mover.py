@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from dips.client import transfer
 from dips.client.feedback import Feedback
-from dips.client.parallel import LocalPiece, Shards
+from dips.client.parallel import HostMemory
 from dips.client.transfer import Base, Piece, Stats
 from dips.client.voice import Voice
 from dips.errors import DipsError, LocalProtocolError, Unavailable
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
-from dips.protocol.order import slaves_for_worker
 from dips.wire import codecs
 
 # Takes bytes moved and in all, over all ranks as far as this one can tell; returns why to give up, "" to go on.
@@ -41,17 +40,13 @@ class Moved:
 class Mover:
     """This rank's share of every transfer of the job."""
 
-    def __init__(self, shards: Shards, voice: Voice, poll_s: float, stall_s: float, codec: str = "fp32") -> None:
+    def __init__(self, memory: HostMemory, voice: Voice, poll_s: float, stall_s: float, codec: str = "fp32") -> None:
         """`codec` is the run's: a lossy one takes 8 B more for each parameter that this rank pushes."""
         self._voice, self._poll_s, self._stall_s = voice, poll_s, stall_s
-        self._own = list(_allocated(shards.pieces))
-        spoken = [(local, piece) for local, piece in self._own if local.speaks]
-        self._frozen = spoken
-        self._kept: list[torch.Tensor] = []  # this rank's shard as it was pushed, for a merge
-        self._feedback = None if codec == "fp32" else Feedback([piece for _, piece in spoken])
-        self.push_rank, self.push_ranks = voice.numbered(bool(spoken))
-        self.pull_rank, self.pull_ranks = voice.numbered(bool(self._own))
-        pulled, *pushed = voice.total([_travels("fp32", self._own), *(_travels(c, spoken) for c in codecs.CODECS)])
+        self._memory = memory
+        self._feedback = None if codec == "fp32" else Feedback(memory.pieces)
+        self.rank, self.ranks = voice.numbered(bool(memory.pieces))  # among those that move bytes, in both directions
+        pulled, *pushed = voice.total([_travels(c, memory.pieces) for c in ("fp32", *codecs.CODECS)])
         self._bytes = {("pull", "fp32"): pulled, **{("push", c): n for c, n in zip(codecs.CODECS, pushed, strict=True)}}
 
     def push(self, grant: Grant, base: Base, share: Share, accepted: int = 0, keep: bool = False) -> Underway:
@@ -67,47 +62,40 @@ class Mover:
             job = _Job(None)
             job.halt(f"{grant.codec} was granted for differences to {grant.base}, not held here")
             return Underway(job, base.seq, 0, self._voice, lambda: "")
-        for local, piece in self._frozen:
-            torch.from_numpy(piece.array).copy_(local.view)
+        self._memory.gather()
         if keep:
-            self._keep()
+            self._memory.keep()
         move: Callable[..., Stats] = transfer.push
         if feedback is not None:
             feedback.freeze(base.seq, grant.codec)
             move = partial(transfer.push, encode=feedback.encode)
-        return self._begin("push", move, [p for _, p in self._frozen], grant, base, share)
+        return self._begin("push", move, grant, base, share)
 
     def pull(self, grant: Grant, base: Base, share: Share, accepted: int = 0) -> Underway:
-        """Bring this rank's shard of the version into host memory; the model is not touched. `accepted` as for push."""
+        """Bring this rank's pieces of the version into host memory, and no further. `accepted` as for push."""
         if self._feedback is not None:
             self._feedback.hear(base.inc, accepted)
-        return self._begin("pull", transfer.pull, [p for _, p in self._own], grant, base, share)
+        return self._begin("pull", transfer.pull, grant, base, share)
 
-    @torch.no_grad()
     def install(self, version: VersionId) -> None:
-        """Copy what was pulled into the model's own memory; moments of optimizers stay as they are."""
-        for local, piece in self._own:
-            local.view.copy_(torch.from_numpy(piece.array))
-        if self._feedback is not None:
-            self._feedback.installed(version)
+        """Copy what was pulled on all ranks into the model's own memory; moments of optimizers stay as they are.
 
-    @torch.no_grad()
-    def merge(self, version: VersionId) -> None:
-        """Bring what was pulled into a model that has trained on: θ_local ← θ_version + (θ_local − θ_pushed).
-
-        Legal after a push that was kept (why.md 36). Reads the model, what was pushed and what came once, writes once.
+        Collective: what is replicated came once per cluster, and is handed on here.
         """
         if self._feedback is not None:
             self._feedback.installed(version)
-        for (local, piece), kept in zip(self._own, self._kept, strict=True):
-            moved = torch.from_numpy(piece.array)
-            local.view.add_(moved.sub_(kept))
+        self._memory.spread()
+        self._memory.install()
 
-    @torch.no_grad()
-    def _keep(self) -> None:
-        self._kept = self._kept or [torch.empty(piece.length) for _, piece in self._own]
-        for (local, _), kept in zip(self._own, self._kept, strict=True):
-            kept.copy_(local.view)
+    def merge(self, version: VersionId) -> None:
+        """Bring what was pulled into a model that has trained on: θ_local ← θ_version + (θ_local − θ_pushed).
+
+        Legal after a push that was kept (why.md 36). Collective, as `install`.
+        """
+        if self._feedback is not None:
+            self._feedback.installed(version)
+        self._memory.spread()
+        self._memory.merge()
 
     def saved(self) -> dict[str, torch.Tensor]:
         """What this rank owes by lossy pushes, and the base that they are to; empty in fp32 runs."""
@@ -127,13 +115,8 @@ class Mover:
         base, owed = ([t.numpy() for t in saved[n].split(sizes)] if sizes else [] for n in ("base", "owed"))
         self._feedback.resume(version, base, owed)
 
-    def _begin(
-        self, kind: str, move: Callable[..., Stats], pieces: Sequence[Piece], grant: Grant, base: Base, share: Share
-    ) -> Underway:
-        total = self._bytes[kind, grant.codec]
-        if base.rank >= len(grant.order):  # an Outcome's grant counts the ranks that pushed, all may pull
-            order = (slaves_for_worker(r, len(grant.slaves)) for r in range(self.pull_ranks))
-            grant = replace(grant, order=tuple(order))
+    def _begin(self, kind: str, move: Callable[..., Stats], grant: Grant, base: Base, share: Share) -> Underway:
+        total, pieces = self._bytes[kind, grant.codec], self._memory.pieces
         own = max(1, sum(codecs.named(grant.codec).range(*p.range).nbytes for p in pieces))
         seen = [0]
 
@@ -225,18 +208,6 @@ class _Job:
             self.error = error
 
 
-def _travels(codec: str, pairs: Sequence[tuple[LocalPiece, Piece]]) -> int:
+def _travels(codec: str, pieces: Sequence[Piece]) -> int:
     """Bytes of these pieces on the wire."""
-    return sum(codecs.named(codec).range(*piece.range).nbytes for _, piece in pairs)
-
-
-def _allocated(pieces: Sequence[LocalPiece]) -> list[tuple[LocalPiece, Piece]]:
-    """Pair every local piece with its part of one host buffer (pinned if the model lives on a GPU)."""
-    pinned = any(p.view.device.type == "cuda" for p in pieces)
-    host = torch.empty(sum(p.length for p in pieces), dtype=torch.float32, pin_memory=pinned)
-    pairs, at = [], 0
-    for p in pieces:
-        array = host[at : at + p.length].numpy()
-        pairs.append((p, Piece(p.layer, p.param, p.offset, p.length, array)))
-        at += p.length
-    return pairs
+    return sum(codecs.named(codec).range(*piece.range).nbytes for piece in pieces)

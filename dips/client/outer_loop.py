@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import TracebackType
@@ -56,7 +56,7 @@ from dips.client.local import (
     Welcome,
 )
 from dips.client.mover import Moved, Mover, Underway
-from dips.client.parallel import shards
+from dips.client.parallel import HostMemory, lay_out
 from dips.client.transfer import Base
 from dips.client.voice import Voice
 from dips.config import ClusterFile, load_cluster
@@ -72,13 +72,24 @@ STATE_FORMAT = 1  # of state_dict; another number is refused, never guessed at
 class OuterLoop:
     """Takes part in the run for one rank of the training job."""
 
-    def __init__(self, model: nn.Module, config: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        config: str | os.PathLike[str] | None = None,
+        *,
+        optimizer: Any = None,
+    ) -> None:
         """Join the run and pull its newest version into `model`; returns when every rank holds it.
 
-        model   plain, DDP or FSDP2 (`fully_shard`), with fp32 parameters; only parameters are shared, no buffers
-        config  the cluster file; None: the one that the agent was started with
-        Errors  ConfigError: no agent, a wrong file or a wrong dtype. CorruptManifest: the model is not the run's; the
-                first differences are listed.
+        model      plain, DDP, FSDP2 or HSDP (`fully_shard`), tensor parallel by DTensor, or Megatron-core; a list of
+                   pipeline stages or model chunks counts as one model. Parameters with requires_grad are shared,
+                   frozen ones and buffers are not. Wrapped and sharded already: its memory must not be replaced later
+        config     the cluster file; None: the one that the agent was started with
+        optimizer  Megatron's: its fp32 masters are what is pushed, and are told of a pull. Nothing else needs it:
+                   torch's own optimizers work on the parameters themselves
+        Errors     the same on every rank. ConfigError: no agent, a wrong file, a model of a kind or dtype that is not
+                   supported, ranks that hold different models. CorruptManifest: the model is not the run's; the first
+                   differences are listed.
         """
         path = config or os.environ.get("DIPS_CLUSTER_FILE")
         if path is None:
@@ -87,20 +98,20 @@ class OuterLoop:
         self._voice = Voice(self._config.collective_s)
         self._pid = os.getpid()
         self._line: Line | None = None
-        layout = shards(model, self._voice.rank)
-        self._mover = Mover(layout, self._voice, self._config.poll_s, self._config.stall_s, self._config.shared.codec)
+        layout = lay_out(model, self._voice, optimizer, self._config.speakers)
+        memory = HostMemory(layout.adapter, layout.held, layout.plan, self._voice)
+        self._mover = Mover(memory, self._voice, self._config.poll_s, self._config.stall_s, self._config.shared.codec)
         self._attempt = self._number = self._ranges_asked = self._look_in = 0
         self._soon = 1  # inner steps until the next look at what is out
         self._overlaps = self._config.overlap == "full"
-        self._out: tuple[Answer, Underway] | None = (
-            None  # overlap: a transfer that moves, and the verdict that began it
-        )
-        self._talk: Talk | None = None  # overlap: what the agent has not yet decided upon
+        # Under `overlap: full`: the transfer that moves and the verdict that began it; what the agent is still to answer.
+        self._out: tuple[Answer, Underway] | None = None
+        self._talk: Talk | None = None
         self._finished = self._closed = False
         self._progress = 0.0
         self._version: VersionId | None = None
         self.inner_steps = 0  # taken since this object was made
-        self._attach(layout.manifest.to_json())
+        self._attach(layout.plan.manifest.to_json())
         self._obey(PullWanted(self._attempt, self._next()))
         self._warms_up = self.version.version > 0  # its optimizer has seen nothing, until a checkpoint is loaded
 
@@ -259,7 +270,7 @@ class OuterLoop:
 
     def _attach(self, manifest: str) -> None:
         life, restart = (int(os.environ.get(key, "0")) for key in ("DIPS_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
-        question = Attach(life, restart, os.getpid(), manifest, self._mover.push_ranks, self._mover.pull_ranks)
+        question = Attach(life, restart, os.getpid(), manifest, self._mover.ranks, self._mover.ranks)
         welcome = self._persist(question)
         if not isinstance(welcome, Welcome):
             raise LocalProtocolError(f"expected Welcome from the agent, got {welcome!r}")
@@ -298,10 +309,8 @@ class OuterLoop:
             self._look_in = self._soon = answer.steps
             return
         self._talk, begun = None, self._begin(answer)
-        if begun is not None and isinstance(answer, PullNow) and not answer.merge:
-            self._obey(
-                self._land(answer, begun.finish(self._config.poll_s))
-            )  # θ is replaced: no step before is worth it
+        if begun is not None and isinstance(answer, PullNow) and not answer.merge:  # no step before it is worth taking
+            self._obey(self._land(answer, begun.finish(self._config.poll_s)))
         elif begun is not None:
             self._out, self._look_in = (answer, begun), self._soon
 
@@ -318,10 +327,10 @@ class OuterLoop:
         """Begin the transfer that the agent ordered, or note that there is none to begin."""
         match verdict:
             case PushNow():
-                base = self._base(verdict, self._mover.push_rank)
+                base = self._base(verdict, self._mover.rank)
                 return self._mover.push(verdict.grant, base, self._share, verdict.accepted, keep=self._overlaps)
             case PullNow():
-                base = self._base(verdict, self._mover.pull_rank)
+                base = self._base(verdict, self._mover.rank)
                 return self._mover.pull(verdict.grant, base, self._share, verdict.accepted)
             case TrainOn():
                 self._progress, self._look_in = verdict.progress, verdict.steps

@@ -63,6 +63,28 @@ class Voice:
         dist.broadcast(body, 0, group=self._group)
         return bytes(body.numpy())
 
+    def gather(self, words: bytes) -> list[bytes]:
+        """Give every rank's words to all ranks, in the ranks' order."""
+        if self._group is None:
+            return [words]
+        lengths = self.total([len(words) if r == self.rank else 0 for r in range(self.world)])
+        padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
+        padded[: len(words)] = torch.frombuffer(bytearray(words or b" "), dtype=torch.uint8)[: len(words)]
+        heard = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(heard, padded, group=self._group)
+        return [bytes(one[:length].numpy()) for one, length in zip(heard, lengths, strict=True)]
+
+    def exchange(self, gives: dict[int, torch.Tensor], takes: dict[int, torch.Tensor]) -> None:
+        """Send each tensor of `gives` to its rank, and fill those of `takes` from theirs; return when all is done.
+
+        What one rank gives another takes, with the same number of elements; ranks that share nothing need not come.
+        """
+        work = [dist.irecv(tensor, rank, group=self._group) for rank, tensor in sorted(takes.items())]
+        work += [dist.isend(tensor, rank, group=self._group) for rank, tensor in sorted(gives.items())]
+        for one in work:
+            assert one is not None, "every rank of the job is in its group"
+            one.wait()
+
     def least(self, numbers: Sequence[int]) -> list[int]:
         """The smallest over all ranks of each number."""
         return self._reduced(numbers, dist.ReduceOp.MIN)
