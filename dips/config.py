@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dips.errors import ConfigError
 from dips.ids import check_name
@@ -140,10 +140,27 @@ class RunFile(Section):
         raise ConfigError(f"no slave {name!r} in this run file; it names {', '.join(s.name for s in self.slaves)}")
 
 
-class PaceSection(Section):
-    """When a cluster pushes."""
+DEFAULT_STEPS = 64  # H, §5.1
 
-    steps: Annotated[int, Field(ge=1)] = 64  # H, §5.1
+
+class PaceSection(Section):
+    """When a cluster pushes: exactly one of the three."""
+
+    steps: Annotated[int, Field(ge=1)] | None = None  # after every H inner steps
+    seconds: Annotated[float, Field(gt=0)] | None = None  # after so long (A-EDiT; its authors take 600)
+    aligned: Annotated[int, Field(ge=1)] | None = None  # together with the other clusters; H that it would take alone
+
+    @model_validator(mode="before")
+    @classmethod
+    def _paper(cls, raw: Any) -> Any:
+        return {"steps": DEFAULT_STEPS} if raw == {} else raw
+
+    @model_validator(mode="after")
+    def _one(self) -> PaceSection:
+        named = [key for key in ("steps", "seconds", "aligned") if getattr(self, key) is not None]
+        if len(named) != 1:
+            raise ValueError(f"expected one of steps, seconds, aligned, got {' and '.join(named) or 'none'}")
+        return self
 
 
 class ClusterFile(Section):
@@ -152,7 +169,10 @@ class ClusterFile(Section):
     shared: Shared
     cluster: str
     master: str  # host:port
-    pace: PaceSection = PaceSection()
+    pace: PaceSection = PaceSection(steps=DEFAULT_STEPS)
+    overlap: Literal["none", "full"] = "none"  # full: train on while push, window and pull go on; more host memory
+    rejoin_warmup_steps: Annotated[int, Field(ge=0)] = 100  # inner steps; AdamW's moments are empty after a join
+    collective_s: Annotated[float, Field(gt=0)] = 600.0  # ranks that do not come to a call so long end the job
     socket: Path | None = None  # Unix socket between agent and rank 0; default beside the cluster file's directory
     directory: Path = Path(".")  # logs, timeline, socket
     beat_s: Annotated[float, Field(gt=0)] = 2.0
@@ -160,6 +180,9 @@ class ClusterFile(Section):
     stall_s: Annotated[float, Field(gt=0)] = 30.0  # a transfer without a new byte for so long is begun anew
     retry_s: Annotated[float, Field(gt=0)] = 30.0  # longest pause between two tries to reach the master
     max_restarts: Annotated[int, Field(ge=0)] = 10  # of the trainer, by the agent
+    # Ranks that move bytes to and from the slaves; in a larger job the others hand theirs to one on their host, so
+    # that no slave has more connections than this times its lanes from one cluster.
+    speakers: Annotated[int, Field(ge=1)] = 256
     insecure: bool = False  # plain text; only on loopback
 
 

@@ -2,22 +2,25 @@
 
     from dips.client import OuterLoop
 
-The name is resolved when it is first asked for, so that the agent, which shares this package, does not import torch.
+Names are resolved when they are first asked for, so that the agent, which shares this package, does not import torch.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dips.client.learning_rate import cosine, schedule
     from dips.client.outer_loop import OuterLoop
 
-__all__ = ["OuterLoop"]
+__all__ = ["OuterLoop", "cosine", "schedule"]
+
+_HOMES = {"OuterLoop": "outer_loop", "cosine": "learning_rate", "schedule": "learning_rate"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "OuterLoop":
-        from dips.client.outer_loop import OuterLoop
-
-        return OuterLoop
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = import_module(f"dips.client.{_HOMES[name]}")
+    return getattr(home, name)

@@ -120,6 +120,12 @@ class RangeQueue:
             self.serving = self.waiting.popleft()
         return self.serving
 
+    def resume(self, used: Iterable[int], ahead: tuple[int, ...]) -> None:
+        """A checkpoint is taken up: its ranges come first, in its order; what was used up is not served again."""
+        held = {*self.waiting} | ({self.serving} if self.serving is not None else set())
+        self.serving = None
+        self.waiting = deque([*ahead, *sorted(held - {*ahead} - {*used})])
+
     def take_back(self, ranges: Iterable[int]) -> None:
         """The trainer died: what it had and what it carried is served again, in order, to the next one."""
         unused = () if self.serving is None else (self.serving,)

@@ -144,7 +144,7 @@ class Agent:
             answer, deeds = self._session.hear(message, time.monotonic())
             self._do(deeds)
             left = until - time.monotonic()
-            if not isinstance(answer, Wait) or left <= 0:
+            if not isinstance(answer, Wait) or left <= 0 or getattr(message, "at_once", False):
                 return answer
             if changed is self._changed:
                 with suppress(TimeoutError):

@@ -23,6 +23,7 @@ from dips.client.launch import PR_SET_CHILD_SUBREAPER, prctl
 from dips.client.line import socket_path
 from dips.client.master_link import MasterLink
 from dips.client.orphan import AGENT_PID
+from dips.client.pace import Pace
 from dips.client.session import Session
 from dips.config import ClusterFile, load_cluster
 from dips.errors import ConfigError
@@ -84,7 +85,9 @@ async def _life(config: ClusterFile, path: Path, command: list[str], log_level: 
     timeline = Timeline(config.directory / "timeline.jsonl", config.cluster)
     master = MasterLink(config.master)
     identity = Identity(config.shared.run, config.cluster, config.shared.digest)
-    session = Session(identity, lambda: uuid.uuid4().hex, PATIENCE_BEATS * config.beat_s)
+    session = Session(
+        identity, lambda: uuid.uuid4().hex, PATIENCE_BEATS * config.beat_s, Pace(config.pace), config.overlap == "full"
+    )
     agent = Agent(config, session, master, timeline, log)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, agent.terminate)

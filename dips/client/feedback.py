@@ -27,6 +27,8 @@ from dips.wire import codecs
 from dips.wire.chunks import Range
 from dips.wire.frame import Buffer
 
+ADOPTED = -1  # the life that a checkpoint was taken up in is not known here until it transfers
+
 
 class Feedback:
     """Base and owed of one rank; `pieces` lie in its host buffer, which holds what was pulled or what is pushed."""
@@ -50,6 +52,8 @@ class Feedback:
         inc       the cluster's life at the master: another than before owes nothing
         accepted  seq of the last push of this life that was accepted; any other came to nothing, or is gated
         """
+        if self._inc == ADOPTED:
+            self._inc = inc
         if inc != self._inc:
             self._inc = inc
             self._forget()
@@ -84,6 +88,16 @@ class Feedback:
         for host, base in zip(self._host, self._base, strict=True):
             np.copyto(base, host)
         self._version, self._contained = version, False
+
+    def saved(self) -> tuple[Sequence[F32], Sequence[F32]]:
+        """(base, owed) for a checkpoint: this rank's own, to be copied before the next transfer."""
+        return self._base, self._owed
+
+    def resume(self, version: VersionId, base: Sequence[F32], owed: Sequence[F32]) -> None:
+        """A checkpoint is taken up: what it owed is owed by the present life, whichever that is."""
+        for mine, theirs in zip((*self._base, *self._owed), (*base, *owed), strict=True):
+            np.copyto(mine, theirs)
+        self._version, self._contained, self._seq, self._inc = version, False, 0, ADOPTED
 
     def _settle(self) -> None:
         """The frozen push is in a version: only what its chunks did not bring is owed from now on."""

@@ -12,17 +12,24 @@ from typing import cast
 from dips.client.account import Account, RangeQueue
 from dips.client.deeds import Ask, Deed, Identity, Mark, Phase, Stop
 from dips.client.local import Answer, Failure
+from dips.client.pace import Pace
 from dips.errors import DipsError, treatment
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant, Progress
+from dips.protocol.events import RangesRequested
 
 
 class Life:
     """One life of the cluster at the master, the present attempt of its trainer, and the present talk."""
 
-    def __init__(self, identity: Identity, new_nonce: Callable[[], str], patience_s: float) -> None:
-        """`patience_s`: how long a trainer waits for a master that does not answer, before it trains on."""
-        self._identity, self._new_nonce, self._patience_s = identity, new_nonce, patience_s
+    def __init__(
+        self, identity: Identity, new_nonce: Callable[[], str], patience_s: float, pace: Pace, overlap: bool = False
+    ) -> None:
+        """`patience_s`: how long a trainer waits for a master that does not answer, before it trains on.
+
+        `overlap`: the trainer trains on while its push moves, its window is open and its pull arrives.
+        """
+        self._identity, self._new_nonce, self._patience_s, self._pace = identity, new_nonce, patience_s, pace
         self._out: list[Deed] = []
         self._now = 0.0
         # this life at the master
@@ -31,6 +38,10 @@ class Life:
         self.progress = Progress(0, 0, None)
         self._seq = self._ranges_seq = 0
         self._ranges_asked = False
+        self._ranges_event = cast("RangesRequested | None", None)  # the last that was asked
+        self._sick = False  # the loss was not finite since the last freeze, and that was said
+        self._claimed: tuple[int, ...] = ()  # ranges of a checkpoint that were asked for
+        self.settled = 0  # pushes of this cluster that were accepted or gated, in all its lives
         self._told_lost = self._beat_lost = 0  # tokens that die with this life: as last heard, as last told
         # the trainer
         self.attempt, self._alive, self._key = 0, False, (0, 0, 0)
@@ -46,6 +57,11 @@ class Life:
         self._accepted = 0  # seq of this life's last push that was
         self._frozen_by = 0  # the attempt whose progress the open push carries
         self._grant = cast("Grant | None", None)
+        self._overlap, self._cut, self._merge = (
+            overlap,
+            False,
+            False,
+        )  # cut: the ranks were told to freeze; merge: the pull
         self._beat_moving = cast("PushId | PullId | None", None)  # what was moving when the last beat left
         self._halt = ""  # why the ranks should end the present transfer
         self._pull_due = self._resync = self._final_tried = False

@@ -42,10 +42,12 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class PushWanted:
-    """H inner steps are done."""
+    """The ranks look whether a push is due; `demanded`: the training script says that it is."""
 
     attempt: int
     number: int
+    demanded: bool = False
+    at_once: bool = False  # answer now, with Wait if need be: the ranks train meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class PushMoved:
     ok: bool
     reason: str
     nbytes: int
+    at_once: bool = False  # answer now, with Wait if need be: the ranks train meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class PullWanted:
 
     attempt: int
     number: int
+    at_once: bool = False  # answer now, with Wait if need be: the ranks train meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,7 @@ class PullMoved:
     installed: bool
     reason: str
     nbytes: int
+    at_once: bool = False  # answer now, with Wait if need be: the ranks train meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,38 @@ class RangeWanted:
 
     attempt: int
     count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What the agent gives to a checkpoint of its cluster; answers SaveWanted."""
+
+    cluster: str
+    base: str  # v@r that the trainer works on
+    settled: int  # pushes of this cluster that were accepted or gated, in all its lives
+    pending: bool  # a push or pull was out
+    tokens: int  # since the last push was frozen
+    inner_steps: int
+    ranges: tuple[int, ...]  # used up since then
+    loss_sum: float
+    losses: int
+    ahead: tuple[int, ...]  # leased and not used up, in order; the first may be half trained
+    since_push: int  # inner steps, for the pace
+
+
+@dataclass(frozen=True, slots=True)
+class SaveWanted:
+    """The training script saves a checkpoint."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The training script has loaded a checkpoint."""
+
+    attempt: int
+    saved: Saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +141,8 @@ class Stepped:
 
     attempt: int
     tokens: int  # of the whole cluster, in this step
-    loss: float | None
+    loss: float | None  # None: not said, or not finite
+    finite: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +159,10 @@ class Moving:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Not yet; the reason says what is waited for."""
+    """Not yet; the reason says what is waited for. A trainer that trains meanwhile asks again after `steps`."""
 
     reason: str
+    steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,21 +183,25 @@ class PushNow:
 
 @dataclass(frozen=True, slots=True)
 class PullNow:
-    """Receive `grant.version`, and install it on all ranks or on none."""
+    """Receive `grant.version`, and install it on all ranks or on none.
+
+    `merge`: what was trained since the last push was frozen is kept: θ_local ← θ_version + (θ_local − θ_pushed).
+    """
 
     inc: int
     seq: int
     grant: Grant
     progress: float
     accepted: int = 0  # as in PushNow
+    merge: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TrainOn:
-    """Take inner steps. `again`: ask at the next boundary, not after another H."""
+    """Take `steps` inner steps, then look again."""
 
     reason: str
-    again: bool
+    steps: int
     progress: float
 
 
@@ -182,6 +225,21 @@ class RangesEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumed:
+    """The checkpoint is what the run waits for: go on where it stood, and look after `steps`."""
+
+    reason: str
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Healed:
+    """The checkpoint is older than what the run knows of this cluster: pull."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Heard:
     """Noted."""
 
@@ -201,9 +259,24 @@ class Failure:
     message: str
 
 
-Question = Attach | PushWanted | PushMoved | PullWanted | PullMoved | Moving | RangeWanted | Bye
+Question = Attach | PushWanted | PushMoved | PullWanted | PullMoved | Moving | RangeWanted | SaveWanted | Resume | Bye
 Notice = Stepped
-Answer = Wait | Welcome | PushNow | PullNow | TrainOn | Over | RangeGiven | RangesEnded | Heard | Halt | Failure
+Answer = (
+    Wait
+    | Welcome
+    | PushNow
+    | PullNow
+    | TrainOn
+    | Over
+    | RangeGiven
+    | RangesEnded
+    | Saved
+    | Resumed
+    | Healed
+    | Heard
+    | Halt
+    | Failure
+)
 Message = Question | Notice | Answer
 
 MESSAGES: dict[str, type[Message]] = {cls.__name__: cls for cls in (*get_args(Question), Notice, *get_args(Answer))}

@@ -8,21 +8,20 @@ allocated once and holds either what was frozen or what was pulled; nobody write
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from dips.client import transfer
 from dips.client.feedback import Feedback
-from dips.client.parallel import LocalPiece, Shards
+from dips.client.parallel import HostMemory
 from dips.client.transfer import Base, Piece, Stats
 from dips.client.voice import Voice
-from dips.errors import DipsError, Unavailable
+from dips.errors import DipsError, LocalProtocolError, Unavailable
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
-from dips.protocol.order import slaves_for_worker
 from dips.wire import codecs
 
 # Takes bytes moved and in all, over all ranks as far as this one can tell; returns why to give up, "" to go on.
@@ -41,63 +40,83 @@ class Moved:
 class Mover:
     """This rank's share of every transfer of the job."""
 
-    def __init__(self, shards: Shards, voice: Voice, poll_s: float, stall_s: float, codec: str = "fp32") -> None:
+    def __init__(self, memory: HostMemory, voice: Voice, poll_s: float, stall_s: float, codec: str = "fp32") -> None:
         """`codec` is the run's: a lossy one takes 8 B more for each parameter that this rank pushes."""
         self._voice, self._poll_s, self._stall_s = voice, poll_s, stall_s
-        self._own = list(_allocated(shards.pieces))
-        spoken = [(local, piece) for local, piece in self._own if local.speaks]
-        self._frozen = spoken
-        self._feedback = None if codec == "fp32" else Feedback([piece for _, piece in spoken])
-        self.push_rank, self.push_ranks = voice.numbered(bool(spoken))
-        self.pull_rank, self.pull_ranks = voice.numbered(bool(self._own))
-        pulled, *pushed = voice.total([_travels("fp32", self._own), *(_travels(c, spoken) for c in codecs.CODECS)])
+        self._memory = memory
+        self._feedback = None if codec == "fp32" else Feedback(memory.pieces)
+        self.rank, self.ranks = voice.numbered(bool(memory.pieces))  # among those that move bytes, in both directions
+        pulled, *pushed = voice.total([_travels(c, memory.pieces) for c in ("fp32", *codecs.CODECS)])
         self._bytes = {("pull", "fp32"): pulled, **{("push", c): n for c, n in zip(codecs.CODECS, pushed, strict=True)}}
 
-    def push(self, grant: Grant, base: Base, share: Share, accepted: int = 0) -> Moved:
+    def push(self, grant: Grant, base: Base, share: Share, accepted: int = 0, keep: bool = False) -> Underway:
         """Freeze what this rank speaks for and bring it to the slaves; all ranks call it.
 
         accepted  seq of the last push of this life whose Outcome was that; it settles what lossy pushes owe
+        keep      remember the shard as it is now, for a `merge`; 4 B more for each parameter of this rank's shard
         """
         feedback = self._feedback
         if feedback is not None:
             feedback.hear(base.inc, accepted)
         if grant.codec != "fp32" and (feedback is None or not feedback.holds(grant.base)):
-            return Moved(False, f"{grant.codec} was granted for differences to {grant.base}, not held here", 0)
-        for local, piece in self._frozen:
-            torch.from_numpy(piece.array).copy_(local.view)
+            job = _Job(None)
+            job.halt(f"{grant.codec} was granted for differences to {grant.base}, not held here")
+            return Underway(job, base.seq, 0, self._voice, lambda: "")
+        self._memory.gather()
+        if keep:
+            self._memory.keep()
         move: Callable[..., Stats] = transfer.push
         if feedback is not None:
             feedback.freeze(base.seq, grant.codec)
             move = partial(transfer.push, encode=feedback.encode)
-        return self._together("push", move, [p for _, p in self._frozen], grant, base, share)
+        return self._begin("push", move, grant, base, share)
 
-    def pull(self, grant: Grant, base: Base, share: Share, accepted: int = 0) -> Moved:
-        """Bring this rank's shard of the version into host memory; the model is not touched. `accepted` as for push."""
+    def pull(self, grant: Grant, base: Base, share: Share, accepted: int = 0) -> Underway:
+        """Bring this rank's pieces of the version into host memory, and no further. `accepted` as for push."""
         if self._feedback is not None:
             self._feedback.hear(base.inc, accepted)
-        return self._together("pull", transfer.pull, [p for _, p in self._own], grant, base, share)
+        return self._begin("pull", transfer.pull, grant, base, share)
 
-    @torch.no_grad()
     def install(self, version: VersionId) -> None:
-        """Copy what was pulled into the model's own memory; moments of optimizers stay as they are."""
-        for local, piece in self._own:
-            local.view.copy_(torch.from_numpy(piece.array))
+        """Copy what was pulled on all ranks into the model's own memory; moments of optimizers stay as they are.
+
+        Collective: what is replicated came once per cluster, and is handed on here.
+        """
         if self._feedback is not None:
             self._feedback.installed(version)
+        self._memory.spread()
+        self._memory.install()
 
-    def _together(
-        self,
-        kind: str,
-        move: Callable[..., Stats],
-        pieces: Sequence[Piece],
-        grant: Grant,
-        base: Base,
-        share: Share,
-    ) -> Moved:
-        total = self._bytes[kind, grant.codec]
-        if base.rank >= len(grant.order):  # an Outcome's grant counts the ranks that pushed, all may pull
-            order = (slaves_for_worker(r, len(grant.slaves)) for r in range(self.pull_ranks))
-            grant = replace(grant, order=tuple(order))
+    def merge(self, version: VersionId) -> None:
+        """Bring what was pulled into a model that has trained on: θ_local ← θ_version + (θ_local − θ_pushed).
+
+        Legal after a push that was kept (why.md 36). Collective, as `install`.
+        """
+        if self._feedback is not None:
+            self._feedback.installed(version)
+        self._memory.spread()
+        self._memory.merge()
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        """What this rank owes by lossy pushes, and the base that they are to; empty in fp32 runs."""
+        if self._feedback is None:
+            return {}
+        parts = zip(("base", "owed"), self._feedback.saved(), strict=True)
+        return {name: torch.cat([torch.from_numpy(a) for a in arrays]) for name, arrays in parts if arrays}
+
+    def resume(self, version: VersionId, saved: Mapping[str, torch.Tensor]) -> None:
+        """Take up what `saved` gave; raise LocalProtocolError if it is of another layout or of another codec."""
+        if self._feedback is None:
+            return
+        mine = self._feedback.saved()
+        sizes = [a.size for a in mine[0]]
+        if any(name not in saved or saved[name].numel() != sum(sizes) for name in ("base", "owed") if sizes):
+            raise LocalProtocolError("the checkpoint was saved by another layout of ranks, or without a lossy codec")
+        base, owed = ([t.numpy() for t in saved[n].split(sizes)] if sizes else [] for n in ("base", "owed"))
+        self._feedback.resume(version, base, owed)
+
+    def _begin(self, kind: str, move: Callable[..., Stats], grant: Grant, base: Base, share: Share) -> Underway:
+        total, pieces = self._bytes[kind, grant.codec], self._memory.pieces
         own = max(1, sum(codecs.named(grant.codec).range(*p.range).nbytes for p in pieces))
         seen = [0]
 
@@ -112,16 +131,36 @@ class Mover:
             )
 
         job = _Job(work if pieces else None)
-        while True:
-            job.wait(self._poll_s)
-            job.halt(share(seen[0] * total // own, total))
-            # The same transfer on all ranks (seq both ways), all of them well, all of them done.
-            low, high, well, done = self._voice.least([base.seq, -base.seq, int(job.error is None), int(job.done)])
-            if not well or low != -high:
-                job.cancel()
-                return Moved(False, job.reason, total)
-            if done:
-                return Moved(True, "", total)
+        return Underway(job, base.seq, total, self._voice, lambda: share(seen[0] * total // own, total))
+
+
+class Underway:
+    """A transfer that moves in its thread; the ranks look at it together."""
+
+    def __init__(self, job: _Job, seq: int, total: int, voice: Voice, tell: Callable[[], str]) -> None:
+        self._job, self._seq, self._total, self._voice, self._tell = job, seq, total, voice, tell
+
+    def finish(self, poll_s: float) -> Moved:
+        """Stand still until it is over; the ranks meet at least every `poll_s`."""
+        while (moved := self.look(poll_s)) is None:
+            pass
+        return moved
+
+    def look(self, wait_s: float = 0.0) -> Moved | None:
+        """What came of it, or None while it moves; waits for its end for at most `wait_s`. Collective."""
+        job = self._job
+        job.wait(wait_s)
+        job.halt(self._tell())
+        # The same transfer on all ranks (seq both ways), all of them well, all of them done.
+        low, high, well, done = self._voice.least([self._seq, -self._seq, int(job.error is None), int(job.done)])
+        if not well or low != -high:
+            job.cancel()
+            return Moved(False, job.reason, self._total)
+        return Moved(True, "", self._total) if done else None
+
+    def cancel(self) -> None:
+        """End it on this rank, whatever the others do."""
+        self._job.cancel()
 
 
 class _Job:
@@ -169,18 +208,6 @@ class _Job:
             self.error = error
 
 
-def _travels(codec: str, pairs: Sequence[tuple[LocalPiece, Piece]]) -> int:
+def _travels(codec: str, pieces: Sequence[Piece]) -> int:
     """Bytes of these pieces on the wire."""
-    return sum(codecs.named(codec).range(*piece.range).nbytes for _, piece in pairs)
-
-
-def _allocated(pieces: Sequence[LocalPiece]) -> list[tuple[LocalPiece, Piece]]:
-    """Pair every local piece with its part of one host buffer (pinned if the model lives on a GPU)."""
-    pinned = any(p.view.device.type == "cuda" for p in pieces)
-    host = torch.empty(sum(p.length for p in pieces), dtype=torch.float32, pin_memory=pinned)
-    pairs, at = [], 0
-    for p in pieces:
-        array = host[at : at + p.length].numpy()
-        pairs.append((p, Piece(p.layer, p.param, p.offset, p.length, array)))
-        at += p.length
-    return pairs
+    return sum(codecs.named(codec).range(*piece.range).nbytes for piece in pieces)

@@ -3,7 +3,7 @@
     outer = OuterLoop(model)                    # joins, pulls θ into this rank's shard
     for batch in loader(outer.ranges()):        # the data ranges leased to this cluster; or your own loader
         ...
-        outer.step(tokens=n, loss=loss)         # after each inner step; every H-th: push, window, pull
+        outer.step(tokens=n, loss=loss)         # after each inner step; when its pace says so: push, window, pull
     outer.close()
 
 Only rank 0 talks, to the agent that started this job; every verdict reaches all ranks by a broadcast, every rank moves
@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -31,6 +32,7 @@ from dips.client.local import (
     Attach,
     Bye,
     Failure,
+    Healed,
     Heard,
     Moving,
     Over,
@@ -44,14 +46,18 @@ from dips.client.local import (
     RangeGiven,
     RangesEnded,
     RangeWanted,
+    Resume,
+    Resumed,
+    Saved,
+    SaveWanted,
     Stepped,
     TrainOn,
     Wait,
     Welcome,
 )
-from dips.client.mover import Mover
+from dips.client.mover import Moved, Mover, Underway
 from dips.client.orphan import watch_agent
-from dips.client.parallel import shards
+from dips.client.parallel import HostMemory, lay_out
 from dips.client.transfer import Base
 from dips.client.voice import Voice
 from dips.config import ClusterFile, load_cluster
@@ -61,34 +67,55 @@ from dips.ids import VersionId
 Talk = PushWanted | PushMoved | PullWanted | PullMoved
 
 
+STATE_FORMAT = 1  # of state_dict; another number is refused, never guessed at
+
+
 class OuterLoop:
     """Takes part in the run for one rank of the training job."""
 
-    def __init__(self, model: nn.Module, config: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        config: str | os.PathLike[str] | None = None,
+        *,
+        optimizer: Any = None,
+    ) -> None:
         """Join the run and pull its newest version into `model`; returns when every rank holds it.
 
-        model   plain, DDP or FSDP2 (`fully_shard`), with fp32 parameters; only parameters are shared, no buffers
-        config  the cluster file; None: the one that the agent was started with
-        Errors  ConfigError: no agent, a wrong file or a wrong dtype. CorruptManifest: the model is not the run's; the
-                first differences are listed.
+        model      plain, DDP, FSDP2 or HSDP (`fully_shard`), tensor parallel by DTensor, or Megatron-core; a list of
+                   pipeline stages or model chunks counts as one model. Parameters with requires_grad are shared,
+                   frozen ones and buffers are not. Wrapped and sharded already: its memory must not be replaced later
+        config     the cluster file; None: the one that the agent was started with
+        optimizer  Megatron's: its fp32 masters are what is pushed, and are told of a pull. Nothing else needs it:
+                   torch's own optimizers work on the parameters themselves
+        Errors     the same on every rank. ConfigError: no agent, a wrong file, a model of a kind or dtype that is not
+                   supported, ranks that hold different models. CorruptManifest: the model is not the run's; the first
+                   differences are listed.
         """
         path = config or os.environ.get("DIPS_CLUSTER_FILE")
         if path is None:
             raise ConfigError("no cluster file: start this script as `dips-client --config cluster.yaml -- …`")
         watch_agent()
         self._config = load_cluster(Path(path))
-        self._voice = Voice()
+        self._voice = Voice(self._config.collective_s)
         self._pid = os.getpid()
         self._line: Line | None = None
-        layout = shards(model, self._voice.rank)
-        self._mover = Mover(layout, self._voice, self._config.poll_s, self._config.stall_s, self._config.shared.codec)
-        self._attempt = self._number = self._ranges_asked = self._since_push = 0
+        layout = lay_out(model, self._voice, optimizer, self._config.speakers)
+        memory = HostMemory(layout.adapter, layout.held, layout.plan, self._voice)
+        self._mover = Mover(memory, self._voice, self._config.poll_s, self._config.stall_s, self._config.shared.codec)
+        self._attempt = self._number = self._ranges_asked = self._look_in = 0
+        self._soon = 1  # inner steps until the next look at what is out
+        self._overlaps = self._config.overlap == "full"
+        # Under `overlap: full`: what moves and the verdict that began it; what the agent is still to answer.
+        self._out: tuple[Answer, Underway] | None = None
+        self._talk: Talk | None = None
         self._finished = self._closed = False
         self._progress = 0.0
         self._version: VersionId | None = None
         self.inner_steps = 0  # taken since this object was made
-        self._attach(layout.manifest.to_json())
+        self._attach(layout.plan.manifest.to_json())
         self._obey(PullWanted(self._attempt, self._next()))
+        self._warms_up = self.version.version > 0  # its optimizer has seen nothing, until a checkpoint is loaded
 
     # ---- what a training script sees -------------------------------------------------------------------------------
 
@@ -107,12 +134,24 @@ class OuterLoop:
         return self._progress
 
     @property
+    def lr_scale(self) -> float:
+        """A factor for the inner learning rate: below 1 while a cluster that joined a run under way warms up."""
+        if not self._warms_up:
+            return 1.0
+        return min(1.0, (self.inner_steps + 1) / max(1, self._config.rejoin_warmup_steps))
+
+    @property
     def finished(self) -> bool:
         """The run is over: leave the training loop. `step` does nothing from now on, `ranges` ends."""
         return self._finished
 
+    @property
+    def moving(self) -> bool:
+        """Under `overlap: full`: a push or pull of this cluster is out, and training goes on beside it."""
+        return self._out is not None or self._talk is not None
+
     def step(self, *, tokens: int, loss: Any = None) -> None:
-        """Say that one inner step is done; every H-th takes part in an outer step before it returns.
+        """Say that one inner step is done; when a push is due it takes part in an outer step before it returns.
 
         tokens  consumed in this step by the whole cluster, on all its ranks together; rank 0's number counts
         loss    of this step, a float or a tensor of one element, or None; rank 0's is shown
@@ -124,11 +163,19 @@ class OuterLoop:
         if tokens < 0:
             raise LocalProtocolError(f"tokens: expected 0 or more, got {tokens}")
         self.inner_steps += 1
-        self._since_push += 1
+        self._look_in -= 1
         if self._line:
-            self._line.tell(Stepped(self._attempt, int(tokens), _finite(loss)))
-        if self._since_push >= self._config.pace.steps:
-            self._obey(PushWanted(self._attempt, self._next()))
+            shown = _finite(loss)
+            self._line.tell(Stepped(self._attempt, int(tokens), shown, loss is None or shown is not None))
+        if self._look_in <= 0:
+            self._look_at(demanded=False)
+
+    def push(self) -> None:
+        """Take part in an outer step now, whatever the pace; as many inner steps count as were taken since the last."""
+        self._check()
+        if not self._finished:
+            self._settle()
+            self._look_at(demanded=True)
 
     def ranges(self) -> Iterator[int]:
         """Yield the data ranges leased to this cluster, the same on all ranks, until none is left or the run is over.
@@ -143,20 +190,70 @@ class OuterLoop:
             )
         while not self._finished and not self._closed:
             self._check()
+            self._voice.meet("OuterLoop.ranges")
             self._ranges_asked += 1
             answer = self._persist(RangeWanted(self._attempt, self._ranges_asked))
             if isinstance(answer, RangeGiven):
                 yield answer.range
                 continue
             if isinstance(answer, RangesEnded) and answer.finished:
-                self._obey(PushWanted(self._attempt, self._next()))  # nothing is pushed: the final version is pulled
+                self._settle()
+                if not self._finished:
+                    self._obey(
+                        PushWanted(self._attempt, self._next())
+                    )  # nothing is pushed: the final version is pulled
             return
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a cluster's checkpoint needs of the outer loop, for `torch.save` or `torch.distributed.checkpoint`.
+
+        Save it with the model and the optimizer, between two steps. Collective; the same on all ranks but for the
+        tensors of lossy runs, whose names bear the rank. While a push is out (`overlap: full`) it says so: a resume
+        then loses the merge.
+        """
+        self._check()
+        self._voice.meet("OuterLoop.state_dict")
+        saved = self._hear(SaveWanted(self._attempt))
+        if not isinstance(saved, Saved):
+            raise LocalProtocolError(f"expected Saved from the agent, got {saved!r}")
+        own = {f"{name}.rank{self._voice.rank}": tensor for name, tensor in self._mover.saved().items()}
+        return {"format": STATE_FORMAT, "inner_steps": self.inner_steps, **asdict(saved), **own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> str:
+        """Go on from a checkpoint whose model and optimizer were loaded just now; return what came of it.
+
+        Exact if no push of this cluster was settled since it was saved: same base, same tokens, same data ranges, the
+        first of which may be half trained. A checkpoint that the run has overtaken is healed: the head is pulled into
+        the model, and the returned text says why. Call it before the first inner step. Collective.
+        Errors  LocalProtocolError: inner steps were taken already; a checkpoint of another format or layout of ranks.
+        """
+        self._check()
+        if state.get("format") != STATE_FORMAT:
+            raise LocalProtocolError(f"expected an outer state of format {STATE_FORMAT}, got {state.get('format')!r}")
+        saved = Saved(**{f.name: _plain(state[f.name]) for f in fields(Saved)})
+        self._voice.meet("OuterLoop.load_state_dict")
+        answer = self._persist(Resume(self._attempt, saved))
+        if isinstance(answer, Healed):
+            self._obey(PullWanted(self._attempt, self._next()))
+            self._warms_up = False
+            return f"the checkpoint is overtaken: {answer.reason}; pulled {self.version}"
+        if not isinstance(answer, Resumed):
+            raise LocalProtocolError(f"expected Resumed or Healed from the agent, got {answer!r}")
+        suffix = f".rank{self._voice.rank}"
+        own = {name.removesuffix(suffix): tensor for name, tensor in state.items() if name.endswith(suffix)}
+        self._version, self._warms_up = VersionId.parse(saved.base), False
+        self._mover.resume(self._version, own)
+        self.inner_steps, self._look_in = int(state["inner_steps"]), answer.steps
+        return answer.reason
 
     def close(self) -> None:
         """Say that the training is done; what was trained since the last push does not count. Twice is fine."""
         if self._closed:
             return
         self._check()
+        self._voice.meet("OuterLoop.close")
+        if self._out is not None:
+            self._out[1].cancel()
         self._hear(Bye(self._attempt))
         self._end()
 
@@ -175,41 +272,84 @@ class OuterLoop:
 
     def _attach(self, manifest: str) -> None:
         life, restart = (int(os.environ.get(key, "0")) for key in ("DIPS_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
-        question = Attach(life, restart, os.getpid(), manifest, self._mover.push_ranks, self._mover.pull_ranks)
+        question = Attach(life, restart, os.getpid(), manifest, self._mover.ranks, self._mover.ranks)
         welcome = self._persist(question)
         if not isinstance(welcome, Welcome):
             raise LocalProtocolError(f"expected Welcome from the agent, got {welcome!r}")
         self._attempt, self._progress = welcome.attempt, welcome.progress
 
     def _obey(self, talk: Talk) -> None:
-        """Do what the agent says, on all ranks, until it says to train on."""
+        """Do what the agent says, on all ranks, standing still until it says to train on."""
         while True:
             verdict = self._persist(talk)
-            match verdict:
-                case PushNow():
-                    talk = self._push(verdict)
-                case PullNow():
-                    talk = self._pull(verdict)
-                case TrainOn():
-                    self._progress = verdict.progress
-                    self._since_push = self._since_push if verdict.again else 0
-                    return
-                case Over():
-                    self._progress, self._finished = verdict.progress, True
-                    return
-                case _:
-                    raise LocalProtocolError(f"expected a verdict from the agent, got {verdict!r}")
+            underway = self._begin(verdict)
+            if underway is None:
+                return
+            talk = self._land(verdict, underway.finish(self._config.poll_s))
 
-    def _push(self, verdict: PushNow) -> PushMoved:
-        base = self._base(verdict, self._mover.push_rank)
-        moved = self._mover.push(verdict.grant, base, self._share, verdict.accepted)
-        return PushMoved(self._attempt, self._next(), verdict.seq, moved.ok, moved.reason, moved.nbytes)
+    def _look_at(self, demanded: bool) -> None:
+        if not self.moving:
+            self._voice.meet("OuterLoop.step")
+        question = PushWanted(self._attempt, 0 if self._out or self._talk else self._next(), demanded)
+        if self._overlaps:
+            self._look(question)
+        else:
+            self._obey(question)
 
-    def _pull(self, verdict: PullNow) -> PullMoved:
-        base = self._base(verdict, self._mover.pull_rank)
-        moved = self._mover.pull(verdict.grant, base, self._share, verdict.accepted)
+    def _look(self, question: PushWanted) -> None:
+        """Go on with what is out, or ask the agent what is due; in neither case stand still for it."""
+        if self._out is not None:
+            verdict, underway = self._out
+            moved = underway.look()
+            if moved is None:
+                self._look_in = self._soon
+                return
+            self._out, self._talk = None, self._land(verdict, moved)
+        self._talk = self._talk or question
+        answer = self._hear(replace(self._talk, at_once=True))
+        if isinstance(answer, Wait):
+            self._look_in = self._soon = answer.steps
+            return
+        self._talk, begun = None, self._begin(answer)
+        if begun is not None and isinstance(answer, PullNow) and not answer.merge:  # no step before it is worth taking
+            self._obey(self._land(answer, begun.finish(self._config.poll_s)))
+        elif begun is not None:
+            self._out, self._look_in = (answer, begun), self._soon
+
+    def _settle(self) -> None:
+        """Stand still until nothing is out."""
+        if self._out is not None:
+            verdict, underway = self._out
+            self._out, self._talk = None, self._land(verdict, underway.finish(self._config.poll_s))
+        if self._talk is not None:
+            talk, self._talk = self._talk, None
+            self._obey(talk)
+
+    def _begin(self, verdict: Answer) -> Underway | None:
+        """Begin the transfer that the agent ordered, or note that there is none to begin."""
+        match verdict:
+            case PushNow():
+                base = self._base(verdict, self._mover.rank)
+                return self._mover.push(verdict.grant, base, self._share, verdict.accepted, keep=self._overlaps)
+            case PullNow():
+                base = self._base(verdict, self._mover.rank)
+                return self._mover.pull(verdict.grant, base, self._share, verdict.accepted)
+            case TrainOn():
+                self._progress, self._look_in = verdict.progress, verdict.steps
+            case Over():
+                self._progress, self._finished = verdict.progress, True
+            case _:
+                raise LocalProtocolError(f"expected a verdict from the agent, got {verdict!r}")
+        return None
+
+    def _land(self, verdict: Answer, moved: Moved) -> Talk:
+        """The transfer is over on all ranks: put what was pulled into the model, and say so."""
+        if isinstance(verdict, PushNow):
+            return PushMoved(self._attempt, self._next(), verdict.seq, moved.ok, moved.reason, moved.nbytes)
+        assert isinstance(verdict, PullNow)
         if moved.ok:  # on all ranks
-            self._mover.install(verdict.grant.version)
+            install = self._mover.merge if verdict.merge else self._mover.install
+            install(verdict.grant.version)
             self._version, self._progress = verdict.grant.version, verdict.progress
         return PullMoved(self._attempt, self._next(), verdict.seq, moved.ok, moved.reason, moved.nbytes)
 
@@ -275,3 +415,8 @@ def _finite(loss: Any) -> float | None:
     """A loss that can be averaged and shown; one that is not finite is the gate's business, not the ledger's."""
     value = math.nan if loss is None else float(loss)
     return value if math.isfinite(value) else None
+
+
+def _plain(value: Any) -> Any:
+    """What a checkpoint gives back for what was saved: torch.distributed.checkpoint makes lists of tuples."""
+    return tuple(int(v) for v in value) if isinstance(value, list | tuple) else value

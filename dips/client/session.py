@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dips.client.account import Account, RangeQueue
+from dips.client.checkpoints import Checkpoints
 from dips.client.deeds import ACTIVITY, Ask, Deed, Hurry, Phase
 from dips.client.local import (
     Answer,
@@ -28,23 +29,23 @@ from dips.client.local import (
     RangeGiven,
     RangesEnded,
     RangeWanted,
+    Resume,
+    SaveWanted,
     Stepped,
-    TrainOn,
     Wait,
     Welcome,
 )
-from dips.client.talk import ANSWERS, Talk
+from dips.client.talk import ANSWERS
 from dips.errors import DipsError, LocalProtocolError, Stale, StaleIncarnation
 from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer
 from dips.protocol.effects import Dropped, Finished, Joined, Pending, Ranges, Refused, Result
-from dips.protocol.events import ClusterJoined, ClusterLeft, RangesRequested
+from dips.protocol.events import ClusterJoined, ClusterLeft
 
-RANGES_AT_ONCE = 2  # leased together: the one needed, and one so that the next is here before it is asked for
 ASK_AGAIN_S = 0.05  # after Pending; the master holds the question open itself
 MARK_EVERY_S = 0.5  # inner steps on the timeline, at most so often
 
 
-class Session(Talk):
+class Session(Checkpoints):
     """The agent's mind; see `Life.__init__` for what it is made from."""
 
     def hear(self, message: Message, now: float) -> tuple[Answer | None, list[Deed]]:
@@ -65,7 +66,8 @@ class Session(Talk):
         self._now, self._unreachable_since = now, None
         if isinstance(result, Ranges) and number == -self._ranges_seq:
             self._ranges_asked = False
-            self.ranges.lease(result.ranges, result.exhausted)
+            # named ranges that are not to be had say nothing about those that are
+            self.ranges.lease(result.ranges, result.exhausted and not self._claimed)
         elif number < 0 and number == -self._ranges_seq:
             self._ranges_again(result)
         elif number == self._question:
@@ -97,13 +99,15 @@ class Session(Talk):
         if self._told is None:
             self.reason = reason
         if self._unreachable() and self._waiting and self.base is not None and not self._resync:
-            if self.phase is Phase.ASKING_PUSH:
+            if self._overlap:
+                pass  # nobody stands still
+            elif self.phase is Phase.ASKING_PUSH:
                 self._give_back()
                 self._abort(reason)
-                self._tell(TrainOn(reason, True, self._fraction()))
+                self._tell(self._train_on(reason, again=True))
             elif self.phase in (Phase.FINISHING, Phase.AWAITING, Phase.ASKING_PULL):
                 self._pull_due = False
-                self._tell(TrainOn(reason, False, self._fraction()))
+                self._tell(self._train_on(reason))
         return self._flush()
 
     def beat(self) -> ClusterBeat | None:
@@ -111,7 +115,8 @@ class Session(Talk):
         if self.inc == 0:
             return None
         trainer = "dead" if not self._alive else "training" if self.base is not None else "starting"
-        activity = ACTIVITY.get(self.phase, "inner") if self._alive and not self._told else "inner"
+        standing = self._alive and not self._told and not (self._overlap and self.base is not None and not self._resync)
+        activity = ACTIVITY.get(self.phase, "inner") if standing else "inner"
         self._beat_lost = self.account.unsettled + self.account.lost
         self._beat_moving = self._moving_id()
         return ClusterBeat(
@@ -127,6 +132,9 @@ class Session(Talk):
             self.base,
             *self._moved,
             self._bytes_per_s,
+            self._pace.aligned_steps,
+            self._pace.step_s,
+            self._pace.since_push,
         )
 
     def beat_answered(self, inc: int, answer: ClusterBeatAnswer, now: float) -> list[Deed]:
@@ -136,6 +144,7 @@ class Session(Talk):
             return self._flush()
         self._term, self._unreachable_since = answer.term, None
         self._progressed(answer.progress)
+        self._pace.told(answer.push_in_s, now)
         if answer.standing == "live":
             self._told_lost = self._beat_lost
             self._notice_drop(answer)
@@ -177,8 +186,10 @@ class Session(Talk):
             self._bury("a new attempt began")
         self.attempt, self._alive, self._key = self.attempt + 1, True, key
         self._number, self.base, self._pull_failures = 0, None, 0
+        self._cut = False
         self._waiting, self._told, self._resync = False, None, False
         self._push_ranks, self._pull_ranks = q.push_ranks, q.pull_ranks
+        self._pace.cut(self._now)
         self.ranges.exhausted = False
         self._mark("trainer_attached", attempt=self.attempt, life=q.life, restart=q.restart)
         if self.phase is Phase.UNJOINED or q.manifest != self._manifest:
@@ -203,6 +214,10 @@ class Session(Talk):
                 return self._talk(message)
             case RangeWanted():
                 return self._range(message)
+            case SaveWanted():
+                return self._save()
+            case Resume():
+                return self._resume(message)
             case Bye():
                 self._bury("it is done")
                 return Heard()
@@ -212,9 +227,13 @@ class Session(Talk):
 
     def _stepped(self, notice: Stepped) -> None:
         self.inner_steps += 1
+        self._pace.stepped(self._now)
         self.tokens += notice.tokens
         self.loss = self.loss if notice.loss is None else notice.loss
         self.account.earn(notice.tokens, notice.loss)
+        if not notice.finite and not self._sick:
+            self._sick = True
+            self._mark("loss_not_finite", attempt=self.attempt, inner_steps=self.inner_steps)
         if self._resync:  # its pull will overwrite this work
             self.account.lose_carried()
         if self._now - self._marked_at >= MARK_EVERY_S:
@@ -279,7 +298,7 @@ class Session(Talk):
         self.account.lose_carried()
         self.account, self.ranges = Account(lost=self.account.lost), RangeQueue()
         self.ranges.lease(result.ranges, False)
-        self._told_lost = 0
+        self._told_lost, self.settled, self._claimed = 0, result.settled, ()
         self._seq = self._ranges_seq = self._accepted = 0
         self._ranges_asked, self._pull_due = False, True
         self._resync = self.base is not None  # what it trained under its former life is overwritten
@@ -296,19 +315,14 @@ class Session(Talk):
         self.account = Account(lost=max(0, self.account.lost - self._told_lost))
         self._join("its lease at the master ran out: it joins again")
 
-    def _ask_ranges(self) -> None:
-        self._ranges_asked, self._ranges_seq = True, self._ranges_seq + 1
-        event = RangesRequested(0, self._identity.cluster, self.inc, self._ranges_seq, RANGES_AT_ONCE)
-        self._out.append(Ask("ranges", -self._ranges_seq, event, 0.0))
-
     def _ranges_again(self, result: Result) -> None:
         if isinstance(result, Finished):
             self._ranges_asked = False
             self.progress = replace(self.progress, finished=result.version)
             return
         delay_s = result.retry_after_s if isinstance(result, Refused) else ASK_AGAIN_S
-        event = RangesRequested(0, self._identity.cluster, self.inc, self._ranges_seq, RANGES_AT_ONCE)
-        self._out.append(Ask("ranges", -self._ranges_seq, event, delay_s))
+        assert self._ranges_event is not None
+        self._out.append(Ask("ranges", -self._ranges_seq, self._ranges_event, delay_s))
 
     def _joined_in(self) -> bool:
         return self.inc > 0 and self.phase is not Phase.JOINING

@@ -51,7 +51,7 @@ class Talk(Life):
             if isinstance(q, PushWanted | PullWanted) and self.phase is not Phase.RESTING:
                 # The last talk is still being settled; a trainer that has parameters stands still for so long only.
                 late = isinstance(q, PushWanted) and self._unreachable()
-                return TrainOn(self.reason, True, self._fraction()) if late else Wait(self.reason)
+                return self._train_on(self.reason, again=True) if late else Wait(self.reason)
             self._number, self._waiting, self._told = q.number, True, None
             self._open(q)
         return self._verdict()
@@ -69,7 +69,9 @@ class Talk(Life):
         elif isinstance(q, PushMoved | PullMoved) or self._pull_due or self.progress.finished:
             self._rest("the transfer was ended meanwhile")
         elif self._now < self._backoff_until:
-            self._tell(TrainOn(self.reason, True, self._fraction()))
+            self._tell(self._train_on(self.reason, again=True))
+        elif (steps := self._pace.look_in(self._now)) and not q.demanded:
+            self._tell(TrainOn(self.reason, steps, self._fraction()))
         else:
             self._ask_push()
 
@@ -77,10 +79,22 @@ class Talk(Life):
         if self._told:
             return self._told
         if self.phase is Phase.PUSHING and self._grant:
+            self._freeze()
             return PushNow(self.inc, self._seq, self._grant, self._accepted)
         if self.phase is Phase.PULLING and self._grant:
-            return PullNow(self.inc, self._seq, self._grant, self._fraction(), self._accepted)
-        return Wait(self.reason)
+            return PullNow(self.inc, self._seq, self._grant, self._fraction(), self._accepted, self._merge)
+        return Wait(self.reason, self._pace.soon)
+
+    def _freeze(self) -> None:
+        """Cut the progress where the ranks freeze the model: all that they did before is counted, nothing after it."""
+        if self._cut:
+            return
+        self._cut, self._frozen_by, self._sick = True, self.attempt, False
+        self.account.freeze()
+        if self._overlap:
+            self._pace.cut(self._now)
+        self._begin_moving()
+        self._mark("push_begin", seq=self._seq, base=str(self.base), tokens=self.account.frozen.tokens)
 
     def _moving_id(self) -> PushId | PullId | None:
         """The push or pull that the ranks are moving now."""
@@ -107,7 +121,15 @@ class Talk(Life):
         if self.progress.finished:
             self._tell(Over(f"the run is finished with {self.progress.finished}", self._fraction()))
         else:
-            self._tell(TrainOn(reason, again, self._fraction()))
+            self._tell(self._train_on(reason, again))
+
+    def _train_on(self, reason: str, again: bool = False) -> TrainOn:
+        """Look `again` at the next boundary; else this talk was a push or a pull, and the pace begins anew."""
+        if again:
+            return TrainOn(reason, 1, self._fraction())
+        if not self._overlap:  # there the pace began anew when the push was frozen
+            self._pace.cut(self._now)
+        return TrainOn(reason, max(1, self._pace.look_in(self._now)), self._fraction())
 
     def _tell(self, verdict: Answer) -> None:
         self._told, self._waiting = verdict, False
@@ -117,7 +139,7 @@ class Talk(Life):
         if not q.ok:
             self._give_back()
             self._abort(f"its push failed: {q.reason}")
-            self._tell(TrainOn(self.reason, False, self._fraction()))
+            self._tell(self._train_on(self.reason))
             return
         self._have_moved(q.nbytes, q.nbytes)
         self.phase, self.reason = Phase.FINISHING, "its push waits to be committed"
@@ -131,7 +153,8 @@ class Talk(Life):
         if q.installed:
             self._have_moved(q.nbytes, q.nbytes)
             self.base, self._resync, self._pull_due, self._pull_failures = version, False, False, 0
-            self.ranges.take_back_unserved(self.account.lose_carried())  # work that the pull has overwritten
+            if not self._merge:
+                self.ranges.take_back_unserved(self.account.lose_carried())  # work that the pull has overwritten
             self.reason = f"trains on {version}"
         else:
             self._pull_failed(f"its pull failed: {q.reason}")
@@ -150,10 +173,9 @@ class Talk(Life):
     def _push_granted(self, grant: Grant) -> None:
         self.phase, self.reason, self._grant = Phase.PUSHING, "its push is moving", grant
         self._mark_inner()
-        self.account.freeze()
-        self._frozen_by = self.attempt
-        self._begin_moving()
-        self._mark("push_begin", seq=self._seq, base=str(self.base), tokens=self.account.frozen.tokens)
+        self._cut = False
+        if not self._overlap:  # the trainer stands still since it asked
+            self._freeze()
 
     def _refused(self, result: Refused) -> None:
         if self.phase is Phase.ASKING_PULL:
@@ -178,12 +200,13 @@ class Talk(Life):
             self._rest(f"its round was skipped: {result.reason}")
             return
         self.account.settle(result.kind)
+        self.settled += 1
         self._accepted = self._seq if result.kind == "accepted" else self._accepted
         self._pull_due = self._waiting
         if result.pull is None:
             self._rest(f"its push was {result.kind}")
         elif self._waiting:
-            self._pull_granted(result.pull)
+            self._pull_granted(result.pull, after_push=True)
         else:
             self._close_pull(False)
 
@@ -197,11 +220,12 @@ class Talk(Life):
         self._give_back()
         self._rest(result.reason, delay_s=RETRY_S)
 
-    def _pull_granted(self, grant: Grant) -> None:
+    def _pull_granted(self, grant: Grant, after_push: bool = False) -> None:
         if not self._waiting:  # the trainer was told to train on, or died
             self._close_pull(False)
             return
         self.phase, self.reason, self._grant = Phase.PULLING, f"pulls {grant.version}", grant
+        self._merge = self._overlap and after_push and not self._resync and not self.progress.finished
         self._begin_moving()
         self._mark("pull_begin", seq=self._seq, version=str(grant.version))
 
@@ -224,6 +248,8 @@ class Talk(Life):
 
     def _ask_push(self) -> None:
         assert self.base is not None
+        if not self._overlap:
+            self._pace.stood_still()
         self._seq, self._moved = self._seq + 1, (0, 0)
         self.phase, self.reason = Phase.ASKING_PUSH, "it asks for a push"
         self._ask(PushRequested(0, self._push_id(), self.base, self._push_ranks))

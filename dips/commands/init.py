@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,15 +24,20 @@ def init(
         typer.Option(metavar="MODULE:FUNCTION", help="Make θ: a function without arguments, returns a module."),
     ] = None,
     seed: Annotated[int, typer.Option(help="torch.manual_seed before the factory is called.")] = 0,
+    trainable: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Only parameters of such names, as in '*.lora_*'; may be repeated."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Throw the run away that is already there.")] = False,
 ) -> None:
     """Make a run: its first model and its ledger.
 
     Writes v0@r0 and the ledger under master.directory of the run file.
 
-    The model comes from here, never from a cluster. Parameters must be fp32; buffers are not part of the model. With
-    both --model and --factory, the file gives the numbers and the factory's module the order of the parameters, which
-    clusters must agree on; with --model alone the order is that of the file.
+    The model comes from here, never from a cluster. Parameters must be fp32; buffers are not part of the model, nor are
+    frozen parameters: what the factory's module gives requires_grad, or what --trainable names, is what the clusters
+    share (LoRA adapters alone, say). With both --model and --factory the file gives the numbers, and may hold the
+    frozen parameters too.
 
     Slaves read the model from their key initial_model: copy <master.directory>/initial/model.safetensors to where that
     points, if they are on other machines.
@@ -40,15 +46,20 @@ def init(
     Example:
       dips init --config dips.yaml --factory dips.demo.model:build --seed 1
       dips init --config dips.yaml --model llama.safetensors --factory mymodel:build
+      dips init --config dips.yaml --model adapters.safetensors --trainable '*.lora_*'
     """
     from dips.master.genesis import make_run
 
     run_file = load_run(config)
     if model is None and factory is None:
         raise ConfigError("nothing to begin from: give --model FILE, or --factory MODULE:FUNCTION with --seed N")
-    made = _from_factory(factory, seed) if factory else None
-    tensors = made if model is None else _from_file(model, list(made) if made else None)
+    made, frozen = _from_factory(factory, seed) if factory else (None, [])
+    tensors = made if model is None else _from_file(model, made, frozen)
     assert tensors is not None
+    if trainable:
+        tensors = {name: t for name, t in tensors.items() if any(fnmatchcase(name, p) for p in trainable)}
+        if not tensors:
+            raise ConfigError(f"--trainable: no parameter's name matches {' or '.join(trainable)}")
     row = make_run(run_file, tensors, force=force, wall=time.time)
     numel = sum(t.size for t in tensors.values())
     print(f"made run {row.run}: {len(tensors)} parameters, {numel / 1e6:.2f} M elements, {4 * numel / 1e6:.1f} MB")
@@ -57,14 +68,16 @@ def init(
     print(f"next: dips-master --config {config}, and dips-slave --config {config} --name NAME for each slave")
 
 
-def _from_factory(spec: str, seed: int) -> dict[str, Any]:
-    """Call MODULE:FUNCTION under a seed; return its parameters by name, in its order."""
+def _from_factory(spec: str, seed: int) -> tuple[dict[str, Any], list[str]]:
+    """Call MODULE:FUNCTION under a seed; return its trainable parameters by name, and the names of the frozen ones."""
     module_name, colon, function_name = spec.partition(":")
     if not colon:
         raise ConfigError(f"--factory: expected MODULE:FUNCTION, got {spec!r}")
     sys.path.insert(0, "")  # a factory beside the run file is the usual case
     try:
         import torch
+
+        from dips.client.parallel import whole
 
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
@@ -73,23 +86,28 @@ def _from_factory(spec: str, seed: int) -> dict[str, Any]:
     made = function()
     if not isinstance(made, torch.nn.Module):
         raise ConfigError(f"--factory {spec}: expected a torch.nn.Module, got {type(made).__name__}")
-    wrong = [n for n, p in made.named_parameters() if p.dtype is not torch.float32]
+    try:
+        parameters, frozen = whole(made)
+    except ConfigError as error:
+        raise ConfigError(f"--factory {spec}: {error}") from error
+    wrong = [name for name, tensor in parameters.items() if tensor.dtype is not torch.float32]
     if wrong:
         raise ConfigError(f"--factory {spec}: expected parameters in float32; {wrong[0]} is not")
-    return {name: p.detach().cpu().contiguous().numpy() for name, p in made.named_parameters()}
+    return {name: tensor.cpu().contiguous().numpy() for name, tensor in parameters.items()}, frozen
 
 
-def _from_file(path: Path, order: list[str] | None) -> dict[str, Any]:
-    """Read a safetensors file in `order`, or in its own."""
+def _from_file(path: Path, made: dict[str, Any] | None, frozen: list[str]) -> dict[str, Any]:
+    """Read a safetensors file: what the factory's module trains, or all of it if there is none."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="np") as file:
-            names = list(file.offset_keys())
-            if order is not None and set(order) != set(names):
-                one = sorted(set(order) ^ set(names))[0]
+            names = set(file.keys())
+            wanted = names if made is None else made.keys()
+            if made is not None and (odd := (wanted - names) | (names - wanted - set(frozen))):
+                one = sorted(odd)[0]
                 where = "only in the file" if one in names else "only in the factory's module"
                 raise ConfigError(f"{path}: parameters differ from the factory's; {one} is {where}")
-            return {name: file.get_tensor(name) for name in order or names}
+            return {name: file.get_tensor(name) for name in sorted(wanted)}
     except (OSError, SafetensorError, TypeError) as error:  # TypeError: a dtype that numpy has not (bfloat16)
         raise ConfigError(f"{path}: expected a safetensors file with fp32 parameters: {error}") from error

@@ -39,7 +39,7 @@ def make_run(
     """Write `<master.directory>/initial/` and the ledger of a new run; return its first row.
 
     config   names the run, the slaves and the directory
-    tensors  full fp32 parameters by name, in the model's order; buffers and other types do not belong to θ
+    tensors  full fp32 parameters by name, in any order; buffers, other types and what is frozen do not belong to θ
     force    throw an existing ledger away: its run is gone
     wall     Unix seconds, for the ledger's rows
 

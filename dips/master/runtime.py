@@ -24,10 +24,12 @@ from dips.protocol.events import (
     Blind,
     ClusterJoined,
     ClusterLeft,
+    ClusterSilent,
     Event,
     SlaveRegistered,
     Ticked,
 )
+from dips.protocol.pace import Meetings
 from dips.telemetry.logs import Log
 from dips.telemetry.timeline import Timeline
 
@@ -70,6 +72,7 @@ class Runtime:
         journal: Journal | None = None,
     ) -> None:
         self._coordinator, self._judge, self._outside = coordinator, judge, outside
+        self._meetings = Meetings()
         self._term, self._beat_s, self._lease_s, self._clock = term, beat_s, lease_s, clock
         self._log, self._timeline, self._journal = log, timeline, journal
         self._inbox: deque[Event | _Beat] = deque()
@@ -121,8 +124,11 @@ class Runtime:
         return self._changed
 
     def view(self) -> dict[str, Any]:
-        view = self._coordinator.view(self._clock())
-        return view if self._journal is None else {**view, "journal": self._journal.told()}
+        now, gathering = self._clock(), self._coordinator.gathering()
+        picture = self._coordinator.view(now)
+        for name, cluster in picture.get("clusters", {}).items():
+            cluster["pace"] = self._meetings.explain(name, gathering, now)
+        return picture if self._journal is None else {**picture, "journal": self._journal.told()}
 
     def stop(self, code: int = 0) -> None:
         """End `run` with this exit code; the first call counts."""
@@ -168,6 +174,7 @@ class Runtime:
             return
         self._log.warning("blind", gap_s=round(gap_s, 3))
         self._judge.shift(gap_s)
+        self._meetings.shift(gap_s)
         self._step(Blind(gap_s), now)
         self._judging_from = now + self._beat_s / 2  # what lies in the sockets is read first
 
@@ -181,6 +188,8 @@ class Runtime:
 
     def _judge_and_tick(self, now: float) -> None:
         for event in self._judge.verdicts(now):
+            if isinstance(event, ClusterSilent):
+                self._meetings.forget(event.cluster)
             self._step(event, now)
         if now >= self._coordinator.next_deadline():
             self._step(Ticked(), now)
@@ -241,6 +250,7 @@ class Runtime:
             case ClusterLeft(), _:
                 if self._coordinator.cluster_standing(event.cluster, event.inc)[0] == "gone":
                     self._judge.forget_cluster(event.cluster)
+                    self._meetings.forget(event.cluster)
                     self.beats.pop(("cluster", event.cluster), None)
 
     def _hear(self, item: _Beat, now: float) -> None:
@@ -257,7 +267,9 @@ class Runtime:
         standing, push, pull = self._coordinator.cluster_standing(beat.cluster, beat.inc)
         if standing == "live":  # so only names that the Coordinator knows are kept
             self.beats["cluster", beat.cluster] = (beat, now)
-        return ClusterBeatAnswer(self._term, self._lease_s, standing, push, pull, self._coordinator.progress())
+            self._meetings.heard(beat)
+        due = self._meetings.push_in_s(beat.cluster, self._coordinator.gathering(), now)
+        return ClusterBeatAnswer(self._term, self._lease_s, standing, push, pull, self._coordinator.progress(), due)
 
     def _hear_slave(self, beat: SlaveBeat, now: float) -> SlaveBeatAnswer:
         for event in self._judge.heard_slave(beat, now):

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Progress
 
+NO_MEETING = -1.0  # ClusterBeatAnswer.push_in_s: the cluster keeps its own pace
+
 
 @dataclass(frozen=True, slots=True)
 class ClusterBeat:
@@ -28,6 +30,9 @@ class ClusterBeat:
     bytes_moved: int  # of the present transfer
     bytes_total: int
     bytes_per_s: float  # of the present or last transfer
+    aligned_steps: int = 0  # H that it would take by itself, if it pushes together with others; 0: its own pace
+    step_s: float = 0.0  # time of an inner step; 0 while unknown
+    since_push: int = 0  # inner steps since its last push
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,7 @@ class ClusterBeatAnswer:
     push: PushId | None
     pull: PullId | None
     progress: Progress
+    push_in_s: float = NO_MEETING  # aligned pace: until its push should begin
 
 
 def remaining_s(nbytes: int, total: int, bytes_per_s: float) -> float:

@@ -25,7 +25,13 @@ def joined(w: World, event: ClusterJoined) -> None:
     if cluster is None or not (cluster.live and cluster.nonce == event.nonce):
         cluster = _begin(w, event, cluster)
     ranges = w.ranges.held_by(cluster.name, cluster.inc)
-    w.reply(event.req, Joined(w.term, cluster.inc, w.head, w.progress(), ranges))
+    w.reply(event.req, Joined(w.term, cluster.inc, w.head, w.progress(), ranges, _settled(w, cluster)))
+
+
+def _settled(w: World, cluster: Cluster) -> int:
+    """Pushes of this cluster whose work is in the run or refused for good; one in a window is about to be."""
+    in_window = [p for p in (*(w.round.pushes if w.round else ()), *w.waiting) if p.id.cluster == cluster.name]
+    return cluster.counts["accepted"] + cluster.counts["gated"] + len(in_window)
 
 
 def _mismatch(w: World, event: ClusterJoined) -> Failed | None:
@@ -107,10 +113,15 @@ def ranges_requested(w: World, event: RangesRequested) -> None:
     if not 1 <= event.count <= MAX_RANGES_ASKED:
         w.reply(event.req, Failed("RemoteProtocolError", f"count: expected 1 to {MAX_RANGES_ASKED}, got {event.count}"))
         return
+    if len(event.claims) > MAX_RANGES_ASKED:
+        w.reply(
+            event.req, Failed("RemoteProtocolError", f"claims: at most {MAX_RANGES_ASKED}, got {len(event.claims)}")
+        )
+        return
     if w.finished:
         w.reply(event.req, Ranges((), True))
         return
-    taken, new = w.ranges.lease(cluster.name, cluster.inc, event.seq, event.count)
+    taken, new = w.ranges.lease(cluster.name, cluster.inc, event.seq, event.count, event.claims)
     if new and taken:
         w.record(RangesLeased(cluster.name, cluster.inc, event.seq, taken))
     w.reply(event.req, Ranges(taken, not taken))

@@ -43,6 +43,7 @@ from dips.protocol.events import (
 from dips.protocol.manifest import Manifest
 from dips.protocol.moves import RoundState, SlaveState
 from dips.protocol.options import Options
+from dips.protocol.pace import Gathering
 from dips.protocol.records import LedgerState
 from dips.protocol.world import Chorus, World
 
@@ -200,6 +201,11 @@ class Coordinator:
         register = known is None or known.sinc != sinc or known.state not in (SlaveState.READY, SlaveState.DRAINING)
         pushes_live = tuple(p.id for p in w.open_pushes())
         return register, w.last_number, pushes_live, tuple(p.id for p in w.open_pulls())
+
+    def gathering(self) -> Gathering:
+        """When windows open, and what a push takes: for those who push together (pace.py)."""
+        w = self._world
+        return Gathering(w.opened_at, min((s.slots for s in w.ready_slaves()), default=0), w.model_bytes)
 
     def view(self, now: float) -> dict[str, Any]:
         """The status as plain data: every state with its reason."""

@@ -62,12 +62,21 @@ class RangeBook:
         lease = self._leases.get((cluster, inc))
         return tuple(lease.ranges) if lease else ()
 
-    def lease(self, cluster: str, inc: int, seq: int, count: int) -> tuple[tuple[int, ...], bool]:
-        """Lease up to `count` ranges; return them, and whether they are new (False: a repeated question)."""
+    def lease(
+        self, cluster: str, inc: int, seq: int, count: int, claims: Sequence[int] = ()
+    ) -> tuple[tuple[int, ...], bool]:
+        """Lease up to `count` ranges, or those of `claims` that are free; return them, and whether they are new.
+
+        Not new: the question is repeated, and so is its answer.
+        """
         lease = self._leases.setdefault((cluster, inc), Lease())
         if seq <= lease.seq:
             return lease.answer, False
-        taken = tuple(self._take() for _ in range(min(count, self.free)))
+        taken = (
+            tuple(r for r in claims if self._claim(r))
+            if claims
+            else tuple(self._take() for _ in range(min(count, self.free)))
+        )
         lease.seq, lease.answer = seq, taken
         lease.ranges += taken
         return taken, True
@@ -97,6 +106,16 @@ class RangeBook:
         self._freed = sorted({*self._freed, *(r for r in lease.ranges if r not in keep)})
         if keep:
             self._leases[cluster, inc] = Lease(lease.seq, lease.answer, [r for r in lease.ranges if r in keep])
+
+    def _claim(self, number: int) -> bool:
+        """Take a named range if nobody has it."""
+        if self._next <= number < self.total:
+            self._freed += range(self._next, number + 1)
+            self._next = number + 1
+        if number not in self._freed:
+            return False
+        self._freed.remove(number)
+        return True
 
     def _take(self) -> int:
         if self._freed:

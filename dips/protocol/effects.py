@@ -205,6 +205,7 @@ class Joined:
     head: VersionId
     progress: Progress
     ranges: tuple[int, ...]  # still leased to this cluster, in order
+    settled: int = 0  # pushes of this cluster that were accepted or gated, in all its lives; with one in a window
 
 
 @dataclass(frozen=True, slots=True)

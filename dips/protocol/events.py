@@ -139,13 +139,17 @@ class PullFinished:
 
 @dataclass(frozen=True, slots=True)
 class RangesRequested:
-    """Asks for data ranges; `seq` rises with each question, so a repetition gets the same ranges."""
+    """Asks for data ranges; `seq` rises with each question, so a repetition gets the same ranges.
+
+    `claims` names the ranges of a checkpoint that is taken up again: those of them that are free are leased.
+    """
 
     req: int
     cluster: str
     inc: int
     seq: int
     count: int
+    claims: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

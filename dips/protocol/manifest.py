@@ -33,7 +33,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Parameters that live together on one slave, in the model's order."""
+    """Parameters that live together on one slave."""
 
     name: str
     parameters: tuple[Parameter, ...]
@@ -91,11 +91,16 @@ class Manifest:
 
     @classmethod
     def from_shapes(cls, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Manifest:
-        """Group (name, full shape) pairs into layers, in the order in which blocks first appear."""
+        """Group (name, full shape) pairs into layers; layers and parameters in the order of their names.
+
+        Every framework lists a model's parameters in an order of its own, and a pipeline's ranks list parts of it: the
+        order of names, numbers in them counted as numbers, is the one that all can make.
+        """
         groups: dict[str, list[Parameter]] = {}
-        for name, shape in shapes:
+        for name, shape in sorted(shapes, key=lambda pair: _spoken(pair[0])):
             groups.setdefault(layer_of(name), []).append(Parameter(name, tuple(shape)))
-        return cls(tuple(Layer(name, tuple(parameters)) for name, parameters in groups.items()))
+        in_order = sorted(groups.items(), key=lambda group: _spoken(group[0]))
+        return cls(tuple(Layer(name, tuple(parameters)) for name, parameters in in_order))
 
     def differences(self, other: Manifest, most: int = 5) -> list[str]:
         """Say where `other` differs from this one, at most `most` lines, for an error that a person reads."""
@@ -116,3 +121,8 @@ def layer_of(parameter: str) -> str:
         if part.isdigit():
             return ".".join(parts[: i + 1])
     return ".".join(parts[:-1]) or parameter
+
+
+def _spoken(name: str) -> list[tuple[int, str]]:
+    """A key that puts `layers.2` before `layers.10`."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

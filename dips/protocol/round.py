@@ -81,6 +81,7 @@ def _open(w: World) -> None:
     w.record(RoundReserved(number, w.now))
     state = move(ROUND_MOVES, RoundState.IDLE, RoundState.COLLECTING, f"round {number}")
     w.round = Round(number, state, "window open", w.now, w.now + window_s(w))
+    w.opened_at = w.now
     w.note("round_opened", round=number, head=w.head, window_s=f"{window_s(w):.3f}")
 
 

@@ -220,6 +220,7 @@ class World:
         genesis_norm = sum(state.row.genesis_norms)
         self.penalty = Penalty(options.penalty, state.penalty, state.history, genesis_norm)
         self.round: Round | None = None
+        self.opened_at: float | None = None  # when the last window opened
         self.waiting: list[Push] = []  # committed while no window was open to them
         self.flipping: Chorus | None = None
         self.durability = Durability("durable")

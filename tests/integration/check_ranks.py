@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from train_constant import Model, local
 
 from dips.client import transfer
 from dips.client.mover import Mover
-from dips.client.parallel import Shards, shards
+from dips.client.parallel import HostMemory, Laid, lay_out
 from dips.client.transfer import Base, Stats
 from dips.client.voice import Voice
 from dips.errors import ConfigError, UnavailableSlave
@@ -40,25 +40,50 @@ def sharded(mesh: Any) -> nn.Module:
     return model
 
 
-def facts(layout: Shards) -> dict[str, Any]:
-    pieces = [[p.layer, p.param, p.offset, p.length, p.speaks] for p in layout.pieces]
-    return {"digest": layout.manifest.digest, "manifest": layout.manifest.to_json(), "pieces": pieces}
+def facts(layout: Laid, model: nn.Module) -> dict[str, Any]:
+    manifest = layout.plan.manifest
+    return {
+        "digest": manifest.digest,
+        "manifest": manifest.to_json(),
+        "pieces": [list(piece) for piece in layout.plan.pieces],
+        "holds": sum(local(p).numel() for p in model.parameters()),
+    }
 
 
-def refused(voice: Voice) -> str:
-    """What is said of a parameter that is sharded along another dim than the first."""
-    model, mesh = nn.Linear(4, 4, bias=False), init_device_mesh("cpu", (2,))
-    model.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(1)]))
+def moving(model: nn.Module, voice: Voice) -> Mover:
+    layout = lay_out(model, voice)
+    return Mover(HostMemory(layout.adapter, layout.held, layout.plan, voice), voice, poll_s=0.1, stall_s=5.0)
+
+
+def refused(model: nn.Module, voice: Voice) -> str:
+    """What this rank is told of a model that is refused on some rank."""
     try:
-        shards(model, voice.rank)
+        lay_out(model, voice)
     except ConfigError as error:
         return str(error)
     return ""
 
 
+def partial() -> nn.Module:
+    """A parameter that is the sum of what its ranks hold."""
+    model, mesh = nn.Linear(4, 4, bias=False), init_device_mesh("cpu", (2,))
+    model.weight = nn.Parameter(DTensor.from_local(torch.zeros(4, 4), mesh, [Partial()]))
+    return model
+
+
+def odd_one(voice: Voice) -> nn.Module:
+    """A model with a layer more on rank 1, and another shape."""
+    return nn.Sequential(nn.Linear(2, 2 + voice.rank, bias=False), *[nn.Linear(3, 1, bias=False)] * voice.rank)
+
+
+def wrong_on_rank_1(voice: Voice) -> nn.Module:
+    """A type that fp32 does not hold, on one rank only."""
+    return nn.Linear(2, 2, bias=False, dtype=torch.float64 if voice.rank else torch.float32)
+
+
 def one_rank_fails(voice: Voice, model: nn.Module) -> dict[str, Any]:
     """Rank 1 cannot pull; rank 0 would wait for ever for its own bytes unless it is told."""
-    mover = Mover(shards(model, voice.rank), voice, poll_s=0.1, stall_s=5.0)
+    mover = moving(model, voice)
     before = [local(p).clone() for p in model.parameters()]
 
     def pull(grant: Grant, base: Base, pieces: Any, *, cancel: threading.Event, **_: Any) -> Stats:
@@ -69,7 +94,7 @@ def one_rank_fails(voice: Voice, model: nn.Module) -> dict[str, Any]:
 
     transfer.pull = pull
     began = time.monotonic()
-    moved = mover.pull(GRANT, Base("run", "c", 1, 1, voice.rank), lambda _moved, _total: None)
+    moved = mover.pull(GRANT, Base("run", "c", 1, 1, voice.rank), lambda _moved, _total: "").finish(0.2)
     same = all(torch.equal(a, local(p)) for a, p in zip(before, model.parameters(), strict=True))
     return {"ok": moved.ok, "reason": moved.reason, "seconds": time.monotonic() - began, "untouched": same}
 
@@ -80,7 +105,7 @@ def all_ranks_pull(voice: Voice, model: nn.Module) -> dict[str, Any]:
     model(torch.tensor([[1, 2]])).sum().backward()
     optimizer.step()
     moments = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
-    mover = Mover(shards(model, voice.rank), voice, poll_s=0.1, stall_s=5.0)
+    mover = moving(model, voice)
 
     def pull(grant: Grant, base: Base, pieces: Any, **_: Any) -> Stats:
         for piece in pieces:
@@ -88,7 +113,7 @@ def all_ranks_pull(voice: Voice, model: nn.Module) -> dict[str, Any]:
         return Stats(0, 0.0, 1)
 
     transfer.pull = pull
-    moved = mover.pull(GRANT, Base("run", "c", 1, 2, mover.pull_rank), lambda _moved, _total: None)
+    moved = mover.pull(GRANT, Base("run", "c", 1, 2, mover.rank), lambda _moved, _total: "").finish(0.2)
     mover.install(GRANT.version)
     kept = all(torch.equal(local(s[k]), local(moments[p][k])) for p, s in optimizer.state.items() for k in s)
     sevens = all(bool((local(p) == 7.0).all()) for p in model.parameters())
@@ -104,14 +129,20 @@ def main(out: Path) -> None:
     replicated = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     plain = nn.Linear(2, 2, bias=False)
     plain.weight = nn.Parameter(distribute_tensor(torch.zeros(2, 2), flat, [Replicate()]))
+
+    def of(model: nn.Module) -> dict[str, Any]:
+        return facts(lay_out(model, voice), model)
+
     found = {
         "heard": words.decode(),
         "numbered": voice.numbered(voice.rank == 1),
-        "plain": facts(shards(Model(), voice.rank)),
-        "fsdp": facts(shards(sharded(flat), voice.rank)),
-        "hsdp": facts(shards(sharded(replicated), voice.rank)),
-        "replicated": facts(shards(plain, voice.rank)),
-        "refused": refused(voice),
+        "plain": of(Model()),
+        "fsdp": of(sharded(flat)),
+        "hsdp": of(sharded(replicated)),
+        "replicated": of(plain),
+        "partial": refused(partial(), voice),
+        "odd one": refused(odd_one(voice), voice),
+        "wrong on rank 1": refused(wrong_on_rank_1(voice), voice),
         "fails": one_rank_fails(voice, sharded(flat)),
         "pulls": all_ranks_pull(voice, sharded(flat)),
     }

@@ -37,9 +37,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_what_is_spoken_for_covers_every_parameter_once(ranks: list[dict[str, Any]], kind: str) -> None:
     """Uneven shards, empty shards, replicas: no element is pushed twice and none is forgotten."""
     manifest = Manifest.from_json(ranks[0][kind]["manifest"])
-    claims = {
-        f"rank {r}": [Range(*piece[:4]) for piece in found[kind]["pieces"] if piece[4]] for r, found in enumerate(ranks)
-    }
+    claims = {f"rank {r}": [Range(*piece) for piece in found[kind]["pieces"]] for r, found in enumerate(ranks)}
     assert uncovered(Layout(manifest, range(len(manifest.layers))), claims) == []
 
 
@@ -48,16 +46,29 @@ def test_the_manifest_does_not_depend_on_the_layout(ranks: list[dict[str, Any]])
     assert len({found[kind]["digest"] for found in ranks for kind in ("plain", "fsdp", "hsdp")}) == 1
 
 
-def test_every_rank_receives_all_that_it_holds(ranks: list[dict[str, Any]]) -> None:
-    """Both ranks of a plain job pull the whole model; FSDP2 ranks pull their own shards only."""
-    held = {kind: [sum(p[3] for p in found[kind]["pieces"]) for found in ranks] for kind in ("plain", "fsdp", "hsdp")}
-    assert held["plain"] == held["hsdp"] == [75, 75]
-    assert sum(held["fsdp"]) == 75 and min(held["fsdp"]) > 0
+def test_what_is_replicated_is_shared_out(ranks: list[dict[str, Any]]) -> None:
+    """Both ranks of a plain job move some of the model, together all of it once; FSDP2 ranks move their own shards."""
+    moved = {kind: [sum(p[3] for p in found[kind]["pieces"]) for found in ranks] for kind in ("plain", "fsdp", "hsdp")}
+    assert all(sum(shares) == 75 and min(shares) > 0 for shares in moved.values()), moved
+    assert moved["fsdp"] == [found["fsdp"]["holds"] for found in ranks]
 
 
-def test_other_placements_are_refused_by_name(ranks: list[dict[str, Any]]) -> None:
-    """A parameter sharded along dim 1 is no contiguous range."""
-    assert all(found["refused"].startswith("weight: its placement") for found in ranks)
+def test_a_parameter_that_is_a_sum_is_refused_by_name(ranks: list[dict[str, Any]]) -> None:
+    """No rank holds the value of a partial DTensor; every rank says so in the same words."""
+    assert all(found["partial"].startswith("weight: its placement Partial") for found in ranks)
+
+
+def test_ranks_that_disagree_all_hear_it(ranks: list[dict[str, Any]]) -> None:
+    """Another shape and another layer are named, on every rank alike; nobody waits for a rank that has left."""
+    assert len({found["odd one"] for found in ranks}) == 1
+    assert "0.weight: shape (2, 2) on rank 0, (3, 2) on rank 1" in ranks[0]["odd one"]
+    assert "1.weight: on rank 1, not on rank 0" in ranks[0]["odd one"]
+
+
+def test_an_error_on_one_rank_is_raised_on_all(ranks: list[dict[str, Any]]) -> None:
+    """Rank 0's model is fine; it hears what is wrong with rank 1's."""
+    assert len({found["wrong on rank 1"] for found in ranks}) == 1
+    assert ranks[0]["wrong on rank 1"].startswith("rank 1: weight: expected a parameter of one of torch.float32")
 
 
 def test_what_rank_0_hears_all_hear(ranks: list[dict[str, Any]]) -> None:

@@ -25,6 +25,11 @@ def build():
     return torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3), torch.nn.Linear(3, 1))
 def half():
     return build().half()
+def frozen():
+    model = build()
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    return model
 def nothing():
     return 7
 """
@@ -102,13 +107,13 @@ def test_init_by_factory(run_file: Path, factory: str) -> None:
 
 
 def test_init_by_file(run_file: Path, factory: str) -> None:
-    """A file gives the numbers; a factory beside it gives the order, which the manifest keeps."""
+    """A file gives the numbers, alone or with a factory that says what the model is."""
     shapes = {"0.weight": (3, 2), "0.bias": (3,), "1.weight": (3,), "1.bias": (3,), "2.weight": (1, 3), "2.bias": (1,)}
     path = run_file.parent / "start.safetensors"
     save_file({name: np.full(shape, 2.0, np.float32) for name, shape in shapes.items()}, path)
     init(run_file, "--model", str(path), "--factory", factory)
     manifest = json.loads((run_file.parent / "m/initial/manifest.json").read_text())
-    assert [p[0] for layer in manifest["layers"] for p in layer["parameters"]] == list(shapes)
+    assert [p[0] for layer in manifest["layers"] for p in layer["parameters"]] == sorted(shapes)
     assert all((t == 2.0).all() for t in load_file(run_file.parent / "m/initial/model.safetensors").values())
     init(run_file, "--model", str(path), "--force")
 
@@ -140,6 +145,21 @@ def test_init_file_and_factory_must_agree(run_file: Path, factory: str) -> None:
     save_file({"0.weight": np.zeros((3, 2), np.float32)}, path)
     error = refused("init", "--config", str(run_file), "--model", str(path), "--factory", factory)
     assert "0.bias is only in the factory's module" in str(error)
+
+
+def test_frozen_parameters_are_not_part_of_the_run(run_file: Path, factory: str) -> None:
+    """requires_grad of the factory's module tells, also which part of a file is meant; without one, patterns do."""
+    path, made = run_file.parent / "start.safetensors", run_file.parent / "m/initial/model.safetensors"
+    shapes = {"0.weight": (3, 2), "0.bias": (3,), "1.weight": (3,), "1.bias": (3,), "2.weight": (1, 3), "2.bias": (1,)}
+    save_file({name: np.full(shape, 2.0, np.float32) for name, shape in shapes.items()}, path)
+    init(run_file, "--factory", "torch_model_of_the_test:frozen")
+    assert sorted(load_file(made)) == ["1.bias", "1.weight", "2.bias", "2.weight"]
+    init(run_file, "--factory", "torch_model_of_the_test:frozen", "--model", str(path), "--force")
+    assert {name: float(t.min()) for name, t in load_file(made).items()} == dict.fromkeys(list(shapes)[2:], 2.0)
+    init(run_file, "--model", str(path), "--trainable", "0.*", "--trainable", "*.bias", "--force")
+    assert sorted(load_file(made)) == ["0.bias", "0.weight", "1.bias", "2.bias"]
+    error = refused("init", "--config", str(run_file), "--model", str(path), "--trainable", "lora*", "--force")
+    assert "--trainable: no parameter's name matches lora*" in str(error)
 
 
 def test_a_run_is_not_made_twice(run_file: Path, factory: str) -> None:

@@ -199,3 +199,24 @@ def test_named_lanes_are_taken_as_they_are(tmp_path: Path) -> None:
     write(path, changed(named, "slaves.0.lane_count", 2))
     with pytest.raises(ConfigError, match=r"slaves.s0: expected lanes or lane_count, got both"):
         load_run(path)
+
+
+@pytest.mark.parametrize("pace", [{"steps": 8}, {"seconds": 600}, {"aligned": 64}])
+def test_every_pace_is_one_key(tmp_path: Path, pace: dict[str, Any]) -> None:
+    """steps, seconds or aligned: one, and the others are None."""
+    cluster = yaml.safe_load((CONFIGS / "cluster.yaml").read_text())
+    cluster["shared"] = str(CONFIGS / "paper.yaml")
+    loaded = load_cluster(write(tmp_path / "cluster.yaml", changed(cluster, "pace", pace)))
+    assert loaded.pace.model_dump(exclude_none=True) == pace
+
+
+@pytest.mark.parametrize(
+    ("pace", "said"),
+    [({"steps": 8, "aligned": 8}, "steps and aligned"), ({"steps": 0}, "pace.steps"), ({"speed": 1}, "pace.speed")],
+)
+def test_a_wrong_pace_is_refused(tmp_path: Path, pace: dict[str, Any], said: str) -> None:
+    """H = 0, two paces at once, an unknown one: the message names the key."""
+    cluster = yaml.safe_load((CONFIGS / "cluster.yaml").read_text())
+    cluster["shared"] = str(CONFIGS / "paper.yaml")
+    with pytest.raises(ConfigError, match=said):
+        load_cluster(write(tmp_path / "cluster.yaml", changed(cluster, "pace", pace)))

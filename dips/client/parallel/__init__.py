@@ -1,11 +1,17 @@
-"""How a model lies on the ranks of a cluster: which ranges of its parameters this rank holds (design.md section 6).
+"""How a model lies on the ranks of a cluster, and how it gets from there to the slaves and back (design.md section 6).
 
-The seam between Di-PS and a parallel layout is one function, `shards`: full names and shapes in, pieces of local memory
-out. The manifest depends on the model alone, so clusters of different layouts train one global model.
+    seam.py       what an adapter says: which rectangles of which full parameter lie in which tensors of this rank
+    tensors.py    the adapter for torch's own layouts; megatron.py the one for Megatron-core
+    layout.py     chooses one, and lets all ranks hear what each holds
+    plan.py       from that, the same on all ranks: who speaks for what, who hands what to whom
+    host.py       this rank's host memory; copies to and from the model
+
+The manifest depends on the model alone, so clusters of different layouts train one global model.
 """
 
 from __future__ import annotations
 
-from dips.client.parallel.pieces import LocalPiece, Shards, shards
+from dips.client.parallel.host import HostMemory
+from dips.client.parallel.layout import Laid, lay_out, whole
 
-__all__ = ["LocalPiece", "Shards", "shards"]
+__all__ = ["HostMemory", "Laid", "lay_out", "whole"]

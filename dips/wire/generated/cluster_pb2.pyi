@@ -69,6 +69,9 @@ class ClusterBeat(_message.Message):
     BYTES_MOVED_FIELD_NUMBER: _builtins.int
     BYTES_TOTAL_FIELD_NUMBER: _builtins.int
     BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    ALIGNED_STEPS_FIELD_NUMBER: _builtins.int
+    STEP_S_FIELD_NUMBER: _builtins.int
+    SINCE_PUSH_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     inc: _builtins.int
     trainer: _builtins.str
@@ -81,6 +84,9 @@ class ClusterBeat(_message.Message):
     bytes_moved: _builtins.int
     bytes_total: _builtins.int
     bytes_per_s: _builtins.float
+    aligned_steps: _builtins.int
+    step_s: _builtins.float
+    since_push: _builtins.int
     @_builtins.property
     def base(self) -> _names_pb2.VersionId: ...
     def __init__(
@@ -99,10 +105,13 @@ class ClusterBeat(_message.Message):
         bytes_moved: _builtins.int = ...,
         bytes_total: _builtins.int = ...,
         bytes_per_s: _builtins.float = ...,
+        aligned_steps: _builtins.int = ...,
+        step_s: _builtins.float = ...,
+        since_push: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "attempt", b"attempt", "base", b"base", "bytes_moved", b"bytes_moved", "bytes_per_s", b"bytes_per_s", "bytes_total", b"bytes_total", "cluster", b"cluster", "inc", b"inc", "inner_steps", b"inner_steps", "loss", b"loss", "tokens_carried", b"tokens_carried", "tokens_lost", b"tokens_lost", "trainer", b"trainer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "aligned_steps", b"aligned_steps", "attempt", b"attempt", "base", b"base", "bytes_moved", b"bytes_moved", "bytes_per_s", b"bytes_per_s", "bytes_total", b"bytes_total", "cluster", b"cluster", "inc", b"inc", "inner_steps", b"inner_steps", "loss", b"loss", "since_push", b"since_push", "step_s", b"step_s", "tokens_carried", b"tokens_carried", "tokens_lost", b"tokens_lost", "trainer", b"trainer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -265,10 +274,13 @@ class RangesRequested(_message.Message):
     INC_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
+    CLAIMS_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     inc: _builtins.int
     seq: _builtins.int
     count: _builtins.int
+    @_builtins.property
+    def claims(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -276,10 +288,11 @@ class RangesRequested(_message.Message):
         inc: _builtins.int = ...,
         seq: _builtins.int = ...,
         count: _builtins.int = ...,
+        claims: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "count", b"count", "inc", b"inc", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "cluster", b"cluster", "count", b"count", "inc", b"inc", "seq", b"seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -321,8 +334,10 @@ class Joined(_message.Message):
     HEAD_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     RANGES_FIELD_NUMBER: _builtins.int
+    SETTLED_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     inc: _builtins.int
+    settled: _builtins.int
     @_builtins.property
     def head(self) -> _names_pb2.VersionId: ...
     @_builtins.property
@@ -337,10 +352,11 @@ class Joined(_message.Message):
         head: _names_pb2.VersionId | None = ...,
         progress: Global___Progress | None = ...,
         ranges: _abc.Iterable[_builtins.int] | None = ...,
+        settled: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "inc", b"inc", "progress", b"progress", "ranges", b"ranges", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "inc", b"inc", "progress", b"progress", "ranges", b"ranges", "settled", b"settled", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -356,9 +372,12 @@ class ClusterBeatAnswer(_message.Message):
     PUSH_FIELD_NUMBER: _builtins.int
     PULL_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    PUSH_IN_S_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     lease_s: _builtins.float
     standing: _builtins.str
+    push_in_s: _builtins.float
+    """negative: no meeting"""
     @_builtins.property
     def push(self) -> _names_pb2.PushId: ...
     @_builtins.property
@@ -374,10 +393,11 @@ class ClusterBeatAnswer(_message.Message):
         push: _names_pb2.PushId | None = ...,
         pull: _names_pb2.PullId | None = ...,
         progress: Global___Progress | None = ...,
+        push_in_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "pull", b"pull", "push", b"push"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s", "progress", b"progress", "pull", b"pull", "push", b"push", "standing", b"standing", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_s", b"lease_s", "progress", b"progress", "pull", b"pull", "push", b"push", "push_in_s", b"push_in_s", "standing", b"standing", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -33,7 +33,9 @@ from dips.client.local import (
     Wait,
     Welcome,
 )
+from dips.client.pace import Pace
 from dips.client.session import Session
+from dips.config import PaceSection
 from dips.errors import CorruptManifest, StaleIncarnation, StalePush
 from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol.beats import ClusterBeatAnswer
@@ -63,6 +65,7 @@ from dips.protocol.events import (
     RoundAwaited,
 )
 
+H = 64
 V1 = VersionId(1, 1)
 NONE_YET = Progress(0, 1000, None)
 E = TypeVar("E")
@@ -75,9 +78,15 @@ def grant(version: VersionId = GENESIS) -> Grant:
 class Play:
     """One session, what it last asked the master, and everything that it marked."""
 
-    def __init__(self) -> None:
+    def __init__(self, overlap: bool = False) -> None:
         nonces = count(1)
-        self.s = Session(Identity("run", "west", "digest"), lambda: f"nonce{next(nonces)}", patience_s=10.0)
+        self.s = Session(
+            Identity("run", "west", "digest"),
+            lambda: f"nonce{next(nonces)}",
+            patience_s=10.0,
+            pace=Pace(PaceSection(steps=H)),
+            overlap=overlap,
+        )
         self.now = 0.0
         self.asks: dict[str, Ask] = {}
         self.marks: list[tuple[str, dict[str, Any]]] = []
@@ -115,7 +124,8 @@ class Play:
             assert self.say(Stepped(self.s.attempt, tokens, 2.0)) is None
 
     def want_push(self) -> PushWanted:
-        return PushWanted(self.s.attempt, next(self.number))
+        """Demanded, since these stories are about pushes; when one is due is test_pace.py's."""
+        return PushWanted(self.s.attempt, next(self.number), demanded=True)
 
     def attach(self, life: int = 1, restart: int = 0, pid: int = 7) -> Attach:
         return Attach(life, restart, pid, '{"format":1,"layers":[]}', 1, 2)
@@ -187,7 +197,7 @@ def test_whole_round(play: Play) -> None:
     verdict = play.say(moved)
     assert isinstance(verdict, PullNow) and verdict.grant.version == V1 and verdict.progress == 0.04
     told = play.say(PullMoved(1, next(play.number), verdict.seq, True, "", 9))
-    assert told == TrainOn("trains on v1@r1", False, 0.04)
+    assert told == TrainOn("trains on v1@r1", H, 0.04)
     assert play.s.base == V1
     assert (play.s.account.accepted, play.s.account.unsettled) == (40, 0)
     kinds = [kind for kind, _ in play.marks]
@@ -216,7 +226,7 @@ def test_a_round_that_breaks_gives_the_progress_back(play: Play, answer: Result)
     moved = play.push_until_committed()
     play.master(answer)
     told = play.say(moved)
-    assert isinstance(told, TrainOn) and not told.again
+    assert isinstance(told, TrainOn) and told.steps == H
     play.step(2)
     verdict = play.push_until_granted()
     play.say(PushMoved(1, next(play.number), verdict.seq, True, "", 1))
@@ -283,9 +293,9 @@ def test_busy_trains_on_and_asks_again_at_a_later_boundary(play: Play) -> None:
     want = play.want_push()
     play.say(want)
     play.master(Refused(2.0, "all 2 slots are in use"))
-    assert play.say(want) == TrainOn("all 2 slots are in use", True, 0.0)
+    assert play.say(want) == TrainOn("all 2 slots are in use", 1, 0.0)
     before = play.asks["talk"].number
-    assert play.say(play.want_push()) == TrainOn("all 2 slots are in use", True, 0.0)
+    assert play.say(play.want_push()) == TrainOn("all 2 slots are in use", 1, 0.0)
     assert play.asks["talk"].number == before
     play.now = 2.0
     assert isinstance(play.say(play.want_push()), Wait)
@@ -308,7 +318,7 @@ def test_a_failed_transfer_is_aborted_and_its_progress_carried(play: Play) -> No
     play.step(2)
     verdict = play.push_until_granted()
     told = play.say(PushMoved(1, next(play.number), verdict.seq, False, "UnavailableSlave: gone", 0))
-    assert isinstance(told, TrainOn) and not told.again
+    assert isinstance(told, TrainOn) and told.steps == H
     assert "UnavailableSlave" in play.asked(PushAborted).reason
     play.master(Acknowledged())
     assert play.s.phase is Phase.RESTING and play.s.account.carried.tokens == 20
@@ -546,9 +556,9 @@ def test_unreachable_master_holds_nobody_longer_than_patience(play: Play) -> Non
     assert isinstance(play.say(want), Wait)
     play.now = 10.0
     play.do(play.s.hindered("no answer", 10.0))
-    assert play.say(want) == TrainOn("no answer", True, 0.0)
+    assert play.say(want) == TrainOn("no answer", 1, 0.0)
     play.step()
-    assert play.say(play.want_push()) == TrainOn("no answer", True, 0.0)
+    assert play.say(play.want_push()) == TrainOn("no answer", 1, 0.0)
     assert play.s.account.carried.tokens == 20
 
 

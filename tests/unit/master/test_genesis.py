@@ -38,16 +38,16 @@ def model() -> dict[str, Any]:
 
 
 def test_version_0_is_what_was_given(tmp_path: Path) -> None:
-    """The files hold the model, the ledger its manifest, placement, digests and norms, all in the model's order."""
+    """The files hold the model, the ledger its manifest, placement, digests and norms, all in the order of names."""
     tensors, config = model(), run_file(tmp_path)
     row = make_run(config, tensors)
     manifest = Manifest.from_json((tmp_path / INITIAL_MANIFEST).read_text())
-    assert [layer.name for layer in manifest.layers] == ["embed", "layers.0", "layers.1", "head"]
+    assert [layer.name for layer in manifest.layers] == ["embed", "head", "layers.0", "layers.1"]
     stored = load_file(tmp_path / INITIAL_MODEL)
     assert all(np.array_equal(stored[name], t) for name, t in tensors.items()) and len(stored) == len(tensors)
-    flat = np.concatenate([tensors["layers.0.w"].ravel(), tensors["layers.0.b"].ravel()])
-    assert row.genesis[1] == xxhash.xxh3_128_hexdigest(flat.tobytes())
-    assert row.genesis_norms[1] == pytest.approx(float(np.linalg.norm(flat.astype(np.float64))), rel=1e-12)
+    flat = np.concatenate([tensors["layers.0.b"].ravel(), tensors["layers.0.w"].ravel()])
+    assert row.genesis[2] == xxhash.xxh3_128_hexdigest(flat.tobytes())
+    assert row.genesis_norms[2] == pytest.approx(float(np.linalg.norm(flat.astype(np.float64))), rel=1e-12)
     assert sorted(layer for _, layers in row.placement for layer in layers) == [0, 1, 2, 3]
     ledger = Ledger.open(ledger_path(config))
     assert ledger.state().row == row

@@ -43,6 +43,7 @@ from dips.protocol.events import (
 )
 from dips.protocol.membership import Judge
 from dips.protocol.options import TimingOptions
+from dips.protocol.pace import Gathering
 from dips.protocol.records import IncarnationGiven, Record
 from dips.telemetry.timeline import Timeline, read
 
@@ -80,6 +81,9 @@ class FakeCoordinator:
 
     def slave_live(self, slave: str, sinc: int) -> tuple[bool, int, tuple[PushId, ...], tuple[PullId, ...]]:
         return False, 7, (PUSH,), ()
+
+    def gathering(self) -> Gathering:
+        return Gathering(None, 1, 0)
 
     def view(self, now: float) -> dict[str, Any]:
         return {"seen": len(self.seen)}

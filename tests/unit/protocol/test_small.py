@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,14 +116,23 @@ def test_a_restored_book_knows_what_was_undone(requeue: bool, leased: tuple[int,
 
 
 def test_manifest_groups_by_block_and_survives_json() -> None:
-    """Layers are blocks in the model's order; the digest hangs on names, shapes and order alone."""
+    """Layers are blocks, in the order of names; the digest hangs on names and shapes, in whatever order they come."""
     shapes = [("embed.weight", (8, 4)), ("layers.0.a.weight", (4, 4)), ("layers.0.b.bias", (4,)), ("norm.weight", (4,))]
     manifest = Manifest.from_shapes(shapes)
     assert [layer.name for layer in manifest.layers] == ["embed", "layers.0", "norm"]
     assert manifest.layers[1].offsets() == (0, 16)
     assert Manifest.from_json(manifest.to_json()) == manifest
-    for other in ([*shapes[1:], shapes[0]], shapes[:-1], [*shapes[:-1], ("norm.weight", (5,))]):
+    for other in (shapes[:-1], [*shapes[:-1], ("norm.weight", (5,))]):
         assert Manifest.from_shapes(other).digest != manifest.digest
+    assert all(Manifest.from_shapes(order) == manifest for order in permutations(shapes))
+
+
+def test_numbers_in_names_are_numbers() -> None:
+    """Block 2 comes before block 10, whichever a framework or a pipeline's rank lists first."""
+    shapes = [(f"layers.{i}.{name}", (1,)) for i in (10, 0, 2) for name in ("w", "b")] + [("embed", (1,))]
+    layers = Manifest.from_shapes(shapes).layers
+    assert [layer.name for layer in layers] == ["embed", "layers.0", "layers.2", "layers.10"]
+    assert [p.name for p in layers[2].parameters] == ["layers.2.b", "layers.2.w"]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format":2,"layers":[]}', '{"format":1,"layers":[{"name":"x"}]}'])
@@ -159,3 +170,12 @@ def test_an_illegal_move_is_our_own_bug() -> None:
             else:
                 with pytest.raises(LocalProtocolError, match="may not become"):
                     move(ROUND_MOVES, old, new, "round 1")
+
+
+def test_claims_take_what_is_free_and_nothing_else() -> None:
+    """A checkpoint's ranges by name: freed ones, ones not yet handed out; not leased, settled or unknown ones."""
+    book = RangeBook(DataOptions(ranges=10), settled=(0,), leased=(("b", 1, 1, (1, 3)),))
+    assert book.lease("a", 2, 1, 5, claims=(0, 1, 2, 6, 99)) == ((2, 6), True)
+    assert book.lease("a", 2, 1, 5, claims=(0, 1, 2, 6, 99)) == ((2, 6), False)
+    assert book.held_by("a", 2) == (2, 6)
+    assert [book.lease("c", 1, i, 1)[0] for i in range(1, 7)] == [(4,), (5,), (7,), (8,), (9,), ()]

@@ -1,0 +1,32 @@
+"""The inner learning rate: driven by the run's progress, since clusters have no step count in common (design.md 3).
+
+    scheduler = schedule(optimizer, outer)          # cosine from the optimizer's own lr to a tenth of it
+    ...
+    optimizer.step(); outer.step(tokens=n, loss=loss); scheduler.step()
+
+A cluster that joins a run under way has no moments yet: AdamW's first steps would be as large as its rate says in
+directions that it does not know. Its rate therefore rises over `rejoin_warmup_steps` inner steps (`outer.lr_scale`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import cos, pi
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from dips.client.outer_loop import OuterLoop
+
+
+def cosine(progress: float, floor: float = 0.1) -> float:
+    """From 1 at progress 0 down to `floor` at 1."""
+    return floor + (1 - floor) * (1 + cos(pi * min(1.0, max(0.0, progress)))) / 2
+
+
+def schedule(optimizer: Optimizer, outer: OuterLoop, curve: Callable[[float], float] = cosine) -> LambdaLR:
+    """Make torch's scheduler of `curve(outer.progress) · outer.lr_scale`; step it after each inner step.
+
+    curve   progress of the run, 0 to 1 → a factor of the optimizer's own learning rate
+    """
+    return LambdaLR(optimizer, lambda _: curve(outer.progress) * outer.lr_scale)

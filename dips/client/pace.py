@@ -1,0 +1,103 @@
+"""When this cluster pushes: after so many steps, after so many seconds, or when the master's meeting is (design.md 8).
+
+The trainer's ranks count inner steps and must agree without talking at each of them. So they are told after how many
+steps to look again: at once when a push is due, else when most of what is left is over, so that a late step or a moved
+meeting costs a look and no disagreement. Pure; knows neither messages nor the master.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+from dips.config import PaceSection
+from dips.protocol.beats import NO_MEETING
+
+SOON_S = 0.5  # a trainer that overlaps hears of a grant so soon
+STEPS_KEPT = 33  # inner steps whose median is the speed
+LOOK_S = 3.0  # at least so often do aligned ranks look: the meeting may be told, or moved, at every beat
+LOOK_SHARE = 0.75  # of the steps that are left: then the ranks look again
+NEAR = 0.5  # of a step: the boundary nearest to the moment is taken
+MOST_TIMES = 8  # the own H of an aligned cluster: it pushes then, meeting or not
+TOLD_FOR_S = 30.0  # what the master said holds so long; then the cluster keeps its own H
+
+
+class Pace:
+    """Counts inner steps since the last push, and says how many are left; `now` is the agent's monotonic clock."""
+
+    def __init__(self, section: PaceSection) -> None:
+        self._section = section
+        self.since_push = 0
+        self._since = 0.0  # when the last push was settled
+        self._last: float | None = None  # end of the last inner step, if the trainer has not stood still since
+        self._took: deque[float] = deque(maxlen=STEPS_KEPT)
+        self._due: float | None = None  # of the meeting
+        self._told = 0.0  # when it was said
+
+    @property
+    def aligned_steps(self) -> int:
+        """H that an aligned cluster would take by itself; 0 for every other pace."""
+        return self._section.aligned or 0
+
+    @property
+    def step_s(self) -> float:
+        """Median time of an inner step; 0 while unknown."""
+        return median(self._took) if self._took else 0.0
+
+    @property
+    def soon(self) -> int:
+        """Inner steps after which a trainer that trains on while it waits should ask again."""
+        return max(1, int(SOON_S / self.step_s)) if self.step_s > 0 else 1
+
+    def stepped(self, now: float) -> None:
+        """An inner step is done."""
+        self.since_push += 1
+        if self._last is not None:
+            self._took.append(now - self._last)
+        self._last = now
+
+    def stood_still(self) -> None:
+        """The trainer waited for a transfer or a window: the next step's time says nothing about its speed."""
+        self._last = None
+
+    def cut(self, now: float) -> None:
+        """A push is over, whatever came of it, or a trainer begins: count anew."""
+        self.since_push, self._since, self._due = 0, now, None
+        self.stood_still()
+
+    def resume(self, since_push: int) -> None:
+        """A checkpoint is taken up: so many steps were taken since the last push."""
+        self.since_push = since_push
+
+    def told(self, push_in_s: float, now: float) -> None:
+        """The master says when an aligned push should begin; NO_MEETING: by the own H."""
+        self._told = now
+        self._due = None if push_in_s == NO_MEETING else now + push_in_s
+
+    def look_in(self, now: float) -> int:
+        """Inner steps until the ranks should look again; 0: a push is due."""
+        section = self._section
+        if section.seconds is not None:
+            return self._until(self._since + section.seconds, now)
+        if section.aligned is None:
+            return max(0, (section.steps or 0) - self.since_push)
+        if self._due is None or now - self._told > TOLD_FOR_S:
+            return self._by_itself(section.aligned)
+        if self.since_push >= section.aligned * MOST_TIMES:
+            return 0
+        return self._until(self._due, now)
+
+    def _until(self, due: float, now: float) -> int:
+        if self.since_push == 0:
+            return 1  # a push without a step is nothing
+        left = (due - now) / self.step_s if self.step_s > 0 else 1.0 if due > now else 0.0
+        return 0 if left < NEAR else self._part_of(left)
+
+    def _by_itself(self, steps: int) -> int:
+        """The own H, as long as no meeting is known."""
+        left = max(0, steps - self.since_push)
+        return self._part_of(left) if left else 0
+
+    def _part_of(self, left: float) -> int:
+        soon = LOOK_S / self.step_s if self.step_s > 0 else 1.0
+        return max(1, int(min(left * LOOK_SHARE, soon)))

@@ -1,0 +1,242 @@
+"""This rank's host memory of θ: what is frozen for a push and what a pull brings, and the way to and from the model.
+
+    push    gather    the model's blocks → pieces, with what other ranks hand over; then the pieces travel
+    pull    (bytes arrive in the pieces)
+            spread    pieces → this rank's whole shard, in host memory
+            install   shard → the model, a copy on this rank alone
+
+The memory is one buffer of 4 B for each parameter of the rank's shard, and holds either pieces or the shard: a piece of
+a shard that is one run lies where the shard's memory has it, so nothing is copied there; where pieces and shard are cut
+differently, the same bytes are read both ways, and a layer is rearranged at a time. On an accelerator the copies go
+through pinned memory on a stream of their own; beside the model at most one block is needed there.
+
+`gather` and `spread` are collective: every rank calls them, outside forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from dips.client.parallel.devices import Device
+from dips.client.parallel.plan import End, Hands, Plan
+from dips.client.parallel.rect import Rect
+from dips.client.parallel.seam import Adapter, Block, Held
+from dips.transport.shares import Piece
+from dips.wire.chunks import Range
+
+
+class Exchange(Protocol):
+    """Moves tensors between ranks; the Voice of the job does."""
+
+    def exchange(self, gives: dict[int, torch.Tensor], takes: dict[int, torch.Tensor]) -> None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class _Copy:
+    """From host memory to a tensor of the framework."""
+
+    view: torch.Tensor
+    host: torch.Tensor
+
+
+class HostMemory:
+    """What this rank holds of θ, beside the model."""
+
+    def __init__(self, adapter: Adapter, held: Sequence[Held], plan: Plan, exchange: Exchange) -> None:
+        """`held` is what `adapter` said when the plan was made."""
+        self._adapter, self._plan, self._exchange = adapter, plan, exchange
+        by_name = {h.name: h for h in held}
+        names = [[p.name for p in layer.parameters] for layer in plan.manifest.layers]
+        self._held = [[by_name.get(name) for name in layer] for layer in names]
+        self._device = Device([b.view for h in held for b in (*h.reads, *h.writes)])
+        self._lie()
+        self._install = list(self._copies())
+        self._masters = list(self._master_copies())
+        self._kept: dict[_Copy, torch.Tensor] = {}  # the shard as it was pushed
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """What this rank moves to and from the slaves; valid from `gather` on, or until `spread`."""
+        return self._pieces
+
+    @property
+    def items(self) -> int:
+        """Elements of 4 B that are allocated."""
+        return self._host.numel()
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Freeze what this rank speaks for: afterwards the pieces hold it and the model may change."""
+        with self._device.copies():
+            for layer, hands in enumerate(self._plan.gather):
+                gives = {peer: self._packed([self._read(layer, e) for e in ends]) for peer, ends in hands.gives.items()}
+                for source, target in hands.keeps:
+                    self._piece(target).copy_(self._read(layer, source), non_blocking=True)
+                self._device.wait()
+                self._take(hands, gives, lambda _, end: self._piece(end), layer)
+
+    @torch.no_grad()
+    def spread(self) -> None:
+        """Turn the pieces, all of them here, into this rank's whole shard; they are void until the next `gather`."""
+        for layer, hands in enumerate(self._plan.spread):
+            gives = {peer: self._packed([self._piece(e) for e in ends]) for peer, ends in hands.gives.items()}
+            moved = [(self._piece(s).clone(), t) for s, t in hands.keeps if not self._lies_there(layer, s, t)]
+            for values, target in moved:
+                self._shard(layer, target).copy_(values)
+            self._take(hands, gives, self._shard, layer)
+
+    @torch.no_grad()
+    def install(self) -> None:
+        """Copy the shard into the model's own memory, and into the optimizer's masters."""
+        for copies in (self._install, self._masters):
+            with self._device.copies():
+                for copy in copies:
+                    copy.view.copy_(copy.host, non_blocking=True)
+                self._device.wait()
+            if copies is self._install:
+                self._adapter.reload()
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Remember this rank's whole shard as it is now, for a `merge`; allocates it once, in host memory."""
+        if not self._kept:
+            self._kept = {copy: self._device.host(copy.view.numel()) for copy in (*self._install, *self._masters)}
+        with self._device.copies():
+            for copy, kept in self._kept.items():
+                kept.view(copy.view.shape).copy_(copy.view, non_blocking=True)
+            self._device.wait()
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Add to the model what the shard differs in from what was kept: θ_local ← θ_shard + (θ_local − θ_kept)."""
+        masters = [copy.view + self._moved(copy) for copy in self._masters]
+        for copy in self._install:
+            copy.view.add_(self._moved(copy))
+        self._adapter.reload()
+        for copy, master in zip(self._masters, masters, strict=True):
+            copy.view.copy_(master)
+
+    def _moved(self, copy: _Copy) -> torch.Tensor:
+        """How far the pulled version is from what was kept, where the model's own tensor lies."""
+        kept = self._kept[copy].view(copy.view.shape)
+        return (copy.host - kept).to(copy.view.device)
+
+    # ---- where things lie ------------------------------------------------------------------------------------------
+
+    def _lie(self) -> None:
+        """Allocate once, and find a place for each block and piece."""
+        piece_at: dict[int, int] = {}
+        self._block_at: dict[tuple[int, int, int], int] = {}
+        at = 0
+        for l, layer in enumerate(self._held):
+            writes = [held.writes if held else () for held in layer]
+            mine = [(number, piece) for number, piece in enumerate(self._plan.pieces) if piece.layer == l]
+            crooked = {piece.param for _, piece in mine if _home(writes[piece.param], piece) is None}
+            blocks = [(k, b, block.rect.numel) for k, of in enumerate(writes) for b, block in enumerate(of)]
+            for k, b, items in blocks:
+                if k not in crooked:
+                    self._block_at[l, k, b], at = at, at + items
+            for number, piece in mine:
+                home = _home(writes[piece.param], piece)
+                if piece.param not in crooked and home is not None:
+                    piece_at[number] = self._block_at[l, piece.param, home[0]] + home[1]
+            pieces_end = blocks_end = at  # what is cut in two ways shares one memory, read as pieces or as blocks
+            for number, piece in mine:
+                if piece.param in crooked:
+                    piece_at[number], pieces_end = pieces_end, pieces_end + piece.length
+            for k, b, items in blocks:
+                if k in crooked:
+                    self._block_at[l, k, b], blocks_end = blocks_end, blocks_end + items
+            at = max(pieces_end, blocks_end)
+        self._host = self._device.host(at)
+        self._memory = [self._host[piece_at[n] : piece_at[n] + p.length] for n, p in enumerate(self._plan.pieces)]
+        self._pieces = [Piece(*p, memory.numpy()) for p, memory in zip(self._plan.pieces, self._memory, strict=True)]
+
+    def _block(self, layer: int, param: int, index: int) -> tuple[Block, torch.Tensor]:
+        """A block that is written, and its host memory of the same shape."""
+        held = self._held[layer][param]
+        assert held is not None
+        block, at = held.writes[index], self._block_at[layer, param, index]
+        return block, self._host[at : at + block.rect.numel].view(block.rect.rows, block.rect.cols)
+
+    def _read(self, layer: int, end: End) -> torch.Tensor:
+        held = self._held[layer][end.param]
+        assert held is not None
+        block = held.reads[end.index]
+        return _sub(block.view, block.rect, end.rect)
+
+    def _piece(self, end: End) -> torch.Tensor:
+        piece, memory, rect = self._plan.pieces[end.index], self._memory[end.index], end.rect
+        at = memory.storage_offset() + rect.first - piece.offset
+        return memory.as_strided((rect.rows, rect.cols), (rect.width, 1), at)
+
+    def _shard(self, layer: int, end: End) -> torch.Tensor:
+        block, host = self._block(layer, end.param, end.index)
+        return _sub(host, block.rect, end.rect)
+
+    def _lies_there(self, layer: int, source: End, target: End) -> bool:
+        piece, shard = self._piece(source), self._shard(layer, target)
+        return piece.data_ptr() == shard.data_ptr() and piece.is_contiguous() and shard.is_contiguous()
+
+    # ---- what travels inside the cluster -----------------------------------------------------------------------------
+
+    def _packed(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
+        packed = self._device.host(sum(view.numel() for view in views))
+        for part, view in zip(_parts(packed, views), views, strict=True):
+            part.copy_(view, non_blocking=True)
+        return packed
+
+    def _take(
+        self, hands: Hands, gives: dict[int, torch.Tensor], where: Callable[[int, End], torch.Tensor], layer: int
+    ) -> None:
+        targets = {peer: [where(layer, end) for end in ends] for peer, ends in hands.takes.items()}
+        takes = {peer: torch.empty(sum(v.numel() for v in views)) for peer, views in targets.items()}
+        self._exchange.exchange(gives, takes)
+        for peer, views in targets.items():
+            for part, view in zip(_parts(takes[peer], views), views, strict=True):
+                view.copy_(part)
+
+    # ---- into the model ----------------------------------------------------------------------------------------------
+
+    def _copies(self) -> Iterable[_Copy]:
+        for (l, k, b), _ in sorted(self._block_at.items()):
+            block, host = self._block(l, k, b)
+            yield _Copy(block.view, host)
+
+    def _master_copies(self) -> Iterable[_Copy]:
+        for l, layer in enumerate(self._held):
+            for k, held in enumerate(layer):
+                for master in held.masters if held else ():
+                    yield from self._master(l, k, master)
+
+    def _master(self, layer: int, param: int, master: Block) -> Iterable[_Copy]:
+        held = self._held[layer][param]
+        assert held is not None
+        for b in range(len(held.writes)):
+            block, host = self._block(layer, param, b)
+            for part in block.rect.within(master.rect.first, master.rect.end):
+                for shared in master.rect.within(part.first, part.end):
+                    yield _Copy(_sub(master.view, master.rect, shared), _sub(host, block.rect, shared))
+
+
+def _home(writes: Sequence[Block], piece: Range) -> tuple[int, int] | None:
+    """The block whose memory has the piece as one run, and where in it."""
+    for index, block in enumerate(writes):
+        if block.rect.is_run and block.rect.first <= piece.offset and piece.offset + piece.length <= block.rect.end:
+            return index, piece.offset - block.rect.first
+    return None
+
+
+def _sub(view: torch.Tensor, rect: Rect, part: Rect) -> torch.Tensor:
+    """The part of a rectangle's memory, [part.rows, part.cols]."""
+    row, col = rect.place(part)
+    return view[row : row + part.rows, col : col + part.cols]
+
+
+def _parts(packed: torch.Tensor, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    pieces = packed.split([view.numel() for view in views])
+    return [piece.view(view.shape) for piece, view in zip(pieces, views, strict=True)]

@@ -1,0 +1,121 @@
+"""From a model to a plan: chooses the adapter by what the model is, and lets all ranks hear what each of them holds.
+
+Collective. A rank whose model is wrong says so to all, so all raise the same error and none waits for another.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from math import prod
+from typing import Any, Protocol
+
+import msgpack
+import torch
+from torch import nn
+
+from dips.client.parallel.plan import SPREAD_ITEMS, Claim, Plan, Rank, make_plan
+from dips.client.parallel.rect import Rect
+from dips.client.parallel.seam import Adapter, Held
+from dips.client.parallel.tensors import Tensors, plain_name
+from dips.errors import ConfigError
+
+SUPPORTED = "plain, DDP, FSDP2 and HSDP (fully_shard), tensor parallel by DTensor, Megatron-core"
+
+# What no adapter knows, by the module and name of a class in the model, and what to do instead.
+FOREIGN = {
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"): "FSDP1 flattens parameters; use fully_shard (FSDP2)",
+    ("deepspeed", "DeepSpeedEngine"): "DeepSpeed partitions parameters on its own",
+    ("megatron.core.distributed.fsdp", "FullyShardedDataParallel"): "use Megatron's distributed optimizer",
+}
+
+
+class Voices(Protocol):
+    """The collectives that are needed here; the Voice of the job has them."""
+
+    rank: int
+
+    def gather(self, words: bytes) -> list[bytes]: ...
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A model as this rank holds it, and the rank's part in moving it."""
+
+    adapter: Adapter
+    held: list[Held]
+    plan: Plan
+
+
+def lay_out(
+    model: nn.Module | Sequence[nn.Module],
+    voice: Voices,
+    optimizer: Any = None,
+    most_speakers: int = 256,
+    spread_items: int = SPREAD_ITEMS,
+) -> Laid:
+    """Lay out the model of a job; every rank calls it with its own part.
+
+    Errors  ConfigError, the same on every rank: no adapter knows the model, a parameter is not supported, the ranks
+            hold different models
+    """
+    adapter, held, problem = _looked_at(model, optimizer)
+    said = {"problem": problem, "host": socket.gethostname(), "staged": bool(adapter and adapter.staged)}
+    said["claims"] = [
+        (h.name, h.shape, *([astuple(block.rect) for block in blocks] for blocks in (h.reads, h.writes))) for h in held
+    ]
+    heard = [msgpack.unpackb(words) for words in voice.gather(msgpack.packb(said))]
+    problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(heard) if one["problem"]]
+    if problems:
+        same = {one["problem"] for one in heard}
+        raise ConfigError(problem if len(same) == 1 else "; ".join(problems[:5]))
+    assert adapter is not None
+    ranks = [Rank(tuple(_claim(*c) for c in one["claims"]), one["host"], one["staged"]) for one in heard]
+    return Laid(adapter, held, make_plan(ranks, voice.rank, most_speakers, spread_items))
+
+
+def choose(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> Adapter:
+    """Return the adapter that knows this model; raise ConfigError naming what was seen and what is supported."""
+    parts = [model] if isinstance(model, nn.Module) else list(model)
+    if not parts or not all(isinstance(part, nn.Module) for part in parts):
+        seen = ", ".join(type(part).__name__ for part in parts) or "an empty list"
+        raise ConfigError(f"expected a torch.nn.Module or a list of them, got {seen}; supported: {SUPPORTED}")
+    classes = {cls for part in parts for module in part.modules() for cls in type(module).__mro__}
+    for (package, name), instead in FOREIGN.items():
+        if any(cls.__name__ == name and cls.__module__.startswith(package) for cls in classes):
+            raise ConfigError(f"the model holds a {package}.{name}: {instead}; supported: {SUPPORTED}")
+    if any(hasattr(p, "ds_id") for part in parts for p in part.parameters()):
+        raise ConfigError(f"the parameters are partitioned by DeepSpeed ZeRO-3; supported: {SUPPORTED}")
+    if any(cls.__module__.startswith("megatron.core.") for cls in classes):
+        from dips.client.parallel.megatron import Megatron  # imports megatron, which only its users have
+
+        return Megatron(parts, optimizer)
+    return Tensors(parts, staged=not isinstance(model, nn.Module))
+
+
+def whole(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return the full trainable parameters of a model that lies on this process alone, and the names of the frozen.
+
+    Raise ConfigError if some of it lies elsewhere.
+    """
+    adapter = choose(model)
+    found = {}
+    for held in adapter.held():
+        flat = torch.cat([block.view.reshape(-1) for block in held.reads]) if held.reads else torch.empty(0)
+        if flat.numel() != prod(held.shape):
+            raise ConfigError(f"{held.name}: {flat.numel()} of its {prod(held.shape)} elements lie on this process")
+        found[held.name] = flat.view(held.shape)
+    return found, [plain_name(name) for name, p in model.named_parameters() if not p.requires_grad]
+
+
+def _looked_at(model: Any, optimizer: Any) -> tuple[Adapter | None, list[Held], str]:
+    try:
+        adapter = choose(model, optimizer)
+        return adapter, adapter.held(), ""
+    except ConfigError as error:
+        return None, [], str(error)
+
+
+def _claim(name: str, shape: list[int], reads: list[list[int]], writes: list[list[int]]) -> Claim:
+    return Claim(name, tuple(shape), tuple(Rect(*r) for r in reads), tuple(Rect(*w) for w in writes))

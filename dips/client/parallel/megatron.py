@@ -1,0 +1,159 @@
+"""Megatron-core: tensor parallel, pipeline stages, virtual ones too, tied embeddings, distributed optimizer.
+
+Names are those of the model on one rank: the number of a layer counts over all stages, whichever rank and chunk has it,
+and a tied output layer goes by the name of the embedding, so both copies are pushed once and written both.
+
+A push takes the fp32 masters of Megatron's optimizers: with the distributed optimizer each data-parallel rank holds a
+part of them, so each speaks for its own. A pull writes the parameters (`copy_`, never rebound: they are views of
+Megatron's buffers), calls `optimizer.reload_model_params()`, which makes masters from parameters of bf16, and then
+writes the masters themselves, exactly: without it the next step would undo the pull. An optimizer without masters
+(fp32) is handled alike; the distributed one is read by its own parts, so parameters that are still to be gathered
+(overlap_param_gather) are never read.
+
+Vocabularies must be padded alike in all clusters: `make_vocab_size_divisible_by` times TP depends on the layout.
+
+Not supported, and refused by name: expert parallel, expert-tensor-parallel other than TP, Megatron's FSDP, fp8
+parameters, the precision-aware and the CPU-offloading optimizer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import nn
+
+from dips.client.parallel.rect import Rect, cut_flat, rects
+from dips.client.parallel.seam import Adapter, Block, Held, blocks, check_dtype
+from dips.errors import ConfigError
+
+EMBEDDING = "embedding.word_embeddings.weight"
+TIED = "output_layer.weight"
+GATED = re.compile(r"\.linear_fc1\.(weight|bias)$")  # two matrices in one parameter, each split over TP
+
+
+class Megatron(Adapter):
+    """The model chunks of one rank."""
+
+    kind = "Megatron-core"
+    staged = True
+
+    def __init__(self, chunks: Sequence[nn.Module], optimizer: Any = None) -> None:
+        """`chunks`: one model, or the chunks of virtual pipeline stages, wrapped or not."""
+        self._chunks = [_unwrapped(chunk) for chunk in chunks]
+        self._optimizer = optimizer
+        self._ranges = dict(_ranges(optimizer))
+
+    def held(self) -> list[Held]:
+        return list(self._held())
+
+    def reload(self) -> None:
+        if self._optimizer is not None and hasattr(self._optimizer, "reload_model_params"):
+            self._optimizer.reload_model_params()
+
+    def _held(self) -> Iterator[Held]:
+        for chunk in self._chunks:
+            names = dict(_global_names(chunk))
+            gated = bool(getattr(getattr(chunk, "config", None), "gated_linear_unit", False))
+            for path, parameter in chunk.named_parameters():
+                if parameter.requires_grad:
+                    yield self._lay(names[path], parameter, gated)
+
+    def _lay(self, name: str, parameter: nn.Parameter, gated: bool) -> Held:
+        check_dtype(name, parameter.dtype)
+        if type(parameter.data) is not torch.Tensor:
+            raise ConfigError(f"{name}: a parameter held as {type(parameter.data).__name__} is not supported")
+        shape, parts = _partition(name, parameter, gated)
+        writes = blocks(name, parameter, parts)
+        masters = self._masters(name, parameter, parts)
+        if masters is None:
+            return Held(name, shape, writes, writes)
+        return Held(name, shape, masters, writes, masters if parameter.dtype is not torch.float32 else ())
+
+    def _masters(self, name: str, parameter: nn.Parameter, parts: list[Rect]) -> tuple[Block, ...] | None:
+        """What the optimizer holds of this parameter on this rank; None if it works on the parameter itself."""
+        master = getattr(parameter, "main_param", None)
+        if self._optimizer is None:
+            if hasattr(parameter, "main_param"):
+                raise ConfigError(
+                    f"{name}: its fp32 master is in Megatron's optimizer, which would undo every pull: "
+                    "give it too, OuterLoop(model, optimizer=optimizer)"
+                )
+            return None
+        if not self._ranges:
+            return None if master is None else blocks(name, master, parts)
+        begin, end = self._ranges.get(parameter, (0, 0))
+        if parameter.dtype is torch.float32:
+            master = parameter.detach().view(-1)[begin:end]
+        elif master is None and begin < end:
+            raise ConfigError(f"{name}: its fp32 master is not held as main_param (use_precision_aware_optimizer?)")
+        if master is None:
+            return ()
+        return blocks(name, master, [part for _, part in cut_flat(parts, begin, end)])
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The model in DistributedDataParallel, Float16Module and the like."""
+    while isinstance(inner := getattr(module, "module", None), nn.Module):
+        module = inner
+    return module
+
+
+def _global_names(chunk: nn.Module) -> Iterator[tuple[str, str]]:
+    """The path of each parameter in this chunk, and its name in the model on one rank."""
+    numbers = {}
+    for path, module in chunk.named_modules():
+        if re.search(r"(^|\.)layers\.\d+$", path) and hasattr(module, "layer_number"):
+            numbers[path] = f"{path.rpartition('.')[0]}.{module.layer_number - 1}"
+    tied = bool(getattr(chunk, "share_embeddings_and_output_weights", False))
+    for path, _ in chunk.named_parameters():
+        layer = next((local for local in numbers if path.startswith(f"{local}.")), None)
+        name = path if layer is None else numbers[layer] + path[len(layer) :]
+        yield path, EMBEDDING if tied and name == TIED else name
+
+
+def _partition(name: str, parameter: nn.Parameter, gated: bool) -> tuple[tuple[int, ...], list[Rect]]:
+    """Full shape of a parameter, and where this rank's part of it lies."""
+    shape = tuple(parameter.shape)
+    size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    if getattr(parameter, "allreduce", True) is False:
+        _check_experts(name, size)
+    if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
+        return shape, rects(shape, (0,) * len(shape), shape)
+    dim = parameter.partition_dim  # type: ignore[attr-defined]
+    # Transformer Engine's linear layers say stride 1 of a gated fc1 too.
+    stride = 2 if gated and GATED.search(name) else parameter.partition_stride  # type: ignore[attr-defined]
+    if stride > 1 and dim > 0:
+        raise ConfigError(f"{name}: a partition of dim {dim} with stride {stride} is not supported: expected dim 0")
+    full = (*shape[:dim], shape[dim] * size, *shape[dim + 1 :])
+    block = shape[dim] // stride
+    sizes = (*shape[:dim], block, *shape[dim + 1 :])
+    parts = []
+    for i in range(stride):
+        starts = [0] * len(shape)
+        starts[dim] = (i * size + rank) * block
+        parts += rects(full, starts, sizes)
+    return full, parts
+
+
+def _check_experts(name: str, tp: int) -> None:
+    experts = parallel_state.get_expert_model_parallel_world_size()
+    expert_tp = parallel_state.get_expert_tensor_parallel_world_size()
+    if experts > 1 or expert_tp != tp:
+        raise ConfigError(
+            f"{name}: expert parallel {experts} with expert tensor parallel {expert_tp} beside TP {tp} is not "
+            "supported: expected 1, and the same as TP"
+        )
+
+
+def _ranges(optimizer: Any) -> Iterator[tuple[nn.Parameter, tuple[int, int]]]:
+    """Of each parameter, which elements of its own memory the distributed optimizer holds on this rank."""
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if type(getattr(one, "optimizer", None)).__name__ == "HybridDeviceOptimizer":
+            raise ConfigError("Megatron's CPU-offloading optimizer is not supported")
+        for parameter in getattr(one, "model_param_gbuf_map", {}):
+            found = one._get_model_param_range_map(parameter)["param"]
+            yield parameter, (found.start, found.end)

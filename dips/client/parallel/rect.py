@@ -1,0 +1,122 @@
+"""Where a piece of a parameter lies in the full one: rectangles of its flattened elements.
+
+A full parameter is one row of elements in memory order. What a rank holds of it is a few rectangles: `rows` runs of
+`cols` elements, `width` apart. A shard along the first dim is one run; one along another dim has as many runs as rows.
+Pure: no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Rect:
+    """`rows` runs of `cols` elements; run r begins at element `first + r * width` of the full parameter."""
+
+    first: int
+    rows: int
+    cols: int
+    width: int
+
+    @classmethod
+    def of(cls, first: int, rows: int, cols: int, width: int) -> Rect:
+        """Spell a rectangle the one way there is: what is one run has one row."""
+        return cls.run(first, rows * cols) if rows == 1 or cols == width else cls(first, rows, cols, width)
+
+    @classmethod
+    def run(cls, first: int, length: int) -> Rect:
+        """`length` elements in a row."""
+        return cls(first, 1, length, length)
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.cols
+
+    @property
+    def end(self) -> int:
+        """One past the last element."""
+        return self.first + (self.rows - 1) * self.width + self.cols
+
+    @property
+    def is_run(self) -> bool:
+        return self.rows == 1
+
+    def within(self, begin: int, end: int) -> list[Rect]:
+        """What of this lies in elements [begin, end) of the parameter: at most three rectangles, in order."""
+        begin, end = max(begin, self.first), min(end, self.end)
+        if begin >= end:
+            return []
+        if self.is_run:
+            return [Rect.run(begin, end - begin)]
+        top, left = divmod(begin - self.first, self.width)
+        bottom, right = divmod(end - self.first, self.width)
+        if top == bottom:
+            return self._part(top, 1, left, right)
+        head = self._part(top, 1, left, self.cols) if left else []
+        body = self._part(top + bool(left), bottom - top - bool(left), 0, self.cols)
+        return [*head, *body, *self._part(bottom, 1, 0, right)]
+
+    def _part(self, row: int, rows: int, left: int, right: int) -> list[Rect]:
+        left, right = min(left, self.cols), min(right, self.cols)
+        if rows < 1 or left >= right:
+            return []
+        return [Rect.of(self.first + row * self.width + left, rows, right - left, self.width)]
+
+    def meets(self, other: Rect) -> bool:
+        """Whether the two share an element. Rectangles of several rows must have one width."""
+        if other.is_run:
+            return bool(self.within(other.first, other.end))
+        if self.is_run:
+            return bool(other.within(self.first, self.end))
+        (a, x), (b, y) = divmod(self.first, self.width), divmod(other.first, other.width)
+        assert self.width == other.width, (self, other)
+        return a < b + other.rows and b < a + self.rows and x < y + other.cols and y < x + self.cols
+
+    def place(self, part: Rect) -> tuple[int, int]:
+        """Row and column of a part's first element in this rectangle."""
+        return divmod(part.first - self.first, self.width)
+
+
+def rects(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int]) -> list[Rect]:
+    """The box of `sizes` at `starts` of a tensor of `shape`, in the order of the box's own memory.
+
+    One rectangle for a tensor cut along one dim, or along two of which the outer is the first; one for each index of
+    the dims before those otherwise.
+    """
+    if 0 in sizes:
+        return []
+    cut = [d for d in range(len(shape)) if sizes[d] != shape[d]]
+    inner = cut[-1] if cut else 0
+    outer = next((d for d in reversed(cut) if d < inner), 0)
+    strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
+    first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
+    if not shape:
+        return [Rect.run(0, 1)]
+    cols, width = sizes[inner] * strides[inner], shape[inner] * strides[inner]
+    rows = prod(sizes[outer:inner])
+    steps = product(*(range(size) for size in sizes[:outer]))
+    return [
+        Rect.of(first + sum(i * s for i, s in zip(step, strides, strict=False)), rows, cols, width) for step in steps
+    ]
+
+
+def cut_flat(parts: Sequence[Rect], begin: int, end: int) -> Iterator[tuple[int, Rect]]:
+    """Cut elements [begin, end) of a memory in which `parts` lie one behind the other; yield (index of part, piece).
+
+    What a distributed optimizer holds of a shard is a run of the shard's memory, not of the full parameter's.
+    """
+    at = 0
+    for index, part in enumerate(parts):
+        low, high = max(begin - at, 0), min(end - at, part.numel)
+        at += part.numel
+        if low >= high:
+            continue
+        (top, left), (bottom, right) = divmod(low, part.cols), divmod(high, part.cols)
+        lowest = part.first + top * part.width + left
+        highest = part.first + (bottom * part.width + right if right else (bottom - 1) * part.width + part.cols)
+        for piece in part.within(lowest, highest):
+            yield index, piece

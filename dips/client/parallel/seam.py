@@ -1,0 +1,76 @@
+"""The seam between Di-PS and a way to lay a model over ranks: what an adapter says of each parameter.
+
+An adapter looks at the model on its own rank only, talks to nobody, and says which rectangles of which full parameter
+lie in which of its tensors. All that follows is common to all layouts: who speaks for what, what travels inside the
+cluster, what is written when (plan.py, host.py).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from dips.client.parallel.rect import Rect
+from dips.errors import ConfigError
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what fp32 holds exactly
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A rectangle of a full parameter, and this rank's memory of it."""
+
+    rect: Rect
+    view: torch.Tensor  # [rect.rows, rect.cols]; shares memory with what the framework holds; any float type of FLOATS
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """One parameter as this rank holds it."""
+
+    name: str  # in the full model, whatever the layout
+    shape: tuple[int, ...]  # of the full parameter
+    reads: tuple[Block, ...]  # what a push takes: fp32 masters where the framework has them
+    writes: tuple[Block, ...]  # what a pull fills: what the model computes with
+    masters: tuple[Block, ...] = ()  # written after `reload`, exactly; each lies within `writes`
+
+
+class Adapter(ABC):
+    """How one framework lays a model over ranks."""
+
+    kind: ClassVar[str]  # for messages
+    staged: bool = False  # ranks hold different parameters: pipeline stages
+
+    @abstractmethod
+    def held(self) -> list[Held]:
+        """Describe every trainable parameter that lies on this rank; frozen ones take no part.
+
+        Raise ConfigError naming the parameter and what would be supported.
+        """
+
+    def reload(self) -> None:
+        """Tell the framework that the parameters were written."""
+
+
+def blocks(name: str, memory: torch.Tensor, parts: list[Rect]) -> tuple[Block, ...]:
+    """Pair rectangles with the contiguous memory in which they lie one behind the other."""
+    if not memory.is_contiguous():
+        raise ConfigError(
+            f"{name}: its memory of shape {tuple(memory.shape)} is not contiguous: call .contiguous() on it"
+        )
+    flat, at, made = memory.detach().view(-1), 0, []
+    for rect in parts:
+        made.append(Block(rect, flat[at : at + rect.numel].view(rect.rows, rect.cols)))
+        at += rect.numel
+    assert at == flat.numel(), (name, at, flat.numel())
+    return tuple(made)
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Refuse what fp32 does not hold exactly."""
+    if dtype not in FLOATS:
+        few = ", ".join(str(f) for f in FLOATS)
+        raise ConfigError(f"{name}: expected a parameter of one of {few}, got {dtype}")

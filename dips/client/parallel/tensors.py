@@ -1,0 +1,80 @@
+"""Models of torch's own: plain, DDP, FSDP2 and HSDP (`fully_shard`), tensor parallel, and any mix of them by DTensor.
+
+A parameter that is a DTensor says itself where its local tensor lies, on a mesh of any dims, in uneven shards too; any
+other parameter lies whole on this rank. On TP × FSDP the parameters without a TP plan live on the dp sub-mesh: every TP
+rank holds a replica of their shards.
+
+A push takes the parameters themselves: with FSDP2's mixed precision or autocast these are fp32 and exact. A model whose
+own parameters are bf16 or fp16 has no masters that torch would know of: what it pushes is the parameter, and what it
+pulls is rounded to its type, so outer changes below half a unit in the last place are lost on its clusters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from dips.client.parallel.rect import Rect, rects
+from dips.client.parallel.seam import Adapter, Held, blocks, check_dtype
+from dips.errors import ConfigError
+
+# Names that wrappers put into the path of a parameter and that the model itself does not know.
+WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+class Tensors(Adapter):
+    """Parameters that are tensors or DTensors."""
+
+    kind = "plain, DDP, FSDP2, HSDP or tensor-parallel"
+
+    def __init__(self, parts: Sequence[nn.Module], staged: bool) -> None:
+        """`staged`: the ranks hold different parts, under the names of the whole model (torch's pipelining)."""
+        self._parts, self.staged = [_unwrapped(part) for part in parts], staged
+
+    def held(self) -> list[Held]:
+        return list(self._held())
+
+    def _held(self) -> Iterator[Held]:
+        for part in self._parts:
+            for path, parameter in part.named_parameters():
+                if parameter.requires_grad:
+                    yield _lay(plain_name(path), parameter)
+
+
+def plain_name(path: str) -> str:
+    """A parameter's name in the model itself."""
+    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+
+
+def _lay(name: str, parameter: nn.Parameter) -> Held:
+    check_dtype(name, parameter.dtype)
+    shape = tuple(parameter.shape)
+    if isinstance(parameter, DTensor):
+        parts, local = _shard(name, parameter)
+    else:
+        parts, local = rects(shape, (0,) * len(shape), shape), parameter.detach()
+    made = blocks(name, local, parts)
+    return Held(name, shape, made, made)
+
+
+def _shard(name: str, parameter: DTensor) -> tuple[list[Rect], torch.Tensor]:
+    for placement in parameter.placements:
+        if placement.is_partial():
+            raise ConfigError(
+                f"{name}: its placement {type(placement).__name__} is not supported: expected shards and replicas"
+            )
+    local = parameter.to_local().detach()
+    if parameter.device_mesh.get_coordinate() is None:
+        return [], local.flatten()[:0]
+    shape, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    if tuple(local.shape) != tuple(shape):
+        raise ConfigError(f"{name}: expected a local shard of shape {tuple(shape)}, got {tuple(local.shape)}")
+    return rects(parameter.shape, start, shape), local

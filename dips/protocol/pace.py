@@ -1,0 +1,127 @@
+"""When clusters of aligned pace push: all at about the same time, each after as many steps as its speed allows.
+
+The meetings stand on a grid: the moment when the last window opened, and every `period` after it. A cluster is told how
+many seconds are left until its push should begin, so H follows from its speed: slow clusters take few inner steps, fast
+ones many, and none waits. The period is the median time that the clusters' own H would take, and follows slowly. Pushes
+that share the slots are told to begin one after the other, so that the last of them is in when the meeting is.
+
+Robust by construction: a window that nobody opened leaves the grid as it is; a cluster that just misses a meeting still
+goes to it; one that would come with too few steps goes to the next; one that is silent is forgotten. Durations travel,
+clocks do not. Pure: beats and `now` come in.
+
+Source: design.md section 8; in the emulation aligned clusters ended below synchronous DiLoCo's loss at equal tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from statistics import median
+
+from dips.protocol.beats import NO_MEETING, ClusterBeat
+
+LEAST_SHARE = 1 / 8  # of the H that a cluster would take by itself: with fewer steps a push is not worth its bytes
+MOST_CHANGE = 1.25  # of the period, from one meeting to the next: one odd measurement must not move everybody
+LATE_SHARE = 0.25  # of the period: who is later than that goes to the next meeting
+WORKED_SHARE = 0.5  # of the period: who has worked less since its last push has been at this meeting
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """What the Coordinator knows about meetings."""
+
+    opened_at: float | None  # when the last window opened, on the master's clock
+    slots: int  # pushes that may move at once; 0 while no slave is registered
+    model_bytes: int  # that a push moves
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    wanted: int  # H that it would take by itself
+    step_s: float
+    since_push: int
+    bytes_per_s: float
+
+    @property
+    def period_s(self) -> float:
+        return self.wanted * self.step_s
+
+
+class Meetings:
+    """The grid, and who goes to it."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, _Member] = {}
+        self._anchor: float | None = None  # a time on the grid
+        self._opened_at: float | None = None  # the window from which the grid was taken
+        self.period_s = 0.0  # 0: nobody's speed is known yet
+
+    def heard(self, beat: ClusterBeat) -> None:
+        """Take note of a cluster's speed; one that does not align, or whose speed is unknown, is no member."""
+        if beat.aligned_steps > 0 and beat.step_s > 0 and beat.trainer == "training":
+            self._members[beat.cluster] = _Member(beat.aligned_steps, beat.step_s, beat.since_push, beat.bytes_per_s)
+        else:
+            self.forget(beat.cluster)
+
+    def forget(self, cluster: str) -> None:
+        """It is gone, or stands still: nobody waits for it."""
+        self._members.pop(cluster, None)
+
+    def shift(self, gap_s: float) -> None:
+        """Nobody was looking for `gap_s`: the grid stays where the clusters, who kept working, are."""
+        if self._anchor is not None and self.period_s > 0:
+            self._anchor += self.period_s * (gap_s // self.period_s)
+
+    def push_in_s(self, cluster: str, gathering: Gathering, now: float) -> float:
+        """Seconds until the cluster's push should begin, 0 if it is due; NO_MEETING if it keeps its own pace."""
+        member = self._members.get(cluster)
+        if member is None:
+            return NO_MEETING
+        self._follow(gathering, now)
+        assert self._anchor is not None
+        least = max(1, ceil(member.wanted * LEAST_SHARE))
+        if member.since_push < least:
+            earliest = now + (least - member.since_push) * member.step_s
+        elif member.since_push * member.step_s >= WORKED_SHARE * self.period_s:
+            earliest = now - LATE_SHARE * self.period_s
+        else:
+            earliest = now
+        begin = self._anchor - self._lead_s(cluster, gathering)
+        periods = max(0, ceil((earliest - begin) / self.period_s))
+        return max(0.0, begin + periods * self.period_s - now)
+
+    def explain(self, cluster: str, gathering: Gathering, now: float) -> str:
+        """Say what the cluster is told, for people; empty if it keeps its own pace."""
+        left = self.push_in_s(cluster, gathering, now)
+        if left == NO_MEETING:
+            return ""
+        member = self._members[cluster]
+        steps = member.since_push + round(left / member.step_s)
+        return (
+            f"aligned: H {steps} (by itself {member.wanted}) at {member.step_s:.3g} s a step, "
+            f"pushes in {left:.1f} s, meets every {self.period_s:.1f} s"
+        )
+
+    def _follow(self, gathering: Gathering, now: float) -> None:
+        """Move the grid to the last window, and the period a little towards what the members want."""
+        wanted = median(m.period_s for m in self._members.values())
+        if self._anchor is None or self.period_s <= 0:
+            self.period_s, self._anchor = wanted, now + wanted
+        if gathering.opened_at is not None and gathering.opened_at != self._opened_at:
+            self._anchor = self._opened_at = gathering.opened_at
+            self.period_s = min(max(wanted, self.period_s / MOST_CHANGE), self.period_s * MOST_CHANGE)
+
+    def _lead_s(self, cluster: str, gathering: Gathering) -> float:
+        """How long before the meeting its push begins: its own duration, and of those that follow it in its slot."""
+        durations = {
+            name: gathering.model_bytes / m.bytes_per_s if m.bytes_per_s > 0 else 0.0
+            for name, m in self._members.items()
+        }
+        longest_first = sorted(durations, key=lambda name: (-durations[name], name))
+        ends = [0.0] * max(1, gathering.slots)  # seconds before the meeting at which each slot is taken, from behind
+        for name in longest_first:
+            slot = ends.index(min(ends))
+            ends[slot] += durations[name]
+            if name == cluster:
+                return ends[slot]
+        raise AssertionError(f"{cluster} is a member")

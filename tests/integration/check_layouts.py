@@ -1,0 +1,102 @@
+"""Every layout on the ranks of one torchrun: what is pushed is θ, and what is pulled lies on every rank, bit for bit.
+
+torchrun --nproc-per-node N check_layouts.py OUT KIND...     writes OUT.RANK as JSON
+
+Nothing here talks to a slave: `pieces` is what a rank would send, and what it would have received. Each rank compares
+its own part with full parameters that it made from the seed, so a shard that is wrong on one rank is seen there.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from layouts import full, laid, local, seeded
+
+from dips.client.parallel import HostMemory, Laid, lay_out
+from dips.client.voice import Voice
+from dips.wire.chunks import Layout, Range, uncovered
+
+SPREAD_ITEMS = 64  # so that what is replicated is spread in a model this small
+
+
+def whole_theta(voice: Voice, layout: Laid, memory: HostMemory) -> dict[str, np.ndarray]:
+    """What all ranks together push: full parameters, each element from the one rank that speaks for it."""
+    manifest = layout.plan.manifest
+    mine = io.BytesIO()
+    np.savez(mine, *[piece.array for piece in memory.pieces])
+    ranges = json.dumps([list(piece.range) for piece in memory.pieces]).encode()
+    arrays = [np.load(io.BytesIO(words)) for words in voice.gather(mine.getvalue())]
+    claims = [[Range(*r) for r in json.loads(words)] for words in voice.gather(ranges)]
+    assert (
+        uncovered(Layout(manifest, range(len(manifest.layers))), {f"rank {r}": c for r, c in enumerate(claims)}) == []
+    )
+    theta = {p.name: np.full(p.numel, np.nan, np.float32) for layer in manifest.layers for p in layer.parameters}
+    for stored, ranges_of in zip(arrays, claims, strict=True):
+        for index, (layer, param, offset, length) in enumerate(ranges_of):
+            name = manifest.layers[layer].parameters[param].name
+            theta[name][offset : offset + length] = stored[f"arr_{index}"]
+    return theta
+
+
+def pull(layout: Laid, memory: HostMemory, theta: dict[str, np.ndarray]) -> None:
+    """Fill this rank's pieces with a version and install it."""
+    for piece in memory.pieces:
+        parameter = layout.plan.manifest.layers[piece.layer].parameters[piece.param]
+        piece.array[:] = theta[parameter.name].reshape(-1)[piece.offset : piece.offset + piece.length]
+    memory.spread()
+    memory.install()
+
+
+def check(kind: str, voice: Voice) -> dict[str, Any]:
+    """Take one layout through a push and two pulls."""
+    reference = {name: p.detach().numpy().copy() for name, p in seeded().named_parameters()}
+    model, _ = laid(kind, seeded(), voice.world)
+    layout = lay_out(model, voice, spread_items=SPREAD_ITEMS)
+    memory = HostMemory(layout.adapter, layout.held, layout.plan, voice)
+    inner = model.module if kind == "ddp" else model
+    before = {name: local(p).clone() for name, p in inner.named_parameters()}
+    memory.gather()
+    pushed = whole_theta(voice, layout, memory)
+    wrong_push = [n for n, theta in reference.items() if not np.array_equal(pushed[n], theta.reshape(-1))]
+    with torch.no_grad():
+        for p in inner.parameters():
+            local(p).fill_(float("nan"))
+    pull(layout, memory, pushed)
+    wrong_same = [n for n, p in inner.named_parameters() if not torch.equal(local(p), before[n])]
+    changed = {
+        n: theta + np.arange(theta.size, dtype=np.float32).reshape(theta.shape) for n, theta in reference.items()
+    }
+    pull(layout, memory, changed)
+    wrong_change = [n for n, p in inner.named_parameters() if not np.array_equal(full(p).numpy(), changed[n])]
+    memory.gather()
+    again = whole_theta(voice, layout, memory)
+    wrong_change += [n for n, theta in changed.items() if not np.array_equal(again[n], theta.reshape(-1))]
+    return {
+        "digest": layout.plan.manifest.digest,
+        "wrong": {"push": wrong_push, "same": wrong_same, "change": wrong_change},
+        "moved": sum(piece.length for piece in memory.pieces),
+        "held": sum(local(p).numel() for p in inner.parameters()),
+        "host": memory.items,
+        "parameters": sum(theta.size for theta in reference.values()),
+    }
+
+
+def main(out: Path, kinds: list[str]) -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    voice = Voice()
+    found = {kind: check(kind, voice) for kind in kinds}
+    out.with_name(f"{out.name}.{voice.rank}").write_text(json.dumps(found))
+    voice.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,58 @@
+"""Training goes on while the push moves, the window is open and the pull arrives (why.md 36), with real processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+HERE = Path(__file__).parent
+VERSIONS = 8
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+harness, constant, script = load("cluster_harness"), load("train_constant"), load("train_overlap")
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_trained_beside_a_push_is_neither_lost_nor_counted_twice(tmp_path: Path, ranks: int) -> None:
+    """One cluster, lr 1, no momentum: θ is the sum of all inner steps on every rank at every step; tokens add up."""
+    tensors = {n: np.zeros(tuple(p.shape), np.float32) for n, p in constant.Model().named_parameters()}
+    shared = {
+        "stop": {"versions": VERSIONS},
+        "outer": {"lr": 1.0, "momentum": 0.0, "clip": {}},
+        "penalty": {"rule": "none"},
+    }
+    path, out = str(HERE / "train_overlap.py"), tmp_path / "found"
+    command = [sys.executable, path] if ranks == 1 else [*harness.TORCHRUN, str(ranks), path]
+    with harness.Run(tmp_path, tensors, shared=shared) as run:
+        run.start_master()
+        run.start_slaves()
+        cluster = run.start_cluster("a", [*command, str(out), "0.02"], steps=10, overlap="full")
+        run.wait(cluster, 150)
+        with run.ledger() as ledger:
+            rounds = [r for r in ledger.history(1000) if r.version is not None]
+
+    found = [json.loads((tmp_path / f"found.{rank}").read_text()) for rank in range(ranks)]
+    assert len(rounds) == VERSIONS
+    assert all(f["beside"] > VERSIONS for f in found), f"nothing was trained while something moved: {found}"
+    pushed = sum(fold.inner_steps for r in rounds for fold in r.folds)
+    assert sum(fold.tokens for r in rounds for fold in r.folds) == 8 * pushed
+    ends = {f["end"] for f in found if f["end"] is not None}
+    assert ends == {pushed * script.DELTA}, "the last version is what all accepted pushes hold, on every rank"
+    assert all(pushed <= f["steps"] <= pushed + 60 for f in found)

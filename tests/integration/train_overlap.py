@@ -1,0 +1,61 @@
+"""A training script whose every inner step adds one number to every element, while pushes and pulls move beside it.
+
+    train_overlap.py OUT STEP_S
+
+With one cluster, outer lr 1 and no momentum the outer step gives θ_{v+1} = θ_pushed, so a merge must leave θ_local as
+it is: after n inner steps every element of every rank is n·DELTA, whatever moved meanwhile. Asserted at every step. At
+its end each rank writes to OUT.RANK how many steps it took, and how many of them while something was out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from train_constant import Model, local, one_number
+
+from dips.client import OuterLoop
+
+DELTA = 2.0**-10  # sums of it are exact in fp32
+
+
+def main(out: Path, step_s: float) -> None:
+    rank = int(os.environ.get("RANK", "0"))
+    model = Model()
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    steps, beside, versions = 0, 0, set[str]()
+    with OuterLoop(model) as outer:
+        while not outer.finished:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    local(parameter).add_(DELTA)
+            steps += 1
+            time.sleep(step_s)
+            moving, before = outer.moving, outer.version
+            outer.step(tokens=8, loss=1.0)
+            beside += moving
+            versions.add(str(outer.version))
+            number = one_number(model)
+            if outer.finished and number is not None:
+                break  # the last version replaces what was trained after its last push
+            assert number is None or number == steps * DELTA, (
+                f"{number} after {steps} steps, {before} → {outer.version}"
+            )
+    found = {"steps": steps, "beside": beside, "versions": sorted(versions), "end": one_number(model)}
+    out.with_name(f"{out.name}.{rank}").write_text(json.dumps(found))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), float(sys.argv[2]))

@@ -1,0 +1,115 @@
+"""When a cluster pushes, for each pace, on a clock that the test holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from dips.client.pace import LOOK_S, MOST_TIMES, Pace
+from dips.config import PaceSection
+from dips.protocol.beats import NO_MEETING
+
+
+def train(pace: Pace, now: float, step_s: float, most: int = 10_000) -> tuple[float, int]:
+    """Take inner steps, and look when told to, until a push is due; return when that is, and how often was looked."""
+    look_in, looks = 1, 0
+    for _ in range(most):
+        now += step_s
+        pace.stepped(now)
+        look_in -= 1
+        if look_in <= 0:
+            look_in, looks = pace.look_in(now), looks + 1
+            if look_in == 0:
+                return now, looks
+    raise AssertionError("no push became due")
+
+
+def test_steps_count_and_are_looked_at_once() -> None:
+    """Every H inner steps, and the ranks do not talk in between."""
+    pace = Pace(PaceSection(steps=64))
+    pace.cut(0.0)
+    assert pace.look_in(0.0) == 64
+    train(pace, 0.0, 0.1)
+    assert pace.since_push == 64
+    pace.cut(6.4)
+    assert pace.look_in(6.4) == 64
+
+
+@pytest.mark.parametrize("step_s", [0.05, 0.7, 3.0])
+def test_seconds_end_at_the_nearest_boundary(step_s: float) -> None:
+    """A push is due at the boundary nearest to the moment, and a look every few seconds finds it."""
+    pace = Pace(PaceSection(seconds=60.0))
+    pace.cut(100.0)
+    due, looks = train(pace, 100.0, step_s)
+    assert abs(due - 160.0) <= step_s * 0.51 + 1e-6
+    assert looks <= 60.0 / LOOK_S + 12
+
+
+def test_seconds_survive_a_change_of_speed() -> None:
+    """Steps that become slower half-way cost looks, not a late push."""
+    pace = Pace(PaceSection(seconds=60.0))
+    pace.cut(0.0)
+    now, look_in = 0.0, 1
+    while True:
+        now += 0.1 if now < 30 else 0.5
+        pace.stepped(now)
+        look_in -= 1
+        if look_in <= 0 and (look_in := pace.look_in(now)) == 0:
+            break
+    assert abs(now - 60.0) < 6.0
+
+
+def test_one_step_longer_than_the_period_still_counts() -> None:
+    """No push without an inner step."""
+    pace = Pace(PaceSection(seconds=1.0))
+    pace.cut(0.0)
+    assert pace.look_in(5.0) == 1
+    pace.stepped(6.0)
+    assert pace.look_in(6.0) == 0
+
+
+def test_aligned_follows_the_meeting() -> None:
+    """H follows from what the master says, and a meeting that moves is followed within a look."""
+    pace = Pace(PaceSection(aligned=64))
+    pace.cut(0.0)
+    for i in range(8):
+        pace.stepped(0.1 * (i + 1))
+    pace.told(9.2, 0.8)
+    assert pace.look_in(0.8) == int(LOOK_S / pace.step_s)
+    due, _ = train(pace, 0.8, 0.1)
+    assert abs(due - 10.0) < 0.11
+
+
+def test_aligned_without_a_master_keeps_its_own_h() -> None:
+    """A master that says nothing, or is gone for long, costs the alignment and no push."""
+    pace = Pace(PaceSection(aligned=20))
+    pace.cut(0.0)
+    pace.told(NO_MEETING, 0.0)
+    train(pace, 0.0, 0.1)
+    assert pace.since_push == 20
+    pace.cut(2.0)
+    pace.told(1000.0, 2.0)
+    due, _ = train(pace, 2.0, 0.5)
+    assert 30.0 < due < 40.0, "what was said once does not hold for ever"
+
+
+def test_aligned_is_bounded() -> None:
+    """A meeting that never comes nearer does not keep a cluster from pushing."""
+    pace = Pace(PaceSection(aligned=4))
+    pace.cut(0.0)
+    now = 0.0
+    for _ in range(4 * MOST_TIMES):
+        now += 0.1
+        pace.stepped(now)
+        pace.told(100.0, now)
+    assert pace.look_in(now) == 0
+
+
+def test_standing_still_is_not_speed() -> None:
+    """The time of a transfer does not count as an inner step's."""
+    pace = Pace(PaceSection(seconds=10.0))
+    pace.stepped(1.0)
+    pace.stepped(1.5)
+    pace.stood_still()
+    pace.stepped(50.0)
+    pace.stepped(50.5)
+    assert pace.step_s == pytest.approx(0.5)
