@@ -81,7 +81,7 @@ class Plan:
         offer = f"; or from {self.newer} with --adopt {self.newer}" if self.newer else ""
         if self.missing:
             return (
-                f"the run goes on from the newest of the ledger's versions that all slaves offer, at most {head}{offer}"
+                f"the run goes on from the newest version of this ledger that all slaves offer, at most {head}{offer}"
             )
         if self.head is None:
             return f"no version of this ledger is in all slaves' directories: put snapshots of its time back{offer}"

@@ -158,7 +158,7 @@ def test_a_drained_slave_costs_no_round(run: Any, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(240)
 def test_a_restored_ledger_is_recovered(tmp_path: Path) -> None:
-    """An old ledger is put back: the master will not serve it; after `recover` the run goes on, no name is used twice."""
+    """An old ledger is put back: the master does not serve it; after `recover` the run goes on under new names."""
     with harness.Run(tmp_path, tensors(), shared={"penalty": {"rule": "none"}}) as run:
         master, slaves = run.start_master(), run.start_slaves()
         ledger_file, backup = tmp_path / "master" / "ledger.sqlite", tmp_path / "backup.sqlite"
