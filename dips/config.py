@@ -62,9 +62,7 @@ class Shared(Section):
 class JournalSection(Section):
     """The master's journal, evidence for `dips-master replay`: at most segments × segment_bytes, and a state each."""
 
-    segment_bytes: Annotated[int, Field(ge=4096)] = (
-        64 * MIB
-    )  # days of ten clusters and a round a minute: about 100 B an event
+    segment_bytes: Annotated[int, Field(ge=4096)] = 64 * MIB  # 600,000 events: days of ten clusters
     segments: Annotated[int, Field(ge=0)] = 8  # kept, the newest; 0: no journal
 
 

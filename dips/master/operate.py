@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from dips.config import load_run
+from dips.errors import ConfigError
+from dips.ids import VersionId
 from dips.master import recover, replay
 from dips.protocol.effects import Effect
 from dips.protocol.events import Event
@@ -66,6 +68,9 @@ def recover_command(
         int, typer.Option(help="A term that was in use: `dips status` or a slave's log told it.")
     ] = 0,
     round_above: Annotated[int, typer.Option(help="A round that was in use: the number after @r of any version.")] = 0,
+    adopt: Annotated[
+        str | None, typer.Option(metavar="vN@rM", help="Go on from this newer version, which all slaves have.")
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Make a ledger that was restored from a backup fit to serve again.
@@ -79,6 +84,10 @@ def recover_command(
     they are READY: copy what you want to keep. Clusters pull the head of the backup and go on. Data ranges that were
     trained since the backup are trained again.
 
+    The snapshots of the backup's own time are mostly gone: slaves keep the newest. So a version that was made since,
+    and that all slaves have (`dips verify` reads them through), may be adopted with --adopt: the run goes on from its
+    parameters and momentum; lost is then only the account of who pushed what since, and its tokens.
+
     Stop the master, the slaves and the agents before, and start them after.
 
     Exit codes: 0 done; 1 you said no; 78 the ledger is in use, not there, or of another run.
@@ -87,12 +96,20 @@ def recover_command(
     Example:
       cp /backup/ledger.sqlite master/ledger.sqlite
       dips-master recover --config dips.yaml --term-above 12 --round-above 4711
+      dips-master recover --config dips.yaml --adopt v4650@r4711
     """
     run_file = load_run(config)
     with recover.opened(run_file) as ledger:
-        plan = recover.plan(run_file, ledger, term_above, round_above)
+        plan = recover.plan(run_file, ledger, term_above, round_above, _version(adopt))
         print(plan.told())
         if not yes and not typer.confirm("Raise the counters and abandon what is named above?"):
             raise typer.Exit(1)
         plan.carry_out(ledger)
     print(f"done. next: dips-master --config {config}, then the slaves, then the agents")
+
+
+def _version(text: str | None) -> VersionId | None:
+    try:
+        return VersionId.parse(text) if text else None
+    except ValueError as error:
+        raise ConfigError(f"--adopt: {error}") from error

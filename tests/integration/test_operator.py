@@ -158,31 +158,48 @@ def test_a_drained_slave_costs_no_round(run: Any, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(240)
 def test_a_restored_ledger_is_recovered(tmp_path: Path) -> None:
-    """An old copy of the ledger is put back: the master will not serve it; after `recover` no name is used twice."""
-    shared = {"penalty": {"rule": "none"}, "stop": {"versions": 12}}
-    with harness.Run(tmp_path, tensors(), shared=shared) as run:
-        master = run.start_master()
-        slaves = run.start_slaves()
+    """An old ledger is put back: the master does not serve it; after `recover` the run goes on under new names."""
+    with harness.Run(tmp_path, tensors(), shared={"penalty": {"rule": "none"}}) as run:
+        master, slaves = run.start_master(), run.start_slaves()
         ledger_file, backup = tmp_path / "master" / "ledger.sqlite", tmp_path / "backup.sqlite"
         west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")])
         with run.ledger() as ledger:
-            run.until(lambda: len([r for r in ledger.history(100) if r.version]) >= 10, 60, "ten versions")
+            run.until(lambda: len(made(ledger)) >= 5, 60, "five versions")
             ledger._db.execute("VACUUM INTO ?", (str(backup),))
-            kept = {str(r.version) for r in ledger.history(100) if r.version}
-        assert "in use by another master" in say("dips-master", "recover", "--config", str(run.file), "--yes", code=78)
-        run.wait(west, 60)
-        for process in (master, *slaves):
+            kept = made(ledger)
+            run.until(lambda: len(made(ledger)) >= len(kept) + 4, 60, "four more")
+        words = ("recover", "--config", str(run.file), "--yes")
+        assert "in use by another master" in say("dips-master", *words, code=78)
+        for process in (west, master, *slaves):
             process.terminate()
         for old in ledger_file.parent.glob("ledger.sqlite*"):
             old.unlink()
         shutil.copyfile(backup, ledger_file)
-        told = say("dips-master", "recover", "--config", str(run.file), "--yes", "--round-above", "500")
-        abandoned = next(line for line in told.splitlines() if line.startswith("abandoned: "))
-        assert "v12@r" in abandoned and not kept & set(abandoned.removeprefix("abandoned: ").split(", "))
-        assert "raised to: term 1001, round 1500" in told
+
+        master, slaves = run.start_master(), run.start_slaves()
+        run.until(lambda: master.code is not None, 60, "the master refuses to serve")
+        assert master.code in (75, 78) and "dips-master recover" in master.log.read_text()
+        for process in slaves:
+            process.terminate()
+
+        told = say("dips-master", "recover", "--config", str(run.file), "--yes", "--adopt", "v1@r1", code=78)
+        assert "v1@r1 is not newer than this ledger" in told
+        newest = max((p.name for p in (tmp_path / "ps0").glob("v*")), key=lambda n: int(n[1:].partition("@")[0]))
+        told = say("dips-master", *words, "--adopt", newest)
+        assert f"the run goes on from {newest}, adopted" in told
+        run.start_master()
+        run.start_slaves()
+        run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "again")])
         with run.ledger() as ledger:
+            at = len(made(ledger))
+            run.until(lambda: len(made(ledger)) >= at + 3, 90, "three versions after the recovery")
+            after = made(ledger)
             state = ledger.state()
-            assert (state.term, state.next_round) == (1001, 1501)
-            assert {p.name: p.inc for p in state.slaves} == {"ps0": 1001, "ps1": 1001}
-            assert [(p.inc, p.ended) for p in state.clusters] == [(1001, True)]
-            assert ledger.history(1)[0].reason == "counters raised by dips-master recover"
+        assert (tmp_path / "again").read_text().startswith(f"life {newest}\n")
+        assert after[: len(kept)] == kept and after[len(kept)] == newest
+        assert int(after[len(kept) + 1].partition("@r")[2]) > 1000
+        assert state.term > 1001 and {p.inc > 1000 for p in (*state.slaves, *state.clusters)} == {True}
+
+
+def made(ledger: Any) -> list[str]:
+    return [str(r.version) for r in ledger.history(1000) if r.version]

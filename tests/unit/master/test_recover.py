@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 import yaml
 from typer.testing import CliRunner
 
@@ -39,12 +41,12 @@ def config(tmp_path: Path) -> RunFile:
     return config
 
 
-def plan(config: RunFile, **above: int) -> recover.Plan:
+def plan(config: RunFile, **above: Any) -> recover.Plan:
     with recover.opened(config) as ledger:
         return recover.plan(config, ledger, **above)
 
 
-def carry_out(config: RunFile, **above: int) -> None:
+def carry_out(config: RunFile, **above: Any) -> None:
     with recover.opened(config) as ledger:
         recover.plan(config, ledger, **above).carry_out(ledger)
 
@@ -84,7 +86,29 @@ def test_a_directory_elsewhere_is_said(config: RunFile) -> None:
     (config.master.directory.parent / "s0").mkdir()
     told = plan(config).told()
     assert "not on this machine" in told and "s1" in told and "--round-above" in told
-    assert "goes on from" not in told
+    assert "that all slaves offer" in told
+
+
+def test_a_version_that_was_made_since_is_adopted(config: RunFile) -> None:
+    """It becomes the head, child of the ledger's, without folds, with the digests that its slaves' manifests have."""
+    here = config.master.directory.parent
+    for name in ("s0", "s1"):
+        for version in ("v3@r8", "v4@r9"):
+            (here / name / version).mkdir(parents=True)
+            (here / name / version / "manifest.json").write_text(name + version)
+    assert "v4@r9 with --adopt v4@r9" in plan(config).told()
+    (here / "s1" / "v4@r9" / "manifest.json").unlink()
+    (here / "s1" / "v4@r9").rmdir()
+    with pytest.raises(ConfigError, match="is not in the directory of s1"):
+        plan(config, adopt=VersionId(4, 9))
+    with pytest.raises(ConfigError, match="is not newer than this ledger"):
+        plan(config, adopt=VersionId(3, 5))
+    carry_out(config, adopt=VersionId(3, 8))
+    with recover.opened(config) as ledger:
+        state, digests = ledger.state(), ledger.digests()
+    assert [v.version for v in state.versions] == [VersionId(0, 0), VersionId(3, 8)]
+    assert state.next_round == 9 + SPARE + 1
+    assert digests[8, "s0"] == xxhash.xxh3_128_hexdigest(b"s0v3@r8")
 
 
 def test_it_asks(config: RunFile, tmp_path: Path) -> None:
