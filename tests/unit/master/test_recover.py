@@ -1,4 +1,4 @@
-"""`dips-master recover`: a restored ledger is brought above every name that was told since; it says what that costs."""
+"""`dips-master recover`: a restored ledger is brought above every name that was told since."""
 
 from __future__ import annotations
 

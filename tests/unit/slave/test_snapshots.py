@@ -21,7 +21,9 @@ from dips.slave import tensorfile
 from dips.slave.export import export
 from dips.slave.snapshots import Snapshots
 
-MANIFEST = Manifest.from_shapes([("a.0.2.w", (2, 3)), ("a.0.10.b", (2,)), ("b.w", (4, 1)), ("empty.w", (0,)), ("scale", ())])
+MANIFEST = Manifest.from_shapes(
+    [("a.0.2.w", (2, 3)), ("a.0.10.b", (2,)), ("b.w", (4, 1)), ("empty.w", (0,)), ("scale", ())]
+)
 V1, V2 = VersionId(1, 1), VersionId(2, 5)
 Arrays = dict[int, np.ndarray]
 
