@@ -1,0 +1,86 @@
+"""Chaos: real processes, hurt at named moments; `make chaos` runs it, `make test` does not.
+
+Tests of a file share a running house, so that each pays for its failure and not for the start of eight processes; a
+test that fails leaves its house to nobody: the next one gets a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.house import House
+from tests.chaos.wires import Loop
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.chaos)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    """Remember on the test that it failed, for its house."""
+    report = yield
+    if report.failed:
+        item.failed = True  # type: ignore[attr-defined]
+    return report
+
+
+@pytest.fixture(scope="session")
+def loop() -> Iterator[Loop]:
+    loop = Loop()
+    yield loop
+    loop.close()
+
+
+class Shared:
+    """The running house of a file."""
+
+    def __init__(self, factory: pytest.TempPathFactory, loop: Loop) -> None:
+        self._factory, self._loop = factory, loop
+        self.house: House | None = None
+
+    def get(self, **options: Any) -> House:
+        if self.house is None:
+            self.house = House(self._factory.mktemp("house"), self._loop, **options)
+            self.house.start()
+        return self.house
+
+    def leave(self, error: BaseException | None = None) -> None:
+        house, self.house = self.house, None
+        if house is not None:
+            house.__exit__(type(error) if error else None, error, None)
+
+
+@pytest.fixture(scope="module")
+def shared_house(tmp_path_factory: pytest.TempPathFactory, loop: Loop) -> Iterator[Shared]:
+    shared = Shared(tmp_path_factory, loop)
+    yield shared
+    shared.leave()
+
+
+@pytest.fixture
+def house(shared_house: Shared, request: pytest.FixtureRequest) -> Iterator[House]:
+    """A running house, unhurt; whatever a test did to it, afterwards the whole truth is held against the ledger."""
+    house = shared_house.get()
+    yield house
+    if getattr(request.node, "failed", False):
+        for process in house.processes:
+            request.node.add_report_section("call", process.name, process.tail(30))
+        shared_house.leave(RuntimeError("the test failed"))
+        return
+    try:
+        for line in (*house.to_master.values(), *house.orders.values()):
+            line.wire.heal()
+        house.progress(2, by=house.clusters)
+        house.check()
+    except BaseException as error:
+        shared_house.leave(error)
+        raise
