@@ -6,7 +6,7 @@ test that fails leaves its house to nobody: the next one gets a new one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +43,13 @@ def loop() -> Iterator[Loop]:
 class Shared:
     """The running house of a file."""
 
-    def __init__(self, factory: pytest.TempPathFactory, loop: Loop) -> None:
-        self._factory, self._loop = factory, loop
+    def __init__(self, factory: pytest.TempPathFactory, loop: Loop, options: Mapping[str, Any]) -> None:
+        self._factory, self._loop, self._options = factory, loop, options
         self.house: House | None = None
 
-    def get(self, **options: Any) -> House:
+    def get(self) -> House:
         if self.house is None:
-            self.house = House(self._factory.mktemp("house"), self._loop, **options)
+            self.house = House(self._factory.mktemp("house"), self._loop, **self._options)
             self.house.start()
         return self.house
 
@@ -60,8 +60,11 @@ class Shared:
 
 
 @pytest.fixture(scope="module")
-def shared_house(tmp_path_factory: pytest.TempPathFactory, loop: Loop) -> Iterator[Shared]:
-    shared = Shared(tmp_path_factory, loop)
+def shared_house(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, loop: Loop
+) -> Iterator[Shared]:
+    """Of a file; its `HOUSE` says what differs from other houses."""
+    shared = Shared(tmp_path_factory, loop, getattr(request.module, "HOUSE", {}))
     yield shared
     shared.leave()
 

@@ -22,8 +22,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,6 +35,9 @@ from dips.cli import ask_status
 from dips.client.trainer import descendants
 from dips.errors import Unavailable
 from dips.ids import VersionId
+from dips.master import genesis
+from dips.master.ledger import Ledger
+from dips.master.ledger_state import RoundHistory
 from dips.slave.export import export
 from dips.telemetry import timeline
 from dips.wire.generated.slave_pb2 import SlaveRegistered
@@ -55,6 +58,7 @@ SHARED = {
     "penalty": {"rule": "none"}, "chunk_bytes": 4096, "data": {"ranges": 1_000_000},
 }  # fmt: skip
 OUR_BUGS = ("Traceback (most recent call last)", "LocalProtocolError", "the coordinator failed")
+AGENT_BUGS = ("LocalProtocolError", "a task of the agent failed")
 EVER = 1_000_000  # rounds
 STEADY_S = 40.0  # for two more versions, restarts of processes included, on two busy cores
 
@@ -86,16 +90,23 @@ class House(Run):
         timing: Mapping[str, Any] | None = None,
         master: Mapping[str, Any] | None = None,
         step_s: float = 0.02,
+        ranges: bool = True,
     ) -> None:
-        """`master`: more keys of the run file's section `master`; `step_s`: what an inner step takes at least."""
+        """
+        master  more keys of the run file's section `master`
+        step_s  what an inner step takes at least
+        ranges  each inner step takes a data range of its own, without which a cluster that is cut off cannot train on
+        """
+        self.ranges = ranges
         self.loop, self.clusters, self.step_s, self._more = loop, tuple(clusters), step_s, dict(master or {})
         self._own: dict[str, dict[str, str]] = {}  # of each slave: what it listens on
         self.to_master: dict[str, Line] = {}  # by who dials
         self.orders: dict[str, Line] = {}  # by slave
         self.lanes: dict[str, Wire] = {}
+        self.master_directory = directory / "master"
         self._unheard: dict[str, int] = {}  # tokens at most that died with an agent before he could tell
         self._killed: dict[str, int] = {}  # trainers that were killed: a step begun may not have been told
-        self._read: dict[Path, int] = {}
+        self._places: dict[str, dict[str, None]] = {}  # of each cluster: where it ever ran
         tensors = {name: np.full(shape, START, np.float32) for name, shape in SHAPES.items()}
         super().__init__(directory, tensors, shared={**SHARED, **(shared or {})}, timing={**TIMING, **(timing or {})})
         self._weave()
@@ -147,20 +158,22 @@ class House(Run):
         """The newest process of that name."""
         return next(p for p in reversed(self.processes) if p.name == name)
 
-    def cluster(self, name: str, *, words: Sequence[str] = (), **options: Any) -> Process:
-        """Start an agent with its trainer."""
-        out, tokens = str(self.directory / f"{name}.out"), str(TOKENS[name])
-        command = [sys.executable, SCRIPT, name, out, tokens, str(self.step_s), "--ranges", *words]
+    def cluster(self, name: str, *, place: str = "", words: Sequence[str] = (), **options: Any) -> Process:
+        """Start an agent with its trainer; `place`: another machine, so another directory, for the same cluster."""
+        where, tokens = place or name, str(TOKENS[name])
+        self._places.setdefault(name, {})[where] = None
+        out = str(self.directory / f"{where}.out")
+        command = [sys.executable, SCRIPT, name, out, tokens, str(self.step_s), *words]
+        command += ["--ranges"] if self.ranges else []
         keys = {
-            "master": self.to_master[name].wire.listen, "beat_s": TIMING["beat_s"], "poll_s": 0.5, "stall_s": 4.0,
-            "retry_s": 0.5, "max_restarts": 1000, **options,
+            "cluster": name, "master": self.to_master[name].wire.listen, "beat_s": TIMING["beat_s"], "poll_s": 0.5,
+            "stall_s": 4.0, "retry_s": 0.5, "max_restarts": 1000, **options,
         }  # fmt: skip
-        return self.start_cluster(name, command, steps=2, **keys)
+        return self.start_cluster(where, command, steps=2, **keys)
 
     def kill_agent(self, name: str) -> None:
-        """SIGKILL of an agent; its trainer ends with it. What he had not yet told is remembered as that."""
-        lines = _lines(self._out(name, "steps"))
-        self._unheard[name] = self._unheard.get(name, 0) + sum(t for at, t in lines if at > time.time() - 3 * LEASE_S)
+        """SIGKILL of an agent; its trainer ends with it."""
+        self.count_unheard(name)
         below = descendants(self.process(name).pid)
         self.process(name).kill()
         self.until(lambda: not any(_lives(pid) for pid in below), 30, f"the trainer of {name} ends with its agent")
@@ -181,6 +194,11 @@ class House(Run):
         """A step that its trainer had begun may not have been told."""
         self._killed[name] = self._killed.get(name, 0) + times
 
+    def count_unheard(self, name: str) -> None:
+        """An agent dies, or is fenced: what it has told the master by now is all that will ever be told of this life."""
+        lines = self._written(name, "steps")
+        self._unheard[name] = self._unheard.get(name, 0) + sum(t for at, t in lines if at > time.time() - 3 * LEASE_S)
+
     def ranks(self, name: str) -> list[int]:
         """The processes of a cluster's training job: its launcher, and the rank if there is one now."""
         return descendants(self.process(name).pid)
@@ -189,7 +207,7 @@ class House(Run):
 
     @property
     def master_timeline(self) -> Path:
-        return self.directory / "master" / "timeline.jsonl"
+        return self.master_directory / "timeline.jsonl"
 
     def marks(self, path: Path, kind: str, **fields: Any) -> list[dict[str, Any]]:
         """Lines of a timeline, by kind and fields."""
@@ -210,6 +228,19 @@ class House(Run):
 
         self.until(holds, within_s, f"{kind} {fields or ''} in {path}")
         return found[count - 1]
+
+    @contextmanager
+    def ledger(self) -> Iterator[Ledger]:
+        """The ledger, for reading; a living master keeps it."""
+        ledger = Ledger.open(self.master_directory / genesis.LEDGER, readonly=True)
+        try:
+            yield ledger
+        finally:
+            ledger.close()
+
+    def history(self) -> list[RoundHistory]:
+        with self.ledger() as ledger:
+            return ledger.history(EVER)
 
     def head(self) -> VersionId:
         with self.ledger() as ledger:
@@ -248,8 +279,7 @@ class House(Run):
 
     def skipped(self) -> list[str]:
         """Why each round that was skipped was."""
-        with self.ledger() as ledger:
-            return [r.reason for r in ledger.history(EVER) if r.kind == "skipped"]
+        return [r.reason for r in self.history() if r.kind == "skipped"]
 
     # ---- the truth ---------------------------------------------------------------------------------------------------
 
@@ -258,15 +288,16 @@ class House(Run):
 
         excess  tokens that a cluster may have told beyond what it consumed here (none but for failures that lose words)
         """
-        for name in self.clusters:
-            self._out(name, "hold").touch()
+        holds = [self.directory / f"{where}.hold" for name in self.clusters for where in self._places.get(name, {})]
+        for hold in holds:
+            hold.touch()
         try:
             status = self._settled(excess or {})
             self.check_history()
             self._check_export(VersionId.parse(status["head"]))
         finally:
-            for name in self.clusters:
-                self._out(name, "hold").unlink()
+            for hold in holds:
+                hold.unlink()
 
     def check_history(self) -> None:
         """What ledger, ranks and logs tell, without standing still."""
@@ -277,13 +308,14 @@ class House(Run):
         predict.check_once(rounds, lineage)
         predicted = predict.predict(rounds)
         for name in self.clusters:
-            predict.check_numbers(_lines(self._out(name, "seen")), predicted, name)
-            torn = self._out(name, "torn")
-            assert not torn.exists(), f"{name} is torn at {torn.read_text()}"
-        for process in self.processes:
-            text = process.log.read_text(errors="replace")
-            bugs = [bug for bug in OUR_BUGS if bug in text]
-            assert not bugs, f"{process.name} wrote {bugs}\n{process.tail()}"
+            predict.check_numbers(self._written(name, "seen"), predicted, name)
+        torn = {path.name: path.read_text() for path in self.directory.glob("*.torn")}
+        assert not torn, f"torn: {torn}"
+        for log in self.directory.glob("*.log"):
+            text = log.read_text(errors="replace")
+            daemon = log.stem in ("master", *self.slaves)  # a trainer whose agent died may say so by a traceback
+            bugs = [bug for bug in (OUR_BUGS if daemon else AGENT_BUGS) if bug in text]
+            assert not bugs, f"{log} says {bugs}\n{text[-3000:]}"
 
     def _settled(self, excess: Mapping[str, int]) -> dict[str, Any]:
         """Wait until every cluster's tokens add up: consumed = accepted + gated + carried + lost."""
@@ -299,7 +331,7 @@ class House(Run):
             raise AssertionError(f"tokens do not add up: {problems}") from error
 
     def _owed(self, name: str, status: Mapping[str, Any], excess: int) -> list[str]:
-        c, begun = status["clusters"].get(name), sum(t for _, t in _lines(self._out(name, "steps")))
+        c, begun = status["clusters"].get(name), sum(t for _, t in self._written(name, "steps"))
         if c is None:
             return [] if begun == 0 else [f"{name} is unknown to the master"]
         parts = {k: c.get(f"tokens_{k}", 0) for k in ("accepted", "gated", "carried", "lost")}
@@ -313,16 +345,16 @@ class House(Run):
         """Every element of the exported model is the twin's number."""
         out = self.directory / "export.safetensors"
         export([self.directory / name for name in self.slaves], head, out)
-        with self.ledger() as ledger:
-            expected = predict.predict(ledger.history(EVER))[str(head)]
+        expected = predict.predict(self.history())[str(head)]
         tensors = load_file(out)
         assert {name: t.shape for name, t in tensors.items()} == SHAPES
         elements = np.concatenate([t.reshape(-1) for t in tensors.values()])
         assert (elements == elements[0]).all(), f"torn export of {head}: {elements.min()} to {elements.max()}"
         assert abs(float(elements[0]) - expected) < predict.TOLERANCE, f"{head}: {elements[0]}, twin {expected}"
 
-    def _out(self, name: str, what: str) -> Path:
-        return self.directory / f"{name}.{what}"
+    def _written(self, name: str, what: str) -> list[Any]:
+        """Lines that the trainers of a cluster wrote, wherever it ran."""
+        return [line for where in self._places.get(name, {}) for line in _lines(self.directory / f"{where}.{what}")]
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 

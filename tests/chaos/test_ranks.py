@@ -39,5 +39,5 @@ def test_a_rank_killed_at_twenty_points_of_a_push_and_of_a_pull(tmp_path: Path, 
 
 
 def _died(house: House, name: str) -> list[str]:
-    path = house._out(name, "died")
+    path = house.directory / f"{name}.died"
     return path.read_text().splitlines() if path.exists() else []

@@ -197,7 +197,7 @@ async def _future() -> asyncio.Future[bool]:
 
 
 class Interpreter:
-    """A gRPC server that asks another one the same, byte for byte; `address_of` renames slaves' addresses in Register."""
+    """A gRPC server that asks another one the same, byte for byte; `rename` puts our addresses into Register."""
 
     def __init__(self, loop: Loop, target: str, rename: Callable[[SlaveRegistered], None] | None = None) -> None:
         self._loop, self._target, self._rename = loop, target, rename
@@ -218,10 +218,18 @@ class Interpreter:
         trap.release(forward=False)
         return trap
 
+    def retarget(self, target: str) -> None:
+        """Ask somebody else from now on."""
+        self._loop.run(self._retarget(target))
+
     def close(self) -> None:
         for trap in self._traps:
             trap.release(forward=False)
         self._loop.run(self._close())
+
+    async def _retarget(self, target: str) -> None:
+        old, self._channel = self._channel, control.channel(target)
+        await old.close()
 
     async def _open(self) -> int:
         self._channel = control.channel(self._target)
@@ -268,6 +276,11 @@ class Interpreter:
             answer: bytes = await call
         except aio.AioRpcError as error:
             await context.abort(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
+            raise
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) and task.cancelling():
+                raise
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the line leads elsewhere now")  # retarget closed it
             raise
         return answer
 
