@@ -42,6 +42,13 @@ class SimDisk:
     def complete(self) -> tuple[VersionId, ...]:
         return tuple(sorted(v for v, s in self.files.items() if s.whole))
 
+    def reserve(self, version: VersionId, nbytes: int) -> None:
+        if self.full:
+            raise OSError(28, "no space left on the simulated disk")
+
+    def release(self, version: VersionId) -> None:
+        """Room is not counted here."""
+
     def write(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
         if self.full:
             raise OSError(28, "no space left on the simulated disk")

@@ -15,8 +15,10 @@ from dips.protocol.records import (
     PenaltyRow,
     RangesLeased,
     Record,
+    RolledBack,
     RoundEnded,
     VersionCommitted,
+    VersionDurable,
 )
 from dips.sim.twin import LineageTwin, PenaltyTwin, same_statistics
 from dips.sim.watch import Invariant
@@ -96,6 +98,9 @@ class Commit(Invariant):
         if isinstance(record, VersionCommitted):
             self.rows.add(record.version)
             self.head = record.version
+        elif isinstance(record, RolledBack):
+            self.require(record.head in self.rows, f"rolled back to {record.head}, which has no row")
+            self.head = record.head
 
     def restored(self, state: LedgerState) -> None:
         head = state.versions[-1].version
@@ -113,7 +118,7 @@ class Commit(Invariant):
                     opened.version in rows, f"{machine.name} opened {pull} on {opened.version}, which has no row"
                 )
             if process.holds and memory != self.head and process.versions.prepared != self.head:
-                kept = self.head in machine.disk.files and machine.disk.files[self.head].whole
+                kept = self.head == GENESIS or self.head in machine.disk.complete()
                 self.require(kept, f"{machine.name} neither holds the head {self.head} nor is in doubt about it")
 
     def told_version(self, agent: Agent, version: VersionId, whence: str) -> None:
@@ -127,11 +132,17 @@ class Durable(Invariant):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.newest = GENESIS
+        self.durable = [GENESIS]  # of the lineage, oldest first
+
+    @property
+    def newest(self) -> VersionId:
+        return self.durable[-1]
 
     def recorded(self, record: Record) -> None:
-        if isinstance(record, VersionCommitted) and record.durable:
-            self.newest = record.version
+        if isinstance(record, VersionDurable) or (isinstance(record, VersionCommitted) and record.durable):
+            self.durable.append(record.version)
+        elif isinstance(record, RolledBack):
+            self.durable = [v for v in self.durable if v not in record.undone]
 
     def after_event(self) -> None:
         if self.newest == GENESIS:
@@ -183,6 +194,7 @@ class Authority(Invariant):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.head = GENESIS
+        self.lineage = [GENESIS]
 
     def recorded(self, record: Record) -> None:
         if isinstance(record, VersionCommitted):
@@ -192,6 +204,15 @@ class Authority(Invariant):
             follows = record.version.version == self.head.version + 1 and record.version.round > self.head.round
             self.require(follows, f"{record.version} cannot follow {self.head}")
             self.head = record.version
+            self.lineage.append(record.version)
+        elif isinstance(record, RolledBack):
+            kept = self.lineage.index(record.head) + 1 if record.head in self.lineage else 0
+            self.require(
+                kept > 0 and tuple(self.lineage[kept:]) == record.undone,
+                f"rolled back to {record.head} and undid {record.undone}, the lineage is {self.lineage}",
+            )
+            del self.lineage[kept:]
+            self.head = record.head
 
 
 class Finite(Invariant):
@@ -202,12 +223,16 @@ class Finite(Invariant):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.twin = PenaltyTwin(world.options.penalty)
+        self.lineage = {GENESIS}
 
     def recorded(self, record: Record) -> None:
         if isinstance(record, VersionCommitted):
             self._weights(record)
             self._norms(record)
-            self.twin.accepted(record.folds)
+            self.twin.accepted(record.folds, self.lineage)
+            self.lineage.add(record.version)
+        elif isinstance(record, RolledBack):
+            self.lineage.difference_update(record.undone)  # statistics stay: clusters are as loud as they were
         if isinstance(record, VersionCommitted | RoundEnded):
             self._gated(record.outcomes, record.penalty)
             if isinstance(record, RoundEnded) and record.kind == "skipped":
@@ -265,7 +290,8 @@ class Tokens(Invariant):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.settled: dict[int, str] = {}  # id of the work → where it was settled
-        self.accepted = 0
+        self.accepted = 0  # by the lineage
+        self.brought: dict[VersionId, int] = {}
 
     def recorded(self, record: Record) -> None:
         if isinstance(record, VersionCommitted | RoundEnded):
@@ -276,11 +302,14 @@ class Tokens(Invariant):
         if isinstance(record, VersionCommitted):
             for fold in record.folds:
                 self._tokens_of(fold)
-            self.accepted += sum(f.tokens for f in record.folds)
+            self.brought[record.version] = sum(f.tokens for f in record.folds)
+            self.accepted += self.brought[record.version]
             told = {o.push for o in record.outcomes if o.kind == "accepted"}
             self.require(
                 told == {f.push for f in record.folds}, f"{record.version}: folds and accepted Outcomes differ"
             )
+        elif isinstance(record, RolledBack):
+            self.accepted -= sum(self.brought[v] for v in record.undone)
 
     def restored(self, state: LedgerState) -> None:
         total = sum(v.tokens for v in state.versions)
