@@ -59,7 +59,9 @@ SHARED = {
 }  # fmt: skip
 OUR_BUGS = ("Traceback (most recent call last)", "LocalProtocolError", "the coordinator failed")
 AGENT_BUGS = ("LocalProtocolError", "a task of the agent failed")
+PARTS = ("accepted", "gated", "carried", "lost", "undone")
 EVER = 1_000_000  # rounds
+FIRST_GROUP = 43_000
 STEADY_S = 40.0  # for two more versions, restarts of processes included, on two busy cores
 
 
@@ -91,13 +93,15 @@ class House(Run):
         master: Mapping[str, Any] | None = None,
         step_s: float = 0.02,
         ranges: bool = True,
+        groups: bool = False,
     ) -> None:
         """
         master  more keys of the run file's section `master`
         step_s  what an inner step takes at least
+        groups  every process belongs to a Unix group of its own, by which a packet filter knows its packets
         ranges  each inner step takes a data range of its own, without which a cluster that is cut off cannot train on
         """
-        self.ranges = ranges
+        self.ranges, self.groups = ranges, dict[str, int]() if groups else None
         self.loop, self.clusters, self.step_s, self._more = loop, tuple(clusters), step_s, dict(master or {})
         self._own: dict[str, dict[str, str]] = {}  # of each slave: what it listens on
         self.to_master: dict[str, Line] = {}  # by who dials
@@ -153,6 +157,14 @@ class House(Run):
             self.cluster(name)
         for name in self.clusters:
             self.seen_after(self.timeline(name), "pull_end", within_s=90)
+
+    def _start(self, name: str, command: Sequence[str]) -> Process:
+        """As ever, but it ends with this process, however this one ends."""
+        words = [sys.executable, "-m", "dips.client.launch", str(os.getpid()), "--", *command]
+        if self.groups is not None:
+            group = self.groups.setdefault(name, FIRST_GROUP + len(self.groups))
+            words = ["setpriv", "--regid", str(group), "--clear-groups", *words]
+        return super()._start(name, words)
 
     def process(self, name: str) -> Process:
         """The newest process of that name."""
@@ -253,7 +265,7 @@ class House(Run):
 
         def holds() -> bool:
             with self.ledger() as ledger:
-                new = [r for r in ledger.history(200) if r.round > last and r.version is not None]
+                new = [r for r in ledger.history(30) if r.round > last and r.version is not None]
             return len(new) >= versions and set(by) <= {f.push.cluster for r in new for f in r.folds}
 
         self.until(holds, within_s, f"{versions} more versions{' by ' + ', '.join(by) if by else ''}")
@@ -292,9 +304,9 @@ class House(Run):
         for hold in holds:
             hold.touch()
         try:
-            status = self._settled(excess or {})
+            self._settled(excess or {})
             self.check_history()
-            self._check_export(VersionId.parse(status["head"]))
+            self._check_export()
         finally:
             for hold in holds:
                 hold.unlink()
@@ -334,18 +346,21 @@ class House(Run):
         c, begun = status["clusters"].get(name), sum(t for _, t in self._written(name, "steps"))
         if c is None:
             return [] if begun == 0 else [f"{name} is unknown to the master"]
-        parts = {k: c.get(f"tokens_{k}", 0) for k in ("accepted", "gated", "carried", "lost")}
+        parts = {k: c.get(f"tokens_{k}", 0) for k in PARTS}
         if c["state"] == "gone":
             parts["carried"] = 0  # of its last beat: lost by now
         least = begun - TOKENS[name] * self._killed.get(name, 0) - self._unheard.get(name, 0)
         ok = least <= sum(parts.values()) <= begun + excess
         return [] if ok else [f"{name} consumed {least} to {begun}, told {sum(parts.values())}: {parts}, {c['state']}"]
 
-    def _check_export(self, head: VersionId) -> None:
-        """Every element of the exported model is the twin's number."""
+    def _check_export(self) -> None:
+        """Every element of the exported model is the twin's number; the head, if that is durable."""
+        with self.ledger() as ledger:
+            rounds, rows = ledger.history(EVER), ledger.state().versions
+        head = next(row.version for row in reversed(rows) if row.durable)
         out = self.directory / "export.safetensors"
         export([self.directory / name for name in self.slaves], head, out)
-        expected = predict.predict(self.history())[str(head)]
+        expected = predict.predict(rounds)[str(head)]
         tensors = load_file(out)
         assert {name: t.shape for name, t in tensors.items()} == SHAPES
         elements = np.concatenate([t.reshape(-1) for t in tensors.values()])
