@@ -42,7 +42,7 @@ from dips.slave.export import export
 from dips.telemetry import timeline
 from dips.wire.generated.slave_pb2 import SlaveRegistered
 from tests.chaos import predict
-from tests.chaos.train_chaos import SHAPES, START
+from tests.chaos.train_chaos import SHAPES, START, H
 from tests.chaos.wires import Line, Loop, Wire
 from tests.integration.cluster_harness import Process, Run
 
@@ -167,8 +167,9 @@ class House(Run):
         return super()._start(name, words)
 
     def process(self, name: str) -> Process:
-        """The newest process of that name."""
-        return next(p for p in reversed(self.processes) if p.name == name)
+        """The newest process of that name; of a cluster, wherever it runs."""
+        names = self._places.get(name, {name: None})
+        return next(p for p in reversed(self.processes) if p.name in names)
 
     def cluster(self, name: str, *, place: str = "", words: Sequence[str] = (), **options: Any) -> Process:
         """Start an agent with its trainer; `place`: another machine, so another directory, for the same cluster."""
@@ -181,7 +182,7 @@ class House(Run):
             "cluster": name, "master": self.to_master[name].wire.listen, "beat_s": TIMING["beat_s"], "poll_s": 0.5,
             "stall_s": 4.0, "retry_s": 0.5, "max_restarts": 1000, **options,
         }  # fmt: skip
-        return self.start_cluster(where, command, steps=2, **keys)
+        return self.start_cluster(where, command, steps=H, **keys)
 
     def kill_agent(self, name: str) -> None:
         """SIGKILL of an agent; its trainer ends with it."""

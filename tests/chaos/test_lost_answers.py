@@ -71,4 +71,6 @@ def _inc(house: House) -> int:
 
 
 def _sinc(house: House) -> int:
-    return int(house.told(lambda s: s["slaves"]["ps0"].get("sinc"), 10, "the master knows ps0")["slaves"]["ps0"]["sinc"])
+    return int(
+        house.told(lambda s: s["slaves"]["ps0"].get("sinc"), 10, "the master knows ps0")["slaves"]["ps0"]["sinc"]
+    )

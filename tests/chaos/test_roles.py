@@ -106,7 +106,9 @@ def test_sigstop_of_the_master_and_sigcont(house: House) -> None:
 
 def test_sigstop_of_everything_and_sigcont(house: House) -> None:
     """A machine that sleeps and wakes: all clocks jump, nothing is lost but time."""
-    pids = [p.pid for p in house.processes if p.code is None] + [r for name in house.clusters for r in house.ranks(name)]
+    pids = [p.pid for p in house.processes if p.code is None] + [
+        r for name in house.clusters for r in house.ranks(name)
+    ]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     time.sleep(STOPPED_S)

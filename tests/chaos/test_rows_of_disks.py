@@ -134,9 +134,10 @@ def test_an_old_ledger_put_back_refuses_to_serve(tmp_path: Path, loop: Loop) -> 
     with House(tmp_path, loop) as house:
         house.start()
         backup = tmp_path / "backup.sqlite"
-        with closing(sqlite3.connect(house.master_directory / genesis.LEDGER)) as live, closing(
-            sqlite3.connect(backup)
-        ) as saved:
+        with (
+            closing(sqlite3.connect(house.master_directory / genesis.LEDGER)) as live,
+            closing(sqlite3.connect(backup)) as saved,
+        ):
             live.backup(saved)
         head = house.progress(4)
         house.process("master").kill()

@@ -1,6 +1,6 @@
 """A trainer for chaos: one plain rank, no training: every parameter is one constant, named by cluster and base.
 
-    train_chaos.py CLUSTER OUT TOKENS STEP_S [--ranges] [--die push|pull]
+    train_chaos.py CLUSTER OUT TOKENS STEP_S [--ranges] [--wild FACTORS] [--die push|pull]
 
 The constant is a function of the cluster and of the version that it trains on, so the ledger tells what was pushed. It
 writes, each a line of JSON and appended, to OUT.seen every version that it installed and its one number, and to
@@ -24,6 +24,7 @@ import zlib
 from pathlib import Path
 
 LAYERS, WIDTH = 6, 48
+H = 2  # inner steps between pushes
 START = 0.5  # every element of v0@r0
 SHAPES = {
     f"blocks.{i}.{name}": shape for i in range(LAYERS) for name, shape in (("weight", (WIDTH, WIDTH)), ("bias", (5,)))
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("tokens", type=int)
     parser.add_argument("step_s", type=float)
     parser.add_argument("--ranges", action="store_true")
+    parser.add_argument("--wild", default="", help="factors of the first pushes, with commas: 1e6,nan")
     parser.add_argument("--die", choices=("push", "pull"))
     args = parser.parse_args()
 
@@ -92,6 +94,7 @@ def rank(args: argparse.Namespace) -> None:
 
     seen = args.out.with_suffix(".seen").open("a", buffering=1)
     steps = args.out.with_suffix(".steps").open("a", buffering=1)
+    wild, pushes = [float(factor) for factor in args.wild.split(",") if factor], 0
     hold, last = args.out.with_suffix(".hold"), None
     with OuterLoop(model) as outer:
         ranges = outer.ranges() if args.ranges else iter(int, 1)
@@ -103,11 +106,13 @@ def rank(args: argparse.Namespace) -> None:
                 time.sleep(0.02)
             if next(ranges, None) is None:
                 break
+            factor = wild[pushes] if pushes < len(wild) else 1.0
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter.fill_(constant(args.cluster, last.version, last.round))
+                    parameter.fill_(factor * constant(args.cluster, last.version, last.round))
             steps.write(json.dumps([time.time(), args.tokens]) + "\n")
             outer.step(tokens=args.tokens)
+            pushes += outer.inner_steps % H == 0
             time.sleep(args.step_s)
 
 
