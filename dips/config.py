@@ -59,13 +59,21 @@ class Shared(Section):
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+class JournalSection(Section):
+    """The master's journal, evidence for `dips-master replay`: at most segments × segment_bytes, and a state each."""
+
+    segment_bytes: Annotated[int, Field(ge=4096)] = 64 * MIB  # 600,000 events: days of ten clusters
+    segments: Annotated[int, Field(ge=0)] = 8  # kept, the newest; 0: no journal
+
+
 class MasterSection(Section):
     """The one that decides."""
 
     listen: str = "127.0.0.1:7800"  # host:port of the control server
-    directory: Path  # ledger, logs, timeline
+    directory: Path  # ledger, journal, logs, timeline
     metrics: str | None = None  # host:port where Prometheus scrapes; null: nowhere
     timing: TimingOptions = TimingOptions()
+    journal: JournalSection = JournalSection()
     keep_snapshots: Annotated[int, Field(ge=2)] = 2
     durability: Literal["commit", "async"] = "commit"  # async: a crash may cost the outer steps not yet on every disk
     on_persist_failure: Literal["degrade", "stop"] = "degrade"  # two failed snapshots in a row: go on without, or stop
@@ -88,6 +96,12 @@ class SlaveSection(Section):
     askers: Annotated[int, Field(ge=1)] = 4  # streams kept busy at once on a lane
     stall_s: Annotated[float, Field(gt=0)] = 30.0  # a transfer without a new byte for so long is over
     threads: Annotated[int, Field(ge=0)] = 0  # kernels; 0: all cores
+    performer: Literal["external", "exec"] = "external"  # who starts it: systemd, Kubernetes, you; or the master, here
+
+    @property
+    def lock(self) -> Path:
+        """Held by the slave's process for life, with its number in it."""
+        return self.directory / ".lock"
 
     def data_lanes(self, cores: int) -> tuple[str, ...]:
         """The address of each lane on a host with so many cores."""

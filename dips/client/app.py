@@ -22,6 +22,7 @@ from dips.client.deeds import Identity
 from dips.client.launch import PR_SET_CHILD_SUBREAPER, prctl
 from dips.client.line import socket_path
 from dips.client.master_link import MasterLink
+from dips.client.orphan import AGENT_PID
 from dips.client.session import Session
 from dips.config import ClusterFile, load_cluster
 from dips.errors import ConfigError
@@ -89,7 +90,7 @@ async def _life(config: ClusterFile, path: Path, command: list[str], log_level: 
         asyncio.get_running_loop().add_signal_handler(number, agent.terminate)
     socket = socket_path(config)
     server = await _listen(agent, socket)
-    environment = {"DIPS_CLUSTER_FILE": str(path), "DIPS_AGENT_SOCKET": str(socket)}
+    environment = {"DIPS_CLUSTER_FILE": str(path), "DIPS_AGENT_SOCKET": str(socket), AGENT_PID: str(os.getpid())}
     try:
         return await agent.run(command, environment)
     finally:

@@ -50,6 +50,7 @@ from dips.client.local import (
     Welcome,
 )
 from dips.client.mover import Mover
+from dips.client.orphan import watch_agent
 from dips.client.parallel import shards
 from dips.client.transfer import Base
 from dips.client.voice import Voice
@@ -74,6 +75,7 @@ class OuterLoop:
         path = config or os.environ.get("DIPS_CLUSTER_FILE")
         if path is None:
             raise ConfigError("no cluster file: start this script as `dips-client --config cluster.yaml -- …`")
+        watch_agent()
         self._config = load_cluster(Path(path))
         self._voice = Voice()
         self._pid = os.getpid()

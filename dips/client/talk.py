@@ -224,12 +224,12 @@ class Talk(Life):
 
     def _ask_push(self) -> None:
         assert self.base is not None
-        self._seq += 1
+        self._seq, self._moved = self._seq + 1, (0, 0)
         self.phase, self.reason = Phase.ASKING_PUSH, "it asks for a push"
         self._ask(PushRequested(0, self._push_id(), self.base, self._push_ranks))
 
     def _ask_pull(self, delay_s: float = 0.0) -> None:
-        self._seq += 1
+        self._seq, self._moved = self._seq + 1, (0, 0)
         self.phase, self.reason = Phase.ASKING_PULL, self.reason or "it asks for a pull"
         self._ask(PullRequested(0, self._pull_id(), self._pull_ranks), delay_s)
 

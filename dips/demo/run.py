@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from dips.cli import ask_status
+from dips.commands.status import ask_status
 from dips.config import load_run
 from dips.demo import data, layout, plots, train, verdict
 from dips.demo.layout import Layout

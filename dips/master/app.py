@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,11 +17,13 @@ from grpc_health.v1 import health
 
 from dips.config import RunFile, host_port, load_run
 from dips.errors import ConfigError, CorruptManifest
-from dips.master import genesis, status
+from dips.master import genesis, operate, status
+from dips.master.journal import Journal
 from dips.master.ledger import Ledger
 from dips.master.links import Links
+from dips.master.performer import Performer
 from dips.master.runtime import Runtime
-from dips.master.servicer import Clusters, Slaves, Status
+from dips.master.servicer import Clusters, Operators, Slaves, Status
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Order
 from dips.protocol.events import OrderAnswered, OrderFailed
@@ -31,38 +34,51 @@ from dips.telemetry import exits, logs, metrics
 from dips.telemetry.timeline import Timeline
 from dips.transport import control
 from dips.wire.generated.cluster_pb2_grpc import add_ClusterServiceServicer_to_server
+from dips.wire.generated.operator_pb2_grpc import add_OperatorServiceServicer_to_server
 from dips.wire.generated.slave_pb2_grpc import add_SlaveServiceServicer_to_server
 from dips.wire.generated.status_pb2_grpc import add_StatusServiceServicer_to_server
 
 KEY = "master.listen"
-SERVICES = ("", "dips.v1.ClusterService", "dips.v1.SlaveService", "dips.v1.StatusService")
+SERVICES = ("", "dips.v1.ClusterService", "dips.v1.SlaveService", "dips.v1.StatusService", "dips.v1.OperatorService")
 SCRAPE_S = 5.0  # Prometheus waits for 10
 GRACE_S = 2.0  # calls under way at the end may finish for so long
 
 cli = typer.Typer(add_completion=False, rich_markup_mode=None)
+cli.command("replay")(operate.replay_command)
+cli.command("recover")(operate.recover_command)
 
 
-@cli.command()
+@cli.callback(invoke_without_command=True)
 def serve_command(
-    config: Annotated[Path, typer.Option(help="The run file: one run, its master and its slaves (dips.yaml).")],
+    context: typer.Context,
+    config: Annotated[
+        Path | None, typer.Option(help="The run file: one run, its master and its slaves (dips.yaml).")
+    ] = None,
     log_level: Annotated[str, typer.Option(help="debug (every event and order), info, warning or error.")] = "info",
 ) -> None:
     """The master of one run: decides which push counts and when the global model takes its next outer step.
 
     It holds no parameters. What it must never forget is in <master.directory>/ledger.sqlite, made once by `dips init`;
     started again on the same directory it goes on from the last version, and clusters and slaves find it by themselves.
-    One master for a run: a second one on the same ledger refuses to start.
+    One master for a run: a second one on the same ledger refuses to start. Slaves whose `performer` is `exec` it starts
+    and supervises itself; SIGTERM stops them too.
+
+    What it decided, and upon what, lies in <master.directory>/journal-*.jsonl (the newest `master.journal.segments`).
 
     Exit codes: 0 stopped by SIGTERM or SIGINT; 74 the ledger could not be written; 75 a later master exists;
     78 the run file or the ledger is not usable. Start it again after 74; look at the message after the others.
 
     Example:  dips init --config dips.yaml --seed 1 && dips-master --config dips.yaml
     """
+    if context.invoked_subcommand is not None:
+        return
+    if config is None:
+        raise typer.BadParameter("which run? name its run file", param_hint="--config")
     if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise ConfigError(f"--log-level: expected debug, info, warning or error, got {log_level!r}")
     run_file = load_run(config)
     log = logs.configure("master", run_file.shared.run, log_level)
-    raise typer.Exit(asyncio.run(serve(run_file, log)))
+    raise typer.Exit(asyncio.run(serve(run_file, log, file=config)))
 
 
 def main() -> None:
@@ -70,36 +86,41 @@ def main() -> None:
     exits.run(cli)
 
 
-async def serve(config: RunFile, log: logs.Log, ready: Callable[[str], None] = lambda _: None) -> int:
+async def serve(
+    config: RunFile, log: logs.Log, ready: Callable[[str], None] = lambda _: None, file: Path | None = None
+) -> int:
     """Live until told to stop; return the exit code. `ready` is told host:port once calls are answered.
+
+    `file` is where `config` was read, for the slaves that this master starts itself.
 
     Raise ConfigError or Corrupt if the run file, the ledger or the port is not usable.
     """
-    host, _ = config.master.listen.rsplit(":", 1)
-    ledger = Ledger.open(genesis.ledger_path(config), wall=time.time)
-    timeline = Timeline(config.master.directory / "timeline.jsonl", "master")
-    server = control.server(lambda method, error: log.error("call failed", method=method, exc_info=error))
-    outside = _Outside(ledger)
-    try:
+    async with AsyncExitStack() as stack:
+        ledger = Ledger.open(genesis.ledger_path(config), wall=time.time)
+        stack.callback(ledger.close)
         _check_agrees(config, ledger)
+        timeline = Timeline(config.master.directory / "timeline.jsonl", "master")
+        stack.callback(timeline.close)
+        outside = _Outside(ledger)
+        stack.push_async_callback(outside.close)
+        server = control.server(lambda method, error: log.error("call failed", method=method, exc_info=error))
+        stack.push_async_callback(server.stop, GRACE_S)
+        host, _ = config.master.listen.rsplit(":", 1)
         address = f"{host}:{control.bind(server, config.master.listen, KEY)}"
-        runtime = _build(config, ledger, outside, log, timeline)
+        runtime = _build(config, ledger, outside, log, timeline, stack)
         checker = await _add_services(server, runtime)
         await server.start()
         end_metrics = _serve_metrics(config, runtime, log)
+        performer = _perform(config, file, runtime, log)
         _stop_on_signals(runtime)
         log.info("serving", address=address, ledger=str(genesis.ledger_path(config)))
         ready(address)
         code = await runtime.run()
+        await performer.end(stop=code == 0)
         await asyncio.to_thread(end_metrics)
         await checker.enter_graceful_shutdown()
-        log.info("stopped", code=code)
-        return code
-    finally:
-        await server.stop(GRACE_S)
-        await outside.close()
-        ledger.close()
-        timeline.close()
+    log.info("stopped", code=code)
+    return code
 
 
 class _Outside:
@@ -122,9 +143,15 @@ class _Outside:
         self._thread.shutdown()
 
 
-def _build(config: RunFile, ledger: Ledger, outside: _Outside, log: logs.Log, timeline: Timeline) -> Runtime:
+def _build(
+    config: RunFile, ledger: Ledger, outside: _Outside, log: logs.Log, timeline: Timeline, stack: AsyncExitStack
+) -> Runtime:
     """Begin a term and bring the machines to life from the ledger's state."""
     term, now, timing = ledger.start_term(), time.monotonic(), config.master.timing
+    journal = None
+    if config.master.journal.segments:
+        journal = Journal(config.master.directory, config.shared.run, term, config.master.journal, log)
+        stack.callback(journal.close)
     state = ledger.state()
     log.info("term begins", term=term, head=str(state.versions[-1].version), next_round=state.next_round)
     return Runtime(
@@ -137,12 +164,28 @@ def _build(config: RunFile, ledger: Ledger, outside: _Outside, log: logs.Log, ti
         clock=time.monotonic,
         log=log,
         timeline=timeline,
+        journal=journal,
     )
+
+
+def _perform(config: RunFile, file: Path | None, runtime: Runtime, log: logs.Log) -> Performer:
+    """Supervise the slaves that the run file gives to this master."""
+    ours = [slave for slave in config.slaves if slave.performer == "exec"]
+    if ours and file is None:
+        raise ConfigError("slaves.performer: exec needs the run file's path")
+    performer = Performer(
+        (file or Path()).absolute(), ours, config.master.directory, config.master.timing,
+        lambda: runtime.view()["slaves"], log,
+    )  # fmt: skip
+    if ours:
+        performer.begin()
+    return performer
 
 
 async def _add_services(server: aio.Server, runtime: Runtime) -> health.aio.HealthServicer:
     add_ClusterServiceServicer_to_server(Clusters(runtime), server)
     add_SlaveServiceServicer_to_server(Slaves(runtime), server)
+    add_OperatorServiceServicer_to_server(Operators(runtime), server)
     add_StatusServiceServicer_to_server(Status(runtime, time.monotonic), server)
     return await control.serve_health(server, SERVICES)
 

@@ -72,10 +72,10 @@ class Ledger:
             raise
         return cls(db, lock, wall)
 
-    def start_term(self) -> int:
-        """Begin the life of a master: a term above every earlier one, durable on return (why.md 4)."""
+    def start_term(self, above: int = 0) -> int:
+        """Begin the life of a master: a term above `above` and every earlier one, durable on return (why.md 4)."""
         with _transaction(self._db):
-            (term,) = self._db.execute("SELECT coalesce(max(term), 0) + 1 FROM terms").fetchone()
+            (term,) = self._db.execute("SELECT max(coalesce(max(term), 0), ?) + 1 FROM terms", (above,)).fetchone()
             self._db.execute("INSERT INTO terms VALUES (?, ?)", (term, self._wall()))
         return int(term)
 
@@ -92,6 +92,11 @@ class Ledger:
     def history(self, limit: int = 100) -> list[RoundHistory]:
         """Return the newest `limit` rounds, oldest first: how each ended, its folds and its outcomes."""
         return read_history(self._db, limit)
+
+    def digests(self) -> dict[tuple[int, str], str]:
+        """Return, by (round, slave), what the manifest of that slave's snapshot hashes to."""
+        rows = self._db.execute("SELECT round, slave, digest FROM digests")
+        return {(number, slave): digest for number, slave, digest in rows}
 
     def tokens(self) -> dict[str, dict[str, int]]:
         """Return tokens accepted (in the lineage), gated, lost and undone for each cluster ever heard of."""

@@ -10,6 +10,7 @@ from typing import Any
 from dips.ids import GENESIS
 from dips.protocol.records import (
     ClusterEnded,
+    ClusterReadmitted,
     IncarnationGiven,
     OutcomeRow,
     PenaltyRow,
@@ -98,6 +99,10 @@ def _cluster_ended(db: sqlite3.Connection, r: ClusterEnded, wall: float) -> None
     _insert(db, "lives_ended", (r.cluster, r.inc, r.reason, r.tokens_lost, r.at, wall))
 
 
+def _cluster_readmitted(db: sqlite3.Connection, r: ClusterReadmitted, _wall: float) -> None:
+    _penalty(db, r.round, (r.penalty,))
+
+
 def _versions_retired(db: sqlite3.Connection, r: VersionsRetired, _wall: float) -> None:
     for version in r.versions:
         _insert(db, "retired", (version.round,))
@@ -117,6 +122,7 @@ _WRITERS: dict[type[Record], Callable[[sqlite3.Connection, Any, float], None]] =
     RoundEnded: _round_ended,
     RangesLeased: _ranges_leased,
     ClusterEnded: _cluster_ended,
+    ClusterReadmitted: _cluster_readmitted,
     VersionsRetired: _versions_retired,
     RunFinished: _run_finished,
 }

@@ -15,10 +15,11 @@ from math import isinf
 from typing import Any
 
 from dips.errors import UnavailableMaster
+from dips.master.journal import Journal
 from dips.master.outbox import Outbox
 from dips.master.ports import CoordinatorLike, JudgeLike, Outside
 from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer, SlaveBeat, SlaveBeatAnswer
-from dips.protocol.effects import Exit, Joined, Note, Order, Registered, Reply, Result
+from dips.protocol.effects import Effect, Exit, Joined, Note, Order, Registered, Reply, Result
 from dips.protocol.events import (
     Blind,
     ClusterJoined,
@@ -66,10 +67,11 @@ class Runtime:
         clock: Callable[[], float],
         log: Log,
         timeline: Timeline,
+        journal: Journal | None = None,
     ) -> None:
         self._coordinator, self._judge, self._outside = coordinator, judge, outside
         self._term, self._beat_s, self._lease_s, self._clock = term, beat_s, lease_s, clock
-        self._log, self._timeline = log, timeline
+        self._log, self._timeline, self._journal = log, timeline, journal
         self._inbox: deque[Event | _Beat] = deque()
         self._wake = asyncio.Event()
         self._outbox: Outbox[Order | Reply | Note | Exit | _Tell] = Outbox(outside.write, self._leave)
@@ -119,7 +121,8 @@ class Runtime:
         return self._changed
 
     def view(self) -> dict[str, Any]:
-        return self._coordinator.view(self._clock())
+        view = self._coordinator.view(self._clock())
+        return view if self._journal is None else {**view, "journal": self._journal.told()}
 
     def stop(self, code: int = 0) -> None:
         """End `run` with this exit code; the first call counts."""
@@ -202,7 +205,7 @@ class Runtime:
     # ---- one event -------------------------------------------------------------------------------------------------
 
     def _step(self, event: Event, now: float) -> None:
-        effects = self._coordinator.step(event, now)
+        effects = self._decide(event, now)
         self._log.debug("event", was=event, effects=len(effects))
         for effect in effects:
             if isinstance(effect, Reply):
@@ -212,6 +215,20 @@ class Runtime:
         if not asked or any(not isinstance(effect, Reply) for effect in effects):
             self._changed.set()
             self._changed = asyncio.Event()
+
+    def _decide(self, event: Event, now: float) -> list[Effect]:
+        """Step, and let the journal have what went in and what came out."""
+        if self._journal is None:
+            return self._coordinator.step(event, now)
+        if self._journal.due():
+            self._journal.begin(self._coordinator.state())
+        try:
+            effects = self._coordinator.step(event, now)
+        except Exception as error:
+            self._journal.took(event, now, error)
+            raise
+        self._journal.took(event, now, effects)
+        return effects
 
     def _welcome(self, event: Event, result: Result, now: float) -> None:
         """A life begins or ends by this answer: the Judge and the links must know before anything follows from it."""

@@ -19,8 +19,9 @@ from dips.master.runtime import Runtime
 from dips.protocol import beats, events
 from dips.protocol.effects import Acknowledged, Failed, Pending, Result
 from dips.wire import messages
-from dips.wire.generated import cluster_pb2, names_pb2, slave_pb2, status_pb2
+from dips.wire.generated import cluster_pb2, names_pb2, operator_pb2, slave_pb2, status_pb2
 from dips.wire.generated.cluster_pb2_grpc import ClusterServiceServicer
+from dips.wire.generated.operator_pb2_grpc import OperatorServiceServicer
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceServicer
 from dips.wire.generated.status_pb2_grpc import StatusServiceServicer
 
@@ -95,6 +96,21 @@ class Slaves(SlaveServiceServicer):
     async def Refused(self, request: Any, context: Any) -> names_pb2.Acknowledged:
         self._runtime.tell(messages.from_proto(request, events.PushRefused))
         return cast(names_pb2.Acknowledged, messages.to_proto(Acknowledged()))
+
+
+class Operators(OperatorServiceServicer):
+    """What an operator tells the master."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._asker = _Asker(runtime)
+
+    async def Readmit(self, request: Any, context: Any) -> operator_pb2.ReadmitReply:
+        result = await self._asker.ask(lambda req: messages.from_proto(request, events.ReadmissionAsked, req=req))
+        return cast(operator_pb2.ReadmitReply, messages.wrap(result, operator_pb2.ReadmitReply))
+
+    async def Drain(self, request: Any, context: Any) -> operator_pb2.DrainReply:
+        result = await self._asker.ask(lambda req: messages.from_proto(request, events.DrainAsked, req=req))
+        return cast(operator_pb2.DrainReply, messages.wrap(result, operator_pb2.DrainReply))
 
 
 class Status(StatusServiceServicer):

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
+from dips.errors import Corrupt
 from dips.ids import PullId, PushId
-from dips.protocol import asking, clusters, durability, pulls, pushes, round, slaves, view
+from dips.protocol import asking, clusters, drain, durability, pulls, pushes, readmit, round, slaves, view
 from dips.protocol.effects import Effect, Progress
 from dips.protocol.events import (
     BandwidthMeasured,
@@ -20,6 +21,7 @@ from dips.protocol.events import (
     ClusterJoined,
     ClusterLeft,
     ClusterSilent,
+    DrainAsked,
     Event,
     OrderAnswered,
     OrderFailed,
@@ -31,6 +33,7 @@ from dips.protocol.events import (
     PushRequested,
     PushStaged,
     RangesRequested,
+    ReadmissionAsked,
     RoundAwaited,
     SlaveRegistered,
     SlaveSilent,
@@ -123,6 +126,8 @@ HANDLERS: dict[type[Event], Callable[[World, Any], None]] = {
     RoundAwaited: pushes.awaited,
     PullRequested: pulls.requested,
     PullFinished: pulls.finished,
+    ReadmissionAsked: readmit.asked,
+    DrainAsked: drain.asked,
     Blind: _blind,
     Ticked: _ticked,
 }
@@ -145,7 +150,21 @@ class Coordinator:
             round.finish_if_due(w)
             durability.persist_if_due(w)
             round.advance(w)
+            drain.settle(w)
         return w.out
+
+    @classmethod
+    def restored(cls, state: object) -> Coordinator:
+        """Be what `state` was taken of (codec.read of its text); raise Corrupt if it is no state."""
+        if not isinstance(state, World):
+            raise Corrupt(f"expected the state of a Coordinator, got {type(state).__name__}")
+        made = cls.__new__(cls)
+        made._world = state
+        return made
+
+    def state(self) -> object:
+        """Everything that it knows, to be spelled by codec.py before the next step."""
+        return self._world
 
     def next_deadline(self) -> float:
         """When to send Ticked if nothing happens before; inf if nothing is due."""
@@ -178,7 +197,7 @@ class Coordinator:
         """(must it register?, number of the last order that this list knows, live pushes, live pulls)."""
         w = self._world
         known = w.slaves.get(slave)
-        register = known is None or known.sinc != sinc or known.state is not SlaveState.READY
+        register = known is None or known.sinc != sinc or known.state not in (SlaveState.READY, SlaveState.DRAINING)
         pushes_live = tuple(p.id for p in w.open_pushes())
         return register, w.last_number, pushes_live, tuple(p.id for p in w.open_pulls())
 

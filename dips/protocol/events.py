@@ -157,6 +157,25 @@ class ClusterLeft:
     tokens_lost: int
 
 
+# ---- from an operator ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReadmissionAsked:
+    """Lift this cluster's quarantine."""
+
+    req: int
+    cluster: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """Take this slave out of service when nothing is open on it."""
+
+    req: int
+    slave: str
+
+
 # ---- from the judge of liveness (membership.py) and from the runtime -----------------------------------------------
 
 
@@ -257,6 +276,8 @@ Event = (
     | PullFinished
     | RangesRequested
     | ClusterLeft
+    | ReadmissionAsked
+    | DrainAsked
     | TrainerChanged
     | BandwidthMeasured
     | ClusterSilent

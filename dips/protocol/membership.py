@@ -22,7 +22,7 @@ class _Cluster:
     inc: int
     heard: float
     stepped: float  # when inner_steps last rose
-    inner_steps: int = 0
+    signs: tuple[int, str, int] = (0, "", 0)  # inner steps, activity, bytes of its transfer: a change is life
     moving: bool = True
     tokens_unsettled: int = 0
     bandwidth: Bandwidth = field(default_factory=Bandwidth)
@@ -74,9 +74,9 @@ class Judge:
         if known is None or known.inc != beat.inc:
             return []
         known.heard, known.tokens_unsettled = now, beat.tokens_carried + beat.tokens_lost
-        if beat.inner_steps != known.inner_steps or beat.activity != "inner":
-            # A trainer that pushes, waits for its window or pulls is alive without inner steps.
-            known.inner_steps, known.stepped = beat.inner_steps, now
+        signs = (beat.inner_steps, beat.activity, beat.bytes_moved)
+        if signs != known.signs or _waits_for_others(beat):
+            known.signs, known.stepped = signs, now
         found = self._trainer(beat.cluster, known, beat.trainer != "dead", now)
         measured = known.bandwidth.measure(beat.bytes_per_s)
         return found if measured is None else [*found, BandwidthMeasured(beat.cluster, beat.inc, measured)]
@@ -125,5 +125,17 @@ class Judge:
         if moving == cluster.moving:
             return []
         cluster.moving = moving
-        reason = "training" if moving else ("no inner step seen for too long" if alive else "its trainer died")
+        reason = "training" if moving else (self._hung(cluster) if alive else "its trainer died")
         return [TrainerChanged(name, cluster.inc, moving, reason)]
+
+    def _hung(self, cluster: _Cluster) -> str:
+        what = "no byte of its transfer" if cluster.signs[1] in _TRANSFERS else "no inner step"
+        return f"its trainer hangs: {what} seen for {self._options.hang_s:g} s"
+
+
+_TRANSFERS = ("push", "pull")
+
+
+def _waits_for_others(beat: ClusterBeat) -> bool:
+    """Has this trainer a reason to stand still? One that moves bytes has none: they must be seen moving."""
+    return beat.activity != "inner" and not (beat.activity in _TRANSFERS and 0 < beat.bytes_moved < beat.bytes_total)

@@ -118,6 +118,13 @@ class Penalty:
         self._rows = dict(rows)
         self.history = history
 
+    def readmit(self, cluster: str) -> PenaltyRow:
+        """Lift a quarantine: the cluster warms up again; return its statistics, which are ours from now on."""
+        row = self.row(cluster)
+        row = replace(fresh(cluster, self._options), accepted=row.accepted, last_norm=row.last_norm)
+        self._rows[cluster] = row
+        return row
+
     def _sigma(self, row: PenaltyRow) -> float:
         corrected = row.sigma / sqrt(1.0 - (1.0 - self._options.alpha) ** row.n)
         return max(corrected, self._options.sigma_floor * row.mu, 1e-30)

@@ -224,7 +224,8 @@ def drop(w: World, cluster: Cluster, reason: str) -> None:
     w.forget_orders(frozenset({"open_push"}), push.id)
     w.order_all("done", push.id, DropPush(push.id, reason), w.options.timing.order_s)
     if cluster.live:
-        cluster.become(ClusterState.TRAINING, f"its push was dropped: {reason}")
+        resting = ClusterState.TRAINING if cluster.moving else ClusterState.IDLE
+        cluster.become(resting, f"its push was dropped: {reason}")
     w.note("push_dropped", push=push.id, reason=reason)
 
 

@@ -145,6 +145,15 @@ class ClusterEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterReadmitted:
+    """An operator lifted a quarantine: these are the cluster's statistics now."""
+
+    penalty: PenaltyRow
+    round: int  # the last that was reserved
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class VersionsRetired:
     """Row first, delete after."""
 
@@ -167,6 +176,7 @@ Record = (
     | RoundEnded
     | RangesLeased
     | ClusterEnded
+    | ClusterReadmitted
     | VersionsRetired
     | RunFinished
 )

@@ -7,7 +7,8 @@ it. `now` is the time of the present step; `out` collects the step's effects in 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from statistics import median
 
 from dips.ids import PullId, PushId, VersionId
@@ -23,6 +24,7 @@ from dips.protocol.penalty import Penalty, Verdict
 from dips.protocol.records import LedgerState, OutcomeRow, Record, VersionRow
 
 OLD_LEDGER = "this ledger is an old copy: put the newest one back, or see `dips-master recover`"
+LINEAGE_KEPT = 1_000  # newest versions; a base older than they are counts as no ancestor: its staleness is unknown
 PACES_KEPT = 16  # times between pushes of a cluster, for the window's default and for who is expected
 
 
@@ -42,6 +44,7 @@ class Slave:
     memory: VersionId | None = None
     offer: frozenset[VersionId] | None = None  # what it said it can serve; None: not said since that changed
     deaf: int = 0  # orders in a row past their deadline
+    draining: bool = False  # an operator wants it out of service when nothing is open on it
     must_hear: bool = False  # it was lost as deaf: READY again only after it has answered a Ping
 
     def become(self, state: SlaveState, reason: str) -> None:
@@ -202,7 +205,10 @@ class World:
             cluster.reason = "its life ended" if peer.ended else "known from the ledger"
         self._restore_outcomes(state)
         self._restore_totals(state)
-        self.versions: dict[VersionId, VersionRow] = {v.version: v for v in state.versions}  # the lineage, in order
+        self.versions: dict[VersionId, VersionRow] = {  # the lineage, in order
+            v.version: replace(v, shares=()) if v.retired else v for v in state.versions
+        }
+        self.forget_old_versions()
         self.undone: dict[VersionId, VersionRow] = {v.version: v for v in state.undone}
         self.head = state.versions[-1].version
         self.next_round = state.next_round
@@ -220,6 +226,12 @@ class World:
         self.counts = {"applied": 0, "unchanged": 0, "skipped": 0, **dict(state.rounds)}
         self.choruses: dict[int, tuple[Chorus, Order]] = {}  # unanswered orders by number
         self.last_number = 0
+
+    def forget_old_versions(self) -> None:
+        """Bound the lineage: v0@r0, the newest LINEAGE_KEPT, and what may still be offered stay. The ledger has all."""
+        for version in list(islice(self.versions, 1, max(1, len(self.versions) - LINEAGE_KEPT))):
+            if self.versions[version].retired:
+                del self.versions[version]
 
     def _restore_outcomes(self, state: LedgerState) -> None:
         for outcome, version in state.outcomes:
@@ -319,8 +331,9 @@ class World:
         return [s for s in self.slaves.values() if s.state is not SlaveState.READY]
 
     def why_missing(self) -> str:
-        """Which slaves are not READY, and why; empty if all are."""
-        return ", ".join(f"{s.name} ({s.state}: {s.reason})" for s in self.slaves_missing())
+        """Which slaves cannot take anything new, and why; empty if all can."""
+        missing = [f"{s.name} ({s.state}: {s.reason})" for s in self.slaves_missing()]
+        return ", ".join(missing + [f"{s.name} (it drains)" for s in self.ready_slaves() if s.draining])
 
     def grant(self, version: VersionId, ranks: int, deadline_s: float, first: int = 0) -> Grant:
         """What a cluster needs to move; `first` ranks of other transfers walk before its own."""

@@ -110,6 +110,8 @@ def spell_record(record: r.Record) -> str:
             return f"RangesLeased {record.cluster}/{record.inc} question {record.seq}: {_list(record.ranges)}"
         case r.ClusterEnded():
             return f"ClusterEnded {record.cluster}/{record.inc}, {record.tokens_lost} tokens lost: {record.reason}"
+        case r.ClusterReadmitted():
+            return f"ClusterReadmitted {record.penalty.cluster}, warm-up of {record.penalty.warm_left} pushes"
         case r.VersionsRetired():
             return f"VersionsRetired {_list(record.versions)}"
         case r.RunFinished():

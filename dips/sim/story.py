@@ -121,8 +121,8 @@ class Teller:
                 return ev.Done()
 
     def fails(self, slave: str, words: Words) -> list[str]:
-        """The oldest order that it has not answered fails: deaf, refused or stale_term."""
-        order = next(o for o in self.orders if o.slave == slave)
+        """The oldest order (of one kind) that it has not answered fails: deaf, refused or stale_term."""
+        order = next(o for o in self.orders if o.slave == slave and words.get("only") in (None, _kind(o.body)))
         self.orders.remove(order)
         return self.step(ev.OrderFailed(slave, order.sinc, order.number, words["kind"], words.get("why", "")))
 
@@ -196,6 +196,14 @@ class Teller:
         standing, push, pull = self.machine.cluster_standing(peer, life)
         return [f"{peer} ← {standing}, its push is {push or 'none'}, its pull {pull or 'none'}"]
 
+    # ---- commands: an operator -------------------------------------------------------------------------------------
+
+    def readmit(self, cluster: str, words: Words) -> list[str]:
+        return self.step(ev.ReadmissionAsked(0, cluster), "operator")
+
+    def drain(self, slave: str, words: Words) -> list[str]:
+        return self.step(ev.DrainAsked(0, slave), "operator")
+
     # ---- commands: beginnings that other stories tell in full ------------------------------------------------------
 
     def ready(self, _: str, words: Words) -> list[str]:
@@ -251,6 +259,9 @@ class Teller:
         view = self.machine.view(self.now)
         r = view["round"]
         lines = [f"term {view['term']}, head {view['head']}, round {r['state']}: {r['reason']}"]
+        durability = view["durability"]
+        if durability["state"] != "durable":
+            lines.append(f"{durability['state']}: {durability['reason']}")
         return lines + [self._state(role, name) for role in ("clusters", "slaves") for name in view[role]]
 
     def _state(self, role: str, name: str) -> str:
@@ -291,6 +302,8 @@ COMMANDS: dict[str, Callable[[Teller, str, Words], list[str]]] = {
     "trainer": Teller.trainer,
     "measures": Teller.measures,
     "beats": Teller.beat,
+    "readmitted": Teller.readmit,
+    "drained": Teller.drain,
     "ready": Teller.ready,
     "trains": Teller.trains,
     "pushes": Teller.pushes,
@@ -352,7 +365,7 @@ def _options(words: Words) -> Options:
     timing = TimingOptions(
         window_s=float(words.get("window", "10")), busy_retry_s=2.0, min_push_bps=float(words.get("min_push_bps", "0"))
     )
-    penalty = PenaltyOptions(warmup_rounds=int(words.get("warmup", "1")))
+    penalty = PenaltyOptions(warmup_rounds=int(words.get("warmup", "1")), gate_patience=int(words.get("patience", "3")))
     stop = StopOptions(versions=int(words.get("stop", "0")))
     data = DataOptions(ranges=int(words.get("ranges", "0")))
     chosen = {k: words[k] for k in ("codec", "durability", "on_persist_failure", "requeue") if k in words}

@@ -44,7 +44,7 @@ _LOCK = ".lock"
 
 
 class Snapshots:
-    """Implements `ports.Disk` on files; used by one thread."""
+    """Implements `ports.Disk` on files; used by one thread, and by a second one for one `write` at a time."""
 
     def __init__(self, directory: Path, run: str, slave: str, initial_model: Path, log: Log) -> None:
         """Take the directory for this process; raise ConfigError, naming it, if another slave holds it."""
@@ -57,14 +57,21 @@ class Snapshots:
         self._sinc = 0
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._lock = (directory / _LOCK).open("a")
+            self._lock = (directory / _LOCK).open("a+")
         except OSError as error:
             raise ConfigError(f"directory: {directory} cannot be used for snapshots: {error}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            self._lock.seek(0)
+            pid = self._lock.read().strip() or "unknown"
             self._lock.close()
-            raise ConfigError(f"directory: {directory} is held by another running slave") from error
+            raise ConfigError(
+                f"directory: {directory} is held by another running slave (pid {pid}): one slave for a directory"
+            ) from error
+        self._lock.truncate(0)
+        self._lock.write(f"{os.getpid()}\n")
+        self._lock.flush()
         for path in sorted(directory.glob(_ASIDE + "*")):
             log.warning("snapshot_unfinished", path=str(path), done="removed: it was never renamed into place")
             shutil.rmtree(path)
@@ -130,7 +137,7 @@ class Snapshots:
             self._check_layers(manifest, path)
             with Reader(path / MODEL_FILE) as reader:
                 for record in manifest.layers:
-                    _read_layer(reader, record, theta[record.index], momentum[record.index])
+                    read_layer(reader, record, theta[record.index], momentum[record.index])
         except (CorruptSnapshot, OSError) as error:
             self._pass_over(version, error)
             raise
@@ -260,7 +267,7 @@ class Snapshots:
         with Reader(self._directory / str(version) / MODEL_FILE) as reader:
             for record in manifest.layers:
                 theta, momentum = (np.empty(record.layer.numel, np.float32) for _ in range(2))
-                _read_layer(reader, record, theta, momentum)
+                read_layer(reader, record, theta, momentum)
 
     def _check_layers(self, manifest: SnapshotManifest, path: Path) -> None:
         if self._manifest is None:
@@ -314,7 +321,8 @@ def read_theta(reader: Reader, record: LayerRecord, theta: F32) -> None:
     _read_part(reader, record, THETA, theta, record.theta)
 
 
-def _read_layer(reader: Reader, record: LayerRecord, theta: F32, momentum: F32) -> None:
+def read_layer(reader: Reader, record: LayerRecord, theta: F32, momentum: F32) -> None:
+    """Fill θ and m of one layer and compare their digests; raise CorruptSnapshot naming the one that differs."""
     _read_part(reader, record, THETA, theta, record.theta)
     _read_part(reader, record, MOMENTUM, momentum, record.momentum)
 

@@ -23,7 +23,7 @@ from google.protobuf.message import Message
 from dips import ids
 from dips.errors import ConfigError, LocalProtocolError, RemoteProtocolError
 from dips.protocol import beats, effects, events
-from dips.wire.generated import cluster_pb2, names_pb2, slave_pb2, status_pb2
+from dips.wire.generated import cluster_pb2, names_pb2, operator_pb2, slave_pb2, status_pb2
 
 MAX_MESSAGE_BYTES = 16 << 20  # one control message; a manifest of 100,000 parameters is about 8 MiB of JSON
 MAX_INTEGER = (1 << 63) - 1  # the ledger's widest integer
@@ -36,7 +36,7 @@ T = TypeVar("T")
 _NAMES = frozenset({"run", "cluster", "slave", "name"})  # become file names, metrics and log lines
 _UNBOUNDED_TEXT = frozenset({"manifest"})  # MAX_MESSAGE_BYTES bounds it
 _LOCAL = frozenset({"req"})
-_MODULES = (names_pb2, cluster_pb2, slave_pb2, status_pb2)
+_MODULES = (names_pb2, cluster_pb2, slave_pb2, status_pb2, operator_pb2)
 
 
 def to_proto(obj: object) -> Message:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +18,8 @@ import numpy as np
 import psutil
 import pytest
 
+from dips.client import orphan
+from dips.commands.status import ask_status
 from dips.telemetry import timeline
 
 HERE = Path(__file__).parent
@@ -134,6 +138,103 @@ def test_every_data_range_is_trained_once(tmp_path: Path) -> None:
         assert sorted(given) == sorted(f"range {i}" for i in range(12))
         trained = [r for round_ in versions(run) for fold in round_.folds for r in fold.ranges]
         assert len(trained) == len(set(trained)) >= 8
+
+
+ORPHAN = str(HERE / "train_orphan.py")
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(180)
+def test_ranks_whose_agent_and_torchrun_were_killed_end_by_themselves(run: Any, tmp_path: Path) -> None:
+    """Agent and torchrun die at once, nobody is left to tell the ranks, and they are deaf to SIGTERM: they end."""
+    run.start_master()
+    run.start_slaves()
+    west = run.start_cluster("west", [*harness.TORCHRUN, "2", ORPHAN, str(tmp_path / "out")])
+    run.until(lambda: (tmp_path / "out").exists() and len(pids(tmp_path)) == 2, 90, "both ranks have joined")
+    torchrun = marks(run, "west", "trainer_start")[0]["pid"]
+    os.kill(torchrun, signal.SIGSTOP)  # it cannot hear that its agent died, and so not end its workers
+    west.kill()
+    run.until(lambda: not any(alive(pid) for pid in pids(tmp_path)), orphan.GRACE_S + 20, "the ranks ended")
+    os.kill(torchrun, signal.SIGKILL)
+    assert west.log.read_text().count("is gone: this rank ends") == 2
+
+
+def pids(tmp_path: Path) -> list[int]:
+    return [int(line) for line in (tmp_path / "out").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture
+def long_run(tmp_path: Path) -> Iterator[Any]:
+    """One that does not end while a test looks at it."""
+    with harness.Run(tmp_path, tensors(), shared={"penalty": {"rule": "none"}}, timing={"hang_s": 2.0}) as run:
+        run.start_master()
+        run.start_slaves()
+        yield run
+
+
+@pytest.mark.timeout(120)
+def test_a_second_agent_of_the_same_name_takes_over(long_run: Any, tmp_path: Path) -> None:
+    """One name in two directories: the first agent is fenced, ends its trainer and exits 75; the second goes on."""
+    run = long_run
+    first = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "a")], max_restarts=5)
+    run.until(lambda: len(versions(run)) >= 2, 60, "two versions")
+    trainer = marks(run, "west", "trainer_start")[0]["pid"]
+    file = tmp_path / "again.yaml"
+    file.write_text((tmp_path / "west.yaml").read_text().replace("directory: west", "directory: again"))
+    script = [sys.executable, TINY, "steps", str(tmp_path / "b")]
+    second = run._start("again", [*harness.daemon("client"), "--config", str(file), "--", *script])
+    run.until(lambda: first.code is not None, 60, "the first ends")
+    assert first.code == 75, first.tail()
+    assert not psutil.pid_exists(trainer)
+    assert "fenced by a newer life" in first.log.read_text()
+    at = len(versions(run))
+    run.until(lambda: len(versions(run)) >= at + 3, 60, "versions of the second")
+    assert second.code is None
+    incs = [fold.push.inc for r in versions(run) for fold in r.folds]
+    assert incs == sorted(incs) and set(incs) == {1, 2}
+
+
+@pytest.mark.timeout(120)
+def test_a_cluster_that_leaves_says_what_it_had_not_settled(long_run: Any, tmp_path: Path) -> None:
+    """SIGTERM to the agent: tokens that no version holds are told as lost at once, not when a lease runs out."""
+    run = long_run
+    west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "a")], steps=60)
+    run.until(lambda: len(versions(run)) >= 1, 60, "a version")
+    time.sleep(0.5)  # of the 60 steps of the next push some are taken
+    west.terminate()
+    consumed = marks(run, "west", "inner")[-1]["tokens"]
+    with run.ledger() as ledger:
+        tokens = ledger.tokens()["west"]
+        assert ledger.state().clusters[0].ended
+    assert tokens["accepted"] + tokens["gated"] + tokens["lost"] == consumed
+    assert tokens["lost"] > 0
+
+
+@pytest.mark.timeout(120)
+def test_a_hung_trainer_and_a_dead_one_are_told_apart(long_run: Any, tmp_path: Path) -> None:
+    """SIGSTOP: idle, "hangs"; SIGKILL: idle, "died", until it is back; SIGKILL of the agent: gone, "silent"."""
+    run = long_run
+    west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "a")], steps=1000)
+    run.until(lambda: (tmp_path / "a").exists(), 60, "it trains")
+    pid = marks(run, "west", "trainer_start")[0]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    run.until(lambda: seen(run) == ("idle", "its trainer hangs: no inner step seen for 2 s"), 30, "it hangs")
+    os.kill(pid, signal.SIGCONT)
+    run.until(lambda: seen(run) == ("training", "training"), 30, "it trains again")
+    os.kill(pid, signal.SIGKILL)
+    run.until(lambda: "its trainer died" in seen(run)[1], 30, "it died")
+    west.kill()
+    run.until(lambda: seen(run)[0] == "gone" and seen(run)[1].startswith("silent for"), 30, "it is gone")
+
+
+def seen(run: Any) -> tuple[str, str]:
+    """West's state and its reason, as the master tells them."""
+    west = asyncio.run(ask_status(run.address))["clusters"]["west"]
+    return west["state"], west["reason"]
 
 
 # ---- without a master: the agent and its processes -----------------------------------------------------------------

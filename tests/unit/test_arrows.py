@@ -31,7 +31,8 @@ MAY: dict[str, set[str]] = {
     "dips.master": BELOW_ROLES - {"dips.outer"},
     "dips.slave": BELOW_ROLES,
     "dips.client": BELOW_ROLES - {"dips.outer"},
-    "dips.cli": BELOW_ROLES | ROLES | {"dips.demo", "dips.__init__"},
+    "dips.commands": BELOW_ROLES | ROLES | {"dips.demo"},
+    "dips.cli": BELOW_ROLES | {"dips.commands", "dips.__init__"},
     # The real deciding, computing and holding parts, and nothing that has a socket or a thread.
     "dips.sim": LOW
     | {"dips.protocol", "dips.outer", "dips.master.ledger"}

@@ -12,9 +12,15 @@ TIMING = TimingOptions(beat_s=2.0, lease_beats=5, hang_s=60.0)
 
 
 def beat(
-    cluster: str = "a", inc: int = 1, steps: int = 0, trainer: str = "training", activity: str = "inner"
+    cluster: str = "a",
+    inc: int = 1,
+    steps: int = 0,
+    trainer: str = "training",
+    activity: str = "inner",
+    moved: int = 0,
+    total: int = 0,
 ) -> ClusterBeat:
-    return ClusterBeat(cluster, inc, trainer, activity, 1, steps, 70, 30, 0.0, None, 0, 0, 0.0)
+    return ClusterBeat(cluster, inc, trainer, activity, 1, steps, 70, 30, 0.0, None, moved, total, 0.0)
 
 
 def test_a_lease_ends_after_five_beats_of_silence_and_is_said_once() -> None:
@@ -54,11 +60,35 @@ def test_a_hung_trainer_is_told_from_a_slow_one() -> None:
         assert judge.heard_cluster(beat(steps=1), float(now)) == []
     judge.heard_cluster(beat(steps=1), 61.0)
     assert judge.heard_cluster(beat(steps=1), 62.0) == [
-        TrainerChanged("a", 1, False, "no inner step seen for too long")
+        TrainerChanged("a", 1, False, "its trainer hangs: no inner step seen for 60 s")
     ]
     assert judge.heard_cluster(beat(steps=2), 63.0) == [TrainerChanged("a", 1, True, "training")]
     for now in range(64, 200, 2):
         assert judge.heard_cluster(beat(steps=2, activity="window"), float(now)) == []
+
+
+def test_progress_counts_as_life_during_a_long_transfer() -> None:
+    """Bytes that move are life however long they take; bytes that stand still for hang_s are a hang, told apart."""
+    judge = Judge(TIMING)
+    judge.welcome_cluster("a", 1, 0.0)
+    for now in range(2, 400, 2):
+        assert judge.heard_cluster(beat(steps=2, activity="push", moved=now, total=1000), float(now)) == []
+    stuck = beat(steps=2, activity="push", moved=398, total=1000)
+    assert [judge.heard_cluster(stuck, 398.0 + s) for s in (2, 30, 59)] == [[], [], []]
+    hung = TrainerChanged("a", 1, False, "its trainer hangs: no byte of its transfer seen for 60 s")
+    assert judge.heard_cluster(stuck, 458.0) == [hung]
+    moved = beat(steps=2, activity="push", moved=399, total=1000)
+    assert judge.heard_cluster(moved, 460.0) == [TrainerChanged("a", 1, True, "training")]
+
+
+def test_a_transfer_that_waits_for_its_turn_is_no_hang() -> None:
+    """Before its first byte and after its last a cluster waits for others, not they for it."""
+    judge = Judge(TIMING)
+    judge.welcome_cluster("a", 1, 0.0)
+    for now in range(2, 300, 2):
+        assert judge.heard_cluster(beat(steps=2, activity="pull", moved=0, total=1000), float(now)) == []
+    for now in range(300, 600, 2):
+        assert judge.heard_cluster(beat(steps=2, activity="push", moved=1000, total=1000), float(now)) == []
 
 
 def test_a_dead_trainer_is_said_at_once() -> None:

@@ -1,0 +1,45 @@
+"""`dips demo`: a whole run on this machine."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dips.errors import ConfigError
+
+
+def demo(
+    seconds: Annotated[float, typer.Option(min=30, help="How long to train, from the master's start.")] = 180.0,
+    no_kill: Annotated[bool, typer.Option("--no-kill", help="Kill nobody halfway.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Directory of this run; default runs/demo-DATE-TIME.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the initial model and of the order of the data.")] = 1,
+) -> None:
+    """Show it all on this machine, and check it.
+
+    One master, two slaves, and two unequal clusters that train one small model: real processes on loopback. Cluster
+    fast (torchrun, two FSDP2 ranks) and cluster slow (one rank, about half the speed) train a Llama-style model of 1 M
+    parameters on the source files of Python's standard library. Halfway, slow's torchrun and one slave are killed hard
+    and come back. At the end the validation loss is compared with version 0 and with a table of bigrams, plots and the
+    exported model are written, and every claim is checked.
+
+    Exit code 0 if all checks hold, 1 if one fails. Needs the extra: pip install 'dips[demo]'.
+
+    \b
+    Example:
+      dips demo                       (about four minutes)
+      dips demo --seconds 60 --no-kill
+    """
+    run = _of_the_demo("run").run
+    raise typer.Exit(run(seconds=seconds, kill=not no_kill, out=out, seed=seed))
+
+
+def _of_the_demo(module: str) -> Any:
+    try:
+        return importlib.import_module(f"dips.demo.{module}")
+    except ModuleNotFoundError as error:
+        if error.name and error.name.startswith("dips"):
+            raise
+        raise ConfigError(f"the demo needs the package {error.name}: pip install 'dips[demo]'") from error

@@ -1,0 +1,105 @@
+"""`dips history`: versions and rounds, as the ledger has them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dips.commands.options import CONFIG
+from dips.config import load_run
+from dips.telemetry import status as picture
+
+MOST_RANGES = 6  # shown of a round's data ranges, as first-last runs
+
+
+def history(
+    config: CONFIG,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, with everything.")] = False,
+    last: Annotated[int, typer.Option(min=1, help="So many of the newest rounds.")] = 20,
+) -> None:
+    """List the rounds and what they made: versions with parents, tokens, data ranges, gates.
+
+    Read from the ledger; the master may be up or down. A round ends applied (it made a version), unchanged (all
+    gated), skipped (it broke) or is unfinished. A version that was rolled back is marked undone, with the reason; its
+    children name another parent than the row above them.
+
+    Exit codes: 0 done; 65 the file is no ledger; 78 there is none.
+
+    \b
+    Example:
+      dips history --config dips.yaml --last 50
+      dips history --config dips.yaml --json | jq 'select(.undone)'
+    """
+    rounds = [spelled(row) for row in _rounds(config, last)]
+    if as_json:
+        for row in rounds:
+            print(json.dumps(row))
+    else:
+        Console().print(_table(rounds))
+
+
+def spelled(row: Any) -> dict[str, Any]:
+    """A round as plain data, its version and parent by their names."""
+    names = {key: str(value) if (value := getattr(row, key)) else None for key in ("version", "parent")}
+    return {**asdict(row), **names}
+
+
+def _rounds(config: Path, last: int) -> list[Any]:
+    from dips.master.genesis import ledger_path
+    from dips.master.ledger import Ledger
+
+    with closing(Ledger.open(ledger_path(load_run(config)), readonly=True)) as ledger:
+        return ledger.history(last)
+
+
+def _table(rounds: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title="rounds", title_justify="left", title_style="bold")
+    for column in ("round", "ended", "version", "parent", "tokens", "‖δ‖", "contributions", "ranges", "why"):
+        table.add_column(column, justify="right" if column in ("round", "tokens", "‖δ‖") else "left")
+    for r in rounds:
+        undone = r["undone"]
+        table.add_row(
+            f"r{r['round']}",
+            "undone" if undone else r["kind"],
+            r["version"] or picture.NONE,
+            r["parent"] or picture.NONE,
+            picture.count(r["tokens"]),
+            _norm(r),
+            _contributions(r),
+            runs([n for outcome in r["outcomes"] for n in outcome["ranges"]]),
+            undone or r["reason"] or ("not durable" if r["version"] and not r["durable"] else picture.NONE),
+            style="dim" if undone else "",
+        )
+    return table
+
+
+def _norm(r: Mapping[str, Any]) -> str:
+    return f"{r['delta_norm']:.3g}" + (" clipped" if r["clipped"] else "") if r["version"] else picture.NONE
+
+
+def _contributions(r: Mapping[str, Any]) -> str:
+    told = (
+        o["push"]["cluster"] + ("" if o["kind"] == "accepted" else f" ({o['kind']}: {o['reason']})")
+        for o in r["outcomes"]
+    )
+    return ", ".join(told) or picture.NONE
+
+
+def runs(numbers: Sequence[int]) -> str:
+    """Shorten data ranges: 3 4 5 9 → 3–5 9."""
+    found: list[list[int]] = []
+    for n in sorted(numbers):
+        if found and n == found[-1][1] + 1:
+            found[-1][1] = n
+        else:
+            found.append([n, n])
+    told = [str(a) if a == b else f"{a}–{b}" for a, b in found[:MOST_RANGES]]
+    return " ".join(told + (["…"] if len(found) > MOST_RANGES else [])) or picture.NONE

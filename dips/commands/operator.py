@@ -1,0 +1,28 @@
+"""One question to the master's OperatorService, as the words of an operator ask it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dips.errors import UnavailableMaster
+from dips.transport import control
+from dips.wire import messages
+from dips.wire.generated.operator_pb2_grpc import OperatorServiceStub
+
+DEADLINE_S = 15.0  # the master holds a question open for 10 s
+
+
+async def ask(address: str, method: str, question: object) -> Any:
+    """Ask once; raise UnavailableMaster if nobody answers, or what the master raises."""
+    channel = control.channel(address)
+    try:
+        reply = await control.call(
+            getattr(OperatorServiceStub(channel), method),
+            messages.to_proto(question),
+            deadline_s=DEADLINE_S,
+            peer=f"the master at {address}",
+            unavailable=UnavailableMaster,
+        )
+        return messages.unwrap(reply)
+    finally:
+        await channel.close()

@@ -1,0 +1,93 @@
+"""`dips status`: the run as its master sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from dips.commands.options import MASTER, WHOSE, address_of
+from dips.errors import UnavailableMaster
+from dips.telemetry import status as picture
+from dips.transport import control
+from dips.wire.generated.status_pb2 import StatusRequest
+from dips.wire.generated.status_pb2_grpc import StatusServiceStub
+
+STATUS_DEADLINE_S = 5.0
+
+
+def status(
+    config: WHOSE = None,
+    master: MASTER = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole status as JSON, for scripts.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until Ctrl-C, once a second.")] = False,
+) -> None:
+    """Show the run: round, clusters, slaves, and why.
+
+    Each state comes with its reason.
+
+    Exit code 69 if no master answers.
+
+    \b
+    Example:
+      dips status --config dips.yaml --watch
+      dips status --master 127.0.0.1:7800 --json | jq .clusters
+    """
+    address = address_of(config, master)
+    if not watch:
+        return _show(asyncio.run(ask_status(address)), as_json)
+    try:
+        asyncio.run(_watch(address, as_json))
+    except KeyboardInterrupt:
+        return None
+
+
+async def ask_status(address: str, deadline_s: float = STATUS_DEADLINE_S) -> dict[str, Any]:
+    """Ask the master once; raise UnavailableMaster if nobody answers in time."""
+    channel = control.channel(address)
+    try:
+        return await _ask(StatusServiceStub(channel), address, deadline_s)
+    finally:
+        await channel.close()
+
+
+async def _ask(stub: Any, address: str, deadline_s: float) -> dict[str, Any]:
+    reply = await control.call(
+        stub.Status,
+        StatusRequest(),
+        deadline_s=deadline_s,
+        peer=f"the master at {address}",
+        unavailable=UnavailableMaster,
+    )
+    answer: dict[str, Any] = json.loads(reply.json)
+    return answer
+
+
+def _show(answer: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(answer, indent=2))
+    else:
+        Console().print(picture.render(answer))
+
+
+async def _watch(address: str, as_json: bool) -> None:
+    console, channel = Console(), control.channel(address)
+    try:
+        with Live(console=console, auto_refresh=False, screen=console.is_terminal and not as_json) as live:
+            while True:
+                try:
+                    answer = await _ask(StatusServiceStub(channel), address, STATUS_DEADLINE_S)
+                except UnavailableMaster as error:
+                    live.update(f"{error}; asking again", refresh=True)
+                else:
+                    if as_json:
+                        print(json.dumps(answer))
+                    else:
+                        live.update(picture.render(answer), refresh=True)
+                await asyncio.sleep(1.0)
+    finally:
+        await channel.close()

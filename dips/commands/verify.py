@@ -1,0 +1,142 @@
+"""`dips verify`: are the snapshots what the ledger says, bit for bit?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from dips.commands.options import CONFIG
+from dips.config import RunFile, SlaveSection, load_run
+from dips.errors import ConfigError
+from dips.ids import GENESIS, VersionId
+
+EXIT_NOT_INTACT = 65
+INTACT, MISSING = "intact", "missing"
+
+Results = Mapping[str, Mapping[VersionId, str]]  # by slave and version: INTACT, MISSING, or what is wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the ledger says; empty where it is not at hand."""
+
+    lineage: tuple[VersionId, ...]  # not retired, oldest first
+    durable: VersionId | None  # the newest that was announced as durable
+    digests: Mapping[tuple[int, str], str]
+
+
+def verify(
+    config: CONFIG,
+    slave: Annotated[str | None, typer.Option("--slave", help="Only this one's directory; default all here.")] = None,
+) -> None:
+    """Read all snapshots through, and compare every digest.
+
+    Each layer's bytes are held against the snapshot's manifest, and the manifest against the ledger, for every slave
+    of the run file whose directory is on this machine. Takes the memory of one layer and the disk's time; slaves and
+    master may be running. Without a ledger here (a slave's own machine) snapshots are held against their manifests.
+
+    A slave does the same when it starts, and passes damaged ones over: then the run is rolled back to the newest
+    version that every slave has intact, which is named here.
+
+    Exit codes: 0 the newest durable version is intact; 65 it is not; 78 no directory is here, or no such slave.
+
+    \b
+    Example:
+      dips verify --config dips.yaml
+      dips verify --config dips.yaml --slave slave-0
+    """
+    run_file = load_run(config)
+    known, here = _known(run_file), _here(run_file, slave)
+    results = _read(run_file, here, known)
+    Console().print(_table(results, known))
+    verdict, code = judged(results, known, len(here) == len(run_file.slaves))
+    print(verdict)
+    if code:
+        raise typer.Exit(code)
+
+
+def judged(results: Results, known: Known, all_here: bool) -> tuple[str, int]:
+    """Say whether the newest durable version can be served, and what from if not; with the exit code."""
+    on_disk = sorted({v for found in results.values() for v in found})
+    newest = known.durable if known.durable is not None else (on_disk[-1] if on_disk else GENESIS)
+    if newest == GENESIS:
+        return "v0@r0 is read from the initial model; there is no snapshot to verify", 0
+    bad = {name: found.get(newest, MISSING) for name, found in results.items() if found.get(newest) != INTACT}
+    where = "on all slaves" if all_here else f"on {', '.join(results)}"
+    if not bad:
+        return f"the newest durable version {newest} is intact {where}", 0
+    candidates = known.lineage or tuple(on_disk)
+    whole = [v for v in candidates if all(found.get(v) == INTACT for found in results.values())]
+    back = whole[-1] if whole else GENESIS
+    told = "; ".join(f"{name}: {problem}" for name, problem in bad.items())
+    here = "" if all_here else ", if the other slaves have it"
+    verdict = (
+        f"the newest durable version {newest} is not intact ({told}); the run would be rolled back to {back}{here}"
+    )
+    return verdict, EXIT_NOT_INTACT
+
+
+def _known(config: RunFile) -> Known:
+    from dips.master.genesis import ledger_path
+    from dips.master.ledger import Ledger
+
+    path = ledger_path(config)
+    if not path.exists():
+        print(f"note: no ledger at {path}: snapshots are held against their own manifests only")
+        return Known((), None, {})
+    with closing(Ledger.open(path, readonly=True)) as ledger:
+        versions = ledger.state().versions
+        lineage = tuple(v.version for v in versions if not v.retired and v.version != GENESIS)
+        durable = [v.version for v in versions if v.durable]
+        return Known(lineage, durable[-1] if durable else GENESIS, ledger.digests())
+
+
+def _here(config: RunFile, only: str | None) -> list[SlaveSection]:
+    if only is not None:
+        return [config.slave(only)]
+    here = [s for s in config.slaves if s.directory.is_dir()]
+    for away in (s for s in config.slaves if not s.directory.is_dir()):
+        print(f"note: {away.name} is not on this machine ({away.directory})")
+    if not here:
+        raise ConfigError("no slave's directory is on this machine: run this where they are")
+    return here
+
+
+def _read(config: RunFile, slaves: Sequence[SlaveSection], known: Known) -> Results:
+    from dips.slave import verify as reading
+
+    found = {slave.name: reading.sizes(slave.directory) for slave in slaves}
+    results: dict[str, dict[VersionId, str]] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("reading", total=sum(size for sizes in found.values() for size in sizes.values()))
+        for slave in slaves:
+            mine = results.setdefault(slave.name, {})
+            for version in found[slave.name]:
+                progress.update(task, description=f"{slave.name} {version}")
+                digest = known.digests.get((version.round, slave.name))
+                checked = reading.check(
+                    slave.directory, config.shared.run, slave.name, version, digest, lambda n: progress.advance(task, n)
+                )
+                if checked is not None:
+                    mine[version] = checked.problem or INTACT
+    return results
+
+
+def _table(results: Results, known: Known) -> Table:
+    table = Table(title="snapshots", title_justify="left", title_style="bold")
+    for column in ("version", "ledger", *results):
+        table.add_column(column, overflow="fold")
+    for version in sorted({*known.lineage, *(v for found in results.values() for v in found)}):
+        cells = [found.get(version, MISSING) for found in results.values()]
+        says = "committed" if version in known.lineage else ("–" if known.durable is None else "no version, or retired")
+        style = "" if all(cell == INTACT for cell in cells) else "red" if version in known.lineage else "dim"
+        table.add_row(str(version), says, *cells, style=style)
+    return table

@@ -1,0 +1,101 @@
+"""One process that the master supervises, held by its pidfd: a number that is given to another process cannot be met.
+
+It may be our child, or one that a former master started and we adopted; either way its death is an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+
+class Child:
+    """A living process, or one whose death was seen. Made inside the event loop."""
+
+    def __init__(self, pid: int, popen: subprocess.Popen[bytes] | None) -> None:
+        """Raise ProcessLookupError if there is none of this number."""
+        self.pid, self.adopted, self._popen = pid, popen is None, popen
+        self._fd = os.pidfd_open(pid)
+        self._ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._fd, self._see)
+
+    @classmethod
+    def start(cls, command: Sequence[str], log: Path) -> Child:
+        """Start a process in a session of its own that writes to the end of `log`; raise OSError if it cannot be."""
+        with log.open("ab") as out:  # its own descriptor: it goes on when we are gone
+            popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+        return cls(popen.pid, popen)
+
+    @property
+    def alive(self) -> bool:
+        return not self._ended.is_set()
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, negative for a signal; None while it lives, and for one that is not our child."""
+        return self._popen.poll() if self._popen is not None else None
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal; nothing if it has ended."""
+        if self.alive:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._fd, number)
+
+    async def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for its death; return whether it came within `timeout_s`."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), timeout_s)
+        return not self.alive
+
+    async def end(self, grace_s: float) -> None:
+        """Ask it to end, kill it after `grace_s`, and return when it is dead."""
+        self.signal(signal.SIGTERM)
+        if not await self.wait(grace_s):
+            self.signal(signal.SIGKILL)
+            await self.wait()
+
+    def _see(self) -> None:
+        self._loop.remove_reader(self._fd)
+        os.close(self._fd)
+        if self._popen is not None:
+            self._popen.wait()
+        self._ended.set()
+
+    def forget(self) -> None:
+        """Look no longer; the process goes on."""
+        if self.alive:
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+
+
+def holder(lock: Path) -> int | None:
+    """The process that holds a lock file, which bears its number; None if nobody does."""
+    try:
+        with lock.open("r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                pid = file.read().strip()
+                return int(pid) if pid.isdigit() else None
+            return None
+    except FileNotFoundError:
+        return None
+
+
+def bound(log: Path, most_bytes: int) -> None:
+    """Keep a log that another process appends to below a size: its content becomes `<log>.1`, then it is emptied.
+
+    Lines that are written between the two are lost: a log is for people.
+    """
+    with suppress(FileNotFoundError):
+        if log.stat().st_size > most_bytes:
+            shutil.copyfile(log, log.with_name(log.name + ".1"))
+            os.truncate(log, 0)

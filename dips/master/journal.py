@@ -1,0 +1,232 @@
+"""The journal: every event that the Coordinator stepped through, and what it ordered; evidence, not truth (why.md 30).
+
+    journal-<term>-<n>.jsonl        one segment: a head, then one line for each event
+    {"journal": 1, "term": 3, …, "state": […]}       the head, with the Coordinator's whole state before the first event
+    [12.25, ["Ticked"], "0f3a…", ["Note", "Order"]]  when (master's clock), the event, digest and kinds of the effects
+    [12.25, ["Ticked"], "raised", ["KeyError('x')"]] the event that ended the master, and how: the last line
+
+The loop hands over what it stepped through and goes on: a thread spells and writes. A disk that is full, or slower
+than the events come, stops the journal, loudly, and not the master; after a while it begins anew, with a segment of its
+own. Nothing is fsynced: after a crash of the machine the last lines may be missing. Beats are not in it, the Judge's
+verdicts are. `dips-master replay` reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import IO, Any
+
+import dips.protocol
+from dips.config import JournalSection
+from dips.errors import DipsError
+from dips.protocol import codec
+from dips.protocol.effects import Effect
+from dips.protocol.events import Event
+from dips.telemetry.logs import Log
+
+FORMAT = 1
+RAISED = "raised"
+MOST_WAITING = (
+    20_000  # steps not yet written; some 20 MB, and seconds of the busiest run: a slower disk is no journal's
+)
+AT_ONCE = 256  # steps spelled into one write
+RETRY_S = 60.0  # after it stopped, before a new segment is tried
+CLOSE_S = 2.0  # a graceful end waits so long for the disk
+_NAME = re.compile(r"journal-(\d+)-(\d+)\.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """A segment is to begin."""
+
+    state: Any  # spelled
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    now: float
+    event: Event
+    effects: Sequence[Effect] | Exception  # effects are frozen, so another thread may read them
+
+
+class Journal:
+    """Called by the loop only; the thread inside owns the files."""
+
+    def __init__(self, directory: Path, run: str, term: int, options: JournalSection, log: Log) -> None:
+        self._queue: SimpleQueue[_Head | _Step | None] = SimpleQueue()
+        self._log = log
+        self._stopped_at: float | None = None
+        self._writer = _Writer(directory, run, term, options, log)
+        self._begun = False
+        self._thread = threading.Thread(target=self._work, name="journal", daemon=True)  # a hung disk must not hold us
+        self._thread.start()
+
+    def due(self) -> bool:
+        """Must `begin` be called before the next step? At the start, after a full segment, and after a stop."""
+        if not self._begun:
+            return True
+        if self._writer.failed or self._stopped_at is not None:
+            return self._may_try_again()
+        return self._writer.full
+
+    def begin(self, state: object) -> None:
+        """Begin a segment with the Coordinator's whole state; it is spelled before this returns."""
+        self._begun = True
+        try:
+            spelled = codec.spell(state)
+        except DipsError as error:  # our bug; it must not cost the run its master
+            self._writer.why = str(error)
+            self._stop()
+            return
+        self._writer.failed = self._writer.full = False
+        self._stopped_at = None
+        self._queue.put(_Head(spelled))
+
+    def took(self, event: Event, now: float, effects: Sequence[Effect] | Exception) -> None:
+        """The Coordinator took `event` at `now` and ordered `effects`, or raised: then it is broken."""
+        if self._stopped_at is not None:
+            return
+        if self._writer.failed or self._queue.qsize() >= MOST_WAITING:
+            self._stop()
+            return
+        self._queue.put(_Step(now, event, effects))
+
+    def told(self) -> dict[str, Any]:
+        """For the status: is it writing, how much, and how much waits."""
+        return {
+            "writing": int(self._begun and self._stopped_at is None and not self._writer.failed),
+            "bytes": self._writer.bytes_written,
+            "waiting": self._queue.qsize(),
+        }
+
+    def close(self) -> None:
+        """Write what waits, for at most CLOSE_S."""
+        self._queue.put(None)
+        self._thread.join(CLOSE_S)
+
+    def _stop(self) -> None:
+        self._stopped_at = time.monotonic()
+        why = self._writer.why or f"{MOST_WAITING} events wait for a disk that does not keep up"
+        self._log.error("journal stopped; the run goes on without it", why=why, again_in_s=RETRY_S)
+
+    def _may_try_again(self) -> bool:
+        if self._stopped_at is None:
+            self._stop()
+        assert self._stopped_at is not None
+        return time.monotonic() - self._stopped_at >= RETRY_S and self._queue.empty()
+
+    def _work(self) -> None:
+        while True:
+            batch = [self._queue.get()]
+            while batch[-1] is not None and len(batch) < AT_ONCE:
+                try:
+                    batch.append(self._queue.get_nowait())
+                except Empty:
+                    break
+            self._writer.write([item for item in batch if item is not None])
+            if batch[-1] is None:
+                self._writer.close()
+                return
+
+
+class _Writer:
+    """The files; used by the journal's thread, but for the two flags."""
+
+    def __init__(self, directory: Path, run: str, term: int, options: JournalSection, log: Log) -> None:
+        self._directory, self._run, self._term, self._options, self._log = directory, run, term, options, log
+        self._file: IO[bytes] | None = None
+        self._size = self._segment = 0
+        self.bytes_written = 0
+        self.full = self.failed = False
+        self.why = ""
+
+    def write(self, batch: Sequence[_Head | _Step]) -> None:
+        lines = bytearray()
+        try:
+            for item in batch:
+                if isinstance(item, _Head):
+                    self._append(lines)
+                    lines.clear()
+                    self._open(item)
+                elif self._file is not None:
+                    lines += _line(item)
+            self._append(lines)
+        except (OSError, DipsError) as error:
+            self._fail(error)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self, head: _Head) -> None:
+        self.close()
+        self._segment += 1
+        self._file = (self._directory / f"journal-{self._term}-{self._segment}.jsonl").open("wb", buffering=0)
+        self._size, self.why = 0, ""
+        about = {
+            "journal": FORMAT,
+            "run": self._run,
+            "term": self._term,
+            "segment": self._segment,
+            "code": code_digest(),
+            "wall": time.time(),
+            "shapes": codec.shapes(head.state),
+            "state": head.state,
+        }
+        self._append(json.dumps(about, separators=(",", ":"), ensure_ascii=False).encode() + b"\n")
+        self._size = 0  # a state as large as a segment must not begin the next one at once
+        for old in segments(self._directory)[: -self._options.segments]:
+            old.unlink(missing_ok=True)
+
+    def _append(self, lines: bytes | bytearray) -> None:
+        rest = memoryview(lines)
+        while self._file is not None and len(rest):
+            rest = rest[self._file.write(rest) :]
+        self._size += len(lines)
+        self.bytes_written += len(lines)
+        if self._size >= self._options.segment_bytes:
+            self.full = True
+
+    def _fail(self, error: Exception) -> None:
+        self.why, self.failed = str(error), True
+        try:
+            self.close()
+        except OSError:
+            self._file = None  # it said what it had to say
+
+
+def _line(step: _Step) -> bytes:
+    event = codec.spell(step.event)
+    if isinstance(step.effects, Exception):
+        told = [step.now, event, RAISED, [repr(step.effects)]]
+    else:
+        told = [step.now, event, codec.digest(tuple(step.effects)), [type(e).__name__ for e in step.effects]]
+    return json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+
+
+def segments(directory: Path) -> list[Path]:
+    """The segments of a directory, oldest first."""
+    found = {path: m for path in directory.glob("journal-*.jsonl") if (m := _NAME.fullmatch(path.name))}
+    return sorted(found, key=lambda path: (int(found[path][1]), int(found[path][2])))
+
+
+def newest_term(directory: Path) -> int:
+    """The highest term that left a journal here; 0 for none."""
+    return max((int(m[1]) for path in segments(directory) if (m := _NAME.fullmatch(path.name))), default=0)
+
+
+def code_digest() -> str:
+    """Name the deciding code by its sources: other code may decide otherwise, and a replay says so."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(Path(dips.protocol.__path__[0]).glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,174 @@
+"""Brings a ledger that was restored from a backup above every name that was told since (why.md 2).
+
+Terms, rounds and lives must never be used twice. What was told after the backup is partly on disks (journals are named
+by their term, snapshots by their round) and partly only in the memory of slaves and agents, so the counters jump past
+what is found by a thousand: numbers are free, mixtures of two contents under one name are not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from dips.config import RunFile
+from dips.errors import ConfigError
+from dips.ids import GENESIS, VersionId
+from dips.master import genesis, journal
+from dips.master.ledger import Ledger
+from dips.protocol.records import (
+    ClusterEnded,
+    IncarnationGiven,
+    LedgerState,
+    Record,
+    RoundEnded,
+    RoundReserved,
+    VersionCommitted,
+)
+
+SPARE = 1_000  # names left out above the highest that was found: rounds that were skipped leave no trace on disks
+REASON = "counters raised by dips-master recover"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be done, and what it costs."""
+
+    state: LedgerState
+    term: int  # the next master's is above it
+    round: int  # likewise
+    found_term: int
+    found_round: int
+    abandoned: tuple[VersionId, ...]  # on disks of this machine, not in the ledger, and not adopted
+    head: VersionId | None  # the newest of the ledger's versions that is in all slaves' directories, if all are here
+    newer: VersionId | None  # the newest in all directories here that was made after the backup
+    missing: tuple[Path, ...]  # directories that are not on this machine
+    adopted: VersionId | None
+    digests: tuple[tuple[str, str], ...]  # of what is adopted: (slave, digest of its snapshot's manifest)
+
+    def told(self) -> str:
+        """The plan, for a person."""
+        s = self.state
+        lines = [
+            f"ledger of run {s.row.run}: term {s.term}, rounds below {s.next_round}, head {s.versions[-1].version}",
+            f"found on this machine: term {self.found_term}, round {self.found_round}",
+            f"raised to: term {self.term}, round {self.round}, lives of clusters and slaves by {SPARE}",
+            f"abandoned: {', '.join(map(str, self.abandoned)) or 'no version that lies on this machine'}",
+        ]
+        if self.missing:
+            elsewhere = ", ".join(map(str, self.missing))
+            lines.append(f"note: not on this machine: {elsewhere}; name what is newer there by --round-above")
+        return "\n".join([*lines, self._goes_on()])
+
+    def carry_out(self, ledger: Ledger) -> None:
+        """Write the counters; each row says why."""
+        ledger.start_term(above=self.term - 1)
+        records: list[Record] = self._adoption() if self.adopted else []
+        records += [RoundReserved(self.round, 0.0), RoundEnded(self.round, "skipped", REASON, (), (), 0.0)]
+        for role, peers in (("slave", self.state.slaves), ("cluster", self.state.clusters)):
+            records += [IncarnationGiven(role, peer.name, peer.inc + SPARE, REASON) for peer in peers]
+        records += [ClusterEnded(peer.name, peer.inc + SPARE, REASON, 0, 0.0) for peer in self.state.clusters]
+        ledger.write(records)
+
+    def _goes_on(self) -> str:
+        head = self.state.versions[-1].version
+        if self.adopted:
+            return f"the run goes on from {self.adopted}, adopted; whose pushes are in it since {head} nobody knows"
+        offer = f"; or from {self.newer} with --adopt {self.newer}" if self.newer else ""
+        if self.missing:
+            return (
+                f"the run goes on from the newest version of this ledger that all slaves offer, at most {head}{offer}"
+            )
+        if self.head is None:
+            return f"no version of this ledger is in all slaves' directories: put snapshots of its time back{offer}"
+        gone = "" if self.head == head else f": {head} is not in all slaves' directories any more"
+        return f"the run goes on from {self.head}{gone}{offer}"
+
+    def _adoption(self) -> list[Record]:
+        """A version without folds: its bytes are on the disks, its history is lost."""
+        assert self.adopted is not None
+        s = self.state
+        row = VersionCommitted(
+            self.adopted, s.versions[-1].version, True, (), (), 0.0, 0.0, 0.0, 0.0, False, self.digests, s.penalty,
+            s.history, 0.0,
+        )  # fmt: skip
+        return [RoundReserved(self.adopted.round, 0.0), row]
+
+
+@contextmanager
+def opened(config: RunFile) -> Iterator[Ledger]:
+    """Hold the run's ledger; raise ConfigError if a master does, or there is none."""
+    ledger = Ledger.open(genesis.ledger_path(config), wall=time.time)
+    try:
+        yield ledger
+    finally:
+        ledger.close()
+
+
+def plan(
+    config: RunFile, ledger: Ledger, term_above: int = 0, round_above: int = 0, adopt: VersionId | None = None
+) -> Plan:
+    """Look at everything on this machine that carries a term or a round; changes nothing.
+
+    Raise ConfigError if the ledger is of another run, or `adopt` is not newer than it or not in all directories here.
+    """
+    state = ledger.state()
+    if state.row.run != config.shared.run:
+        raise ConfigError(
+            f"{genesis.ledger_path(config)} is the ledger of run {state.row.run!r}, the run file's is "
+            f"{config.shared.run!r}"
+        )
+    offered = {s.name: _versions(s.directory) for s in config.slaves if s.directory.is_dir()}
+    ours, on_disk = [v.version for v in state.versions], {v for versions in offered.values() for v in versions}
+    common = [v for v in sorted(on_disk) if all(v in versions for versions in offered.values())]
+    newer = [v for v in common if v.round >= state.next_round and v.version > ours[-1].version]
+    if adopt is not None:
+        _check_adoptable(adopt, state, {name: adopt in versions for name, versions in offered.items()})
+    begins = not any(v.retired for v in state.versions)  # v0@r0 is offered until the first snapshots are retired
+    held = [v for v in ours if v in common or (v == GENESIS and begins)]
+    missing = tuple(s.directory for s in config.slaves if s.name not in offered)
+    found_term = max(state.term, term_above, journal.newest_term(config.master.directory))
+    found_round = max(state.next_round - 1, round_above, *(v.round for v in on_disk), adopt.round if adopt else 0)
+    return Plan(
+        state=state,
+        term=found_term + SPARE,
+        round=found_round + SPARE,
+        found_term=found_term,
+        found_round=found_round,
+        abandoned=tuple(v for v in sorted(on_disk) if v not in ours and v != adopt),
+        head=held[-1] if held and not missing else None,
+        newer=newer[-1] if newer else None,
+        missing=missing,
+        adopted=adopt,
+        digests=tuple((s.name, _digest(s.directory, adopt)) for s in config.slaves if adopt and s.name in offered),
+    )
+
+
+def _check_adoptable(version: VersionId, state: LedgerState, held: dict[str, bool]) -> None:
+    if version.round < state.next_round or version.version <= state.versions[-1].version.version:
+        raise ConfigError(
+            f"--adopt: {version} is not newer than this ledger, whose head is {state.versions[-1].version} and whose "
+            f"next round is {state.next_round}: what it does not name of its own time never was a version"
+        )
+    lacking = [name for name, holds in held.items() if not holds]
+    if lacking:
+        raise ConfigError(f"--adopt: {version} is not in the directory of {', '.join(lacking)}")
+
+
+def _digest(directory: Path, version: VersionId | None) -> str:
+    return xxhash.xxh3_128_hexdigest((directory / str(version) / "manifest.json").read_bytes())
+
+
+def _versions(directory: Path) -> list[VersionId]:
+    """Versions by the names of a slave's snapshots; whether they are whole, the slave says when it registers."""
+    found = []
+    for path in directory.glob("v*@r*"):
+        try:
+            found.append(VersionId.parse(path.name))
+        except ValueError:  # something else of that shape: `dips verify` looks into directories
+            continue
+    return found

@@ -1,0 +1,285 @@
+"""Spells what the deciding room holds as text, and reads it back: events, effects, and the Coordinator's whole state.
+
+One walk over the objects serves all, so no field can be forgotten: a dataclass is spelled by its fields, World, Penalty
+and RangeBook by their attributes, and what the walk does not know is an error. Objects that change keep their identity:
+one push that stands in a cluster and in a round is one push again when it is read. Sets are spelled in ascending order,
+so the same state gives the same text in every process. No pickle: text that names another class is refused.
+
+    scalar                         as JSON has it (Infinity and NaN as Python spells them)
+    ["t", …] ["l", …]              tuple, list
+    ["s", …] ["f", …]              set, frozenset; ["i", 0, 5, 9, 1]: the set of ints 0…4 and 9 (start, length)
+    ["d", key, value, …]           dict, in its order
+    ["q", most, …]                 deque that keeps so many
+    ["r", 3]                       the fourth object that changes, again
+    ["VersionId", 12, 17]          a dataclass with its fields in their order, or a state (enum)
+    ["World", {"head": …, …}]      one of the three classes that are no dataclasses
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from hashlib import blake2b
+from types import ModuleType
+from typing import Any, cast
+
+from dips import ids
+from dips.errors import Corrupt, LocalProtocolError
+from dips.protocol import data, effects, events, manifest, moves, options, penalty, records, world
+
+FORMAT = 1
+MODULES: tuple[ModuleType, ...] = (ids, data, effects, events, manifest, moves, options, penalty, records, world)
+PLAIN: tuple[type, ...] = (world.World, penalty.Penalty, data.RangeBook)  # spelled by their attributes
+SCALARS = (bool, int, float, str, type(None))
+
+Encoder = Callable[["_Writer", Any], Any]
+
+
+def spell(value: object) -> Any:
+    """Turn a value into lists and scalars that JSON takes; raise LocalProtocolError on what has no spelling."""
+    return _Writer().write(value)
+
+
+def text(value: object) -> str:
+    """Spell a value on one line; equal values give equal text in every process."""
+    return json.dumps(spell(value), separators=(",", ":"), ensure_ascii=False)
+
+
+def digest(value: object) -> str:
+    """Name a value by 64 bits of its text: to compare effects without keeping them."""
+    return blake2b(text(value).encode(), digest_size=8).hexdigest()
+
+
+def read(spelled: Any) -> Any:
+    """Build what `spell` spelled; raise Corrupt on anything else."""
+    try:
+        return _Reader().read(spelled)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise Corrupt(f"not a spelled value: {error!r}") from error
+
+
+def shapes(spelled: Any) -> dict[str, list[str]]:
+    """Name the fields of every class that stands in a spelled value, for the head of a file that is kept."""
+    found: dict[str, list[str]] = {}
+    stack = [spelled]
+    while stack:
+        at = stack.pop()
+        if isinstance(at, list) and at:
+            if at[0] in CLASSES and is_dataclass(CLASSES[at[0]]):
+                found.setdefault(at[0], _fields_of(CLASSES[at[0]]))
+            stack += [item for item in at if isinstance(item, list | dict)]
+        elif isinstance(at, dict):
+            stack += at.values()
+    return dict(sorted(found.items()))
+
+
+def differences(written: dict[str, list[str]]) -> list[str]:
+    """Say how classes of a file that was written by another Di-PS differ from ours; empty if none does."""
+    lines = []
+    for name, theirs in written.items():
+        ours = _fields_of(CLASSES[name]) if name in CLASSES else None
+        if ours is None:
+            lines.append(f"{name} is not known here")
+        elif ours != theirs:
+            gone, new = [f for f in theirs if f not in ours], [f for f in ours if f not in theirs]
+            lines.append(f"{name}: " + (f"has lost {gone}, gained {new}" if gone or new else "another order of fields"))
+    return lines
+
+
+# ---- classes --------------------------------------------------------------------------------------------------------
+
+
+def _classes() -> dict[str, type]:
+    found: dict[str, type] = {}
+    for module in MODULES:
+        for name, cls in vars(module).items():
+            ours = isinstance(cls, type) and cls.__module__ == module.__name__
+            if ours and (is_dataclass(cls) or cls in PLAIN or issubclass(cls, Enum)):
+                assert name not in found, f"two classes are called {name}"
+                found[name] = cls
+    return found
+
+
+CLASSES: dict[str, type] = _classes()
+
+
+@cache
+def _fields_of(cls: Hashable) -> list[str]:
+    """Names of a dataclass's fields in their order."""
+    return [f.name for f in fields(cast(Any, cls))]
+
+
+def _changes(cls: type) -> bool:
+    """Is an object of this class changed after it was made, so that it matters whether two are one?"""
+    return cls in PLAIN or (is_dataclass(cls) and not cls.__dataclass_params__.frozen)  # type: ignore[attr-defined]
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self._known: dict[int, int] = {}  # id of what changes → its number, or -1 for a container
+        self._numbers = 0
+
+    def write(self, value: Any) -> Any:
+        cls = type(value)
+        if cls in SCALARS:
+            return value
+        encoder = _ENCODERS.get(cls) or _encoder(cls)
+        return encoder(self, value)
+
+    def number(self, value: Any) -> int | None:
+        """The number of an object that was met before; else remember it and return None."""
+        known = self._known.get(id(value))
+        if known is None:
+            self._known[id(value)] = self._numbers
+            self._numbers += 1
+        return known
+
+    def once(self, container: Any) -> Any:
+        """A container has one owner: held by two, it would be two when it is read."""
+        if id(container) in self._known:
+            raise LocalProtocolError(f"a {type(container).__name__} is held twice: {container!r:.80}")
+        self._known[id(container)] = -1
+        return container
+
+
+def _encoder(cls: type) -> Encoder:
+    """Choose how objects of a class are spelled, once."""
+    if CLASSES.get(cls.__name__) is not cls:
+        raise LocalProtocolError(f"{cls.__module__}.{cls.__qualname__} has no spelling; see protocol/codec.py")
+    encoder: Encoder
+    if issubclass(cls, Enum):
+        encoder = _enum
+    elif cls in PLAIN:
+        encoder = _plain
+    else:
+        encoder = _changing(cls) if _changes(cls) else _frozen(cls)
+    _ENCODERS[cls] = encoder
+    return encoder
+
+
+def _enum(_: _Writer, value: Enum) -> Any:
+    return [type(value).__name__, value.value]
+
+
+def _frozen(cls: type) -> Encoder:
+    name, names = cls.__name__, _fields_of(cls)
+
+    def write(w: _Writer, value: Any) -> Any:
+        out = [name]
+        for field in names:
+            item = getattr(value, field)
+            out.append(item if type(item) in SCALARS else w.write(item))
+        return out
+
+    return write
+
+
+def _changing(cls: type) -> Encoder:
+    plain_write, names = _frozen(cls), set(_fields_of(cls))
+
+    def write(w: _Writer, value: Any) -> Any:
+        extra = vars(value).keys() - names
+        if extra:
+            raise LocalProtocolError(f"{cls.__name__} has attributes that are no fields: {sorted(extra)}")
+        known = w.number(value)
+        return ["r", known] if known is not None else plain_write(w, value)
+
+    return write
+
+
+def _plain(w: _Writer, value: Any) -> Any:
+    known = w.number(value)
+    if known is not None:
+        return ["r", known]
+    return [type(value).__name__, {name: w.write(item) for name, item in vars(value).items()}]
+
+
+def _items(w: _Writer, tag: str, values: Iterable[Any]) -> Any:
+    return [tag, *(v if type(v) in SCALARS else w.write(v) for v in values)]
+
+
+def _dict(w: _Writer, value: dict[Any, Any]) -> Any:
+    out: list[Any] = ["d"]
+    for key, item in w.once(value).items():
+        out += (w.write(key), w.write(item))
+    return out
+
+
+def _set(w: _Writer, value: set[Any]) -> Any:
+    ordered = sorted(w.once(value))
+    if not ordered or any(type(item) is not int for item in ordered):
+        return _items(w, "s", ordered)
+    runs: list[Any] = ["i"]
+    begin = last = ordered[0]
+    for number in ordered[1:]:
+        if number != last + 1:
+            runs += (begin, last + 1 - begin)
+            begin = number
+        last = number
+    return [*runs, begin, last + 1 - begin]
+
+
+_ENCODERS: dict[type, Encoder] = {
+    tuple: lambda w, v: _items(w, "t", v),
+    list: lambda w, v: _items(w, "l", w.once(v)),
+    dict: _dict,
+    set: _set,
+    frozenset: lambda w, v: _items(w, "f", sorted(v)),
+    deque: lambda w, v: ["q", v.maxlen, *(w.write(item) for item in w.once(v))],
+}
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self._known: list[Any] = []
+
+    def read(self, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        tag, rest = value[0], value[1:]
+        decoder = _DECODERS.get(tag)
+        if decoder is not None:
+            return decoder(self, rest)
+        if tag == "r":
+            return self._known[rest[0]]
+        return self._object(CLASSES[tag], rest)
+
+    def _object(self, cls: type, rest: list[Any]) -> Any:
+        if issubclass(cls, Enum):
+            return cls(rest[0])
+        made = cls.__new__(cls)
+        if _changes(cls):
+            self._known.append(made)
+        items = rest[0].items() if cls in PLAIN else zip(_fields_of(cast(Hashable, cls)), rest, strict=True)
+        for name, item in items:
+            object.__setattr__(made, name, self.read(item))  # frozen ones take it only so
+        return made
+
+
+def _pairs(r: _Reader, rest: list[Any]) -> dict[Any, Any]:
+    return {r.read(rest[i]): r.read(rest[i + 1]) for i in range(0, len(rest), 2)}
+
+
+def _numbers(_: _Reader, rest: list[Any]) -> set[int]:
+    return {n for i in range(0, len(rest), 2) for n in range(rest[i], rest[i] + rest[i + 1])}
+
+
+_DECODERS: dict[Any, Callable[[_Reader, list[Any]], Any]] = {
+    "t": lambda r, rest: tuple(map(r.read, rest)),
+    "l": lambda r, rest: list(map(r.read, rest)),
+    "d": _pairs,
+    "s": lambda r, rest: set(map(r.read, rest)),
+    "i": _numbers,
+    "f": lambda r, rest: frozenset(map(r.read, rest)),
+    "q": lambda r, rest: deque(map(r.read, rest[1:]), rest[0]),
+}

@@ -1,0 +1,75 @@
+"""Reads snapshots through, as a slave does before it believes them, without being one (`dips verify`).
+
+The slave may be running: what it deletes or writes meanwhile is passed over, not taken for damage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from dips.errors import ConfigError, CorruptSnapshot
+from dips.ids import VersionId
+from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE
+from dips.slave.snapshots import read_layer, read_manifest
+from dips.slave.tensorfile import Reader
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """One slave's snapshot of one version."""
+
+    version: VersionId
+    nbytes: int
+    problem: str  # "" if it is intact
+
+
+def sizes(directory: Path) -> dict[VersionId, int]:
+    """Name the snapshots in a slave's directory, ascending, with their bytes; raise ConfigError if it is none."""
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: expected a slave's snapshot directory, there is none")
+    found = {}
+    for path in directory.glob("v*@r*"):
+        try:
+            version = VersionId.parse(path.name)
+        except ValueError:  # something else of that shape
+            continue
+        model = path / MODEL_FILE
+        found[version] = model.stat().st_size if model.exists() else 0
+    return dict(sorted(found.items()))
+
+
+def check(
+    directory: Path, run: str, slave: str, version: VersionId, digest: str | None, read: Callable[[int], None]
+) -> Checked | None:
+    """Read one snapshot through; None if it was deleted meanwhile.
+
+    digest  what the ledger says that its manifest hashes to; None: the ledger is not at hand, or does not say
+    read    is told the bytes of each layer that was read, for a progress bar
+    """
+    path = directory / str(version)
+    nbytes = 0
+    try:
+        manifest = read_manifest(path)
+        mine = (run, slave, version)
+        if (manifest.run, manifest.slave, manifest.version) != mine:
+            raise CorruptSnapshot(
+                f"it is {manifest.version} of slave {manifest.slave} in run {manifest.run}, "
+                f"expected {version} of slave {slave} in run {run}"
+            )
+        found = xxhash.xxh3_128_hexdigest((path / MANIFEST_FILE).read_bytes())
+        if digest is not None and found != digest:
+            raise CorruptSnapshot(f"its manifest hashes to {found}, the ledger says {digest}")
+        with Reader(path / MODEL_FILE) as reader:
+            for record in manifest.layers:
+                theta, momentum = (np.empty(record.layer.numel, np.float32) for _ in range(2))
+                read_layer(reader, record, theta, momentum)
+                nbytes += theta.nbytes + momentum.nbytes
+                read(theta.nbytes + momentum.nbytes)
+    except (CorruptSnapshot, OSError) as error:
+        return None if not path.exists() else Checked(version, nbytes, str(error))
+    return Checked(version, nbytes, "")

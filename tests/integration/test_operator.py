@@ -1,0 +1,205 @@
+"""What an operator types, against a run of real processes: replay, verify, history, drain, readmit, recover."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dips.master import journal
+from dips.master.replay import replay
+
+HERE = Path(__file__).parent
+TINY = str(HERE / "train_tiny.py")
+
+
+def load(name: str) -> ModuleType:
+    """A file of this directory as a module, whatever the test runner's import mode."""
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+harness, script = load("cluster_harness"), load("train_constant")
+
+
+def tensors() -> dict[str, Any]:
+    return {name: np.full(tuple(p.shape), 0.5, np.float32) for name, p in script.Model().named_parameters()}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Any]:
+    with harness.Run(tmp_path, tensors(), shared={"penalty": {"rule": "none"}, "stop": {"versions": 12}}) as run:
+        yield run
+
+
+def say(program: str, *words: str, code: int = 0) -> str:
+    """Run a command as a process of its own; return what it said."""
+    main = {"dips": "dips.cli", "dips-master": "dips.master.app", "dips-slave": "dips.slave.app"}[program]
+    command = [sys.executable, "-c", f"from {main} import main; main()", *words]
+    done = subprocess.run(command, cwd=harness.ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == code, f"{program} {words}: {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def trained(run: Any, tmp_path: Path, within_s: float = 60) -> Any:
+    """Start everything and let a cluster bring the run to its end."""
+    run.start_master()
+    run.start_slaves()
+    west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")])
+    run.wait(west, within_s)
+    return west
+
+
+@pytest.mark.timeout(180)
+def test_a_whole_run_is_decided_again(tmp_path: Path) -> None:
+    """The journal of a real master gives the same effects, while it runs and after it was killed and replaced."""
+    shared = {"penalty": {"rule": "none"}, "stop": {"versions": 40}}
+    with harness.Run(tmp_path, tensors(), shared=shared) as run, run.ledger() as ledger:
+        master = run.start_master()
+        run.start_slaves()
+        west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")])
+        run.until(lambda: len(ledger.history(100)) >= 3, 60, "three rounds")
+        assert "the same effects" in say("dips-master", "replay", str(tmp_path / "master" / "journal-1-1.jsonl"))
+        master.kill()
+        second = run.start_master()
+        run.wait(west, 90)
+        assert second.terminate() == 0
+    done = replay(tmp_path / "master")
+    assert [one.term for one in done] == [1, 2]
+    assert not any(one.differs or one.other_code for one in done)
+    assert not done[1].torn and min(one.events for one in done) > 50
+    shown = say("dips-master", "replay", str(journal.segments(tmp_path / "master")[1]), "--show")
+    assert "VersionCommitted(" in shown and "OrderAnswered(" in shown
+
+
+@pytest.mark.timeout(180)
+def test_snapshots_are_verified(run: Any, tmp_path: Path) -> None:
+    """All intact; one byte changed in the newest: 65, the slave is named, and what the run would go back to."""
+    trained(run, tmp_path)
+    words = ("verify", "--config", str(run.file))
+    said = say("dips", *words)
+    newest = max(path.name for path in (tmp_path / "ps0").glob("v12@*"))
+    assert f"the newest durable version {newest} is intact on all slaves" in said
+    model = tmp_path / "ps1" / newest / "model.safetensors"
+    raw = bytearray(model.read_bytes())
+    raw[-1] ^= 1
+    model.write_bytes(raw)
+    said = " ".join(say("dips", *words, code=65).split())
+    before = max(path.name for path in (tmp_path / "ps0").glob("v11@*"))
+    assert f"the newest durable version {newest} is not intact (ps1: " in said
+    assert f"would be rolled back to {before}" in said
+    assert f"{newest} is intact on ps0" in say("dips", *words, "--slave", "ps0")
+    shutil.rmtree(tmp_path / "ps1" / newest)
+    assert "missing" in say("dips", *words, code=65)
+    say("dips", *words, "--slave", "ps9", code=78)
+
+
+@pytest.mark.timeout(180)
+def test_another_manifest_is_not_believed(run: Any, tmp_path: Path) -> None:
+    """A snapshot that agrees with its own manifest, and whose manifest is not the ledger's, is not intact."""
+    trained(run, tmp_path)
+    newest = max(path.name for path in (tmp_path / "ps0").glob("v12@*"))
+    path = tmp_path / "ps0" / newest / "manifest.json"
+    path.write_text(path.read_text().replace('"sinc": 1', '"sinc": 2'))
+    assert "its manifest hashes to" in say("dips", "verify", "--config", str(run.file), code=65)
+    (tmp_path / "master" / "ledger.sqlite").rename(tmp_path / "elsewhere.sqlite")
+    assert "held against their own manifests only" in say("dips", "verify", "--config", str(run.file))
+
+
+@pytest.mark.timeout(180)
+def test_history_shows_versions_and_parents(run: Any, tmp_path: Path) -> None:
+    """Every version names its parent, its tokens and whose pushes it holds."""
+    trained(run, tmp_path)
+    lines = [json.loads(line) for line in say("dips", "history", "--config", str(run.file), "--json").splitlines()]
+    made = [line for line in lines if line["version"]]
+    assert [line["version"].partition("@")[0] for line in made] == [f"v{i}" for i in range(1, 13)]
+    assert [line["parent"] for line in made] == ["v0@r0", *(line["version"] for line in made[:-1])]
+    assert all(line["tokens"] > 0 and line["folds"][0]["push"]["cluster"] == "west" for line in made)
+    table = say("dips", "history", "--config", str(run.file), "--last", "3")
+    assert "v12@r" in table and "v9@r" in table and "v8@r" not in table
+
+
+@pytest.mark.timeout(180)
+def test_a_drained_slave_costs_no_round(run: Any, tmp_path: Path) -> None:
+    """Drained while a cluster trains, then stopped and started: every round is applied, none is skipped."""
+    run.start_master()
+    slaves = run.start_slaves()
+    west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")])
+    with run.ledger() as ledger:
+        run.until(lambda: len(ledger.history(100)) >= 3, 60, "three rounds")
+        assert "ps0 is drained" in say("dips", "drain", "ps0", "--config", str(run.file))
+        status = json.loads(say("dips", "status", "--config", str(run.file), "--json"))
+        assert (status["slaves"]["ps0"]["state"], status["round"]["state"]) == ("draining", "idle")
+        count = len(ledger.history(100))
+        time.sleep(1.0)
+        assert len(ledger.history(100)) == count  # it stays drained: its beats do not make it register
+    assert slaves[0].terminate() == 0
+    run.start_slave("ps0")
+    run.wait(west, 60)
+    with run.ledger() as ledger:
+        assert {r.kind for r in ledger.history(100)} == {"applied"}
+    assert "never heard" in say("dips", "readmit", "east", "--config", str(run.file), code=78)
+    assert "west is not quarantined" in say("dips", "readmit", "west", "--config", str(run.file), code=1)
+    assert "none of this run" in say("dips", "drain", "ps7", "--config", str(run.file), code=78)
+
+
+@pytest.mark.timeout(240)
+def test_a_restored_ledger_is_recovered(tmp_path: Path) -> None:
+    """An old ledger is put back: the master does not serve it; after `recover` the run goes on under new names."""
+    with harness.Run(tmp_path, tensors(), shared={"penalty": {"rule": "none"}}) as run:
+        master, slaves = run.start_master(), run.start_slaves()
+        ledger_file, backup = tmp_path / "master" / "ledger.sqlite", tmp_path / "backup.sqlite"
+        west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")])
+        with run.ledger() as ledger:
+            run.until(lambda: len(made(ledger)) >= 5, 60, "five versions")
+            ledger._db.execute("VACUUM INTO ?", (str(backup),))
+            kept = made(ledger)
+            run.until(lambda: len(made(ledger)) >= len(kept) + 4, 60, "four more")
+        words = ("recover", "--config", str(run.file), "--yes")
+        assert "in use by another master" in say("dips-master", *words, code=78)
+        for process in (west, master, *slaves):
+            process.terminate()
+        for old in ledger_file.parent.glob("ledger.sqlite*"):
+            old.unlink()
+        shutil.copyfile(backup, ledger_file)
+
+        master, slaves = run.start_master(), run.start_slaves()
+        run.until(lambda: master.code is not None, 60, "the master refuses to serve")
+        assert master.code in (75, 78) and "dips-master recover" in master.log.read_text()
+        for process in slaves:
+            process.terminate()
+
+        told = say("dips-master", "recover", "--config", str(run.file), "--yes", "--adopt", "v1@r1", code=78)
+        assert "v1@r1 is not newer than this ledger" in told
+        newest = max((p.name for p in (tmp_path / "ps0").glob("v*")), key=lambda n: int(n[1:].partition("@")[0]))
+        told = say("dips-master", *words, "--adopt", newest)
+        assert f"the run goes on from {newest}, adopted" in told
+        run.start_master()
+        run.start_slaves()
+        run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "again")])
+        with run.ledger() as ledger:
+            at = len(made(ledger))
+            run.until(lambda: len(made(ledger)) >= at + 3, 90, "three versions after the recovery")
+            after = made(ledger)
+            state = ledger.state()
+        assert (tmp_path / "again").read_text().startswith(f"life {newest}\n")
+        assert after[: len(kept)] == kept and after[len(kept)] == newest
+        assert int(after[len(kept) + 1].partition("@r")[2]) > 1000
+        assert state.term > 1001 and {p.inc > 1000 for p in (*state.slaves, *state.clusters)} == {True}
+
+
+def made(ledger: Any) -> list[str]:
+    return [str(r.version) for r in ledger.history(1000) if r.version]

@@ -1,0 +1,92 @@
+"""Processes held by their pidfd: seen when they die, killed as themselves, never taken for another."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dips.master.children import Child, bound, holder
+
+SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
+DEAF = [
+    sys.executable,
+    "-c",
+    "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)",
+]
+
+
+async def up(child: Child, log: Path) -> None:
+    while "up" not in log.read_text():
+        assert not await child.wait(0.01), "it ended"
+
+
+async def test_a_child_is_ended_and_reaped(tmp_path: Path) -> None:
+    """SIGTERM is enough for one that hears; its exit code is known and no zombie stays."""
+    child = Child.start(SLEEP, tmp_path / "log")
+    await up(child, tmp_path / "log")
+    await child.end(10.0)
+    assert not child.alive
+    assert child.code == -signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(child.pid, 0)
+    child.signal(signal.SIGKILL)  # to a dead one: nothing
+
+
+async def test_one_that_does_not_hear_is_killed(tmp_path: Path) -> None:
+    """After its grace comes SIGKILL, and `end` returns when it is dead."""
+    child = Child.start(DEAF, tmp_path / "log")
+    await up(child, tmp_path / "log")
+    await child.end(0.2)
+    assert child.code == -signal.SIGKILL
+
+
+async def test_another_ones_child_is_adopted(tmp_path: Path) -> None:
+    """A process that we did not start is seen when it dies; its exit code is its parent's business."""
+    other = subprocess.Popen(SLEEP, stdout=subprocess.DEVNULL)
+    child = Child(other.pid, None)
+    assert child.adopted and not await child.wait(0.05)
+    child.signal(signal.SIGKILL)
+    assert await child.wait(10.0)
+    assert child.code is None
+    assert other.wait() == -signal.SIGKILL
+
+
+async def test_a_dead_number_is_not_adopted() -> None:
+    """A process that has ended, and was reaped, is nobody."""
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    with pytest.raises(ProcessLookupError):
+        Child(done.pid, None)
+
+
+def test_the_holder_of_a_lock(tmp_path: Path) -> None:
+    """Only a held lock names its holder: what a dead process left written is not believed."""
+    lock = tmp_path / ".lock"
+    assert holder(lock) is None
+    lock.write_text("1\n")
+    assert holder(lock) is None
+    with lock.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        lock.write_text(f"{os.getpid()}\n")
+        assert holder(lock) == os.getpid()
+        lock.write_text("")
+        assert holder(lock) is None  # it has the lock and has not yet said who it is
+
+
+def test_a_log_is_bounded(tmp_path: Path) -> None:
+    """What another process appends to stays appended to; the content before is kept once."""
+    log = tmp_path / "s.log"
+    bound(log, 10)
+    with log.open("ab", buffering=0) as writer:
+        writer.write(b"x" * 20)
+        bound(log, 10)
+        writer.write(b"new")
+        bound(log, 10)
+    assert log.read_bytes() == b"new"
+    assert (tmp_path / "s.log.1").read_bytes() == b"x" * 20

@@ -1,0 +1,300 @@
+"""The journal: what the Coordinator decided is decided again from it, in any process; and it never stops the master."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+import structlog
+from structlog.testing import capture_logs
+from typer.testing import CliRunner
+
+from dips.config import JournalSection
+from dips.errors import ConfigError, Corrupt
+from dips.master import journal as journal_module
+from dips.master.app import cli
+from dips.master.journal import Journal, newest_term, segments
+from dips.master.replay import gaps, replay
+from dips.protocol import pushes
+from dips.protocol.coordinator import Coordinator
+from dips.protocol.effects import Effect
+from dips.protocol.events import Event, OrderAnswered, Ticked
+from dips.sim import master as sim_master
+from dips.sim.world import World
+
+ROOT = Path(__file__).parents[3]
+LARGE = JournalSection()
+
+
+class Journalled(Coordinator):
+    """Journals its own steps, as the runtime does; each life of the master writes a term of its own."""
+
+    directory: Path
+    options = LARGE
+    made: list[Journal]
+
+    def step(self, event: Event, now: float) -> list[Effect]:
+        journal = self._journal()
+        if journal.due():
+            journal.begin(self.state())
+        effects = super().step(event, now)
+        journal.took(event, now, effects)
+        if self.options is not LARGE:  # the simulated master is faster than the thread that writes
+            until(lambda: journal.told()["waiting"] == 0)
+        return effects
+
+    def _journal(self) -> Journal:
+        while len(self.made) < self.term:
+            term = len(self.made) + 1
+            self.made.append(Journal(self.directory, "simulated", term, self.options, structlog.get_logger()))
+        return self.made[self.term - 1]
+
+
+@pytest.fixture
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Play a seed of the simulated world with its master's journal in the test's directory."""
+
+    def play(seed: int = 0, **options: Any) -> Path:
+        Journalled.directory, Journalled.made, Journalled.options = tmp_path, [], JournalSection(**options)
+        monkeypatch.setattr(sim_master, "Coordinator", Journalled)
+        monkeypatch.setattr(journal_module, "CLOSE_S", 60.0)  # a busy machine is no slow disk
+        assert World(seed).run().failure is None
+        for journal in Journalled.made:
+            journal.close()
+        return tmp_path
+
+    return play
+
+
+def test_the_same_effects_again(play: Callable[..., Path]) -> None:
+    """A run full of faults, with restarts of its master, is decided again from its journals, event for event."""
+    done = replay(play())
+    assert [one.differs for one in done] == [""] * len(done)
+    assert len({one.term for one in done}) > 1
+    assert sum(one.events for one in done) > 400
+    assert not any(one.torn or one.other_code for one in done)
+
+
+def test_segments_rotate_and_each_begins_with_the_whole_state(play: Callable[..., Path]) -> None:
+    """A full segment is followed by another that can be replayed alone, and that begins where the first ended."""
+    directory = play(segment_bytes=8192, segments=1000)
+    done = replay(directory)
+    assert len(done) > 3
+    assert not any(one.differs for one in done)
+    assert list(gaps(done)) == []
+    middle = segments(directory)[len(done) // 2]
+    (alone,) = replay(middle)
+    assert alone.events > 0 and not alone.differs
+
+
+def test_old_segments_go(play: Callable[..., Path]) -> None:
+    """Only the newest are kept, whatever the term, and they are whole."""
+    directory = play(segment_bytes=8192, segments=3)
+    assert len(segments(directory)) == 3
+    assert newest_term(directory) == len(Journalled.made)
+    assert not any(one.differs for one in replay(directory))
+
+
+def in_another_process(directory: Path, seed: str) -> subprocess.CompletedProcess[str]:
+    code = "from dips.master.app import main; main()"
+    words = [sys.executable, "-c", code, "replay", str(directory)]
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("hash_seed", ["1", "2"])
+def test_the_same_under_another_hash_seed(play: Callable[..., Path], hash_seed: str) -> None:
+    """`dips-master replay` in processes whose hashes differ from ours gives the same effects."""
+    done = in_another_process(play(), hash_seed)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the same effects" in done.stdout
+
+
+def test_a_walk_over_a_set_is_found(play: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check bites: code that tells a set in its own order is found by another process, where it did."""
+
+    def told(w: Any, event: Any) -> None:
+        staged(w, event)
+        w.note("staged", on=",".join({f"{event.slave}-{i}" for i in range(30)}))
+
+    staged = pushes.staged
+    monkeypatch.setitem(sys.modules["dips.protocol.coordinator"].HANDLERS, pushes.PushStaged, told)
+    directory = play()
+    assert not any(one.differs for one in replay(directory))
+    script = "import sys; from dips.protocol import coordinator, pushes\nstaged = pushes.staged\n"
+    script += "def told(w, event):\n    staged(w, event)\n"
+    script += "    w.note('staged', on=','.join({f'{event.slave}-{i}' for i in range(30)}))\n"
+    script += "coordinator.HANDLERS[pushes.PushStaged] = told\n"
+    script += "from dips.master.replay import replay; from pathlib import Path\n"
+    script += "print(replay(Path(sys.argv[1]))[-1].differs)"
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", script, str(directory)], cwd=ROOT, check=True, capture_output=True, text=True,
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert any("PushStaged" in text and "of the same kinds, with other contents" in text for text in said)
+
+
+def test_where_it_differs_is_said(play: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that has changed since is shown at its first event, with what was ordered then and now; exit code 1."""
+    directory = play()
+    monkeypatch.setattr(pushes, "TRANSFER_GRACE_S", 0.0)
+    monkeypatch.setitem(sys.modules["dips.protocol.coordinator"].HANDLERS, OrderAnswered, lambda w, event: None)
+    result = CliRunner().invoke(cli, ["replay", str(directory)])
+    assert result.exit_code == 1
+    assert re.search(r"line 18: at [0-9.]+ s the effects of\n.*PullRequested", result.stdout)
+    assert "  then: Reply\n  now:\n    Reply(" in result.stdout
+
+
+def test_a_torn_end_is_no_difference(play: Callable[..., Path]) -> None:
+    """A master that was killed in the middle of a line leaves a journal that is good up to there."""
+    last = segments(play())[-1]
+    last.write_bytes(last.read_bytes()[:-7])
+    (one,) = replay(last)
+    assert one.torn and not one.differs and one.events > 0
+
+
+def test_what_ended_the_master_is_in_its_journal(play: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event at which the deciding code raised is the last line, and a replay raises the same."""
+    directory = play()
+    path = segments(directory)[-1]
+    line = [1e6, ["Ticked"], "raised", ["KeyError('x')"]]
+    path.write_text(path.read_text() + json.dumps(line) + "\n")
+    (one,) = replay(path)
+    assert "raised KeyError('x'); now it raises nothing" in one.differs
+
+    def broken(w: Any, event: Any) -> None:
+        raise KeyError("x")
+
+    monkeypatch.setitem(sys.modules["dips.protocol.coordinator"].HANDLERS, Ticked, broken)
+    path.write_text("\n".join([path.read_text().splitlines()[0], json.dumps(line), ""]))
+    (one,) = replay(path)
+    assert "raises KeyError('x')" in one.raised and not one.differs
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [(b"", Corrupt), (b"{}\n", Corrupt), (b"[]\n", Corrupt), (b"not json\n", Corrupt), (None, ConfigError)],
+)
+def test_what_is_no_journal_is_refused(tmp_path: Path, content: bytes | None, error: type[Exception]) -> None:
+    """An empty file, other JSON, no JSON, no file, an empty directory: each is named."""
+    path = tmp_path / "journal-1-1.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(error, match="journal"):
+        replay(path)
+
+
+def test_a_journal_of_another_version_is_refused(play: Callable[..., Path]) -> None:
+    """A state whose classes had other fields is not guessed at."""
+    path = segments(play())[0]
+    head, _, rest = path.read_text().partition("\n")
+    raw = json.loads(head)
+    raw["shapes"]["Options"].append("colour")
+    path.write_text(json.dumps(raw) + "\n" + rest)
+    with pytest.raises(Corrupt, match=r"Options: has lost \['colour'\]"):
+        replay(path)
+
+
+# ---- a disk that fails ----------------------------------------------------------------------------------------------
+
+
+class Full:
+    """A file on a disk that is full, or that hangs."""
+
+    def __init__(self, file: IO[bytes], behave: Callable[[], None]) -> None:
+        self._file, self._behave = file, behave
+
+    def write(self, data: bytes) -> int:
+        self._behave()
+        return self._file.write(data)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def bare(tmp_path: Path) -> Journal:
+    journal = Journal(tmp_path, "r", 1, LARGE, structlog.get_logger())
+    assert journal.due()
+    journal.begin((1, 2))
+    return journal
+
+
+def until(holds: Callable[[], Any]) -> None:
+    end = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def test_a_full_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so once and takes no more; after a while it begins anew with a segment of its own."""
+    monkeypatch.setattr(journal_module, "RETRY_S", 0.05)
+    journal = bare(tmp_path)
+    until(lambda: journal.told()["bytes"] > 0)
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    journal._writer._file = Full(journal._writer._file, full)  # type: ignore[assignment, arg-type]
+    with capture_logs() as logs:
+        journal._log = structlog.get_logger()
+        journal.took(Ticked(), 1.0, [])
+        until(lambda: journal._writer.failed)
+        for _ in range(5):
+            journal.took(Ticked(), 2.0, [])
+    assert [line["event"] for line in logs] == ["journal stopped; the run goes on without it"]
+    assert "no space left" in logs[0]["why"]
+    assert journal.told()["writing"] == 0
+    until(journal.due)
+    journal.begin((3,))
+    journal.took(Ticked(), 3.0, [])
+    journal.close()
+    assert [path.name for path in segments(tmp_path)] == ["journal-1-1.jsonl", "journal-1-2.jsonl"]
+    assert segments(tmp_path)[1].read_text().count("\n") == 2
+
+
+def test_a_slow_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a write hangs, taking steps costs nothing and what waits is bounded; what was written stays good."""
+    monkeypatch.setattr(journal_module, "MOST_WAITING", 100)
+    journal = bare(tmp_path)
+    until(lambda: journal.told()["bytes"] > 0)
+    hangs = True
+
+    def hang() -> None:
+        until(lambda: not hangs)
+
+    journal._writer._file = Full(journal._writer._file, hang)  # type: ignore[assignment, arg-type]
+    with capture_logs() as logs:
+        journal._log = structlog.get_logger()
+        for at in range(1000):
+            journal.took(Ticked(), float(at), [])
+            assert journal.told()["waiting"] <= 100
+    assert "a disk that does not keep up" in logs[0]["why"] and len(logs) == 1
+    assert not journal.due()
+    hangs = False
+    journal.close()
+    lines = segments(tmp_path)[0].read_text().splitlines()[1:]
+    assert [json.loads(line)[0] for line in lines] == [float(at) for at in range(len(lines))]
+    assert 90 <= len(lines) < 500
+
+
+def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    """Also the first segment may fail: the master serves."""
+    journal = Journal(tmp_path / "missing", "r", 1, LARGE, structlog.get_logger())
+    journal.begin((1,))
+    until(lambda: journal._writer.failed)
+    journal.took(Ticked(), 1.0, [])
+    assert journal.told()["writing"] == 0
+    journal.close()

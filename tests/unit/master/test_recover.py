@@ -1,0 +1,149 @@
+"""`dips-master recover`: a restored ledger is brought above every name that was told since."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+import yaml
+from typer.testing import CliRunner
+
+from dips.config import RunFile, load_run
+from dips.errors import ConfigError
+from dips.ids import VersionId
+from dips.master import genesis, recover
+from dips.master.app import cli
+from dips.master.ledger import Ledger
+from dips.protocol.records import IncarnationGiven, RoundReserved
+
+SPARE = recover.SPARE
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunFile:
+    """A run of two slaves whose ledger has seen term 2, round 5, one cluster and one life of each slave."""
+    slaves = [
+        {"name": n, "master": "127.0.0.1:1", "directory": n, "initial_model": "m/initial/model.safetensors"}
+        for n in ("s0", "s1")
+    ]
+    content = {"shared": {"run": "r"}, "master": {"directory": "m"}, "slaves": slaves, "insecure": True}
+    (tmp_path / "dips.yaml").write_text(yaml.safe_dump(content))
+    config = load_run(tmp_path / "dips.yaml")
+    genesis.make_run(config, {"a.w": np.ones(2, np.float32), "b.w": np.ones(2, np.float32)})
+    with recover.opened(config) as ledger:
+        ledger.start_term()
+        ledger.start_term()
+        names = [("slave", "s0", 3), ("slave", "s1", 4), ("cluster", "west", 7)]
+        ledger.write([RoundReserved(5, 0.0), *(IncarnationGiven(role, name, inc, "n") for role, name, inc in names)])
+    return config
+
+
+def plan(config: RunFile, **above: Any) -> recover.Plan:
+    with recover.opened(config) as ledger:
+        return recover.plan(config, ledger, **above)
+
+
+def carry_out(config: RunFile, **above: Any) -> None:
+    with recover.opened(config) as ledger:
+        recover.plan(config, ledger, **above).carry_out(ledger)
+
+
+def test_everything_that_carries_a_name_is_looked_at(config: RunFile) -> None:
+    """Journals show terms, snapshots show rounds; what the operator knows counts, too."""
+    here = config.master.directory
+    (here / "journal-9-1.jsonl").write_text("")
+    for name, version in (("s0", "v3@r8"), ("s1", "v4@r11"), ("s1", "vx@ry")):
+        (here.parent / name / version).mkdir(parents=True)
+    found = plan(config)
+    assert (found.found_term, found.found_round) == (9, 11)
+    assert (found.term, found.round) == (9 + SPARE, 11 + SPARE)
+    assert found.abandoned == (VersionId(3, 8), VersionId(4, 11))
+    assert found.head == VersionId(0, 0)
+    found = plan(config, term_above=40, round_above=50)
+    assert (found.term, found.round) == (40 + SPARE, 50 + SPARE)
+
+
+def test_the_next_master_uses_no_name_twice(config: RunFile) -> None:
+    """Term, round and lives are above everything; old lives of clusters are over; doing it twice is harmless."""
+    for times in (1, 2):
+        carry_out(config)
+        with recover.opened(config) as ledger:
+            state = ledger.state()
+        assert state.term == 2 + times * SPARE
+        assert state.next_round == 5 + times * SPARE + 1
+        assert {p.name: p.inc for p in state.slaves} == {"s0": 3 + times * SPARE, "s1": 4 + times * SPARE}
+        assert [(p.inc, p.ended) for p in state.clusters] == [(7 + times * SPARE, True)]
+        assert [v.version for v in state.versions] == [VersionId(0, 0)]
+    with recover.opened(config) as ledger:
+        assert ledger.start_term() == 2 + 2 * SPARE + 1
+
+
+def test_a_directory_elsewhere_is_said(config: RunFile) -> None:
+    """What lies on other machines cannot be looked at: the operator is told which, and what to say."""
+    (config.master.directory.parent / "s0").mkdir()
+    told = plan(config).told()
+    assert "not on this machine" in told and "s1" in told and "--round-above" in told
+    assert "that all slaves offer" in told
+
+
+def test_a_version_that_was_made_since_is_adopted(config: RunFile) -> None:
+    """It becomes the head, child of the ledger's, without folds, with the digests that its slaves' manifests have."""
+    here = config.master.directory.parent
+    for name in ("s0", "s1"):
+        for version in ("v3@r8", "v4@r9"):
+            (here / name / version).mkdir(parents=True)
+            (here / name / version / "manifest.json").write_text(name + version)
+    assert "v4@r9 with --adopt v4@r9" in plan(config).told()
+    (here / "s1" / "v4@r9" / "manifest.json").unlink()
+    (here / "s1" / "v4@r9").rmdir()
+    with pytest.raises(ConfigError, match="is not in the directory of s1"):
+        plan(config, adopt=VersionId(4, 9))
+    with pytest.raises(ConfigError, match="is not newer than this ledger"):
+        plan(config, adopt=VersionId(3, 5))
+    carry_out(config, adopt=VersionId(3, 8))
+    with recover.opened(config) as ledger:
+        state, digests = ledger.state(), ledger.digests()
+    assert [v.version for v in state.versions] == [VersionId(0, 0), VersionId(3, 8)]
+    assert state.next_round == 9 + SPARE + 1
+    assert digests[8, "s0"] == xxhash.xxh3_128_hexdigest(b"s0v3@r8")
+
+
+def test_it_asks(config: RunFile, tmp_path: Path) -> None:
+    """Without --yes it asks, and no changes nothing; a ledger of another run, or one in use, is refused."""
+    words = ["recover", "--config", str(tmp_path / "dips.yaml")]
+    refused = CliRunner().invoke(cli, words, input="n\n")
+    assert refused.exit_code == 1 and "abandoned" in refused.stdout
+    with recover.opened(config) as ledger:
+        assert ledger.state().term == 2
+        held = CliRunner().invoke(cli, [*words, "--yes"])
+        assert isinstance(held.exception, ConfigError) and "in use" in str(held.exception)
+    assert CliRunner().invoke(cli, words, input="y\n").exit_code == 0
+    with recover.opened(config) as ledger:
+        assert ledger.state().term == 2 + SPARE
+    (tmp_path / "dips.yaml").write_text((tmp_path / "dips.yaml").read_text().replace("run: r", "run: other"))
+    other = CliRunner().invoke(cli, [*words, "--yes"])
+    assert "ledger of run 'r'" in str(other.exception)
+
+
+@pytest.mark.parametrize("word", ["replay", "recover"])
+def test_help_teaches(word: str) -> None:
+    """Every word says what it does, its exit codes, and shows an example."""
+    text = CliRunner().invoke(cli, [word, "--help"]).stdout
+    assert "Example:" in text and f"dips-master {word}" in text and "Exit codes: 0" in text
+
+
+def test_which_run_must_be_said() -> None:
+    """dips-master without a word and without --config is told what is missing."""
+    result = CliRunner().invoke(cli, [])
+    assert result.exit_code == 2 and "--config" in result.output
+
+
+def test_a_term_above(tmp_path: Path, config: RunFile) -> None:
+    """A term begins above what is named, and above every earlier one."""
+    with recover.opened(config) as ledger:
+        assert [ledger.start_term(above=10), ledger.start_term(above=3), ledger.start_term()] == [11, 12, 13]
+    with pytest.raises(ConfigError):
+        Ledger.open(tmp_path / "nothing.sqlite")
