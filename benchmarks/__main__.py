@@ -21,7 +21,7 @@ from rich.console import Console
 
 from benchmarks.harness import LOG, ROOT, append_log, shown
 
-NAMES = ("kernels", "codecs", "transport", "memory", "persist", "round", "links")
+NAMES = ("kernels", "codecs", "transport", "memory", "persist", "round", "links", "recovery")
 LIMIT_S = 400.0  # for one of them
 
 

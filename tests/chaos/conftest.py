@@ -16,6 +16,7 @@ from tests.chaos.house import House
 from tests.chaos.wires import Loop
 
 HERE = Path(__file__).parent
+TAIL = 30  # lines of each log, below a failure
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,10 +27,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Any:
-    """Remember on the test that it failed, for its house."""
+    """Remember on the test that it failed, for its house, and show what its processes said."""
     report = yield
     if report.failed:
         item.failed = True  # type: ignore[attr-defined]
+        house = getattr(item, "funcargs", {}).get("house")
+        for process in house.processes if house else ():
+            report.sections.append((process.name, process.tail(TAIL)))
     return report
 
 
@@ -75,8 +79,6 @@ def house(shared_house: Shared, request: pytest.FixtureRequest) -> Iterator[Hous
     house = shared_house.get()
     yield house
     if getattr(request.node, "failed", False):
-        for process in house.processes:
-            request.node.add_report_section("call", process.name, process.tail(30))
         shared_house.leave(RuntimeError("the test failed"))
         return
     try:

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from dips.cli import ask_status
+from dips.commands.status import ask_status
 from dips.client.trainer import descendants
 from dips.errors import Unavailable
 from dips.ids import VersionId
