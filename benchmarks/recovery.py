@@ -39,7 +39,7 @@ from dips.protocol.manifest import Manifest
 from dips.telemetry import timeline
 
 LAYERS, SLAVES, CLUSTERS = 16, 2, 2
-STEP_S, INNER_STEPS = 0.1, 15  # H: 1.5 s of inner time
+STEP_S, INNER_STEPS = 0.1, 40  # H: 4 s of inner time, within which a process that is started at once is back
 WINDOW_S = 0.3
 BEAT_S = 1.0
 WITHIN_S = 90.0
@@ -201,12 +201,12 @@ def master_killed(run: Run, number: int) -> tuple[float, list[float]]:
 def cluster_killed(run: Run, number: int) -> tuple[float, list[float]]:
     """Kill an agent with its trainer; until the first call of `step` of the next trainer."""
     name = run.clusters[1]
-    before = len(run.calls(name))
     at = run.kill(name)
     run.start(name)
-    run.until(lambda: len(run.calls(name)) > before, f"{name} takes an inner step")
-    first = {k: run.marks(name, k, at)[0]["at"] for k in ("trainer_start", "trainer_attached", "joined", "pull_end")}
-    return at, [*first.values(), run.calls(name)[before]["begun"]]
+    pulled = run.until(lambda: run.marks(name, "pull_end", at, installed=True), f"{name} pulls")[0]["at"]
+    call = run.until(lambda: [c for c in run.calls(name) if c["begun"] > pulled], f"{name} takes an inner step")[0]
+    first = [run.marks(name, kind, at)[0]["at"] for kind in ("trainer_start", "trainer_attached", "joined")]
+    return at, [*first, pulled, call["begun"]]
 
 
 ROLES: dict[str, Callable[[Run, int], tuple[float, list[float]]]] = {

@@ -112,7 +112,6 @@ class Session(Talk):
             return None
         trainer = "dead" if not self._alive else "training" if self.base is not None else "starting"
         activity = ACTIVITY.get(self.phase, "inner") if self._alive and not self._told else "inner"
-        self._beat_lost = self.account.unsettled + self.account.lost
         self._beat_moving = self._moving_id()
         return ClusterBeat(
             self._identity.cluster,
@@ -137,7 +136,6 @@ class Session(Talk):
         self._term, self._unreachable_since = answer.term, None
         self._progressed(answer.progress)
         if answer.standing == "live":
-            self._told_lost = self._beat_lost
             self._notice_drop(answer)
         if answer.standing == "fenced":
             self._stop(StaleIncarnation(f"{self._identity.cluster}/{inc} is fenced by a newer life of the cluster"))
@@ -277,9 +275,10 @@ class Session(Talk):
             return
         self._term, self.inc = result.term, result.inc
         self.account.lose_carried()
-        self.account, self.ranges = Account(lost=self.account.lost), RangeQueue()
+        # What the master has not accounted for of the former life (beats that it never heard) is told under this one.
+        unheard, self._former_lost = max(0, self._former_lost - result.accounted), 0
+        self.account, self.ranges = Account(lost=self.account.lost + unheard), RangeQueue()
         self.ranges.lease(result.ranges, False)
-        self._told_lost = 0
         self._seq = self._ranges_seq = self._accepted = 0
         self._ranges_asked, self._pull_due = False, True
         self._resync = self.base is not None  # what it trained under its former life is overwritten
@@ -292,8 +291,7 @@ class Session(Talk):
         self.account.lose_carried()
         self.account.lose_frozen()
         self._mark("life_ended", inc=self.inc, tokens_lost=self.account.lost)
-        # The master has written off what the last beat told; the rest is told under the new life.
-        self.account = Account(lost=max(0, self.account.lost - self._told_lost))
+        self._former_lost, self.account = self.account.lost, Account()
         self._join("its lease at the master ran out: it joins again")
 
     def _ask_ranges(self) -> None:
