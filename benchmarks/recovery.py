@@ -32,8 +32,8 @@ import yaml
 from benchmarks.harness import Bench, main
 from benchmarks.lone_slave import equal_layers
 from benchmarks.whole_run import WholeRun
-from dips.commands.status import ask_status
 from dips.client.trainer import descendants
+from dips.commands.status import ask_status
 from dips.errors import DipsError
 from dips.protocol.manifest import Manifest
 from dips.telemetry import timeline
@@ -166,8 +166,12 @@ def measure(bench: Bench) -> None:
                 bench.say(f"{role}: {', '.join(f'{p:.2f}' for p in parts)} s; others lost {lost[role][-1]:.3f} s")
     for role in PARTS:
         _rows(bench, role, times[role], lost[role])
-    bench.note(f"medians of {len(times['slave'])}; restarted at once; beats of {BEAT_S:g} s; inner steps of {STEP_S:g} s")
-    bench.note("others lose: calls of `step` without a push under way, from the kill to the next version, the worst one")
+    bench.note(
+        f"medians of {len(times['slave'])}; restarted at once; beats of {BEAT_S:g} s; inner steps of {STEP_S:g} s"
+    )
+    bench.note(
+        "others lose: calls of `step` without a push under way, from the kill to the next version, the worst one"
+    )
 
 
 def slave_killed(run: Run, number: int) -> tuple[float, list[float]]:

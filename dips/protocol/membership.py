@@ -12,7 +12,15 @@ from math import inf
 
 from dips.protocol.beats import ClusterBeat, SlaveBeat
 from dips.protocol.deadlines import Bandwidth
-from dips.protocol.events import BandwidthMeasured, ClusterSilent, ClusterTold, Event, PushStaged, SlaveSilent, TrainerChanged
+from dips.protocol.events import (
+    BandwidthMeasured,
+    ClusterSilent,
+    ClusterTold,
+    Event,
+    PushStaged,
+    SlaveSilent,
+    TrainerChanged,
+)
 from dips.protocol.options import TimingOptions
 from dips.protocol.records import LedgerState
 

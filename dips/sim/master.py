@@ -17,7 +17,16 @@ from dips.master.ledger import Ledger
 from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer, SlaveBeat, SlaveBeatAnswer
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Acknowledged, Effect, Exit, Failed, Joined, Note, Order, Registered, Reply
-from dips.protocol.events import Blind, ClusterJoined, Event, OrderAnswered, OrderFailed, PushRefused, PushStaged, Ticked
+from dips.protocol.events import (
+    Blind,
+    ClusterJoined,
+    Event,
+    OrderAnswered,
+    OrderFailed,
+    PushRefused,
+    PushStaged,
+    Ticked,
+)
 from dips.protocol.membership import Judge
 from dips.protocol.records import ClusterEnded, Record, RunRow
 from dips.sim.heap import Timer

@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from dips.commands.status import ask_status
 from dips.client.trainer import descendants
+from dips.commands.status import ask_status
 from dips.errors import Unavailable
 from dips.ids import VersionId
 from dips.master import genesis
@@ -184,9 +184,9 @@ class House(Run):
         }  # fmt: skip
         return self.start_cluster(where, command, steps=H, **keys)
 
-    def kill_agent(self, name: str) -> None:
-        """SIGKILL of an agent; its trainer ends with it."""
-        self.count_unheard(name)
+    def kill_agent(self, name: str, unheard_s: float = LEASE_S) -> None:
+        """SIGKILL of an agent; its trainer ends with it. Its last beat was heard at most `unheard_s` ago."""
+        self.count_unheard(name, unheard_s)
         below = descendants(self.process(name).pid)
         self.process(name).kill()
         self.until(lambda: not any(_lives(pid) for pid in below), 30, f"the trainer of {name} ends with its agent")
@@ -207,10 +207,10 @@ class House(Run):
         """A step that its trainer had begun may not have been told."""
         self._killed[name] = self._killed.get(name, 0) + times
 
-    def count_unheard(self, name: str) -> None:
-        """An agent dies, or is fenced: what it has told the master by now is all that will ever be told of this life."""
+    def count_unheard(self, name: str, unheard_s: float = LEASE_S) -> None:
+        """An agent dies, or is fenced: what its beats have told by now is all that is ever told of this life."""
         lines = self._written(name, "steps")
-        self._unheard[name] = self._unheard.get(name, 0) + sum(t for at, t in lines if at > time.time() - 3 * LEASE_S)
+        self._unheard[name] = self._unheard.get(name, 0) + sum(t for at, t in lines if at > time.time() - unheard_s)
 
     def ranks(self, name: str) -> list[int]:
         """The processes of a cluster's training job: its launcher, and the rank if there is one now."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from math import sqrt
 
 import numpy as np
@@ -46,7 +47,7 @@ def _mean(theta: float, folds: Sequence[FoldRow]) -> float:
 def check_lineage(rounds: Sequence[RoundHistory], lineage: Sequence[VersionId]) -> None:
     """Versions count up along parents from v0@r0, rounds never repeat, a row's tokens are those of its folds."""
     assert lineage[0] == GENESIS
-    for parent, child in zip(lineage, lineage[1:], strict=False):
+    for parent, child in pairwise(lineage):
         assert child.version == parent.version + 1 and child.round > parent.round, f"{parent} before {child}"
     assert len({r.round for r in rounds}) == len(rounds)
     for r in rounds:

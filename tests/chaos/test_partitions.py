@@ -1,5 +1,7 @@
-"""A link that parts, both ways or one way, at a cluster, a slave, or the data flow: either side goes on or waits, fencing
-decides after healing."""
+"""A link that parts, both ways or one way, at a cluster, a slave, or the data flow.
+
+Either side goes on or waits; fencing decides after healing.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def test_a_cluster_hears_nothing_from_the_master(house: House) -> None:
 
 
 def test_the_last_words_of_a_life_are_counted_once(house: House) -> None:
-    """Beats are heard whose answers are lost, then the lease ends: what they told is not told again by the next life."""
+    """Beats are heard whose answers are lost, then the lease ends: the next life does not tell it again."""
     since, steps = time.time(), _steps(house)
     house.to_master["east"].wire.hold(DOWN)
     house.until(lambda: _steps(house) > steps + 6, 30, "east trains on by itself")

@@ -43,6 +43,19 @@ def test_sigkill_of_an_agent(house: House) -> None:
     house.progress(2, by=house.clusters)
 
 
+def test_sigkill_of_an_agent_that_is_back_within_its_lease(house: House) -> None:
+    """The life that is fenced by the next one had lost the work of dead ranks: that stays counted."""
+    for _ in range(3):
+        house.kill_rank("east")
+        house.progress(1, by=("east",))
+    told = house.told(lambda s: s["clusters"]["east"]["tokens_lost"] > 0, 10, "tokens are lost with the ranks")
+    house.kill_agent("east")
+    house.cluster("east")
+    house.progress(2, by=("east",))
+    now = house.told(lambda s: "east" in s["clusters"], 10, "the master knows east")
+    assert now["clusters"]["east"]["tokens_lost"] >= told["clusters"]["east"]["tokens_lost"]
+
+
 def test_sigkill_of_a_training_job(house: House) -> None:
     """Launcher and rank: the agent starts them anew and keeps the lease."""
     joined = len(house.marks(house.timeline("east"), "joined"))

@@ -73,7 +73,7 @@ def test_row_3_cluster_comes_back(house: House) -> None:
     assert after == before + 1
 
 
-# ---- 4: frame corrupt, truncated, repeated, hostile --------------------------------------------------------------------
+# ---- 4: frame corrupt, truncated, repeated, hostile ------------------------------------------------------------------
 
 
 def test_row_4_frames_are_corrupt(house: House) -> None:
@@ -95,8 +95,9 @@ def test_row_4_frames_are_hostile(house: House) -> None:
     long_frame = b"\x02" + (10 << 30).to_bytes(8, "big")
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
     hostile = [
-        rng.randbytes(5000), greeting, greeting + ready + long_frame, greeting + ready + b"\x00\x40" + rng.randbytes(64),
-        greeting + ready + (b"\x01\xff" + rng.randbytes(255)) * 2000, preface + rng.randbytes(2000), b"GET / HTTP/1.1\r\n\r\n",
+        rng.randbytes(5000), greeting, greeting + ready + long_frame, preface + rng.randbytes(2000),
+        greeting + ready + b"\x00\x40" + rng.randbytes(64), b"GET / HTTP/1.1\r\n\r\n",
+        greeting + ready + (b"\x01\xff" + rng.randbytes(255)) * 2000,
     ]  # fmt: skip
     ports = [own[key] for own in house._own.values() for key in ("listen", "lane")] + [house.address]
     for words in hostile:
@@ -107,7 +108,7 @@ def test_row_4_frames_are_hostile(house: House) -> None:
     assert not house.marks(house.master_timeline, "slave_lost", slave="nobody")
 
 
-# ---- 5: slave before Persisted -----------------------------------------------------------------------------------------
+# ---- 5: slave before Persisted ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", ROUND_ORDERS)
@@ -126,11 +127,11 @@ def test_row_5_slave_before_persisted(house: House, order: str) -> None:
     assert any(f.tokens >= 4 * TOKENS[f.push.cluster] for f in folds), "nobody carried its progress on"
 
 
-# ---- 6: slave after Persisted ------------------------------------------------------------------------------------------
+# ---- 6: slave after Persisted ----------------------------------------------------------------------------------------
 
 
 def test_row_6_slave_after_persisted(house: House) -> None:
-    """The row is there and the slave dies before it hears Commit: it comes back with the version, nothing is skipped."""
+    """The row is there, the slave dies before it hears Commit: it comes back with the version, no round is skipped."""
     skipped = len(house.skipped())
     trap = house.orders["ps1"].calls.trap("commit")
     trap.caught()
@@ -159,7 +160,7 @@ def test_row_6_slave_in_doubt(house: House) -> None:
     assert len(house.skipped()) == skipped and head in _lineage(house) and house.process("ps1").pid == pid
 
 
-# ---- 9: master ---------------------------------------------------------------------------------------------------------
+# ---- 9: master -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", ["open_push", *ROUND_ORDERS])
@@ -190,7 +191,7 @@ def test_row_9_master_after_the_row(house: House) -> None:
     assert head in _lineage(house) and len(house.skipped()) == skipped
 
 
-# ---- 10: master not looking --------------------------------------------------------------------------------------------
+# ---- 10: master not looking ------------------------------------------------------------------------------------------
 
 
 def test_row_10_master_not_looking(house: House) -> None:
@@ -205,7 +206,7 @@ def test_row_10_master_not_looking(house: House) -> None:
         assert not [m for m in house.marks(house.master_timeline, kind) if m["at"] > since]
 
 
-# ---- 12: partition; more of it in test_partitions.py ---------------------------------------------------------------------
+# ---- 12: partition; more of it in test_partitions.py -----------------------------------------------------------------
 
 
 def test_row_12_partition(house: House) -> None:
@@ -218,7 +219,7 @@ def test_row_12_partition(house: House) -> None:
     house.progress(2, by=house.clusters)
 
 
-# ---- words ---------------------------------------------------------------------------------------------------------------
+# ---- words -----------------------------------------------------------------------------------------------------------
 
 
 class _Of(str):
@@ -227,7 +228,7 @@ class _Of(str):
     __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
-        return str(other).startswith(f"{str(self)}/")
+        return str(other).startswith(f"{self!s}/")
 
     def __ne__(self, other: object) -> bool:
         return not self == other

@@ -1,4 +1,4 @@
-"""The rows of the failure table (design.md section 9) that are about disks: 7, 8, 11; and what was restored from copies."""
+"""Rows 7, 8 and 11 of the failure table (design.md section 9), about disks; and what was restored from copies."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.chaos.wires import Loop
 CONFIG = 78
 
 
-# ---- 7: a slave cannot offer the head ----------------------------------------------------------------------------------
+# ---- 7: a slave cannot offer the head --------------------------------------------------------------------------------
 
 
 def test_row_7_a_slave_cannot_offer_the_head(house: House, tmp_path: Path) -> None:
-    """An older copy of its disk: the newest version that every slave offers becomes the head, by a row; all are told."""
+    """An older copy of its disk: the newest version that every slave offers becomes the head, by a row; all hear it."""
     directory, since = house.directory / "ps1", time.time()
     trap = _persisting(house)
     disks.copy(directory, tmp_path / "copy")  # v(n-1), v(n)
@@ -64,7 +64,7 @@ def test_row_7_old_snapshots_that_nobody_shares(house: House, tmp_path: Path) ->
     assert head in _lineage(house)
 
 
-# ---- 8: snapshot corrupt or half written -------------------------------------------------------------------------------
+# ---- 8: snapshot corrupt or half written -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hurt", [disks.flip_a_byte, disks.halve, disks.lose_manifest])
@@ -94,7 +94,7 @@ def test_row_8_a_snapshot_that_was_never_finished(house: House) -> None:
     assert not list(directory.glob(".unfinished-v9999*"))
 
 
-# ---- 11: disk full -----------------------------------------------------------------------------------------------------
+# ---- 11: disk full ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_row_11_disk_full(tight_house: House) -> None:
     house.check()
 
 
-# ---- an old ledger put back ----------------------------------------------------------------------------------------------
+# ---- an old ledger put back ------------------------------------------------------------------------------------------
 
 
 def test_an_old_ledger_put_back_refuses_to_serve(tmp_path: Path, loop: Loop) -> None:

@@ -45,7 +45,7 @@ def test_failure_1_fresh_weights_become_the_truth(house: House, tmp_path: Path) 
 
 
 def test_failure_2_bulk_starves_heartbeats(house: House) -> None:
-    """Every piece of the data flow takes 0.3 s, each way: a transfer lasts longer than a lease, and nobody is judged dead."""
+    """Each piece of the data flow takes 0.3 s, each way: a transfer outlasts a lease, and nobody is judged dead."""
     since, skipped = time.time(), len(house.skipped())
     for lane in house.lanes.values():
         lane.delay(0.3)
@@ -74,7 +74,7 @@ def test_failure_3_lost_acknowledgement_lost_run(house: House) -> None:
 
 
 def test_failure_5_a_poisoned_detector(tmp_path: Path, loop: Loop) -> None:
-    """The first push of a run is 10^6-fold, the next NaN, the next Inf: gated each, without a trace in θ or statistics."""
+    """The first push of a run is 10^6-fold, then NaN, then Inf: gated each, without a trace in θ or statistics."""
     with House(tmp_path, loop, clusters=("east", "west", "north"), shared={"penalty": {"rule": "dips"}}) as house:
         house.start_master()
         house.start_slaves()
@@ -89,7 +89,7 @@ def test_failure_5_a_poisoned_detector(tmp_path: Path, loop: Loop) -> None:
 
 
 def test_failure_7_joining_while_busy(house: House) -> None:
-    """While a round is being applied, and with a donor that dies in mid-transfer: a joiner reads a version that stands."""
+    """While a round is being applied, or a donor dies in mid-transfer: a joiner reads a version that stands."""
     place = "east-joining"
     trap = house.orders["ps0"].calls.trap("apply")
     trap.caught()

@@ -32,9 +32,9 @@ SHAPES = {
 NUMEL = LAYERS * (WIDTH * WIDTH + 5)
 
 
-def constant(cluster: str, version: int, round: int) -> float:
-    """What `cluster` sets every parameter to while it trains on version@round."""
-    return zlib.crc32(cluster.encode()) % 100 / 100 - 0.5 + 0.01 * ((7 * version + 3 * round) % 13)
+def constant(cluster: str, version: int, number: int) -> float:
+    """What `cluster` sets every parameter to while it trains on version `version` of round `number`."""
+    return zlib.crc32(cluster.encode()) % 100 / 100 - 0.5 + 0.01 * ((7 * version + 3 * number) % 13)
 
 
 def main() -> None:
