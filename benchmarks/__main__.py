@@ -21,7 +21,9 @@ from rich.console import Console
 
 from benchmarks.harness import LOG, ROOT, append_log, shown
 
-NAMES = ("kernels", "codecs", "transport", "memory", "persist", "round", "links", "ablation", "slow_cluster")
+NAMES = (
+    "kernels", "codecs", "transport", "memory", "persist", "round", "links", "ablation", "slow_cluster", "recovery",
+)  # fmt: skip
 LIMIT_S = 400.0  # for one of them
 
 

@@ -52,6 +52,10 @@ class Processes:
         self._running.append((name, process))
         return process
 
+    def newest(self, name: str) -> subprocess.Popen[bytes]:
+        """What was started last under a name."""
+        return next(process for known, process in reversed(self._running) if known == name)
+
     def wait(self, name: str, process: subprocess.Popen[bytes], within_s: float) -> None:
         """Wait for an end with code 0; raise RuntimeError, with the last of its log, on any other."""
         end = time.monotonic() + within_s

@@ -234,6 +234,9 @@ class Agent:
             answer = await self._master.beat(beat, max(self._config.beat_s, 1.0))
         except (Unavailable, Busy) as error:
             self._log.warning("a beat was not heard", error=str(error))
+            # A question on a link that went silent ends by its own deadline, half a minute later: beats know sooner.
+            self._do(self._session.hindered(str(error), time.monotonic()))
+            self._wake()
         except DipsError as error:
             self._log.error("a beat was refused", error=str(error))
         else:

@@ -117,7 +117,6 @@ class Session(Checkpoints):
         trainer = "dead" if not self._alive else "training" if self.base is not None else "starting"
         standing = self._alive and not self._told and not (self._overlap and self.base is not None and not self._resync)
         activity = ACTIVITY.get(self.phase, "inner") if standing else "inner"
-        self._beat_lost = self.account.unsettled + self.account.lost
         self._beat_moving = self._moving_id()
         return ClusterBeat(
             self._identity.cluster,
@@ -146,7 +145,6 @@ class Session(Checkpoints):
         self._progressed(answer.progress)
         self._pace.told(answer.push_in_s, now)
         if answer.standing == "live":
-            self._told_lost = self._beat_lost
             self._notice_drop(answer)
         if answer.standing == "fenced":
             self._stop(StaleIncarnation(f"{self._identity.cluster}/{inc} is fenced by a newer life of the cluster"))
@@ -296,9 +294,11 @@ class Session(Checkpoints):
             return
         self._term, self.inc = result.term, result.inc
         self.account.lose_carried()
-        self.account, self.ranges = Account(lost=self.account.lost), RangeQueue()
+        # What the master has not accounted for of the former life (beats that it never heard) is told under this one.
+        unheard, self._former_lost = max(0, self._former_lost - result.accounted), 0
+        self.account, self.ranges = Account(lost=self.account.lost + unheard), RangeQueue()
         self.ranges.lease(result.ranges, False)
-        self._told_lost, self.settled, self._claimed = 0, result.settled, ()
+        self.settled, self._claimed = result.settled, ()
         self._seq = self._ranges_seq = self._accepted = 0
         self._ranges_asked, self._pull_due = False, True
         self._resync = self.base is not None  # what it trained under its former life is overwritten
@@ -311,8 +311,7 @@ class Session(Checkpoints):
         self.account.lose_carried()
         self.account.lose_frozen()
         self._mark("life_ended", inc=self.inc, tokens_lost=self.account.lost)
-        # The master has written off what the last beat told; the rest is told under the new life.
-        self.account = Account(lost=max(0, self.account.lost - self._told_lost))
+        self._former_lost, self.account = self.account.lost, Account()
         self._join("its lease at the master ran out: it joins again")
 
     def _ranges_again(self, result: Result) -> None:

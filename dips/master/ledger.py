@@ -87,7 +87,8 @@ class Ledger:
 
     def state(self) -> LedgerState:
         """Everything that a new master knows; raise Corrupt if rows contradict each other."""
-        return read_state(self._db)
+        with _one_moment(self._db):
+            return read_state(self._db)
 
     def run_row(self) -> RunRow:
         """What `dips init` wrote; raise Corrupt if it did not finish."""
@@ -95,7 +96,8 @@ class Ledger:
 
     def history(self, limit: int = 100) -> list[RoundHistory]:
         """Return the newest `limit` rounds, oldest first: how each ended, its folds and its outcomes."""
-        return read_history(self._db, limit)
+        with _one_moment(self._db):
+            return read_history(self._db, limit)
 
     def digests(self) -> dict[tuple[int, str], str]:
         """Return, by (round, slave), what the manifest of that slave's snapshot hashes to."""
@@ -227,3 +229,13 @@ def _transaction(db: sqlite3.Connection) -> Iterator[None]:
         if db.in_transaction:
             db.execute("ROLLBACK")
         raise
+
+
+@contextmanager
+def _one_moment(db: sqlite3.Connection) -> Iterator[None]:
+    """All queries of the body see the same rows, whatever a living master commits meanwhile."""
+    db.execute("BEGIN")
+    try:
+        yield
+    finally:
+        db.execute("ROLLBACK")  # nothing was written

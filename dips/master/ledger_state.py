@@ -179,11 +179,14 @@ def _lineage(rows: dict[VersionId, VersionRow]) -> tuple[VersionRow, ...]:
 
 
 def _peers(db: sqlite3.Connection, role: str) -> tuple[PeerRow, ...]:
-    query = """SELECT i.name, max(i.inc), i.nonce, e.inc IS NOT NULL
+    query = """SELECT i.name, max(i.inc), i.nonce, e.inc IS NOT NULL, coalesce(e.tokens_lost, f.tokens_lost, 0)
                FROM incarnations i
                LEFT JOIN lives_ended e ON i.role = 'cluster' AND e.cluster = i.name AND e.inc = i.inc
+               LEFT JOIN lives_ended f ON i.role = 'cluster' AND f.cluster = i.name AND f.inc = i.inc - 1
                WHERE i.role = ? GROUP BY i.name ORDER BY i.name"""  # a bare column goes with its max in SQLite
-    return tuple(PeerRow(name, inc, nonce, bool(ended)) for name, inc, nonce, ended in db.execute(query, (role,)))
+    return tuple(
+        PeerRow(name, inc, nonce, bool(ended), lost) for name, inc, nonce, ended, lost in db.execute(query, (role,))
+    )
 
 
 _OUTCOME = "o.cluster, o.inc, o.seq, o.kind, o.reason, o.tokens, o.inner_steps, o.norm, o.score, o.ranges"

@@ -183,8 +183,11 @@ class Runtime:
             item = self._inbox.popleft()
             if isinstance(item, _Beat):
                 self._hear(item, now)
-            else:
-                self._step(item, now)
+                continue
+            if isinstance(item, ClusterJoined):  # it may fence a life, whose tokens the beats have told
+                for event in self._judge.last_words(item.cluster):
+                    self._step(event, now)
+            self._step(item, now)
 
     def _judge_and_tick(self, now: float) -> None:
         for event in self._judge.verdicts(now):

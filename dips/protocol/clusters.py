@@ -27,7 +27,9 @@ def joined(w: World, event: ClusterJoined) -> None:
     if cluster is None or not (cluster.live and cluster.nonce == event.nonce):
         cluster = _begin(w, event, cluster)
     ranges = w.ranges.held_by(cluster.name, cluster.inc)
-    w.reply(event.req, Joined(w.term, cluster.inc, w.head, w.progress(), ranges, _settled(w, cluster)))
+    w.reply(
+        event.req, Joined(w.term, cluster.inc, w.head, w.progress(), ranges, cluster.accounted, _settled(w, cluster))
+    )
 
 
 def _settled(w: World, cluster: Cluster) -> int:
@@ -63,7 +65,7 @@ def _begin(w: World, event: ClusterJoined, old: Cluster | None) -> Cluster:
     if old is not None:
         inc = old.inc + 1
         if old.live:
-            end(w, old, f"fenced by its next life {old.name}/{inc}", 0)
+            end(w, old, f"fenced by its next life {old.name}/{inc}", old.unsettled)
         old.reborn(inc, event.nonce)
     cluster = old or Cluster(event.cluster, inc, event.nonce)
     w.clusters[event.cluster] = cluster
@@ -81,7 +83,9 @@ def end(w: World, cluster: Cluster, reason: str, tokens_lost: int) -> None:
         pulls.close(w, cluster, reason)
     w.ranges.release(cluster.name, cluster.inc, keep=committed.ranges if committed else ())
     # Tokens of a committed push are not lost with the cluster: its round settles them.
-    lost = max(0, tokens_lost - (committed.tokens if committed else 0))
+    settled = committed.tokens if committed else 0
+    lost = max(0, tokens_lost - settled)
+    cluster.accounted = lost + settled
     cluster.tokens["lost"] += lost
     cluster.become(ClusterState.GONE, reason)
     w.record(ClusterEnded(cluster.name, cluster.inc, reason, lost, w.now))

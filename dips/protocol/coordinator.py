@@ -21,6 +21,7 @@ from dips.protocol.events import (
     ClusterJoined,
     ClusterLeft,
     ClusterSilent,
+    ClusterTold,
     DrainAsked,
     Event,
     OrderAnswered,
@@ -85,6 +86,12 @@ def _cluster_silent(w: World, event: ClusterSilent) -> None:
         clusters.end(w, w.clusters[event.cluster], f"silent for {event.silent_s:.1f} s", event.tokens_lost)
 
 
+def _cluster_told(w: World, event: ClusterTold) -> None:
+    cluster = w.clusters.get(event.cluster)
+    if cluster is not None and cluster.inc == event.inc:
+        cluster.unsettled = event.tokens_unsettled
+
+
 def _cluster_left(w: World, event: ClusterLeft) -> None:
     clusters.left(w, event.req, event.cluster, event.inc, event.tokens_lost)
 
@@ -118,6 +125,7 @@ HANDLERS: dict[type[Event], Callable[[World, Any], None]] = {
     ClusterJoined: clusters.joined,
     ClusterLeft: _cluster_left,
     ClusterSilent: _cluster_silent,
+    ClusterTold: _cluster_told,
     TrainerChanged: clusters.trainer_changed,
     BandwidthMeasured: clusters.bandwidth_measured,
     RangesRequested: clusters.ranges_requested,

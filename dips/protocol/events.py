@@ -212,6 +212,15 @@ class ClusterSilent:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterTold:
+    """What the beats of a life said of its tokens, told before the next life of its name begins."""
+
+    cluster: str
+    inc: int
+    tokens_unsettled: int
+
+
+@dataclass(frozen=True, slots=True)
 class SlaveSilent:
     slave: str
     sinc: int
@@ -286,6 +295,7 @@ Event = (
     | TrainerChanged
     | BandwidthMeasured
     | ClusterSilent
+    | ClusterTold
     | SlaveSilent
     | Blind
     | Ticked

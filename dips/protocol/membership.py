@@ -12,7 +12,15 @@ from math import inf
 
 from dips.protocol.beats import ClusterBeat, SlaveBeat
 from dips.protocol.deadlines import Bandwidth
-from dips.protocol.events import BandwidthMeasured, ClusterSilent, Event, PushStaged, SlaveSilent, TrainerChanged
+from dips.protocol.events import (
+    BandwidthMeasured,
+    ClusterSilent,
+    ClusterTold,
+    Event,
+    PushStaged,
+    SlaveSilent,
+    TrainerChanged,
+)
 from dips.protocol.options import TimingOptions
 from dips.protocol.records import LedgerState
 
@@ -61,6 +69,11 @@ class Judge:
         known = self._slaves.get(slave)
         if known is None or known.sinc <= sinc:
             self._slaves[slave] = _Slave(sinc, now)
+
+    def last_words(self, cluster: str) -> list[Event]:
+        """What is known of the tokens of a life that may be about to be fenced by its next one."""
+        known = self._clusters.get(cluster)
+        return [] if known is None else [ClusterTold(cluster, known.inc, known.tokens_unsettled)]
 
     def forget_cluster(self, cluster: str) -> None:
         self._clusters.pop(cluster, None)

@@ -215,6 +215,7 @@ class PeerRow:
     inc: int
     nonce: str
     ended: bool
+    tokens_lost: int = 0  # of a cluster: written off when the newest life that is over ended
 
 
 @dataclass(frozen=True, slots=True)

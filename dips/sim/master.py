@@ -17,7 +17,16 @@ from dips.master.ledger import Ledger
 from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer, SlaveBeat, SlaveBeatAnswer
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Acknowledged, Effect, Exit, Failed, Joined, Note, Order, Registered, Reply
-from dips.protocol.events import Blind, Event, OrderAnswered, OrderFailed, PushRefused, PushStaged, Ticked
+from dips.protocol.events import (
+    Blind,
+    ClusterJoined,
+    Event,
+    OrderAnswered,
+    OrderFailed,
+    PushRefused,
+    PushStaged,
+    Ticked,
+)
 from dips.protocol.membership import Judge
 from dips.protocol.records import ClusterEnded, Record, RunRow
 from dips.sim.heap import Timer
@@ -207,6 +216,9 @@ class MasterProcess:
 
     def _step(self, event: Event, asked: Any = None) -> None:
         now = self.world.heap.now
+        if isinstance(event, ClusterJoined):  # it may fence a life, whose tokens the beats have told
+            for told in self.judge.last_words(event.cluster):
+                self._step(told)
         with self.world.watch.deciding(self, event):
             effects = self.coordinator.step(event, now)
         for effect in effects:

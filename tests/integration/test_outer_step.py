@@ -195,7 +195,7 @@ def some_model(rng: np.random.Generator, spread: float, around: Model | None = N
 @pytest.mark.parametrize("clip", [None, 1.0], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("slaves", [1, 3])
 @pytest.mark.parametrize("clusters", range(1, 9))
-def test_the_outer_step_equals_plain_torch(tmp_path: Path, clusters: int, slaves: int, clip: float | None) -> None:
+def test_failure_6_wrong_mean_wrong_sign(tmp_path: Path, clusters: int, slaves: int, clip: float | None) -> None:
     """θ of every round equals torch's SGD(nesterov=True) on the weighted, clipped mean to 1e-6 relative."""
     rng, order = np.random.default_rng(clusters), random.Random(clusters)
     theta = some_model(rng, 1.0)

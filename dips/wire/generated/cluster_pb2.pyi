@@ -334,9 +334,12 @@ class Joined(_message.Message):
     HEAD_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     RANGES_FIELD_NUMBER: _builtins.int
+    ACCOUNTED_FIELD_NUMBER: _builtins.int
     SETTLED_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     inc: _builtins.int
+    accounted: _builtins.int
+    """tokens of the life before: written off, or with its last push"""
     settled: _builtins.int
     @_builtins.property
     def head(self) -> _names_pb2.VersionId: ...
@@ -352,11 +355,12 @@ class Joined(_message.Message):
         head: _names_pb2.VersionId | None = ...,
         progress: Global___Progress | None = ...,
         ranges: _abc.Iterable[_builtins.int] | None = ...,
+        accounted: _builtins.int = ...,
         settled: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "inc", b"inc", "progress", b"progress", "ranges", b"ranges", "settled", b"settled", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accounted", b"accounted", "head", b"head", "inc", b"inc", "progress", b"progress", "ranges", b"ranges", "settled", b"settled", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

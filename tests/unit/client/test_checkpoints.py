@@ -98,7 +98,7 @@ def test_the_master_counts_what_was_settled_in_all_lives() -> None:
     """Joined tells how many pushes of this cluster were settled before this life."""
     play = Play()
     play.say(play.attach())
-    play.master(Joined(3, 2, GENESIS, NONE_YET, (), 17))
+    play.master(Joined(3, 2, GENESIS, NONE_YET, (), settled=17))
     play.say(play.attach())
     play.pull(GENESIS)
     assert saved_in(play).settled == 17

@@ -460,8 +460,8 @@ def test_gone_joins_again_and_pulls_before_anything_counts(play: Play) -> None:
     play.step(1)
     play.beat("gone")
     assert play.asked(ClusterJoined).nonce == "nonce2"
-    assert play.s.account.lost == 10  # the master wrote off the 30 that the last beat told
-    play.master(Joined(3, 2, V1, NONE_YET, ()))
+    play.master(Joined(3, 2, V1, NONE_YET, (), accounted=30))
+    assert play.s.account.lost == 10  # the master wrote off the 30 that it was told
     play.step(2)
     assert play.s.account.lost == 30
     want = play.want_push()

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import inf, isnan, nan
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dips.errors import ConfigError, Corrupt
 from dips.ids import GENESIS, PushId, VersionId
+from dips.master import ledger_state
 from dips.master.ledger import MEMORY, Ledger
 from dips.protocol.records import (
     ClusterEnded,
@@ -117,9 +119,9 @@ def test_ranges_of_a_life(ledger: Ledger) -> None:
     state = ledger.state()
     assert state.leased == (("b", 1, 1, (2,)),)
     assert state.settled == (1,)
-    assert state.clusters[0] == PeerRow("a", 1, "n", True)
+    assert state.clusters[0] == PeerRow("a", 1, "n", True, 7)
     ledger.write([IncarnationGiven("cluster", "a", 2, "m")])
-    assert ledger.state().clusters[0] == PeerRow("a", 2, "m", False)
+    assert ledger.state().clusters[0] == PeerRow("a", 2, "m", False, 7)
     assert ledger.tokens() == {
         "a": {"accepted": 0, "gated": 10, "lost": 7, "undone": 0},
         "b": {"accepted": 0, "gated": 0, "lost": 0, "undone": 0},
@@ -335,3 +337,23 @@ def test_a_broken_lineage_is_corrupt(ledger: Ledger) -> None:
     ledger.write([RoundReserved(3, 0.0), committed(V2, V1, A1)])
     with pytest.raises(Corrupt, match="v2@r3 names v1@r1, which has no row"):
         ledger.state()
+
+
+def test_a_reader_sees_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round that is committed while the history is read is in it whole, or not at all."""
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger.create(path, ROW)
+    ledger.write([RoundReserved(1, 0.0)])
+    reader = Ledger.open(path, readonly=True)
+
+    def commits_meanwhile(db: sqlite3.Connection, row: Any) -> Any:
+        monkeypatch.undo()
+        ledger.write([RoundEnded(1, "skipped", "x", (outcome(A1, "skipped", (0,)),), (), 0.0)])
+        return ledger_state._round(db, row)
+
+    monkeypatch.setattr(ledger_state, "_round", commits_meanwhile)
+    (seen,) = reader.history()
+    assert (seen.kind, seen.outcomes) == ("unfinished", ())
+    assert [(r.kind, len(r.outcomes)) for r in reader.history()] == [("skipped", 1)]
+    reader.close()
+    ledger.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dips.ids import PushId
 from dips.protocol.beats import ClusterBeat, SlaveBeat
-from dips.protocol.events import ClusterSilent, PushStaged, SlaveSilent, TrainerChanged
+from dips.protocol.events import ClusterSilent, ClusterTold, PushStaged, SlaveSilent, TrainerChanged
 from dips.protocol.membership import Judge
 from dips.protocol.options import TimingOptions
 
@@ -105,3 +105,12 @@ def test_what_lies_staged_is_repeated_with_every_beat() -> None:
     push = PushId("a", 1, 3)
     said = judge.heard_slave(SlaveBeat("s", 4, 1, None, (push,), (), 0, 0, 0, 0, 0.0, 0.0), 1.0)
     assert said == [PushStaged("s", 4, push, 0)]
+
+
+def test_the_last_words_of_a_life_are_what_its_beats_told() -> None:
+    """Asked before the next life of its name begins; nothing is known of a name that was never heard."""
+    judge = Judge(TIMING)
+    judge.welcome_cluster("a", 1, 0.0)
+    judge.heard_cluster(beat(), 1.0)
+    assert judge.last_words("a") == [ClusterTold("a", 1, 100)]
+    assert judge.last_words("b") == []

@@ -475,7 +475,7 @@ def test_a_refused_push_frees_its_slot_and_is_told() -> None:
 # ---- poison, abort, commit -------------------------------------------------------------------------------------------
 
 
-def test_an_order_that_fails_half_way_poisons_the_round() -> None:
+def test_failure_4_a_swallowed_error() -> None:
     """After a kernel failed, every order of the round is refused but Abort; then the next round works."""
     slave = Slave().ready()
     slave.fold(P1, 0.5)

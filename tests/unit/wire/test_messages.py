@@ -21,6 +21,7 @@ from dips.wire.generated import cluster_pb2, slave_pb2
 UNUSED_BY_WIRE = {"Reply", "Note", "Exit", "Failed", "OrderAnswered", "OrderFailed", "TrainerChanged"} | {
     "BandwidthMeasured",
     "ClusterSilent",
+    "ClusterTold",
     "SlaveSilent",
     "Blind",
     "Ticked",

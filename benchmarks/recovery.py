@@ -1,0 +1,251 @@
+"""How long a dead slave, master or cluster is missed, what that consists of, and what it costs the other clusters.
+
+A run of real daemons over loopback, two slaves and two clusters that take inner steps of one length. One process is
+killed with SIGKILL in the middle of its inner steps and started again at once, as a supervisor would: so nobody waits
+for a lease, and what is measured is the process, not a deadline. Then a round is made, and the next one is killed.
+
+Slave: until the master has it READY again with the head. Master: until it has heard every slave and every cluster.
+Cluster: agent and trainer, until its first new inner step. The others' lost time: what their calls of `step` took in
+which no push was under way (a round, made or skipped, is no lost time), from the kill to the next version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.harness import Bench, main
+from benchmarks.lone_slave import equal_layers
+from benchmarks.whole_run import WholeRun
+from dips.client.trainer import descendants
+from dips.commands.status import ask_status
+from dips.errors import DipsError
+from dips.protocol.manifest import Manifest
+from dips.telemetry import timeline
+
+LAYERS, SLAVES, CLUSTERS = 16, 2, 2
+STEP_S, INNER_STEPS = 0.1, 40  # H: 4 s of inner time, within which a process that is started at once is back
+WINDOW_S = 0.3
+BEAT_S = 1.0
+WITHIN_S = 90.0
+RUNS = 5
+HEARD_S = 0.01  # between two looks at the status
+PARTS = {
+    "slave": ("process serves", "loaded, READY", "next version"),
+    "master": ("process serves", "slaves READY", "clusters heard", "next version"),
+    "cluster": ("trainer started", "trainer attached", "joined", "pulled", "first inner step"),
+}
+RECOVERED = {"slave": 2, "master": 3, "cluster": 5}  # so many of the parts are the recovery itself
+Mark = Mapping[str, Any]
+
+
+class Run(WholeRun):
+    """A run without an end, whose processes can be killed and started again."""
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        super().__init__(directory, manifest, clusters=CLUSTERS, slaves=SLAVES, versions=0)
+        self.slaves = self._slaves
+
+    def _run_file(self) -> dict[str, Any]:
+        file = super()._run_file()
+        file["master"]["timing"] = {"window_s": WINDOW_S, "beat_s": BEAT_S}
+        return file
+
+    def _start_cluster(self, name: str) -> subprocess.Popen[bytes]:
+        file = self.directory / f"{name}.yaml"
+        cluster = {
+            "shared": self._shared, "cluster": name, "master": self._address, "pace": {"steps": INNER_STEPS},
+            "directory": name, "insecure": True, "max_restarts": 0, "beat_s": BEAT_S,
+        }  # fmt: skip
+        file.write_text(yaml.safe_dump(cluster))
+        layers = self._manifest.layers
+        words = [name, str(len(layers)), str(layers[0].numel), str(STEP_S), str(self.meeting)]
+        trainer = [sys.executable, "-m", "benchmarks.recovery_rank", *words]
+        agent = [sys.executable, "-m", "dips.client.app", "--config", str(file), "--", *trainer]
+        return self._processes.start(name, agent)
+
+    def kill(self, name: str) -> float:
+        """SIGKILL of a process and all below it; return when (Unix seconds)."""
+        process = self._processes.newest(name)
+        below = descendants(process.pid)
+        at = time.time()
+        process.kill()
+        process.wait()
+        for pid in below:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return at
+
+    def start(self, name: str) -> None:
+        """Start what was killed."""
+        if name in self.clusters:
+            self._start_cluster(name)
+            return
+        words = ["-m", "dips.master.app"] if name == "master" else ["-m", "dips.slave.app", "--name", name]
+        self._processes.start(name, [sys.executable, *words, "--config", str(self.directory / "dips.yaml")])
+
+    def marks(self, who: str, kind: str, since: float = 0.0, **fields: object) -> list[Mark]:
+        """Lines of a timeline after a time, by kind and fields."""
+        path = self.timeline(who)
+        lines = timeline.read(path) if path.exists() else iter(())
+        return [m for m in lines if m["kind"] == kind and m["at"] > since and fields.items() <= m.items()]
+
+    def logged(self, name: str, event: str) -> float:
+        """When the present life of a process logged an event."""
+        for line in (self.directory / f"{name}.log").read_text(errors="replace").splitlines():
+            with suppress(json.JSONDecodeError):
+                said = json.loads(line)
+                if said.get("event") == event:
+                    return datetime.fromisoformat(said["timestamp"]).timestamp()
+        raise ValueError(f"{name} has not logged {event}")
+
+    def calls(self, name: str) -> list[Mark]:
+        """Every call of `step` of a cluster."""
+        return list(timeline.read(self.meeting / f"{name}.jsonl"))
+
+    def until(self, holds: Callable[[], Any], what: str) -> Any:
+        """Wait; return what held; raise RuntimeError if it does not in time."""
+        end = time.monotonic() + WITHIN_S
+        while not (found := holds()):
+            if time.monotonic() > end:
+                raise RuntimeError(f"not within {WITHIN_S:g} s: {what}")
+            time.sleep(HEARD_S)
+        return found
+
+    def status(self) -> dict[str, Any] | None:
+        try:
+            return asyncio.run(ask_status(self._address, deadline_s=1.0))
+        except DipsError:
+            return None
+
+    def next_version(self, since: float) -> float:
+        """When the first version was committed after a time."""
+        return float(self.until(lambda: self.marks("master", "version_committed", since), "a version")[0]["at"])
+
+    def amid_inner_steps(self) -> None:
+        """Return when both clusters have just begun their inner steps after a round."""
+        seen = {name: self.marks(name, "pull_end") for name in self.clusters}
+        self.until(
+            lambda: all(len(self.marks(name, "pull_end")) > len(seen[name]) for name in self.clusters),
+            "both clusters pull",
+        )
+
+
+def measure(bench: Bench) -> None:
+    """Kill each role in turn, several times."""
+    numel = (4_000_000 if bench.quick else bench.args.parameters) // LAYERS * LAYERS
+    times: dict[str, list[list[float]]] = {role: [] for role in PARTS}
+    lost: dict[str, list[float]] = {role: [] for role in PARTS}
+    with tempfile.TemporaryDirectory() as directory, Run(Path(directory) / "run", equal_layers(numel, LAYERS)) as run:
+        bench.say(f"{numel:,} parameters, {SLAVES} slaves, {CLUSTERS} clusters")
+        run.next_version(0.0)
+        for number in range(bench.runs if bench.quick else RUNS):
+            for role, once in ROLES.items():
+                run.amid_inner_steps()
+                at, moments = once(run, number)
+                parts = [after - before for before, after in zip((at, *moments), moments, strict=False)]
+                times[role].append(parts)
+                end = run.next_version(moments[-1]) if role == "cluster" else moments[-1]
+                others = [name for name in run.clusters if role != "cluster" or name != run.clusters[1]]
+                lost[role].append(max(_lost(run, name, at, end) for name in others))
+                bench.say(f"{role}: {', '.join(f'{p:.2f}' for p in parts)} s; others lost {lost[role][-1]:.3f} s")
+    for role in PARTS:
+        _rows(bench, role, times[role], lost[role])
+    bench.note(
+        f"medians of {len(times['slave'])}; restarted at once; beats of {BEAT_S:g} s; inner steps of {STEP_S:g} s"
+    )
+    bench.note(
+        "others lose: calls of `step` without a push under way, from the kill to the next version, the worst one"
+    )
+
+
+def slave_killed(run: Run, number: int) -> tuple[float, list[float]]:
+    """Kill a slave; return when, and the moments of its recovery."""
+    name = run.slaves[number % SLAVES]
+    at = run.kill(name)
+    run.start(name)
+    ready = run.until(lambda: run.marks("master", "slave_ready", at, slave=name), f"{name} is READY")[0]["at"]
+    return at, [run.logged(name, "serving"), ready, run.next_version(ready)]
+
+
+def master_killed(run: Run, number: int) -> tuple[float, list[float]]:
+    """Kill the master; until it has heard everybody."""
+    at = run.kill("master")
+    run.start("master")
+
+    def heard() -> bool:
+        status = run.status()
+        known = (status or {}).get("clusters", {})
+        return all("heard_s" in known.get(name, {}) for name in run.clusters)
+
+    run.until(heard, "the master hears every cluster")
+    clusters = time.time()
+    ready = run.until(
+        lambda: len(found := run.marks("master", "slave_ready", at)) >= SLAVES and found, "both slaves are READY"
+    )[SLAVES - 1]["at"]
+    served = run.logged("master", "serving")
+    return at, [served, ready, max(ready, clusters), run.next_version(ready)]
+
+
+def cluster_killed(run: Run, number: int) -> tuple[float, list[float]]:
+    """Kill an agent with its trainer; until the first call of `step` of the next trainer."""
+    name = run.clusters[1]
+    at = run.kill(name)
+    run.start(name)
+    pulled = run.until(lambda: run.marks(name, "pull_end", at, installed=True), f"{name} pulls")[0]["at"]
+    call = run.until(lambda: [c for c in run.calls(name) if c["begun"] > pulled], f"{name} takes an inner step")[0]
+    first = [run.marks(name, kind, at)[0]["at"] for kind in ("trainer_start", "trainer_attached", "joined")]
+    return at, [*first, pulled, call["begun"]]
+
+
+ROLES: dict[str, Callable[[Run, int], tuple[float, list[float]]]] = {
+    "slave": slave_killed,
+    "master": master_killed,
+    "cluster": cluster_killed,
+}
+
+
+def _lost(run: Run, name: str, begin: float, end: float) -> float:
+    """Seconds that a cluster stood still in calls of `step` without a push."""
+    pushes = [m["at"] for m in run.marks(name, "push_begin", begin - WITHIN_S)]
+    return lost_s([c for c in run.calls(name) if begin < c["ended"] and c["begun"] < end], pushes)
+
+
+def lost_s(calls: Iterable[Mark], pushes: Sequence[float]) -> float:
+    """What calls took in which no push began."""
+    quiet = [c for c in calls if not any(c["begun"] <= at <= c["ended"] for at in pushes)]
+    return float(sum(c["ended"] - c["begun"] for c in quiet))
+
+
+def _rows(bench: Bench, role: str, times: list[list[float]], lost: list[float]) -> None:
+    own = statistics.median(sum(parts[: RECOVERED[role]]) for parts in times)
+    bench.row(f"{role} killed, recovered", own, "s")
+    for k, part in enumerate(PARTS[role]):
+        bench.row(f"  {part}", statistics.median(parts[k] for parts in times), "s")
+    bench.row(
+        f"others lost, {role} killed", max(statistics.median(lost), 1e-6), "s", against="one inner step", of=STEP_S,
+        least=1.0, less=True,
+    )  # fmt: skip
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--parameters", type=int, default=100_000_000)
+
+
+if __name__ == "__main__":
+    main("recovery", __doc__, measure, _arguments)

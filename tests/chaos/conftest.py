@@ -1,0 +1,91 @@
+"""Chaos: real processes, hurt at named moments; `make chaos` runs it, `make test` does not.
+
+Tests of a file share a running house, so that each pays for its failure and not for the start of eight processes; a
+test that fails leaves its house to nobody: the next one gets a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.house import House
+from tests.chaos.wires import Loop
+
+HERE = Path(__file__).parent
+TAIL = 30  # lines of each log, below a failure
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.chaos)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    """Remember on the test that it failed, for its house, and show what its processes said."""
+    report = yield
+    if report.failed:
+        item.failed = True  # type: ignore[attr-defined]
+        house = getattr(item, "funcargs", {}).get("house")
+        for process in house.processes if house else ():
+            report.sections.append((process.name, process.tail(TAIL)))
+    return report
+
+
+@pytest.fixture(scope="session")
+def loop() -> Iterator[Loop]:
+    loop = Loop()
+    yield loop
+    loop.close()
+
+
+class Shared:
+    """The running house of a file."""
+
+    def __init__(self, factory: pytest.TempPathFactory, loop: Loop, options: Mapping[str, Any]) -> None:
+        self._factory, self._loop, self._options = factory, loop, options
+        self.house: House | None = None
+
+    def get(self) -> House:
+        if self.house is None:
+            self.house = House(self._factory.mktemp("house"), self._loop, **self._options)
+            self.house.start()
+        return self.house
+
+    def leave(self, error: BaseException | None = None) -> None:
+        house, self.house = self.house, None
+        if house is not None:
+            house.__exit__(type(error) if error else None, error, None)
+
+
+@pytest.fixture(scope="module")
+def shared_house(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, loop: Loop
+) -> Iterator[Shared]:
+    """Of a file; its `HOUSE` says what differs from other houses."""
+    shared = Shared(tmp_path_factory, loop, getattr(request.module, "HOUSE", {}))
+    yield shared
+    shared.leave()
+
+
+@pytest.fixture
+def house(shared_house: Shared, request: pytest.FixtureRequest) -> Iterator[House]:
+    """A running house, unhurt; whatever a test did to it, afterwards the whole truth is held against the ledger."""
+    house = shared_house.get()
+    yield house
+    if getattr(request.node, "failed", False):
+        shared_house.leave(RuntimeError("the test failed"))
+        return
+    try:
+        for line in (*house.to_master.values(), *house.orders.values()):
+            line.wire.heal()
+        house.progress(2, by=house.clusters)
+        house.check()
+    except BaseException as error:
+        shared_house.leave(error)
+        raise

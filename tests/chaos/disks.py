@@ -1,0 +1,82 @@
+"""Small disks for slaves, and what goes wrong with what lies on them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dips.ids import VersionId
+from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE
+
+FILLER = "filler"
+
+
+def missing() -> str | None:
+    """Why no small disk can be had here, or None."""
+    return None if os.geteuid() == 0 and shutil.which("mount") else "only root may mount a tmpfs"
+
+
+@contextmanager
+def small_disk(directory: Path, kib: int = 1024) -> Iterator[None]:
+    """A tmpfs at `directory`; gone on return, whatever lay on it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    words = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "dips-chaos", str(directory)]
+    subprocess.run(words, check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+def fill(directory: Path) -> None:
+    """Leave not a byte."""
+    with (directory / FILLER).open("wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 12, 1):
+            try:
+                while file.write(bytes(size)) == size:
+                    pass
+            except OSError:  # that is what we want
+                continue
+
+
+def free(directory: Path) -> None:
+    (directory / FILLER).unlink()
+
+
+def versions(directory: Path) -> list[VersionId]:
+    """Snapshots by their names, oldest first."""
+    return sorted(VersionId.parse(path.name) for path in directory.glob("v*@r*"))
+
+
+def flip_a_byte(directory: Path, version: VersionId) -> None:
+    """Rot: one bit in the middle of the parameters."""
+    path = directory / str(version) / MODEL_FILE
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def halve(directory: Path, version: VersionId) -> None:
+    """Half-written, as a disk that lied about fsync leaves it."""
+    path = directory / str(version) / MODEL_FILE
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def lose_manifest(directory: Path, version: VersionId) -> None:
+    (directory / str(version) / MANIFEST_FILE).unlink()
+
+
+def copy(directory: Path, to: Path) -> None:
+    shutil.copytree(directory, to, ignore=shutil.ignore_patterns(".lock"))
+
+
+def put_back(saved: Path, directory: Path) -> None:
+    """What was copied takes the place of what is there."""
+    for path in directory.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+    shutil.copytree(saved, directory, dirs_exist_ok=True)

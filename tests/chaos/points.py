@@ -1,0 +1,123 @@
+"""Twenty moments of a push and twenty of a pull at which a rank can be told to die: only in the trainer of a test.
+
+The training process wraps the library's own functions (production code has no switches) and counts: the moment is
+logical, the third chunk of ten, not some milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dips.client import mover, outer_loop, transfer
+from dips.client.line import Line
+from dips.client.local import PullMoved, PullWanted, PushMoved, PushWanted
+from tests.chaos.train_chaos import LAYERS, SHAPES
+
+CHUNK_BYTES = 4096
+CHUNKS = sum(-(-4 * torch.Size(shape).numel() // CHUNK_BYTES) for shape in SHAPES.values())
+TENTHS = [f"chunk {tenth * CHUNKS // 10} of {CHUNKS}" for tenth in range(1, 10)]
+
+POINTS = {
+    "push": [
+        "asked", "granted", "frozen", "welcomed by one slave", "welcomed by both", "first WANT", *TENTHS,
+        f"chunk {CHUNKS} of {CHUNKS}", "DONE of one slave", "DONE of both", "told the agent", "awaits the outcome",
+    ],
+    "pull": [
+        "asked", "granted", "begun", "welcomed by one slave", "welcomed by both", "first WANT", *TENTHS,
+        f"chunk {CHUNKS} of {CHUNKS}", "DONE of one slave", "DONE of both", "half installed", "installed, not told",
+    ],
+}  # fmt: skip
+assert all(len(set(names)) == 20 for names in POINTS.values()) and LAYERS
+
+_count: dict[str, int] = {}
+
+
+def die_at(kind: str, life: int, died: Path) -> None:
+    """Have this process kill itself at the `life`-th point of `kind`; lives beyond the last live on."""
+    if life > len(POINTS[kind]):
+        return
+    name = POINTS[kind][life - 1]
+
+    def reach(reached: str) -> None:
+        if reached == name:
+            with died.open("a") as file:
+                file.write(name + "\n")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    (_watch_push if kind == "push" else _watch_pull)(reach)
+
+
+def _watch_push(reach: Callable[[str], None]) -> None:
+    cls = transfer._Push
+    _before(outer_loop.OuterLoop, "_push", lambda *_: reach("granted"))
+    _before(mover.transfer, "push", lambda *_: reach("frozen"))
+    _after(cls, "welcome", lambda *_: _by_slave("welcome", reach, "welcomed by {}"))
+    _before(cls, "want", lambda *_: reach("first WANT"))
+    _after(cls, "result", lambda *_: _chunk(reach))
+    _after(cls, "finish", lambda *_: _by_slave("done", reach, "DONE of {}"))
+    _after(Line, "tell", lambda _, said: reach("asked") if isinstance(said, PushWanted) else None)
+    _after(Line, "tell", lambda _, said: reach("told the agent") if isinstance(said, PushMoved) else None)
+    _after(Line, "ask", lambda _, said: reach("awaits the outcome") if isinstance(said, PushMoved) else None)
+
+
+def _watch_pull(reach: Callable[[str], None]) -> None:
+    cls = transfer._Pull
+    _before(outer_loop.OuterLoop, "_pull", lambda *_: reach("granted"))
+    _before(mover.transfer, "pull", lambda *_: reach("begun"))
+    _after(cls, "welcome", lambda *_: _by_slave("welcome", reach, "welcomed by {}"))
+    _before(cls, "chunk", lambda *_: reach("first WANT"))
+    _before(cls, "result", lambda *_: _chunk(reach))
+    _after(cls, "finish", lambda *_: _by_slave("done", reach, "DONE of {}"))
+    _before(Line, "tell", lambda _, said: reach("installed, not told") if isinstance(said, PullMoved) else None)
+    _after(Line, "tell", lambda _, said: reach("asked") if isinstance(said, PullWanted) else None)
+    _half_install(reach)
+
+
+def _half_install(reach: Callable[[str], None]) -> None:
+    own = mover.Mover.install
+
+    def install(self: Any, version: Any) -> None:
+        with torch.no_grad():
+            for local, piece in self._own[: len(self._own) // 2]:
+                local.view.copy_(torch.from_numpy(piece.array))
+        reach("half installed")
+        own(self, version)
+
+    mover.Mover.install = install  # type: ignore[method-assign]
+
+
+def _by_slave(key: str, reach: Callable[[str], None], name: str) -> None:
+    _count[key] = _count.get(key, 0) + 1
+    reach(name.format("one slave" if _count[key] == 1 else "both"))
+
+
+def _chunk(reach: Callable[[str], None]) -> None:
+    _count["chunk"] = _count.get("chunk", 0) + 1
+    reach(f"chunk {_count['chunk']} of {CHUNKS}")
+
+
+def _before(owner: Any, name: str, look: Callable[..., object]) -> None:
+    own = getattr(owner, name)
+
+    def wrapped(*args: Any, **keys: Any) -> Any:
+        look(*args)
+        return own(*args, **keys)
+
+    setattr(owner, name, wrapped)
+
+
+def _after(owner: Any, name: str, look: Callable[..., object]) -> None:
+    own = getattr(owner, name)
+
+    def wrapped(*args: Any, **keys: Any) -> Any:
+        result = own(*args, **keys)
+        look(*args)
+        return result
+
+    setattr(owner, name, wrapped)

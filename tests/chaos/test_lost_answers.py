@@ -1,0 +1,76 @@
+"""An answer that is lost with its connection costs a question, never a contribution: the same key is asked again."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chaos.house import House
+
+CALLS = ["RequestPush", "FinishPush", "AwaitRound", "RequestPull", "FinishPull", "RequestRanges"]
+ORDERS = ["open_push", "measure", "fold", "apply", "persist", "commit", "open_pull", "retire"]
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_an_answer_to_a_cluster_is_lost(house: House, method: str) -> None:
+    """The master did what was asked, the connection breaks before the answer: it is asked again and hears the same."""
+    calls = house.to_master["east"].calls
+    trap = calls.lose_answer(method)
+    if method in ("RequestPull", "FinishPull"):
+        house.kill_rank("east")  # a new rank pulls the head
+    trap.caught()
+    asked = calls.seen[method]
+    house.until(lambda: calls.seen[method] > asked, 20, f"{method} is asked again")
+    house.progress(2, by=("east",))
+    assert not house.skipped()
+
+
+def test_the_answer_to_join_is_lost(house: House) -> None:
+    """The same nonce gets the same incarnation: no life is skipped, none is fenced by its own retry."""
+    house.process("east").terminate()
+    inc = _inc(house)
+    trap = house.to_master["east"].calls.lose_answer("Join")
+    house.cluster("east")
+    trap.caught()
+    house.progress(2, by=("east",))
+    assert _inc(house) == inc + 1
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_answer_to_the_master_is_lost(house: House, order: str) -> None:
+    """The slave carried the order out, the connection breaks: the order comes again, the work is not done twice."""
+    calls = house.orders["ps0"].calls
+    trap = calls.lose_answer(order)
+    if order == "open_pull":
+        house.kill_rank("east")
+    trap.caught()
+    house.progress(3, by=("east",))
+    assert not house.skipped() and not house.marks(house.master_timeline, "slave_lost")
+
+
+def test_the_answer_to_register_is_lost(house: House) -> None:
+    """The same nonce gets the same incarnation."""
+    sinc = _sinc(house)
+    house.process("ps0").kill()
+    trap = house.to_master["ps0"].calls.lose_answer("Register")
+    house.start_slave("ps0")
+    trap.caught()
+    house.progress(2)
+    assert _sinc(house) == sinc + 1
+
+
+@pytest.mark.parametrize("who", ["east", "ps1"])
+def test_the_answer_to_a_beat_is_lost(house: House, who: str) -> None:
+    """What the master has written off with a lease is not told a second time, nor forgotten."""
+    trap = house.to_master[who].calls.lose_answer("Beat")
+    trap.caught()
+    house.progress(2, by=("east",))
+
+
+def _inc(house: House) -> int:
+    return int(house.told(lambda s: "east" in s["clusters"], 10, "the master knows east")["clusters"]["east"]["inc"])
+
+
+def _sinc(house: House) -> int:
+    return int(
+        house.told(lambda s: s["slaves"]["ps0"].get("sinc"), 10, "the master knows ps0")["slaves"]["ps0"]["sinc"]
+    )

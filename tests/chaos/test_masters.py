@@ -1,0 +1,84 @@
+"""Two masters, two lives of one cluster: who came later is obeyed, who came earlier leaves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import yaml
+
+from tests.chaos.house import House, address
+from tests.chaos.wires import Loop
+from tests.integration.cluster_harness import daemon
+
+CONFIG, STALE = 78, 75
+
+
+def test_a_second_master_is_refused_by_the_lock(house: House) -> None:
+    """On the same directory: it names the holder and ends; the first does not notice."""
+    pid = house.process("master").pid
+    second = house._start("second", [*daemon("master"), "--config", str(house.file)])
+    house.wait(second, 20, CONFIG)
+    assert f"process {pid}" in second.log.read_text()
+    house.progress(2, by=house.clusters)
+
+
+def test_a_second_master_on_a_copied_ledger_wins_by_its_term(tmp_path: Path, loop: Loop) -> None:
+    """The first sleeps, holding a fold's answer; the second begins a later term; the first wakes, asks, and leaves."""
+    with House(tmp_path, loop) as house:
+        house.start()
+        first = house.process("master")
+        trap = house.orders["ps0"].calls.trap("fold", "after")
+        trap.caught()
+        os.kill(first.pid, signal.SIGSTOP)
+        second = _take_over(house)
+        house.progress(2, by=house.clusters)
+        trap.release(forward=False)
+        os.kill(first.pid, signal.SIGCONT)
+        house.wait(first, 30, STALE)
+        house.progress(2, by=house.clusters)
+        house.check()
+        assert second.code is None
+
+
+def _take_over(house: House):  # type: ignore[no-untyped-def]
+    """Start a master on a copy of the ledger, and lead everybody to it."""
+    copy = house.directory / "master2"
+    shutil.copytree(house.master_directory, copy, ignore=shutil.ignore_patterns("*.lock"))
+    file = yaml.safe_load(house.file.read_text())
+    file["master"] |= {"directory": str(copy), "listen": address()}
+    other = house.directory / "dips2.yaml"
+    other.write_text(yaml.safe_dump(file))
+    second = house._start("master2", [*daemon("master"), "--config", str(other)])
+    house.address, house.master_directory = file["master"]["listen"], copy
+    for line in house.to_master.values():
+        line.calls.retarget(house.address)
+        line.wire.cut()
+    return second
+
+
+def test_a_zombie_agent_wakes_while_its_successor_pushes(house: House) -> None:
+    """The old life is fenced: it changes nothing, and exits 75; the successor's push counts."""
+    zombie, since = house.process("east"), time.time()
+    sleeping = [zombie.pid, *house.ranks("east")]
+    house.count_unheard("east")
+    for pid in sleeping:
+        os.kill(pid, signal.SIGSTOP)
+    place = f"east-after-{zombie.pid}"
+    house.cluster("east", place=place)
+    house.seen_after(house.timeline(place), "pull_end", since=since, within_s=60)
+    for lane in house.lanes.values():
+        lane.hold()
+    begun = house.seen_after(house.timeline(place), "push_begin", since=time.time() - 1)
+    for pid in sleeping:
+        os.kill(pid, signal.SIGCONT)
+    house.wait(zombie, 40, STALE)
+    for lane in house.lanes.values():
+        lane.heal()
+    house.progress(2, by=("east",))
+    assert begun["seq"] > 0
+    house.process("east").terminate()  # the next test finds east where it was
+    house.cluster("east")

@@ -1,0 +1,130 @@
+"""SIGKILL, and SIGSTOP with SIGCONT, of every role, in the middle of a living run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.chaos.house import LEASE_S, House
+
+STOPPED_S = 2 * LEASE_S
+
+
+def test_sigkill_of_the_master(house: House) -> None:
+    """Nobody else stops; the next life takes up where the ledger ends."""
+    lives = {name: house.process(name).pid for name in (*house.slaves, *house.clusters)}
+    house.process("master").kill()
+    house.start_master()
+    house.progress(2, by=house.clusters)
+    assert {name: house.process(name).pid for name in lives} == lives
+    assert all(house.process(name).code is None for name in lives)
+
+
+def test_sigkill_of_a_slave(house: House) -> None:
+    house.process("ps0").kill()
+    house.start_slave("ps0")
+    house.progress(2, by=house.clusters)
+
+
+def test_sigkill_of_both_slaves(house: House) -> None:
+    for name in house.slaves:
+        house.process(name).kill()
+    house.start_slaves()
+    house.progress(2, by=house.clusters)
+
+
+def test_sigkill_of_an_agent(house: House) -> None:
+    house.kill_agent("east")
+    house.progress(2, by=("west",))
+    house.cluster("east")
+    house.progress(2, by=house.clusters)
+
+
+def test_sigkill_of_an_agent_that_is_back_within_its_lease(house: House) -> None:
+    """The life that is fenced by the next one had lost the work of dead ranks: that stays counted."""
+    for _ in range(3):
+        house.kill_rank("east")
+        house.progress(1, by=("east",))
+    told = house.told(lambda s: s["clusters"]["east"]["tokens_lost"] > 0, 10, "tokens are lost with the ranks")
+    house.kill_agent("east")
+    house.cluster("east")
+    house.progress(2, by=("east",))
+    now = house.told(lambda s: "east" in s["clusters"], 10, "the master knows east")
+    assert now["clusters"]["east"]["tokens_lost"] >= told["clusters"]["east"]["tokens_lost"]
+
+
+def test_sigkill_of_a_training_job(house: House) -> None:
+    """Launcher and rank: the agent starts them anew and keeps the lease."""
+    joined = len(house.marks(house.timeline("east"), "joined"))
+    house.kill_trainer("east")
+    house.progress(2, by=house.clusters)
+    assert len(house.marks(house.timeline("east"), "joined")) == joined
+
+
+def test_sigkill_of_a_rank(house: House) -> None:
+    house.kill_rank("east")
+    house.progress(2, by=house.clusters)
+
+
+def test_sigkill_of_everything(house: House) -> None:
+    """The whole room: what the ledger names is on the disks, and the run goes on from it."""
+    head = house.head()
+    for name in house.clusters:
+        house.kill_agent(name)
+    for name in ("master", *house.slaves):
+        house.process(name).kill()
+    house.start()
+    assert house.progress(2, by=house.clusters) > head
+
+
+@pytest.mark.parametrize("who", ["ps0", "east"])
+def test_sigstop_beyond_the_lease_and_sigcont(house: House, who: str) -> None:
+    """Slave or agent: lost or gone, the others are told so; awake again it finds out by its first beat."""
+    since, pid = time.time(), house.process(who).pid
+    os.kill(pid, signal.SIGSTOP)
+    kind, key = ("slave_lost", "slave") if who == "ps0" else ("cluster_gone", "cluster")
+    house.seen_after(house.master_timeline, kind, since=since, **{key: who})
+    os.kill(pid, signal.SIGCONT)
+    house.progress(2, by=house.clusters)
+    assert house.process(who).code is None
+
+
+def test_sigstop_of_a_rank_and_sigcont(house: House) -> None:
+    """It hangs while its agent lives: no life ends, no window waits longer than its length."""
+    gone = len(house.marks(house.master_timeline, "cluster_gone"))
+    ranks = house.ranks("east")
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)
+    house.progress(4, by=("west",))
+    for pid in ranks:
+        os.kill(pid, signal.SIGCONT)
+    house.progress(2, by=house.clusters)
+    assert len(house.marks(house.master_timeline, "cluster_gone")) == gone
+
+
+def test_sigstop_of_the_master_and_sigcont(house: House) -> None:
+    """Silence counts only while somebody listens: nobody is judged by the gap."""
+    before = [len(house.marks(house.master_timeline, kind)) for kind in ("cluster_gone", "slave_lost")]
+    pid = house.process("master").pid
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(STOPPED_S)  # the gap itself is what is tested
+    os.kill(pid, signal.SIGCONT)
+    house.progress(2, by=house.clusters)
+    assert house.marks(house.master_timeline, "blind")
+    assert [len(house.marks(house.master_timeline, kind)) for kind in ("cluster_gone", "slave_lost")] == before
+
+
+def test_sigstop_of_everything_and_sigcont(house: House) -> None:
+    """A machine that sleeps and wakes: all clocks jump, nothing is lost but time."""
+    pids = [p.pid for p in house.processes if p.code is None] + [
+        r for name in house.clusters for r in house.ranks(name)
+    ]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(STOPPED_S)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    house.progress(2, by=house.clusters)

@@ -1,0 +1,256 @@
+"""The twelve rows of the failure table (design.md section 9), one test or more for each, named for it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import time
+
+import pytest
+
+from tests.chaos.house import LEASE_S, TOKENS, House
+
+ROUND_ORDERS = ["measure", "fold", "apply", "persist"]
+
+
+# ---- 1: rank or trainer of a cluster ---------------------------------------------------------------------------------
+
+
+def test_row_1_rank_or_trainer(house: House) -> None:
+    """Its open push is aborted, the lease is kept; the rank is started anew, pulls and goes on."""
+    since, joined = time.time(), len(house.marks(house.timeline("east"), "joined"))
+    house.lanes["ps1"].hold()
+    push = house.seen_after(house.master_timeline, "push_granted", since=since, push=_Of("east"))["push"]
+    house.kill_rank("east")
+    house.seen_after(house.master_timeline, "push_dropped", since=since, push=push)
+    house.lanes["ps1"].heal()
+    house.progress(2, by=house.clusters)
+    assert len(house.marks(house.timeline("east"), "joined")) == joined
+    assert push not in _folded(house)
+
+
+# ---- 2: cluster, agent or link ---------------------------------------------------------------------------------------
+
+
+def test_row_2_cluster_dies_with_an_uncommitted_push(house: House) -> None:
+    """The push is dropped with its lease; the window goes on without it."""
+    since = time.time()
+    house.lanes["ps1"].hold()
+    push = house.seen_after(house.master_timeline, "push_granted", since=since, push=_Of("east"))["push"]
+    house.kill_agent("east")
+    house.lanes["ps1"].heal()
+    house.progress(3, by=("west",))
+    house.seen_after(house.master_timeline, "cluster_gone", since=since, cluster="east")
+    assert push not in _folded(house)
+    house.cluster("east")
+
+
+def test_row_2_cluster_dies_with_a_committed_push(house: House) -> None:
+    """The work is good and counts, though nobody is left to hear so."""
+    trap = house.orders["ps0"].calls.trap("measure")
+    trap.caught()
+    status = house.told(lambda s: s["round"]["pushes"] or s["clusters"], 5, "a push is being measured")
+    committed = house.marks(house.master_timeline, "push_committed")[-1]["push"]
+    cluster = committed.split("/")[0]
+    house.kill_agent(cluster)
+    trap.release()
+    house.until(lambda: committed in _folded(house), 20, f"{committed} counts: {status['round']}")
+    house.cluster(cluster)
+
+
+# ---- 3: cluster comes back -------------------------------------------------------------------------------------------
+
+
+def test_row_3_cluster_comes_back(house: House) -> None:
+    """A new incarnation pulls the head and takes part, at once: it need not wait for the old lease to end."""
+    before = house.told(lambda s: "east" in s["clusters"], 10, "the master knows east")["clusters"]["east"]["inc"]
+    house.kill_agent("east")
+    house.cluster("east")
+    house.progress(2, by=("east",))
+    after = house.told(lambda s: "east" in s["clusters"], 10, "the master knows east")["clusters"]["east"]["inc"]
+    assert after == before + 1
+
+
+# ---- 4: frame corrupt, truncated, repeated, hostile ------------------------------------------------------------------
+
+
+def test_row_4_frames_are_corrupt(house: House) -> None:
+    """One bit of every 20 kB towards the slaves is wrong: it is refused, asked again, and never enters a version."""
+    for lane in house.lanes.values():
+        lane.flip(20_000)
+    flipped = lambda: sum(lane.flipped for lane in house.lanes.values())  # noqa: E731
+    house.until(lambda: flipped() >= 40, 60, "40 bits are flipped")
+    for lane in house.lanes.values():
+        lane.heal()
+    house.progress(2, by=house.clusters)
+
+
+def test_row_4_frames_are_hostile(house: House) -> None:
+    """Garbage, half greetings and endless claims on every port, while the run goes on."""
+    pids, rng = [p.pid for p in house.processes if p.code is None], random.Random(4)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
+    ready = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+    long_frame = b"\x02" + (10 << 30).to_bytes(8, "big")
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    hostile = [
+        rng.randbytes(5000), greeting, greeting + ready + long_frame, preface + rng.randbytes(2000),
+        greeting + ready + b"\x00\x40" + rng.randbytes(64), b"GET / HTTP/1.1\r\n\r\n",
+        greeting + ready + (b"\x01\xff" + rng.randbytes(255)) * 2000,
+    ]  # fmt: skip
+    ports = [own[key] for own in house._own.values() for key in ("listen", "lane")] + [house.address]
+    for words in hostile:
+        for port in ports:
+            _say(port, words)
+    house.progress(3, by=house.clusters)
+    assert [p.pid for p in house.processes if p.code is None] == pids
+    assert not house.marks(house.master_timeline, "slave_lost", slave="nobody")
+
+
+# ---- 5: slave before Persisted ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ROUND_ORDERS)
+def test_row_5_slave_before_persisted(house: House, order: str) -> None:
+    """The round is skipped; its clusters keep their progress, so the next push brings more; the slave comes back."""
+    since, skipped = time.time(), len(house.skipped())
+    trap = house.orders["ps1"].calls.trap(order)
+    trap.caught()
+    house.process("ps1").kill()
+    trap.release(forward=False)
+    house.start_slave("ps1")
+    house.until(lambda: len(house.skipped()) > skipped, 20, "the round is skipped")
+    house.progress(2, by=house.clusters)
+    lost = house.seen_after(house.master_timeline, "round_skipped", since=since)
+    folds = [f for r in house.history() if r.round > int(lost["round"]) for f in r.folds]
+    assert any(f.tokens >= 4 * TOKENS[f.push.cluster] for f in folds), "nobody carried its progress on"
+
+
+# ---- 6: slave after Persisted ----------------------------------------------------------------------------------------
+
+
+def test_row_6_slave_after_persisted(house: House) -> None:
+    """The row is there, the slave dies before it hears Commit: it comes back with the version, no round is skipped."""
+    skipped = len(house.skipped())
+    trap = house.orders["ps1"].calls.trap("commit")
+    trap.caught()
+    head = house.head()
+    house.process("ps1").kill()
+    trap.release(forward=False)
+    house.start_slave("ps1")
+    house.progress(2, by=house.clusters)
+    assert len(house.skipped()) == skipped and head in _lineage(house)
+
+
+def test_row_6_slave_in_doubt(house: House) -> None:
+    """It has prepared and persisted, and is cut off before Commit: it keeps both, asks when it registers, is told."""
+    since, skipped = time.time(), len(house.skipped())
+    pid = house.process("ps1").pid
+    trap = house.orders["ps1"].calls.trap("commit")
+    trap.caught()
+    head = house.head()
+    for wire in house.wires("ps1"):
+        wire.hold()
+    house.seen_after(house.master_timeline, "slave_lost", since=since, slave="ps1")
+    for wire in house.wires("ps1"):
+        wire.heal()
+    trap.release(forward=False)
+    house.progress(2, by=house.clusters)
+    assert len(house.skipped()) == skipped and head in _lineage(house) and house.process("ps1").pid == pid
+
+
+# ---- 9: master -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["open_push", *ROUND_ORDERS])
+def test_row_9_master_before_the_row(house: House, order: str) -> None:
+    """A new term; that round made no version; everybody is known again, and no cluster stopped computing."""
+    trap = house.orders["ps0"].calls.trap(order)
+    trap.caught()
+    head = house.head()
+    house.process("master").kill()
+    trap.release(forward=False)
+    house.start_master()
+    house.progress(2, by=house.clusters)
+    assert head in _lineage(house)
+
+
+def test_row_9_master_after_the_row(house: House) -> None:
+    """The row stands and nobody was told: the next master repeats Commit, and answers Outcomes from the ledger."""
+    skipped = len(house.skipped())
+    traps = [house.orders[name].calls.trap("commit") for name in house.slaves]
+    for trap in traps:
+        trap.caught()
+    head = house.head()
+    house.process("master").kill()
+    for trap in traps:
+        trap.release(forward=False)
+    house.start_master()
+    house.progress(2, by=house.clusters)
+    assert head in _lineage(house) and len(house.skipped()) == skipped
+
+
+# ---- 10: master not looking ------------------------------------------------------------------------------------------
+
+
+def test_row_10_master_not_looking(house: House) -> None:
+    """Stopped for three leases: it says Blind, moves every deadline, and evicts nobody."""
+    since, pid = time.time(), house.process("master").pid
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(3 * LEASE_S)  # the gap itself is what is tested
+    os.kill(pid, signal.SIGCONT)
+    house.seen_after(house.master_timeline, "blind", since=since)
+    house.progress(2, by=house.clusters)
+    for kind in ("cluster_gone", "slave_lost"):
+        assert not [m for m in house.marks(house.master_timeline, kind) if m["at"] > since]
+
+
+# ---- 12: partition; more of it in test_partitions.py -----------------------------------------------------------------
+
+
+def test_row_12_partition(house: House) -> None:
+    """A cluster's whole site is cut off, control and data: the others go on; healed, a new life takes part."""
+    since = time.time()
+    house.to_master["east"].wire.hold()
+    house.seen_after(house.master_timeline, "cluster_gone", since=since, cluster="east")
+    house.progress(3, by=("west",))
+    house.to_master["east"].wire.heal()
+    house.progress(2, by=house.clusters)
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+class _Of(str):
+    """Equal to the name of any push of one cluster."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return str(other).startswith(f"{self!s}/")
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+def _folded(house: House) -> set[str]:
+    return {str(f.push) for r in house.history() for f in r.folds}
+
+
+def _lineage(house: House) -> list[object]:
+    with house.ledger() as ledger:
+        return [row.version for row in ledger.state().versions]
+
+
+def _say(port: str, words: bytes) -> None:
+    host, number = port.rsplit(":", 1)
+    with socket.create_connection((host, int(number)), 5) as s:
+        s.settimeout(0.2)
+        try:
+            s.sendall(words)
+            s.recv(64)
+        except OSError:
+            pass  # it hung up on us, or waits for more: either is right

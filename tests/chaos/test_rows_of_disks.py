@@ -1,0 +1,171 @@
+"""Rows 7, 8 and 11 of the failure table (design.md section 9), about disks; and what was restored from copies."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from dips.ids import VersionId
+from dips.master import genesis
+from tests.chaos import disks
+from tests.chaos.house import House
+from tests.chaos.wires import Loop
+
+CONFIG = 78
+
+
+# ---- 7: a slave cannot offer the head --------------------------------------------------------------------------------
+
+
+def test_row_7_a_slave_cannot_offer_the_head(house: House, tmp_path: Path) -> None:
+    """An older copy of its disk: the newest version that every slave offers becomes the head, by a row; all hear it."""
+    directory, since = house.directory / "ps1", time.time()
+    trap = _persisting(house)
+    disks.copy(directory, tmp_path / "copy")  # v(n-1), v(n)
+    trap.release()
+    trap = _persisting(house)  # of v(n+2), while v(n), v(n+1) lie there
+    head, common = house.head(), disks.versions(tmp_path / "copy")[-1]
+    assert common < head
+    house.process("ps1").kill()
+    disks.put_back(tmp_path / "copy", directory)
+    trap.release(forward=False)
+    house.start_slave("ps1")
+    note = house.seen_after(house.master_timeline, "rolled_back", since=since)
+    assert note["head"] == str(common) and str(head) in note["undone"]
+    house.progress(2, by=house.clusters)
+    assert head not in _lineage(house) and common in _lineage(house)
+
+
+def test_row_7_old_snapshots_that_nobody_shares(house: House, tmp_path: Path) -> None:
+    """A copy so old that no version is on all disks: it serves nothing and says so, until the right disk is back."""
+    directory = house.directory / "ps1"
+    house.process("ps1").kill()
+    disks.copy(directory, tmp_path / "old")
+    house.start_slave("ps1")
+    house.progress(6)
+    house.process("ps1").kill()
+    disks.copy(directory, tmp_path / "right")
+    disks.put_back(tmp_path / "old", directory)
+    head = house.head()
+    house.start_slave("ps1")
+    house.told(lambda s: "ps1" in s["round"]["reason"], 20, "the master says why nothing goes on")
+    time.sleep(2)  # it must not help itself
+    assert house.head() == head
+    house.process("ps1").kill()
+    disks.put_back(tmp_path / "right", directory)
+    house.start_slave("ps1")
+    house.progress(2, by=house.clusters)
+    assert head in _lineage(house)
+
+
+# ---- 8: snapshot corrupt or half written -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hurt", [disks.flip_a_byte, disks.halve, disks.lose_manifest])
+def test_row_8_snapshot_corrupt_or_half_written(house: House, hurt: Callable[[Path, VersionId], None]) -> None:
+    """It is passed over, loudly; the one before it becomes the head."""
+    since, directory = time.time(), house.directory / "ps1"
+    trap = _persisting(house)
+    house.process("ps1").kill()
+    head = house.head()
+    hurt(directory, head)
+    trap.release(forward=False)
+    house.start_slave("ps1")
+    note = house.seen_after(house.master_timeline, "rolled_back", since=since)
+    assert str(head) in note["undone"]
+    assert "snapshot_passed_over" in (house.directory / "ps1.log").read_text()
+    house.progress(2, by=house.clusters)
+
+
+def test_row_8_a_snapshot_that_was_never_finished(house: House) -> None:
+    """What was written aside when the process died is thrown away; nothing else is missed."""
+    directory = house.directory / "ps1"
+    house.process("ps1").kill()
+    (directory / ".unfinished-v9999@r9999").mkdir()
+    (directory / ".unfinished-v9999@r9999" / "model.safetensors").write_bytes(bytes(1000))
+    house.start_slave("ps1")
+    house.progress(2, by=house.clusters)
+    assert not list(directory.glob(".unfinished-v9999*"))
+
+
+# ---- 11: disk full ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tight_house(tmp_path: Path, loop: Loop) -> Iterator[House]:
+    """A house whose second slave has a disk of one MiB."""
+    if why := disks.missing():
+        pytest.skip(f"NO SMALL DISK: {why}")
+    with disks.small_disk(tmp_path / "ps1"), House(tmp_path, loop) as house:
+        house.start()
+        yield house
+    assert str(tmp_path) not in Path("/proc/mounts").read_text()
+
+
+def test_row_11_disk_full(tight_house: House) -> None:
+    """One round is skipped, then versions are made that are not durable, and said to be so; with room all is well."""
+    house, since = tight_house, time.time()
+    house.progress(2, by=house.clusters)
+    kept = disks.versions(house.directory / "ps1")[-1]
+    disks.fill(house.directory / "ps1")
+    house.told(lambda s: s["durability"]["state"] == "degraded", 40, "durability is degraded")
+    assert len(house.skipped()) >= 1
+    house.progress(3, by=house.clusters)
+    house.check()
+    assert kept in disks.versions(house.directory / "ps1"), "a slave deleted on its own"
+    disks.free(house.directory / "ps1")
+    house.seen_after(house.master_timeline, "durable_again", since=since)
+    house.progress(2, by=house.clusters)
+    house.told(lambda s: s["durability"]["head"], 20, "the head is durable")
+    house.check()
+
+
+# ---- an old ledger put back ------------------------------------------------------------------------------------------
+
+
+def test_an_old_ledger_put_back_refuses_to_serve(tmp_path: Path, loop: Loop) -> None:
+    """A backup that knows fewer rounds than a slave: the master ends and names `dips-master recover`."""
+    with House(tmp_path, loop) as house:
+        house.start()
+        backup = tmp_path / "backup.sqlite"
+        with (
+            closing(sqlite3.connect(house.master_directory / genesis.LEDGER)) as live,
+            closing(sqlite3.connect(backup)) as saved,
+        ):
+            live.backup(saved)
+        head = house.progress(4)
+        house.process("master").kill()
+        ledger = house.master_directory / genesis.LEDGER
+        saved_files = {path: path.read_bytes() for path in ledger.parent.glob("ledger.sqlite*")}
+        for path in saved_files:
+            path.unlink()
+        shutil.copy(backup, ledger)
+        old = house.start_master()
+        house.until(lambda: old.code is not None, 30, "the master refuses")
+        assert old.code == CONFIG and "dips-master recover" in old.log.read_text()
+        for path in ledger.parent.glob("ledger.sqlite*"):
+            path.unlink()
+        for path, content in saved_files.items():
+            path.write_bytes(content)
+        house.start_master()
+        house.progress(2, by=house.clusters)
+        house.check()
+        assert head in _lineage(house)
+
+
+def _persisting(house: House):  # type: ignore[no-untyped-def]
+    """Wait for the next Persist on its way to ps1, and hold it."""
+    trap = house.orders["ps1"].calls.trap("persist")
+    trap.caught()
+    return trap
+
+
+def _lineage(house: House) -> list[VersionId]:
+    with house.ledger() as ledger:
+        return [row.version for row in ledger.state().versions]
