@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from dips.sim.world import World
 
 
+EVERY = 16  # events: how often is looked at what only time can change
+
+
 class Fences(Invariant):
     """What bears an old term, incarnation, seq or round changes nothing: the state before is the state after."""
 
@@ -134,7 +137,7 @@ class Memory(Invariant):
         self.unknown_since: dict[tuple[str, PushId], float] = {}
 
     def after_event(self) -> None:
-        for machine in self.world.machines.values():
+        for machine in self.world.looked_at:
             if machine.process is None:
                 continue
             versions = machine.process.versions
@@ -186,6 +189,8 @@ class Liveness(Invariant):
             self.finished_at = self.world.heap.now
 
     def after_event(self) -> None:
+        if self.world.heap.events % EVERY:
+            return
         now, quiet = self.world.heap.now, self.world.quiet_at
         outcome_s, head_s = self.OUTCOME_S * self.world.patience, self.HEAD_S * self.world.patience
         if now < quiet + min(outcome_s, head_s):

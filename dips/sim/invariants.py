@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import isfinite
 from typing import TYPE_CHECKING
 
+from dips.client.deeds import Phase
 from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol.effects import Outcome
 from dips.protocol.records import (
@@ -20,7 +21,7 @@ from dips.protocol.records import (
 )
 from dips.sim.twin import LineageTwin, PenaltyTwin, same_statistics
 from dips.sim.watch import Invariant
-from dips.sim.work import Frozen, Work
+from dips.sim.work import Frozen
 
 if TYPE_CHECKING:
     from dips.sim.cluster import Agent
@@ -50,7 +51,7 @@ class Lineage(Invariant):
                         )
 
     def after_event(self) -> None:
-        for machine in self.world.machines.values():
+        for machine in self.world.looked_at:
             process = machine.process
             if process is None or process.versions.memory is None:
                 continue
@@ -94,6 +95,7 @@ class Commit(Invariant):
 
     def recorded(self, record: Record) -> None:
         if isinstance(record, VersionCommitted):
+            self.world.look_everywhere = True
             self.rows.add(record.version)
             self.head = record.version
 
@@ -102,7 +104,7 @@ class Commit(Invariant):
         self.require(head == self.head, f"a new master starts at {head}, the newest durable row is {self.head}")
 
     def after_event(self) -> None:
-        for machine in self.world.machines.values():
+        for machine in self.world.looked_at:
             process = machine.process
             if process is None:
                 continue
@@ -136,9 +138,10 @@ class Durable(Invariant):
     def after_event(self) -> None:
         if self.newest == GENESIS:
             return  # the initial model is on every disk
-        for machine in self.world.machines.values():
+        for machine in self.world.looked_at:
             snapshot = machine.disk.files.get(self.newest)
-            self.require(snapshot is not None and snapshot.whole, f"{machine.name}'s disk has no whole {self.newest}")
+            there = (snapshot is not None and snapshot.good) or self.newest in machine.disk.harmed
+            self.require(there, f"{machine.name}'s disk has no whole {self.newest}")
 
 
 class Once(Invariant):
@@ -156,6 +159,10 @@ class Once(Invariant):
                 before = self.folded.get(fold.push)
                 self.require(before is None, f"{fold.push} is in {before} and in {record.version}")
                 self.folded[fold.push] = record.version
+
+    def dropped(self, agent: Agent, push: PushId) -> None:
+        row = self.folded.get(push)
+        self.require(row is None, f"{push} was told to be dropped, the ledger has it in {row}")
 
     def outcome(self, agent: Agent, frozen: Frozen, outcome: Outcome) -> None:
         row = self.folded.get(frozen.push)
@@ -264,7 +271,7 @@ class Tokens(Invariant):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.settled: dict[int, str] = {}  # id of the work → where it was settled
+        self.settled = world.books.settled
         self.accepted = 0
 
     def recorded(self, record: Record) -> None:
@@ -288,17 +295,29 @@ class Tokens(Invariant):
             total == self.accepted, f"the ledger's versions bring {total} tokens, {self.accepted} were accepted"
         )
 
-    def at_rest(self) -> None:
-        carried = {id(w) for work in self._with_clusters() for w in work}
-        for work in self.world.books.work:
-            fates = [f for f in (self.settled.get(id(work)), "lost" if work.lost else None) if f]
-            if not fates and id(work) in carried:
-                fates = ["carried"]
-            self.require(bool(fates), f"range {work.data_range} of {work.cluster} ({work.tokens} tokens) has no fate")
+    def stepped(self, agent: Agent) -> None:
+        self._account(agent)
 
-    def _with_clusters(self) -> list[list[Work]]:
-        agents = [site.agent for site in self.world.sites.values() if site.agent is not None]
-        return [[*a.carried, *(a.open.work if a.open else ())] for a in agents]
+    def outcome(self, agent: Agent, frozen: Frozen, outcome: Outcome) -> None:
+        self._account(agent)
+
+    def at_rest(self) -> None:
+        agents = [agent for site in self.world.sites.values() for agent in site.agents]
+        carried = {id(w) for agent in agents if agent.trainer for w in agent.trainer.works}
+        for work in self.world.books.work:
+            fate = id(work) in self.settled or work.lost or id(work) in carried
+            self.require(fate, f"range {work.data_range} of {work.cluster} ({work.tokens} tokens) has no fate")
+        for agent in agents:
+            self._account(agent)
+
+    def _account(self, agent: Agent) -> None:
+        """A client's own count: everything since its Joined is carried, frozen, accepted, gated or lost."""
+        if agent.inc == 0 or agent.session.phase is Phase.JOINING:
+            return
+        account = agent.session.account
+        self.require(
+            account.consumed == agent.consumed, f"{agent.name} consumed {agent.consumed} tokens, its account: {account}"
+        )
 
     def _tokens_of(self, row: FoldRow | OutcomeRow) -> None:
         frozen = self.world.books.frozen[row.push]
@@ -322,7 +341,7 @@ class Data(Invariant):
         super().__init__(world)
         self.holder: dict[int, tuple[str, int]] = {}
         self.ended: set[tuple[str, int]] = set()
-        self.settled: dict[int, PushId] = {}
+        self.settled = world.books.ranges_settled
 
     def recorded(self, record: Record) -> None:
         if isinstance(record, RangesLeased):
@@ -337,6 +356,10 @@ class Data(Invariant):
             self.ended.add((record.cluster, record.inc))
         elif isinstance(record, VersionCommitted | RoundEnded):
             for outcome in record.outcomes:
+                used = self.world.books.frozen[outcome.push].ranges
+                self.require(
+                    sorted(outcome.ranges) == sorted(used), f"{outcome.push} used {used}, its row says {outcome.ranges}"
+                )
                 for r in outcome.ranges if outcome.kind != "skipped" else ():
                     self.require(
                         r not in self.settled, f"range {r} of {outcome.push} was settled by {self.settled.get(r)}"

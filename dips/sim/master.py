@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from dips.errors import StaleTerm
 from dips.master.ledger import Ledger
 from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer, SlaveBeat, SlaveBeatAnswer
 from dips.protocol.coordinator import Coordinator
@@ -20,6 +21,7 @@ from dips.protocol.effects import Acknowledged, Effect, Exit, Failed, Joined, No
 from dips.protocol.events import Blind, Event, OrderAnswered, OrderFailed, PushRefused, PushStaged, Ticked
 from dips.protocol.membership import Judge
 from dips.protocol.records import ClusterEnded, Record, RunRow
+from dips.protocol.slaves import EXIT_STALE
 from dips.sim.heap import Timer
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 Answer = Callable[[Any], None]
 WRITE_S = 0.02  # of a transaction, at most ten times that
+EXIT_LEDGER = 74  # a record could not be written: read the truth again (why.md 29)
 RESEND_S = 1.5  # an order without an answer is sent again under its number
 
 
@@ -56,6 +59,11 @@ class LedgerDisk:
 
     def __init__(self, row: RunRow) -> None:
         self._db = Ledger.create(":memory:", row)._db
+        self.slowness = 1.0
+        self.full = False
+
+    def mend(self) -> None:
+        self.slowness, self.full = 1.0, False
 
     def open(self) -> Ledger:
         return Ledger(self._db, None, lambda: 0.0)
@@ -83,6 +91,7 @@ class MasterMachine:
         self.rng = world.chance.of("master")
         self.disk = LedgerDisk(row)
         self.process: MasterProcess | None = None
+        self.zombies: list[MasterProcess] = []  # stopped, and taken for dead: each has a successor
         world.network.attach("master", self)
 
     def start(self) -> None:
@@ -93,6 +102,14 @@ class MasterMachine:
         process, self.process = self.process, None
         if process is not None:
             process.die()
+
+    def abandon(self) -> MasterProcess | None:
+        """Another will be started beside it, on the same ledger: another host, a mount without locks."""
+        process, self.process = self.process, None
+        if process is not None:
+            process.pause()
+            self.zombies.append(process)
+        return process
 
     def receive(self, sender: str, message: Any, answer: Answer) -> None:
         if self.process is not None:
@@ -130,6 +147,8 @@ class MasterProcess:
         if self.writing is None:
             return
         fate = self.machine.rng.random()
+        if self in self.machine.zombies or self.machine.disk.full:
+            return
         if fate < 0.5:
             self.ledger.write(self.writing)
             self.world.watch.recorded(self.writing)
@@ -145,7 +164,7 @@ class MasterProcess:
 
     def wake(self) -> None:
         """Say how long nobody looked, read what lies there, and only then look at the clock."""
-        if self.inbox is None:
+        if self.inbox is None or not self.alive:
             return
         came, self.inbox = self.inbox, None
         self.be_blind(self.world.heap.now - self.paused_at)
@@ -176,7 +195,7 @@ class MasterProcess:
             self._step(replace(message, req=self._question(answer)), message)
 
     def _cluster_beat(self, beat: ClusterBeat, answer: Answer) -> None:
-        self.world.watch.beat_read("cluster", beat.cluster, beat.inc)
+        self._heard("cluster", beat.cluster, beat.inc)
         for event in self.judge.heard_cluster(beat, self.world.heap.now):
             self._step(event)
         standing, push, pull = self.coordinator.cluster_standing(beat.cluster, beat.inc)
@@ -185,13 +204,17 @@ class MasterProcess:
         self._say(told, answer)
 
     def _slave_beat(self, beat: SlaveBeat, answer: Answer) -> None:
-        self.world.watch.beat_read("slave", beat.slave, beat.sinc)
+        self._heard("slave", beat.slave, beat.sinc)
         for event in self.judge.heard_slave(beat, self.world.heap.now):
             self._step(event)
         register, as_of, pushes, pulls = self.coordinator.slave_live(beat.slave, beat.sinc)
         register = register or beat.term != self.coordinator.term
         lease_s = self.world.options.timing.lease_s
         self._say(SlaveBeatAnswer(self.coordinator.term, lease_s, register, as_of, pushes, pulls), answer)
+
+    def _heard(self, role: str, name: str, life: int) -> None:
+        if self is self.machine.process:
+            self.world.watch.beat_read(role, name, life)
 
     def _question(self, answer: Answer) -> int:
         self._questions += 1
@@ -233,7 +256,8 @@ class MasterProcess:
         if not self.alive or self.inbox is not None:
             return
         for verdict in self.judge.verdicts(self.world.heap.now):
-            self.world.watch.judged(verdict)
+            if self is self.machine.process:  # a zombie's verdicts reach nobody
+                self.world.watch.judged(verdict)
             self._step(verdict)
         self._step(Ticked())
 
@@ -251,14 +275,21 @@ class MasterProcess:
 
     def write(self, records: list[Record]) -> None:
         self.writing = records
-        delay_s = WRITE_S * (1.0 + 9.0 * self.machine.rng.random() ** 3)
+        delay_s = WRITE_S * (1.0 + 9.0 * self.machine.rng.random() ** 3) * self.machine.disk.slowness
         self.world.heap.after(delay_s, "the ledger writes", lambda: self.wrote(records))
 
     def wrote(self, records: list[Record]) -> None:
         """The transaction is durable; what waited behind it may leave."""
         if not self.alive:
             return
-        self.ledger.write(records)
+        if self.machine.disk.full:
+            self._leave(Exit(EXIT_LEDGER, "database or disk is full"))
+            return
+        try:
+            self.ledger.write(records)
+        except StaleTerm as error:
+            self._leave(Exit(EXIT_STALE, str(error)))
+            return
         self.world.watch.recorded(records)
         self.writing = None
         self._pump()
@@ -274,7 +305,7 @@ class MasterProcess:
             self.world.watch.noted(effect)
         elif isinstance(effect, Exit):
             self.exited = effect.reason
-            self.world.master_exits(effect)
+            self.world.master_exits(self, effect)
 
     def order_ended(self, order: Order, answer: Any) -> None:
         """Turn a slave's answer, or its silence, into an event."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from dips.ids import VersionId
+from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Note, Order, Outcome, Registered
 from dips.protocol.events import Event
 from dips.protocol.records import LedgerState, Record
@@ -54,8 +54,26 @@ class Listener:
     def installed(self, agent: Agent) -> None:
         """All ranks of a cluster copied what they pulled."""
 
+    def granted(self, agent: Agent, push: PushId) -> None:
+        """The ranks of a cluster begin to push."""
+
+    def push_moved(self, agent: Agent, push: PushId, moved: bool) -> None:
+        """They have ended; `moved` if every one of them heard DONE."""
+
+    def pulling(self, agent: Agent, pull: PullId) -> None:
+        """The ranks of a cluster begin to pull."""
+
     def pulled(self, agent: Agent, installed: bool, attempt: int) -> None:
         """A pull is over."""
+
+    def dropped(self, agent: Agent, push: PushId) -> None:
+        """A cluster heard that a push came to nothing."""
+
+    def agent_exits(self, agent: Agent, reason: str) -> None:
+        """An agent goes on its own account."""
+
+    def met(self, row: str) -> None:
+        """Something happened that is counted."""
 
     def order_leaves(self, order: Order) -> None:
         """A master sends an order."""
@@ -144,8 +162,26 @@ class Watch:
     def installed(self, agent: Agent) -> None:
         self._call("installed", agent)
 
+    def granted(self, agent: Agent, push: PushId) -> None:
+        self._call("granted", agent, push)
+
+    def push_moved(self, agent: Agent, push: PushId, moved: bool) -> None:
+        self._call("push_moved", agent, push, moved)
+
+    def pulling(self, agent: Agent, pull: PullId) -> None:
+        self._call("pulling", agent, pull)
+
     def pulled(self, agent: Agent, installed: bool, attempt: int) -> None:
         self._call("pulled", agent, installed, attempt)
+
+    def dropped(self, agent: Agent, push: PushId) -> None:
+        self._call("dropped", agent, push)
+
+    def agent_exits(self, agent: Agent, reason: str) -> None:
+        self._call("agent_exits", agent, reason)
+
+    def met(self, row: str) -> None:
+        self._call("met", row)
 
     def order_leaves(self, order: Order) -> None:
         self._call("order_leaves", order)

@@ -24,22 +24,22 @@ class Frozen:
 
     push: PushId
     base: VersionId
-    content: dict[int, F32]
+    content: dict[int, F32]  # what a slot holds when all of it has arrived
     work: tuple[Work, ...]
+    ranges: tuple[int, ...]  # used up by then
     diverged: bool = False  # its content is bad on purpose
+    codec: str = "fp32"
 
     @property
     def tokens(self) -> int:
         return sum(w.tokens for w in self.work)
 
-    @property
-    def ranges(self) -> tuple[int, ...]:
-        return tuple(w.data_range for w in self.work)
-
 
 @dataclass
 class Books:
-    """All that was ever done and frozen in one world."""
+    """All that was ever done and frozen in one world; what is settled, the invariants say that read the ledger."""
 
     work: list[Work] = field(default_factory=list)
     frozen: dict[PushId, Frozen] = field(default_factory=dict)  # the newest freeze under each name
+    settled: dict[int, str] = field(default_factory=dict)  # id of the work → where the ledger settled it
+    ranges_settled: dict[int, PushId] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from dips.sim.fences import Fences, Liveness, Memory, Monotone, Patience, Patien
 from dips.sim.flow import SimFlow
 from dips.sim.heap import Chance, Heap, Timer, Trace
 from dips.sim.invariants import Authority, Commit, Data, Durable, Finite, Lineage, Once, Tokens, WholeInstalls
-from dips.sim.master import MasterMachine
+from dips.sim.master import MasterMachine, MasterProcess
 from dips.sim.network import Network
 from dips.sim.site import Site
 from dips.sim.slave import Machine
@@ -35,6 +35,7 @@ from dips.slave.ports import F32
 
 FAULTS_S = 55.0  # simulated seconds with faults
 QUIET_S = 50.0  # and without
+EVERYWHERE = 64  # events: so often every machine is looked at, touched or not
 NOISES = 32  # directions in which a trainer may go in one inner step
 
 
@@ -153,6 +154,7 @@ class World:
         self.quiet_at, self.ends_at = (0.0, scenario.lasts_s) if scenario else (FAULTS_S, FAULTS_S + QUIET_S)
         self.patience = scenario.patience if scenario else 1.0
         self.network = Network(self.heap, self.chance)
+        self.network.lost_to_cut = self._lost_to_cut
         slowness = dict(zip("abc", self.settings.slowness, strict=False))
         self.data = DataNetwork(self.heap, self.chance.of("data"), self, self.sizes, slowness)
         self.result = Result(seed)
@@ -160,6 +162,8 @@ class World:
         self.faults = Faults(self)
         listeners = scenario.listeners if scenario else ()
         self.watch = Watch([*self._invariants(), self.faults, Counter(self.result), *listeners])
+        self.looked_at: list[Machine] = []
+        self.look_everywhere = False
         self._asleep_s = 0.0
         self._asleep_since: float | None = None
         self._populate()
@@ -206,7 +210,7 @@ class World:
             while (timer := self.heap.next()) is not None and timer.at < self.ends_at:
                 self.trace.add(timer.at, timer.what)
                 timer.action()
-                self.watch.after_event()
+                self._look()
             self.watch.at_rest()
         except Violation as violation:
             result.failure = Failure(violation.number, str(violation), tuple(self.trace.lines()))
@@ -216,6 +220,18 @@ class World:
             self.master.disk.close()
         result.events, result.faults = self.heap.events, self.faults.count
         return result
+
+    def _look(self) -> None:
+        """Let the invariants look at the machines that the event touched; now and then at all of them.
+
+        What a machine holds is reached through its process and its disk only, and both say `touch`.
+        """
+        everywhere = self.look_everywhere or self.heap.events % EVERYWHERE == 0
+        self.looked_at = [m for m in self.machines.values() if m.touched or everywhere]
+        for machine in self.looked_at:
+            machine.touched = False
+        self.look_everywhere = False
+        self.watch.after_event()
 
     def later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer:
         return self.heap.after(delay_s, what, action)
@@ -232,22 +248,35 @@ class World:
         self._sleeps()
 
     def start_master(self) -> None:
-        self._woke()
-        self.master.start()
+        if self.master.process is None:
+            self._woke()
+            self.master.start()
 
     def pause_master(self) -> None:
-        if self.master.process is not None:
+        if self.master.process is not None and self.master.process.inbox is None:
             self.master.process.pause()
             self._sleeps()
 
     def wake_master(self) -> None:
-        if self.master.process is not None:
+        if self.master.process is not None and self.master.process.inbox is not None:
             self._woke()
             self.master.process.wake()
 
-    def master_exits(self, effect: Exit) -> None:
-        """It leaves on its own account; something starts it again."""
+    def abandon_master(self) -> MasterProcess | None:
+        """It is stopped, and taken for dead."""
+        zombie = self.master.abandon()
+        self._sleeps()
+        return zombie
+
+    def master_exits(self, process: MasterProcess, effect: Exit) -> None:
+        """It leaves on its own account; something starts it again, if it is not the old one of two."""
         self.trace.add(self.heap.now, f"the master exits with {effect.code}", effect.reason)
+        if process is not self.master.process:
+            process.die()
+            if process in self.master.zombies:
+                self.master.zombies.remove(process)
+                self.watch.met("zombie_master")
+            return
         self.crash_master()
         self.later(1.0, "the master starts again", self.start_master)
 
@@ -263,7 +292,14 @@ class World:
 
     def flow(self, slave: str) -> SimFlow | None:
         process = self.machines[slave].process
-        return process.flow if process is not None else None
+        return process.flow if process is not None and not process.gate.closed else None
+
+    def frame_refused(self, why: str) -> None:
+        """A slave or a rank would not take a frame."""
+        self.watch.met("frame")
+
+    def _lost_to_cut(self, sender: str, receiver: str, both: bool) -> None:
+        self.watch.met("partition_both" if both else "partition_one_way")
 
     def descend(self, theta: dict[int, F32], rng: Random) -> None:
         """One inner step: the whole model moves a little."""
