@@ -51,7 +51,6 @@ class Shared(Section):
     codec: Literal["fp32", "bf16", "int8"] = (
         "fp32"  # of pushes; lossy ones cost a rank 8 B more per parameter it pushes
     )
-    durability: Literal["commit"] = "commit"  # a version is on disk everywhere before it exists
 
     @property
     def digest(self) -> str:
@@ -68,6 +67,9 @@ class MasterSection(Section):
     metrics: str | None = None  # host:port where Prometheus scrapes; null: nowhere
     timing: TimingOptions = TimingOptions()
     keep_snapshots: Annotated[int, Field(ge=2)] = 2
+    durability: Literal["commit", "async"] = "commit"  # async: a crash may cost the outer steps not yet on every disk
+    on_persist_failure: Literal["degrade", "stop"] = "degrade"  # two failed snapshots in a row: go on without, or stop
+    requeue: Literal["none", "undone"] = "none"  # data of versions that were rolled back: trained again only if undone
 
 
 class SlaveSection(Section):
@@ -106,8 +108,11 @@ class RunFile(Section):
 
     def options(self) -> Options:
         """Gather what tunes the Coordinator."""
-        s = self.shared
-        return Options(s.outer, s.penalty, s.stop, s.data, self.master.timing, self.master.keep_snapshots, s.codec)
+        s, m = self.shared, self.master
+        return Options(
+            s.outer, s.penalty, s.stop, s.data, m.timing, m.keep_snapshots, s.codec,
+            durability=m.durability, on_persist_failure=m.on_persist_failure, requeue=m.requeue,
+        )  # fmt: skip
 
     def slave(self, name: str) -> SlaveSection:
         """Return one slave's section; raise ConfigError naming those that exist."""

@@ -60,6 +60,10 @@ class UnavailableSlave(Unavailable):
     """A slave does not answer."""
 
 
+class FailedDisk(DipsError):
+    """A slave's disk did not do what it was told: full, read-only or failing."""
+
+
 class Busy(DipsError):
     """A pool or a lane is full: wait."""
 
@@ -101,6 +105,7 @@ TREATMENTS: tuple[tuple[type[DipsError], Treatment], ...] = (
     (RemoteProtocolError, Treatment("INVALID_ARGUMENT", 76, "remote_protocol", "the peer is at fault: see its log")),
     (Stale, Treatment("FAILED_PRECONDITION", 75, "stale", "refresh or rejoin")),
     (Unavailable, Treatment("UNAVAILABLE", 69, "unavailable", "try again; retries back off by themselves")),
+    (FailedDisk, Treatment("ABORTED", 74, "disk", "make room on that disk, or mend it")),
     (Busy, Treatment("RESOURCE_EXHAUSTED", 75, "busy", "wait and ask again")),
     (Denied, Treatment("PERMISSION_DENIED", 77, "denied", "check whose name this process bears")),
     (Corrupt, Treatment("DATA_LOSS", 65, "corrupt", "use an intact copy")),

@@ -18,7 +18,7 @@ from typing import IO
 from dips.errors import ConfigError, Corrupt, StaleTerm
 from dips.master.ledger_rows import write_record, write_run
 from dips.master.ledger_state import RoundHistory, read_history, read_state, read_totals
-from dips.master.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
+from dips.master.schema import ADDED_2, APPLICATION_ID, SCHEMA, SCHEMA_VERSION
 from dips.protocol.records import LedgerState, Record, RunRow
 
 MEMORY = ":memory:"
@@ -46,8 +46,7 @@ class Ledger:
         lock = _take_lock(path)
         db = _connect(path, "rwc")
         with _transaction(db):
-            for statement in SCHEMA.split(";\n"):
-                db.execute(statement)
+            _run_all(db, SCHEMA + ADDED_2)
             db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             write_run(db, row)
@@ -67,6 +66,7 @@ class Ledger:
         try:
             db = _connect(path, "ro" if readonly else "rw")
             _check_is_ours(db, path)
+            _bring_up_to_date(db, path, readonly)
         except BaseException:
             if lock is not None:
                 lock.close()
@@ -104,9 +104,14 @@ class Ledger:
         return read_history(self._db, limit)
 
     def tokens(self) -> dict[str, dict[str, int]]:
-        """Return tokens accepted, gated and lost for each cluster that was ever heard of."""
+        """Return tokens accepted (in the lineage), gated, lost and undone for each cluster ever heard of."""
         return {
-            t.cluster: {"accepted": t.tokens_accepted, "gated": t.tokens_gated, "lost": t.tokens_lost}
+            t.cluster: {
+                "accepted": t.tokens_accepted,
+                "gated": t.tokens_gated,
+                "lost": t.tokens_lost,
+                "undone": t.tokens_undone,
+            }
             for t in read_totals(self._db)
         }
 
@@ -162,6 +167,24 @@ def _check_is_ours(db: sqlite3.Connection, path: Path | str) -> None:
     if problem is not None:
         db.close()
         raise problem
+
+
+def _bring_up_to_date(db: sqlite3.Connection, path: Path | str, readonly: bool) -> None:
+    """Give a ledger of format 1 the tables that came later; a reader has no right to."""
+    (schema,) = db.execute("PRAGMA user_version").fetchone()
+    if schema == SCHEMA_VERSION:
+        return
+    if readonly:
+        db.close()
+        raise ConfigError(f"{path}: ledger format {schema} is older than {SCHEMA_VERSION}: start its master once first")
+    with _transaction(db):
+        _run_all(db, ADDED_2)
+        db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def _run_all(db: sqlite3.Connection, statements: str) -> None:
+    for statement in statements.split(";\n"):
+        db.execute(statement)
 
 
 def _take_lock(path: Path | str) -> IO[str] | None:

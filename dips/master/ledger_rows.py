@@ -15,11 +15,13 @@ from dips.protocol.records import (
     PenaltyRow,
     RangesLeased,
     Record,
+    RolledBack,
     RoundEnded,
     RoundReserved,
     RunFinished,
     RunRow,
     VersionCommitted,
+    VersionDurable,
     VersionsRetired,
 )
 
@@ -69,6 +71,19 @@ def _version_committed(db: sqlite3.Connection, r: VersionCommitted, wall: float)
     db.execute("INSERT OR REPLACE INTO score_history VALUES (1, ?, ?)", (scores, norms))
 
 
+def _version_durable(db: sqlite3.Connection, r: VersionDurable, wall: float) -> None:
+    _insert(db, "durable", (r.version.round, r.at, wall))
+    for slave, digest in r.digests:
+        _insert(db, "digests", (r.version.round, slave, digest))
+
+
+def _rolled_back(db: sqlite3.Connection, r: RolledBack, wall: float) -> None:
+    head = (r.head.version, r.head.round)
+    place = db.execute("INSERT INTO rollbacks VALUES (NULL, ?, ?, ?, ?, ?)", (*head, r.reason, r.at, wall)).lastrowid
+    for version in r.undone:
+        _insert(db, "undone", (version.round, place))
+
+
 def _round_ended(db: sqlite3.Connection, r: RoundEnded, wall: float) -> None:
     _insert(db, "round_ends", (r.round, r.kind, r.reason, r.at, wall))
     _outcomes(db, r.round, r.outcomes)
@@ -89,13 +104,16 @@ def _versions_retired(db: sqlite3.Connection, r: VersionsRetired, _wall: float) 
 
 
 def _run_finished(db: sqlite3.Connection, r: RunFinished, wall: float) -> None:
-    _insert(db, "finished", (1, r.version.version, r.version.round, r.reason, r.at, wall))
+    row = (1, r.version.version, r.version.round, r.reason, r.at, wall)
+    db.execute("INSERT OR REPLACE INTO finished VALUES (?, ?, ?, ?, ?, ?)", row)  # the one before was undone
 
 
 _WRITERS: dict[type[Record], Callable[[sqlite3.Connection, Any, float], None]] = {
     IncarnationGiven: _incarnation,
     RoundReserved: _round_reserved,
     VersionCommitted: _version_committed,
+    VersionDurable: _version_durable,
+    RolledBack: _rolled_back,
     RoundEnded: _round_ended,
     RangesLeased: _ranges_leased,
     ClusterEnded: _cluster_ended,

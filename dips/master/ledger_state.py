@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections import Counter
 from dataclasses import dataclass, replace
 from math import nan
 from typing import Any
@@ -40,28 +41,37 @@ class RoundHistory:
     clipped: bool
     folds: tuple[FoldRow, ...]
     outcomes: tuple[OutcomeRow, ...]
+    durable: bool = False  # applied: it lay complete on every disk
+    undone: str | None = None  # applied: why it was rolled back; None if it is in the lineage
 
 
 def read_state(db: sqlite3.Connection) -> LedgerState:
     """Gather everything that a new master knows; raise Corrupt if rows contradict each other."""
     (term,) = db.execute("SELECT coalesce(max(term), 0) FROM terms").fetchone()
     (last_round,) = db.execute("SELECT coalesce(max(round), 0) FROM rounds").fetchone()
-    finished = db.execute("SELECT version, round FROM finished").fetchone()
+    finished = db.execute(
+        "SELECT version, round FROM finished WHERE round NOT IN (SELECT round FROM undone)"
+    ).fetchone()
+    lineage, undone = _versions(db)
+    settled, leased = _settled(db), _leased(db)
+    held = {r for *_, ranges in leased for r in ranges}
     return LedgerState(
         row=_run(db),
         term=term,
         next_round=last_round + 1,
-        versions=_lineage(db),
+        versions=lineage,
         clusters=_peers(db, "cluster"),
         slaves=_peers(db, "slave"),
         outcomes=_newest_outcomes(db),
         penalty=_newest_penalty(db),
         history=_score_history(db),
-        leased=_leased(db),
-        settled=tuple(sorted(_settled(db))),
+        leased=leased,
+        settled=tuple(sorted(settled)),
         finished=VersionId(*finished) if finished else None,
         totals=read_totals(db),
         rounds=tuple(db.execute("SELECT kind, count(*) FROM round_ends GROUP BY kind ORDER BY kind")),
+        undone=undone,
+        undone_ranges=tuple(sorted(_undone_ranges(db) - settled - held)),
     )
 
 
@@ -69,8 +79,10 @@ def read_history(db: sqlite3.Connection, limit: int) -> list[RoundHistory]:
     """Return the newest `limit` rounds, oldest first."""
     rows = db.execute(
         """SELECT r.round, e.kind, e.reason, r.wall, e.wall, v.version, v.parent_version, v.parent_round, v.tokens,
-                  v.scale, v.delta_norm, v.clipped
+                  v.scale, v.delta_norm, v.clipped, v.durable OR d.round IS NOT NULL, b.reason
            FROM rounds r LEFT JOIN round_ends e USING (round) LEFT JOIN versions v USING (round)
+           LEFT JOIN durable d USING (round)
+           LEFT JOIN undone u USING (round) LEFT JOIN rollbacks b ON b.place = u.rollback
            ORDER BY r.round DESC LIMIT ?""",
         (limit,),
     ).fetchall()
@@ -84,7 +96,8 @@ def read_totals(db: sqlite3.Connection) -> tuple[ClusterTotals, ...]:
     )
     totals = {name: ClusterTotals(name) for (name,) in names}
     for cluster, kind, pushes, tokens in db.execute(
-        "SELECT cluster, kind, count(*), sum(tokens) FROM outcomes GROUP BY cluster, kind"
+        """SELECT cluster, iif(kind = 'accepted' AND u.round IS NOT NULL, 'undone', kind), count(*), sum(tokens)
+           FROM outcomes LEFT JOIN undone u USING (round) GROUP BY 1, 2"""
     ):
         t = totals[cluster]
         match kind:
@@ -92,6 +105,8 @@ def read_totals(db: sqlite3.Connection) -> tuple[ClusterTotals, ...]:
                 totals[cluster] = replace(t, accepted=pushes, tokens_accepted=tokens)
             case "gated":
                 totals[cluster] = replace(t, gated=pushes, tokens_gated=tokens)
+            case "undone":
+                totals[cluster] = replace(t, undone=pushes, tokens_undone=tokens)
             case _:
                 totals[cluster] = replace(t, skipped=pushes)
     for cluster, tokens in db.execute("SELECT cluster, sum(tokens_lost) FROM lives_ended GROUP BY cluster"):
@@ -119,14 +134,36 @@ def _run(db: sqlite3.Connection) -> RunRow:
     )
 
 
-def _lineage(db: sqlite3.Connection) -> tuple[VersionRow, ...]:
-    """Walk from the newest version to v0@r0 by parents, and turn it round."""
-    query = """SELECT v.round, v.version, v.parent_version, v.parent_round, v.durable, v.tokens, r.round IS NOT NULL
-               FROM versions v LEFT JOIN retired r USING (round)"""
+def _versions(db: sqlite3.Connection) -> tuple[tuple[VersionRow, ...], tuple[VersionRow, ...]]:
+    """The lineage of the newest version that is not undone, oldest first; and the versions that are."""
+    query = """SELECT v.round, v.version, v.parent_version, v.parent_round, v.durable OR d.round IS NOT NULL, v.tokens,
+                      r.round IS NOT NULL, u.round IS NOT NULL
+               FROM versions v LEFT JOIN retired r USING (round) LEFT JOIN durable d USING (round)
+               LEFT JOIN undone u USING (round) ORDER BY v.round"""
     rows: dict[VersionId, VersionRow] = {}
-    for number, version, parent_version, parent_round, durable, tokens, retired in db.execute(query):
+    undone, shares = list[VersionRow](), _shares(db)
+    for number, version, parent_version, parent_round, durable, tokens, retired, over in db.execute(query):
         name, parent = VersionId(version, number), VersionId(parent_version, parent_round)
-        rows[name] = VersionRow(name, parent, bool(durable), tokens, bool(retired))
+        row = VersionRow(name, parent, bool(durable), tokens, bool(retired), tuple(shares.get(number, ())))
+        if over:
+            undone.append(row)
+        else:
+            rows[name] = row
+    return _lineage(rows), tuple(undone)
+
+
+def _shares(db: sqlite3.Connection) -> dict[int, list[tuple[str, int, tuple[int, ...]]]]:
+    """By round: whose pushes its version holds, with their tokens and ranges, in the order of folding."""
+    shares: dict[int, list[tuple[str, int, tuple[int, ...]]]] = {}
+    for number, cluster, tokens, ranges in db.execute(
+        "SELECT round, cluster, tokens, ranges FROM folds ORDER BY 1, place"
+    ):
+        shares.setdefault(number, []).append((cluster, tokens, _ints(ranges)))
+    return shares
+
+
+def _lineage(rows: dict[VersionId, VersionRow]) -> tuple[VersionRow, ...]:
+    """Walk from the newest to v0@r0 by parents, and turn it round."""
     lineage = list[VersionRow]()
     at = max(rows, key=lambda name: name.round, default=GENESIS)
     while True:
@@ -177,27 +214,44 @@ def _score_history(db: sqlite3.Connection) -> ScoreHistory:
 
 
 def _settled(db: sqlite3.Connection) -> set[int]:
-    rows = db.execute("SELECT ranges FROM outcomes WHERE kind != 'skipped'")
+    """Trained in the lineage, or gated: what a gated push brought is gone, whatever became of its round's version."""
+    rows = db.execute(
+        """SELECT ranges FROM outcomes LEFT JOIN undone u USING (round)
+           WHERE kind = 'gated' OR kind = 'accepted' AND u.round IS NULL"""
+    )
+    return {r for (ranges,) in rows for r in _ints(ranges)}
+
+
+def _undone_ranges(db: sqlite3.Connection) -> set[int]:
+    rows = db.execute("SELECT ranges FROM outcomes JOIN undone USING (round) WHERE kind = 'accepted'")
     return {r for (ranges,) in rows for r in _ints(ranges)}
 
 
 def _leased(db: sqlite3.Connection) -> tuple[tuple[str, int, int, tuple[int, ...]], ...]:
-    """Every lease of a life that is not over, in order, with those of its ranges that no Outcome settled."""
-    settled = _settled(db)
+    """Every lease of a life that is not over, in order, with those of its ranges that no Outcome of it settled.
+
+    A range that was undone may be leased again, to the same life too: each Outcome ends the oldest of its leases.
+    """
+    ended = Counter[tuple[str, int, int]]()
+    for cluster, inc, ranges in db.execute("SELECT cluster, inc, ranges FROM outcomes WHERE kind != 'skipped'"):
+        ended.update((cluster, inc, r) for r in _ints(ranges))
     query = """SELECT l.cluster, l.inc, l.seq, l.ranges FROM leases l
                LEFT JOIN lives_ended e ON e.cluster = l.cluster AND e.inc = l.inc
                WHERE e.inc IS NULL ORDER BY l.place"""
-    return tuple(
-        (cluster, inc, seq, tuple(r for r in _ints(ranges) if r not in settled))
-        for cluster, inc, seq, ranges in db.execute(query)
-    )
+    leased = []
+    for cluster, inc, seq, ranges in db.execute(query):
+        held = tuple(r for r in _ints(ranges) if not ended[cluster, inc, r])
+        ended.subtract((cluster, inc, r) for r in _ints(ranges) if r not in held)
+        leased.append((cluster, inc, seq, held))
+    return tuple(leased)
 
 
 # ---- leaves -------------------------------------------------------------------------------------------------------
 
 
 def _round(db: sqlite3.Connection, row: tuple[Any, ...]) -> RoundHistory:
-    number, kind, reason, opened, ended, version, parent_version, parent_round, tokens, scale, delta, clipped = row
+    number, kind, reason, opened, ended, version, parent_version, parent_round, tokens, *step = row
+    scale, delta, clipped, durable, undone = step
     folds = db.execute("SELECT * FROM folds WHERE round = ? ORDER BY place", (number,))
     query = f"SELECT {_OUTCOME} FROM outcomes o WHERE o.round = ? ORDER BY o.place"
     outcomes = db.execute(query, (number,))
@@ -207,7 +261,7 @@ def _round(db: sqlite3.Connection, row: tuple[Any, ...]) -> RoundHistory:
         VersionId(version, number) if made else None,
         VersionId(parent_version, parent_round) if made else None,
         tokens or 0, scale or 0.0, _real(delta) if made else 0.0, bool(clipped),
-        tuple(_fold(f) for f in folds), tuple(_outcome(o) for o in outcomes),
+        tuple(_fold(f) for f in folds), tuple(_outcome(o) for o in outcomes), bool(durable), undone,
     )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""The ledger's tables. Rows are added and never changed; only `score_history` is one row, replaced by each commit.
+"""The ledger's tables. Rows are added and never changed; only `score_history` is one row, replaced by each commit, and
+`finished`, which a run reaches again after a rollback. A version is undone if `undone` names its round.
 
 `at` is the master's monotonic clock, as decided upon; `wall` is Unix seconds, for people and plots. NaN is stored as
 NULL, which is what SQLite makes of it, so no column of reals says NOT NULL.
@@ -7,7 +8,7 @@ NULL, which is what SQLite makes of it, so no column of reals says NOT NULL.
 from __future__ import annotations
 
 APPLICATION_ID = 0x44695053  # "DiPS" in the file's header: any other SQLite file is foreign
-SCHEMA_VERSION = 1  # in user_version; a newer one was written by a newer Di-PS
+SCHEMA_VERSION = 2  # in user_version; a newer one was written by a newer Di-PS
 
 SCHEMA = """
 CREATE TABLE run (
@@ -80,5 +81,17 @@ CREATE TABLE leases (
 CREATE TABLE finished (
     only INTEGER PRIMARY KEY CHECK (only = 1), version INTEGER NOT NULL, round INTEGER NOT NULL,
     reason TEXT NOT NULL, at REAL, wall REAL
+) STRICT;
+"""
+
+# What format 2 added to format 1: versions that become durable late, and rollbacks.
+ADDED_2 = """
+CREATE TABLE durable (round INTEGER PRIMARY KEY REFERENCES versions, at REAL, wall REAL) STRICT;
+CREATE TABLE rollbacks (
+    place INTEGER PRIMARY KEY, head_version INTEGER NOT NULL, head_round INTEGER NOT NULL,
+    reason TEXT NOT NULL, at REAL, wall REAL
+) STRICT;
+CREATE TABLE undone (
+    round INTEGER PRIMARY KEY REFERENCES versions, rollback INTEGER NOT NULL REFERENCES rollbacks
 ) STRICT;
 """

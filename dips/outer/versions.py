@@ -82,6 +82,11 @@ class Versions:
         return self._next.version if self._next else None
 
     @property
+    def numel(self) -> int:
+        """Parameters of all layers of this slave."""
+        return sum((self._layers or {}).values())
+
+    @property
     def folded(self) -> bool:
         """Whether a push of an open round is in acc."""
         return self._acc is not None

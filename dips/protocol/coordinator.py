@@ -12,7 +12,7 @@ from math import inf
 from typing import Any
 
 from dips.ids import PullId, PushId
-from dips.protocol import asking, clusters, pulls, pushes, round, slaves, view
+from dips.protocol import asking, clusters, durability, pulls, pushes, round, slaves, view
 from dips.protocol.effects import Effect, Progress
 from dips.protocol.events import (
     BandwidthMeasured,
@@ -63,6 +63,7 @@ CONTINUE: dict[str, Continue] = {
     "fold": round.folded,
     "apply": round.applied,
     "persist": round.persisted,
+    "persist_late": durability.persisted_late,
     "commit": round.flipped,
     "ping": slaves.heard,
     "done": _nothing_follows,
@@ -87,6 +88,7 @@ def _cluster_left(w: World, event: ClusterLeft) -> None:
 def _blind(w: World, event: Blind) -> None:
     """Nobody was looking: every deadline moves by the gap (why.md 12)."""
     w.started += event.gap_s
+    w.durability.again_at += event.gap_s
     if w.round is not None:
         w.round.closes += event.gap_s
     for cluster in w.clusters.values():
@@ -141,6 +143,7 @@ class Coordinator:
             pushes.expire(w)
             pulls.expire(w)
             round.finish_if_due(w)
+            durability.persist_if_due(w)
             round.advance(w)
         return w.out
 
@@ -152,7 +155,7 @@ class Coordinator:
             due.append(w.round.closes)
         if w.options.stop.wall_s and not w.finished and w.round is None:
             due.append(w.started + w.options.stop.wall_s)
-        return min(due, default=inf)
+        return min((*due, *durability.due_at(w)), default=inf)
 
     # ---- read-only, for the runtime ----
 

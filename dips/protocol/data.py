@@ -1,7 +1,9 @@
 """Data ranges and their fates (§4.2, why.md 37): each is free, leased to one life of a cluster, or settled for good.
 
 A leased range stays leased while its cluster carries it unsettled. An accepted push settles its ranges as trained, a
-gated one as gated; when a life ends, what it had leased and not settled is free again. Range e·ranges + i is range i
+gated one as gated; when a life ends, what it had leased and not settled is free again. What only versions that were
+rolled back have trained is undone: leased again with `requeue: undone`, else never, since clusters still carry that
+work in their parameters. Range e·ranges + i is range i
 in epoch e, so nothing is trained twice under one number.
 """
 
@@ -30,17 +32,22 @@ class RangeBook:
         options: DataOptions,
         settled: Iterable[int] = (),
         leased: Iterable[tuple[str, int, int, tuple[int, ...]]] = (),
+        undone: Iterable[int] = (),
+        requeue: bool = False,
     ) -> None:
         self.total = options.ranges * options.epochs
         self.settled = set(settled)
+        self._requeue = requeue
+        undone = set(undone)
+        self.undone = set[int]() if requeue else undone
         self._leases: dict[tuple[str, int], Lease] = {}
         for cluster, inc, seq, ranges in leased:
             lease = self._leases.setdefault((cluster, inc), Lease())
             lease.ranges += ranges
             if seq > lease.seq:
                 lease.seq, lease.answer = seq, ranges
-        taken = self.settled | {r for lease in self._leases.values() for r in lease.ranges}
-        self._next = max(taken, default=-1) + 1
+        taken = self.settled | self.undone | {r for lease in self._leases.values() for r in lease.ranges}
+        self._next = max((*taken, *undone), default=-1) + 1
         self._freed = [r for r in range(self._next) if r not in taken]
 
     @property
@@ -72,6 +79,15 @@ class RangeBook:
         if lease:
             gone = set(ranges)
             lease.ranges = [r for r in lease.ranges if r not in gone]
+
+    def undo(self, ranges: Iterable[int]) -> None:
+        """Their version was rolled back."""
+        over = self.settled & set(ranges)
+        self.settled -= over
+        if self._requeue:
+            self._freed = sorted({*self._freed, *over})
+        else:
+            self.undone |= over
 
     def release(self, cluster: str, inc: int, keep: Sequence[int] = ()) -> None:
         """Free what a dead life held, but for `keep`: the ranges of its push that is committed and not yet settled."""

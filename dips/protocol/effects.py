@@ -61,10 +61,13 @@ class Apply:
     scale: float
     lr: float
     momentum: float
+    reserve: bool = True  # the snapshot's room on the disk, before anything is computed
 
 
 @dataclass(frozen=True, slots=True)
 class Persist:
+    """Write the snapshot of what is prepared (`durability: commit`), or of what is served."""
+
     version: VersionId
 
 

@@ -126,6 +126,14 @@ class TimingOptions:
         return self.beat_s * self.lease_beats
 
 
+_WORDS = {
+    "codec": ("fp32", "bf16", "int8"),
+    "durability": ("commit", "async"),
+    "on_persist_failure": ("degrade", "stop"),
+    "requeue": ("none", "undone"),
+}
+
+
 @dataclass(frozen=True)
 class Options:
     """All that the Coordinator is tuned by."""
@@ -137,6 +145,10 @@ class Options:
     timing: TimingOptions = field(default_factory=TimingOptions)
     keep_snapshots: int = 2  # complete on all slaves, never fewer than 2
     codec: str = "fp32"  # of pushes whose base is the head: "fp32" exact | "bf16" | "int8"; all others travel as fp32
+    durability: str = "commit"  # "commit": on every disk before it exists | "async": written while the next is made
+    on_persist_failure: str = "degrade"  # after two in a row: "degrade": go on, not durable | "stop": no more rounds
+    requeue: str = "none"  # ranges of undone versions: "none": clusters still carry that work | "undone": lease again
 
     def __post_init__(self) -> None:
-        _require(self.codec in ("fp32", "bf16", "int8"), "codec", "fp32, bf16 or int8", self.codec)
+        for key, legal in _WORDS.items():
+            _require(getattr(self, key) in legal, key, " or ".join(legal), getattr(self, key))

@@ -28,7 +28,7 @@ from dips.protocol.effects import (
 from dips.protocol.events import PushAborted, PushFinished, PushRefused, PushRequested, PushStaged, RoundAwaited
 from dips.protocol.moves import ClusterState
 from dips.protocol.order import workers_for_slave
-from dips.protocol.world import Chorus, Cluster, Push, World
+from dips.protocol.world import OLD_LEDGER, Chorus, Cluster, Push, World
 
 TRANSFER_GRACE_S = 5.0  # the slaves' own deadline comes first; this one catches what they could not say
 MAX_RANKS = 65_536
@@ -59,6 +59,11 @@ def _request(w: World, cluster: Cluster, event: PushRequested) -> Result:
         return Refused(w.options.timing.busy_retry_s, f"its push {push.id} still waits for its Outcome")
     if cluster.state is not ClusterState.TRAINING:
         return Refused(w.options.timing.busy_retry_s, f"a push is legal in training, {cluster.name} is {cluster.state}")
+    if event.base.round >= w.next_round:
+        seen = f"{cluster.name} holds {event.base}, this ledger knows rounds below {w.next_round}"
+        return Refused(w.options.timing.busy_retry_s, f"{seen}: {OLD_LEDGER}")
+    if w.durability.state == "stopped":
+        return Refused(w.options.timing.busy_retry_s, w.durability.reason)
     if reason := too_slow(cluster.bytes_per_s, w.now - cluster.measured_at, w.options.timing) or _no_slot(w):
         return Refused(w.options.timing.busy_retry_s, reason)
     _open(w, cluster, event)
@@ -198,7 +203,10 @@ def _outcome(w: World, cluster: Cluster, push: PushId) -> Result:
     pull = cluster.pull if cluster.pull and cluster.pull.id.seq == push.seq and cluster.pull.opened else None
     grant = w.grant(pull.version, cluster.ranks, pull.deadline_s, pull.first) if pull else None
     version = cluster.outcome_version if row.kind == "accepted" else w.head
-    return Outcome(row.kind, None if row.kind == "skipped" else version, row.reason, grant, w.progress())
+    reason = row.reason
+    if version in w.undone:
+        reason = f"{reason}; undone since: the head is {w.head} again, which the next push is measured against"
+    return Outcome(row.kind, None if row.kind == "skipped" else version, reason, grant, w.progress())
 
 
 def _why_gone(cluster: Cluster, push: PushId) -> str:

@@ -95,6 +95,25 @@ class VersionCommitted:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionDurable:
+    """A version that was committed with `durable` false lies complete on every disk now."""
+
+    version: VersionId
+    digests: tuple[tuple[str, str], ...]  # (slave, digest of its snapshot's manifest)
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class RolledBack:
+    """The head is an older version of the lineage: what came after it is undone, and never named again (row 19)."""
+
+    head: VersionId
+    undone: tuple[VersionId, ...]  # oldest first
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class RoundEnded:
     """A round that made no version: `skipped` (it broke; progress goes back) or `unchanged` (all gated)."""
 
@@ -143,6 +162,8 @@ Record = (
     IncarnationGiven
     | RoundReserved
     | VersionCommitted
+    | VersionDurable
+    | RolledBack
     | RoundEnded
     | RangesLeased
     | ClusterEnded
@@ -173,6 +194,7 @@ class VersionRow:
     durable: bool
     tokens: int  # accepted by this version
     retired: bool
+    shares: tuple[tuple[str, int, tuple[int, ...]], ...] = ()  # (cluster, tokens, data ranges) of each push in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +218,8 @@ class ClusterTotals:
     tokens_accepted: int = 0
     tokens_gated: int = 0
     tokens_lost: int = 0
+    undone: int = 0  # accepted once, by a version that was rolled back
+    tokens_undone: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +240,9 @@ class LedgerState:
     leased: tuple[
         tuple[str, int, int, tuple[int, ...]], ...
     ]  # (cluster, inc, seq, ranges of that lease not yet settled), in order
-    settled: tuple[int, ...]  # ranges trained or gated, ascending
-    finished: VersionId | None
+    settled: tuple[int, ...]  # ranges trained in the lineage, or gated, ascending
+    finished: VersionId | None  # None again if that version was undone
     totals: tuple[ClusterTotals, ...] = ()
     rounds: tuple[tuple[str, int], ...] = ()  # ("applied" | "unchanged" | "skipped", how many)
+    undone: tuple[VersionRow, ...] = ()  # versions outside the lineage, by round
+    undone_ranges: tuple[int, ...] = ()  # trained by those only, and leased to nobody, ascending

@@ -8,13 +8,15 @@ its clusters keep their progress and train on.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import isfinite, sqrt
 from statistics import median
 
+from dips.errors import FailedDisk
 from dips.ids import PullId, PushId, VersionId
-from dips.protocol import pulls, pushes
-from dips.protocol.effects import Abort, Apply, Commit, DropPush, Fold, Measure, Persist, Retire
-from dips.protocol.events import Folded, Measured, Persisted
+from dips.protocol import durability, pulls, pushes
+from dips.protocol.effects import Abort, Apply, Commit, DropPush, Fold, Measure, Persist
+from dips.protocol.events import Folded, Measured, OrderFailed, Persisted
 from dips.protocol.moves import ROUND_MOVES, ClusterState, RoundState, move
 from dips.protocol.penalty import Settled, Verdict
 from dips.protocol.records import (
@@ -27,9 +29,8 @@ from dips.protocol.records import (
     ScoreHistory,
     VersionCommitted,
     VersionRow,
-    VersionsRetired,
 )
-from dips.protocol.world import Chorus, Cluster, Push, Round, World
+from dips.protocol.world import Chorus, Cluster, Push, Round, Slave, World
 
 WINDOW_SHARE = 0.05  # of the median time between a cluster's pushes
 LEAST_WINDOW_S = 1.0
@@ -39,6 +40,8 @@ ROUND_ORDERS = frozenset({"measure", "fold", "apply", "persist"})
 
 def advance(w: World) -> None:
     """Do what has become possible: open a window, measure the next push, close."""
+    if w.durability.state == "stopped":
+        _stop(w)
     if w.round is None and w.waiting and w.flipping is None and not w.slaves_missing() and not w.finished:
         _open(w)
     r = w.round
@@ -52,6 +55,15 @@ def advance(w: World) -> None:
         _close_if_due(w, r)
     if r.state is RoundState.COLLECTING:
         r.reason = f"collecting: {len(r.pushes)} committed, closes in {max(0.0, r.closes - w.now):.1f} s"
+        r.reason += f", not before {w.head} is on every disk" if w.durability.late is not None else ""
+
+
+def _stop(w: World) -> None:
+    """Two snapshots failed and the operator wants no version without: nobody waits for a round that will not be."""
+    reason = w.durability.reason
+    skip(w, reason)
+    drop_waiting(w, reason)
+    pushes.drop_all(w, reason)
 
 
 def window_s(w: World) -> float:
@@ -126,6 +138,8 @@ def _close_if_due(w: World, r: Round) -> None:
     if not r.folded:
         _end_unchanged(w, r)
         return
+    if w.durability.late is not None:
+        return  # θ and m, which are being written, would be given away by the next flip (protocol.md section 2)
     r.state = move(ROUND_MOVES, r.state, RoundState.APPLYING, f"round {r.number}")
     if not _scale(w, r):
         skip(w, f"the norm of the averaged pseudo-gradient is {r.delta_norm}")
@@ -133,7 +147,7 @@ def _close_if_due(w: World, r: Round) -> None:
     r.reason = f"applying {len(r.folded)} contributions"
     version = VersionId(w.head.version + 1, r.number)
     o = w.options.outer
-    order = Apply(r.number, version, r.scale, o.lr, o.momentum)
+    order = Apply(r.number, version, r.scale, o.lr, o.momentum, durability.reserves(w))
     w.order_all("apply", version, order, w.options.timing.compute_s)
     w.note(
         "round_applying",
@@ -174,34 +188,65 @@ def _clip_limit(w: World) -> float | None:
 
 
 def applied(w: World, chorus: Chorus) -> None:
-    """θ′ and m′ stand on every slave: write them down."""
+    """θ′ and m′ stand on every slave: write them down, or write the row first."""
     r, version = w.round, chorus.subject
     assert r is not None and isinstance(version, VersionId)
     r.state = move(ROUND_MOVES, r.state, RoundState.PERSISTING, f"round {r.number}")
     r.reason = f"persisting {version}"
+    if not durability.before_the_row(w):
+        _commit(w, r, (), durable=False)
+        return
     w.order_all("persist", version, Persist(version), w.options.timing.compute_s)
     w.note("round_persisting", round=r.number, version=version)
 
 
 def persisted(w: World, chorus: Chorus) -> None:
-    """The version is on every disk: write its row, which makes it exist, and let everybody flip."""
-    r, version = w.round, chorus.subject
-    assert r is not None and isinstance(version, VersionId)
+    """The version is on every disk."""
+    assert w.round is not None
+    durability.succeeded(w)
+    digests = tuple((name, a.digest) for name, a in chorus.answers.items() if isinstance(a, Persisted))
+    _commit(w, w.round, digests, durable=True)
+
+
+def disk_failed(w: World, slave: Slave, chorus: Chorus, event: OrderFailed) -> bool:
+    """An Apply found no room, or a Persist failed: skip the round, or go on without; False if it was no disk."""
+    if chorus.kind not in ("apply", "persist") or not event.reason.startswith(FailedDisk.__name__):
+        return False
+    assert w.round is not None
+    reason = f"{slave.name} refused: {event.reason}"
+    durability.failed(w, reason)
+    if w.durability.state != "degraded":
+        skip(w, reason)
+    elif chorus.kind == "persist":
+        w.forget_orders(frozenset({"persist"}))
+        _commit(w, w.round, (), durable=False)
+    else:
+        body = w.choruses[event.number][1].body
+        assert isinstance(body, Apply)
+        w.say_otherwise(event.number, replace(body, reserve=False))
+    return True
+
+
+def _commit(w: World, r: Round, digests: tuple[tuple[str, str], ...], *, durable: bool) -> None:
+    """Write the version's row, which makes it exist, and let everybody flip."""
+    version = VersionId(w.head.version + 1, r.number)
     r.state = move(ROUND_MOVES, r.state, RoundState.IDLE, f"round {r.number}")
     rows, history = _statistics(w, r)
-    row = _version_row(w, r, version, chorus, rows, history)
+    row = _version_row(w, r, version, digests, durable, rows, history)
     w.record(row)
     w.penalty.keep(rows, history)
     tokens = sum(f.tokens for f in row.folds)
-    w.versions[version] = VersionRow(version, row.parent, True, tokens, False)
+    shares = tuple((f.push.cluster, f.tokens, f.ranges) for f in row.folds)
+    w.versions[version] = VersionRow(version, row.parent, durable, tokens, False, shares)
     w.head, w.round = version, None
+    w.offers_changed()
     w.tokens_accepted += tokens
     w.counts["applied"] += 1
     w.note("version_committed", version=version, round=r.number, contributions=len(r.folded), tokens=tokens)
     taking = [c for c in (_settle(w, p, version) for p in r.pushes) if c is not None]
     opening = tuple(_pull_of(c) for c in taking)
     _flip(w, version, opening)
-    _retire(w)
+    durability.retire(w)
     _finish_if_due(w)
 
 
@@ -215,9 +260,14 @@ def _statistics(w: World, r: Round) -> tuple[dict[str, PenaltyRow], ScoreHistory
 
 
 def _version_row(
-    w: World, r: Round, version: VersionId, chorus: Chorus, rows: Mapping[str, PenaltyRow], history: ScoreHistory
+    w: World,
+    r: Round,
+    version: VersionId,
+    digests: tuple[tuple[str, str], ...],
+    durable: bool,
+    rows: Mapping[str, PenaltyRow],
+    history: ScoreHistory,
 ) -> VersionCommitted:
-    digests = tuple((name, a.digest) for name, a in chorus.answers.items() if isinstance(a, Persisted))
     folds = tuple(
         FoldRow(p.id, p.base, p.tokens, p.inner_steps, p.weight, p.verdict.norm, p.verdict.score, p.loss, p.ranges)
         for p in r.folded
@@ -226,7 +276,7 @@ def _version_row(
     outcomes = tuple(_outcome_row(p, _kind(p), version) for p in r.pushes)
     o = w.options.outer
     return VersionCommitted(
-        version, w.head, True, folds, outcomes, r.scale, o.lr, o.momentum, r.delta_norm, r.clipped, digests,
+        version, w.head, durable, folds, outcomes, r.scale, o.lr, o.momentum, r.delta_norm, r.clipped, digests,
         tuple(rows.values()), history, w.now,
     )  # fmt: skip
 
@@ -302,6 +352,19 @@ def flipped(w: World, chorus: Chorus) -> None:
                 pulls.close(w, cluster, "a slave was lost while it flipped")
 
 
+def stop_waiting(w: World, slave: str) -> None:
+    """Nobody waits for its answers any more; a chorus that needs them all is ended by whoever ends its subject."""
+    for number, (chorus, order) in list(w.choruses.items()):
+        if order.slave == slave:
+            w.choruses.pop(number, None)
+            if chorus.kind in ("commit", "done"):
+                chorus.waiting.discard(slave)
+            elif chorus is w.durability.late:
+                durability.interrupt(w)
+    if w.flipping is not None and not w.flipping.waiting:
+        flipped(w, w.flipping)
+
+
 def _end_unchanged(w: World, r: Round) -> None:
     """All were gated: θ stays, and the gated pull it."""
     rows, history = _statistics(w, r)
@@ -358,19 +421,6 @@ def drop_waiting(w: World, reason: str) -> None:
     for push in over:
         w.order_all("done", push.id, DropPush(push.id, reason), w.options.timing.order_s)
     _give_back(w, over, reason)
-
-
-def _retire(w: World) -> None:
-    """Name the snapshots that may go: all but the newest few that are complete on every slave. Row first."""
-    kept = [v.version for v in w.versions.values() if v.version.version > 0 and not v.retired]
-    old = tuple(kept[: -w.options.keep_snapshots])
-    if not old:
-        return
-    w.record(VersionsRetired(old))
-    for version in old:
-        v = w.versions[version]
-        w.versions[version] = VersionRow(v.version, v.parent, v.durable, v.tokens, True)
-    w.order_all("done", w.head, Retire(old), w.options.timing.order_s)
 
 
 def _finish_if_due(w: World) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dips.errors import Busy
 from dips.ids import GENESIS
-from dips.protocol import pulls, pushes, round
+from dips.protocol import durability, pulls, pushes, rollback, round
 from dips.protocol.effects import (
     Abort,
     AbortVersion,
@@ -22,10 +22,11 @@ from dips.protocol.effects import (
 from dips.protocol.events import OrderAnswered, OrderFailed, SlaveRegistered, SlaveSilent
 from dips.protocol.moves import RoundState, SlaveState
 from dips.protocol.records import IncarnationGiven
-from dips.protocol.world import Chorus, Slave, World
+from dips.protocol.world import OLD_LEDGER, Chorus, Slave, World
 
 DEAF_ORDERS = 2  # in a row past their deadline: the slave does not hear us, whatever its beats say
-EXIT_STALE = 75
+EXIT_STALE = 75  # a later master exists; started again, this one would find itself above every term that was seen
+EXIT_OLD_LEDGER = 78  # only a person can say which ledger is the true one
 RETRY_S = 1.0
 
 
@@ -39,12 +40,14 @@ def registered(w: World, event: SlaveRegistered) -> None:
             problem or Failed("ConfigError", f"slave {event.slave!r}: this run places layers on {', '.join(w.slaves)}"),
         )
         return
-    if event.term_seen > w.term:
-        w.reply(event.req, Failed("StaleTerm", f"this master is term {w.term}, the slave has seen {event.term_seen}"))
-        w.out.append(Exit(EXIT_STALE, f"slave {event.slave} has seen term {event.term_seen}, above ours ({w.term})"))
+    if leave := _from_the_future(w, event):
+        w.reply(event.req, Failed("StaleTerm" if leave.code == EXIT_STALE else "StaleVersion", leave.reason))
+        w.out.append(leave)
         return
     lose(w, slave, "its process is a new one" if slave.nonce != event.nonce else "it registered again")
     _name(w, slave, event)
+    slave.offer = rollback.offered(event)
+    rollback.consider(w)
     order = _listen_first(w, slave) if slave.must_hear else _order_for(w, event)
     _enter(w, slave, event, order)
     genesis = tuple(w.row.genesis[layer] for layer in slave.layers)
@@ -56,20 +59,25 @@ def _mismatch(w: World, event: SlaveRegistered) -> Failed | None:
         return Failed(
             "ConfigError", f"shared.run: this master serves {w.row.run!r}, the slave belongs to {event.run!r}"
         )
-    newest = max((v.round for v in (event.memory, event.prepared, *event.complete) if v), default=0)
+    return None
+
+
+def _from_the_future(w: World, event: SlaveRegistered) -> Exit | None:
+    """It has seen what this ledger does not know: stop before anything is decided on old knowledge (why.md 2, 4)."""
+    newest = max((v.round for v in rollback.offered(event)), default=0)
     if newest >= w.next_round:
-        return Failed(
-            "StaleVersion",
-            f"slave {event.slave} holds a version of round {newest}, this ledger knows rounds below {w.next_round}: "
-            "it is an old copy; put the newest ledger back, or start the run anew in other directories",
-        )
+        seen = f"slave {event.slave} holds a version of round {newest}, this ledger knows rounds below {w.next_round}"
+        return Exit(EXIT_OLD_LEDGER, f"{seen}: {OLD_LEDGER}")
+    if event.term_seen > w.term:
+        seen = f"slave {event.slave} has seen term {event.term_seen}, above ours ({w.term})"
+        return Exit(EXIT_STALE, f"{seen}: a later master exists, or {OLD_LEDGER}")
     return None
 
 
 def _name(w: World, slave: Slave, event: SlaveRegistered) -> None:
     if slave.nonce != event.nonce:
         slave.sinc, slave.nonce = slave.sinc + 1, event.nonce
-        _stop_waiting(w, slave)  # orders to its former life will never be answered to us
+        round.stop_waiting(w, slave.name)  # orders to its former life will never be answered to us
         w.record(IncarnationGiven("slave", slave.name, slave.sinc, event.nonce))
     slave.address, slave.lanes, slave.slots, slave.memory = event.address, event.lanes, event.slots, event.memory
     slave.deaf = 0
@@ -101,6 +109,8 @@ def _order_for(w: World, event: SlaveRegistered) -> SlaveOrder:
     if w.head in event.complete or w.head == GENESIS:
         return LoadVersion(w.head)
     held = ", ".join(str(v) for v in event.complete) or "no snapshot"
+    if w.rollback_waits:
+        return Wait(RETRY_S, w.rollback_waits)
     return Wait(
         RETRY_S, f"the head {w.head} is not on its disk ({held}); {event.reason or 'restore its snapshot directory'}"
     )
@@ -134,6 +144,7 @@ def silent(w: World, event: SlaveSilent) -> None:
 
 def lose(w: World, slave: Slave, reason: str) -> None:
     """Its slots, pins and open round are gone; once Persisted it is only in doubt, and the round goes on."""
+    slave.offer = None
     if slave.state in (SlaveState.LOST, SlaveState.STARTING):
         return
     was_ready = slave.state is SlaveState.READY
@@ -142,7 +153,7 @@ def lose(w: World, slave: Slave, reason: str) -> None:
         return
     w.note("slave_lost", slave=slave.name, sinc=slave.sinc, reason=reason)
     in_doubt = _has_persisted(w, slave)
-    _stop_waiting(w, slave)
+    round.stop_waiting(w, slave.name)
     if not in_doubt:
         round.skip(w, f"{slave.name} was lost: {reason}")
     round.drop_waiting(w, f"{slave.name} was lost: {reason}")
@@ -155,17 +166,6 @@ def _has_persisted(w: World, slave: Slave) -> bool:
     if w.round is None or w.round.state is not RoundState.PERSISTING:
         return False
     return not any(c.kind == "persist" and o.slave == slave.name for c, o in w.choruses.values())
-
-
-def _stop_waiting(w: World, slave: Slave) -> None:
-    """Nobody waits for its answers any more; a chorus that needs them all is ended by whoever ends its subject."""
-    for number, (chorus, order) in list(w.choruses.items()):
-        if order.slave == slave.name:
-            del w.choruses[number]
-            if chorus.kind in ("commit", "done"):
-                chorus.waiting.discard(slave.name)
-    if w.flipping is not None and not w.flipping.waiting:
-        round.flipped(w, w.flipping)
 
 
 def answered(w: World, event: OrderAnswered) -> Chorus | None:
@@ -206,7 +206,8 @@ def failed(w: World, event: OrderFailed) -> None:
     if chorus.kind == "apply" and event.reason.startswith(Busy.__name__) and _slow_readers(w):
         w.out.append(order)  # the bank of θ′ is free when they are done, at their deadlines at the latest (why.md 19)
         return
-    _give_up(w, slave, chorus, event)
+    if not round.disk_failed(w, slave, chorus, event):
+        _give_up(w, slave, chorus, event)
 
 
 def _slow_readers(w: World) -> bool:
@@ -223,6 +224,8 @@ def _give_up(w: World, slave: Slave, chorus: Chorus, event: OrderFailed) -> None
             end(w, cluster, reason)
     elif chorus.kind in round.ROUND_ORDERS:
         round.skip(w, reason)
+    elif chorus.kind == "persist_late":
+        durability.failed_late(w, slave, chorus, event)
     elif chorus.kind == "commit":
         lose(w, slave, reason)  # a slave that will not flip holds another truth: it must register anew
     else:

@@ -6,6 +6,8 @@ from typing import Any
 
 from dips.protocol.world import Cluster, Slave, World
 
+UNDONE_SHOWN = 8  # the newest; `dips history` knows all
+
 
 def view(w: World, now: float) -> dict[str, Any]:
     """JSON-able; never a label of a metric."""
@@ -24,6 +26,14 @@ def view(w: World, now: float) -> dict[str, Any]:
             "pushes": [str(p.id) for p in r.pushes] if r else [],
         },
         "rounds": dict(w.counts),
+        "durability": {
+            "mode": w.options.durability,
+            "state": w.durability.state,
+            "reason": w.durability.reason,
+            "head": w.versions[w.head].durable,
+        },
+        "undone": [str(v) for v in w.undone][-UNDONE_SHOWN:],
+        "undone_total": len(w.undone),
         "clusters": {c.name: _cluster(w, c) for c in w.clusters.values()},
         "slaves": {s.name: _slave(w, s) for s in w.slaves.values()},
         "ranges": {
@@ -31,6 +41,7 @@ def view(w: World, now: float) -> dict[str, Any]:
             "free": w.ranges.free,
             "leased": w.ranges.leased,
             "settled": len(w.ranges.settled),
+            "undone": len(w.ranges.undone),
         },
     }
 
@@ -38,7 +49,11 @@ def view(w: World, now: float) -> dict[str, Any]:
 def _why_idle(w: World) -> str:
     if w.finished:
         return f"the run is finished at {w.finished}"
+    if w.durability.state == "stopped":
+        return w.durability.reason
     missing = w.slaves_missing()
+    if missing and w.rollback_waits:
+        return w.rollback_waits
     if missing:
         return "waits for " + ", ".join(f"{s.name} ({s.state})" for s in missing)
     return "the slaves are flipping" if w.flipping is not None else "waits for the first push"
@@ -60,6 +75,7 @@ def _cluster(w: World, c: Cluster) -> dict[str, Any]:
         "tokens_accepted": c.tokens["accepted"],
         "tokens_gated": c.tokens["gated"],
         "tokens_lost": c.tokens["lost"],
+        "tokens_undone": c.tokens["undone"],
         "norm": statistics.last_norm,
         "score": c.outcome.score if c.outcome else 0.0,
         "quarantined": statistics.quarantined,

@@ -22,6 +22,7 @@ from dips.protocol.order import slaves_for_worker
 from dips.protocol.penalty import Penalty, Verdict
 from dips.protocol.records import LedgerState, OutcomeRow, Record, VersionRow
 
+OLD_LEDGER = "this ledger is an old copy: put the newest one back, or see `dips-master recover`"
 PACES_KEPT = 16  # times between pushes of a cluster, for the window's default and for who is expected
 
 
@@ -39,6 +40,7 @@ class Slave:
     lanes: tuple[str, ...] = ()
     slots: int = 0
     memory: VersionId | None = None
+    offer: frozenset[VersionId] | None = None  # what it said it can serve; None: not said since that changed
     deaf: int = 0  # orders in a row past their deadline
     must_hear: bool = False  # it was lost as deaf: READY again only after it has answered a Ping
 
@@ -106,8 +108,8 @@ class Cluster:
     measured_at: float = 0.0
     requested_at: float | None = None  # its last RequestPush that was granted
     paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES_KEPT))
-    counts: dict[str, int] = field(default_factory=lambda: {"accepted": 0, "gated": 0, "skipped": 0})
-    tokens: dict[str, int] = field(default_factory=lambda: {"accepted": 0, "gated": 0, "lost": 0})
+    counts: dict[str, int] = field(default_factory=lambda: {"accepted": 0, "gated": 0, "skipped": 0, "undone": 0})
+    tokens: dict[str, int] = field(default_factory=lambda: {"accepted": 0, "gated": 0, "lost": 0, "undone": 0})
 
     @property
     def live(self) -> bool:
@@ -170,6 +172,18 @@ class Chorus:
     answers: dict[str, Answer] = field(default_factory=dict)
 
 
+@dataclass
+class Durability:
+    """How the run stands with its disks; `state` with its reason, as everything."""
+
+    state: str  # "durable" | "degraded": versions are announced without a snapshot | "stopped": no more rounds
+    reason: str = ""
+    failures: int = 0  # snapshots in a row that failed on some slave
+    late: Chorus | None = None  # the head's snapshot, being written after its commit
+    late_failed: tuple[str, ...] = ()  # why it failed, by slave, while others still write
+    again_at: float = 0.0  # the head's snapshot failed: not tried again before
+
+
 class World:
     """The state of the whole run as the master sees it."""
 
@@ -188,17 +202,21 @@ class World:
             cluster.reason = "its life ended" if peer.ended else "known from the ledger"
         self._restore_outcomes(state)
         self._restore_totals(state)
-        self.versions: dict[VersionId, VersionRow] = {v.version: v for v in state.versions}
+        self.versions: dict[VersionId, VersionRow] = {v.version: v for v in state.versions}  # the lineage, in order
+        self.undone: dict[VersionId, VersionRow] = {v.version: v for v in state.undone}
         self.head = state.versions[-1].version
         self.next_round = state.next_round
-        self.tokens_accepted = sum(v.tokens for v in state.versions)
+        self.tokens_accepted = sum(v.tokens for v in state.versions)  # by the lineage
         self.finished = state.finished
-        self.ranges = RangeBook(options.data, state.settled, state.leased)
+        requeue = options.requeue == "undone"
+        self.ranges = RangeBook(options.data, state.settled, state.leased, state.undone_ranges, requeue)
         genesis_norm = sum(state.row.genesis_norms)
         self.penalty = Penalty(options.penalty, state.penalty, state.history, genesis_norm)
         self.round: Round | None = None
         self.waiting: list[Push] = []  # committed while no window was open to them
         self.flipping: Chorus | None = None
+        self.durability = Durability("durable")
+        self.rollback_waits = ""  # for whom, while some slave cannot offer the head
         self.counts = {"applied": 0, "unchanged": 0, "skipped": 0, **dict(state.rounds)}
         self.choruses: dict[int, tuple[Chorus, Order]] = {}  # unanswered orders by number
         self.last_number = 0
@@ -214,8 +232,13 @@ class World:
         for t in state.totals:
             cluster = self.clusters.get(t.cluster)
             if cluster:
-                cluster.counts = {"accepted": t.accepted, "gated": t.gated, "skipped": t.skipped}
-                cluster.tokens = {"accepted": t.tokens_accepted, "gated": t.tokens_gated, "lost": t.tokens_lost}
+                cluster.counts = {
+                    "accepted": t.accepted, "gated": t.gated, "skipped": t.skipped, "undone": t.undone,
+                }  # fmt: skip
+                cluster.tokens = {
+                    "accepted": t.tokens_accepted, "gated": t.tokens_gated,
+                    "lost": t.tokens_lost, "undone": t.tokens_undone,
+                }  # fmt: skip
 
     # ---- saying what is to be done ----
 
@@ -243,6 +266,14 @@ class World:
             self.choruses[self.last_number] = (chorus, order)
             self.out.append(order)
         return chorus
+
+    def say_otherwise(self, number: int, body: OrderBody) -> None:
+        """Give a slave another order in the place of one that it refused; the chorus goes on."""
+        chorus, old = self.choruses.pop(number)
+        self.last_number += 1
+        order = Order(old.slave, self.slaves[old.slave].sinc, self.term, self.last_number, body, old.deadline_s)
+        self.choruses[self.last_number] = (chorus, order)
+        self.out.append(order)
 
     def order_all(
         self, kind: str, subject: PushId | PullId | int | VersionId, body: OrderBody, deadline_s: float
@@ -278,6 +309,11 @@ class World:
 
     def ready_slaves(self) -> list[Slave]:
         return [s for s in self.slaves.values() if s.state is SlaveState.READY]
+
+    def offers_changed(self) -> None:
+        """What slaves said to offer no longer holds: a version is new, or on the disks, or gone from them."""
+        for slave in self.slaves.values():
+            slave.offer = None
 
     def slaves_missing(self) -> list[Slave]:
         return [s for s in self.slaves.values() if s.state is not SlaveState.READY]

@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from multiprocessing import Pool
 from statistics import median
 
+from dips.sim.coverage import POINTS, ROWS
 from dips.sim.sabotage import SABOTAGES, sabotaged
 from dips.sim.world import Result, World
+
+MUST_MEET = 1000  # seeds: in so many no row of the coverage may be empty
 
 
 def play(task: tuple[int, str | None]) -> Result:
@@ -47,11 +50,33 @@ def summary(results: list[Result], seconds: float) -> str:
     kinds = {k for r in results for k in r.kinds}
     notes = ", ".join(f"{k} {sum(r.kinds.get(k, 0) for r in results)}" for k in sorted(kinds))
     which = f": {', '.join(map(str, failed))}" if failed else ""
-    events, rounds, faults = (median(getattr(r, a) for r in results) for a in ("events", "rounds", "faults"))
-    return (
-        f"{len(results)} seeds in {seconds:.1f} s, {len(failed)} failed{which}\n"
-        f"medians of a seed: {events:.0f} events, {rounds:.0f} versions, {faults:.0f} faults\n{notes}"
-    )
+    lines = [f"{len(results)} seeds in {seconds:.1f} s ({seconds / len(results):.3f} s each), {len(failed)} failed{which}"]
+    for what, numbers in spread(results).items():
+        lines.append(f"{what:<34} median {median(numbers):>6.0f}   least {min(numbers):>6.0f}")
+    return "\n".join([*lines, notes])
+
+
+def spread(results: list[Result]) -> dict[str, list[int]]:
+    """What a seed is worth, in numbers."""
+    return {
+        "events": [r.events for r in results],
+        "completed rounds (not skipped)": [r.rounds for r in results],
+        "versions": [r.versions for r in results],
+        "faults": [r.faults for r in results],
+    }
+
+
+def covered(results: list[Result]) -> dict[str, int]:
+    """How many seeds met each row."""
+    return {row: sum(row in r.seen for r in results) for row in (*ROWS, *POINTS)}
+
+
+def coverage(results: list[Result]) -> str:
+    """The table of rows and crash points, each with the number of seeds that met it."""
+    seeds = covered(results)
+    rows = [f"{seeds[row]:>7}  {what}" for row, what in ROWS.items()]
+    points = [f"{seeds[row]:>7}  {what}" for row, what in POINTS.items()]
+    return "\n".join(["  seeds  design.md section 9", *rows, "", "  seeds  crash points", *points])
 
 
 def _arguments() -> argparse.Namespace:
@@ -82,13 +107,17 @@ def main() -> int:
             print(report(result, options.sabotage), flush=True)
         elif options.verbose:
             print(
-                f"seed {result.seed}: {result.events} events, {result.rounds} versions, {result.faults} faults",
+                f"seed {result.seed}: {result.events} events, {result.rounds} rounds, {result.faults} faults",
                 flush=True,
             )
         if len(results) % 50 == 0:
             print(f"{len(results)} of {len(seeds)} seeds", file=sys.stderr, flush=True)
+    print(coverage(results) + "\n")
     print(summary(results, time.monotonic() - started))
-    return 1 if any(r.failure for r in results) else 0
+    missed = [row for row, seeds in covered(results).items() if not seeds] if len(results) >= MUST_MEET else []
+    if missed and options.sabotage is None:
+        print(f"no seed met: {', '.join(missed)}")
+    return 1 if missed or any(r.failure for r in results) else 0
 
 
 if __name__ == "__main__":

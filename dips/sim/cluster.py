@@ -80,8 +80,9 @@ class Agent:
             self.trainer.kill()
             self._lose(self.trainer)
 
-    def trainer_died(self, reason: str) -> None:
+    def trainer_died(self, reason: str, rank: bool = False) -> None:
         """torchrun has ended all ranks; it is started again."""
+        self.world.watch.trainer_died(self, rank)
         trainer, self.trainer = self.trainer, None
         assert trainer is not None
         trainer.kill()

@@ -78,6 +78,11 @@ class SimDisk:
         self.harmed.update(v for v in self.files if v not in copy)
         self.files = dict(copy)
 
+    @property
+    def good(self) -> list[VersionId]:
+        """What could be read."""
+        return [v for v, s in self.files.items() if s.good]
+
     def complete(self) -> tuple[VersionId, ...]:
         if any(not s.good for s in self.files.values()):
             self._passed_over()
@@ -86,6 +91,13 @@ class SimDisk:
     def reserve(self, version: VersionId, nbytes: int) -> None:
         if self.full:
             raise OSError(28, "no space left on the simulated disk")
+
+    def reserve(self, version: VersionId, nbytes: int) -> None:
+        if self.full:
+            raise OSError(28, "no space left on the simulated disk")
+
+    def release(self, version: VersionId) -> None:
+        """Room is not counted here."""
 
     def write(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
         if self.full:

@@ -16,8 +16,10 @@ from dips.protocol.records import (
     PenaltyRow,
     RangesLeased,
     Record,
+    RolledBack,
     RoundEnded,
     VersionCommitted,
+    VersionDurable,
 )
 from dips.sim.twin import LineageTwin, PenaltyTwin, same_statistics
 from dips.sim.watch import Invariant
@@ -98,6 +100,9 @@ class Commit(Invariant):
             self.world.look_everywhere = True
             self.rows.add(record.version)
             self.head = record.version
+        elif isinstance(record, RolledBack):
+            self.require(record.head in self.rows, f"rolled back to {record.head}, which has no row")
+            self.head = record.head
 
     def restored(self, state: LedgerState) -> None:
         head = state.versions[-1].version
@@ -115,7 +120,8 @@ class Commit(Invariant):
                     opened.version in rows, f"{machine.name} opened {pull} on {opened.version}, which has no row"
                 )
             if process.holds and memory != self.head and process.versions.prepared != self.head:
-                kept = self.head in machine.disk.files and machine.disk.files[self.head].whole
+                disk = machine.disk
+                kept = self.head == GENESIS or self.head in disk.good or self.head in disk.harmed
                 self.require(kept, f"{machine.name} neither holds the head {self.head} nor is in doubt about it")
 
     def told_version(self, agent: Agent, version: VersionId, whence: str) -> None:
@@ -129,11 +135,17 @@ class Durable(Invariant):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.newest = GENESIS
+        self.durable = [GENESIS]  # of the lineage, oldest first
+
+    @property
+    def newest(self) -> VersionId:
+        return self.durable[-1]
 
     def recorded(self, record: Record) -> None:
-        if isinstance(record, VersionCommitted) and record.durable:
-            self.newest = record.version
+        if isinstance(record, VersionDurable) or (isinstance(record, VersionCommitted) and record.durable):
+            self.durable.append(record.version)
+        elif isinstance(record, RolledBack):
+            self.durable = [v for v in self.durable if v not in record.undone]
 
     def after_event(self) -> None:
         if self.newest == GENESIS:
@@ -190,6 +202,7 @@ class Authority(Invariant):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.head = GENESIS
+        self.lineage = [GENESIS]
 
     def recorded(self, record: Record) -> None:
         if isinstance(record, VersionCommitted):
@@ -199,6 +212,15 @@ class Authority(Invariant):
             follows = record.version.version == self.head.version + 1 and record.version.round > self.head.round
             self.require(follows, f"{record.version} cannot follow {self.head}")
             self.head = record.version
+            self.lineage.append(record.version)
+        elif isinstance(record, RolledBack):
+            kept = self.lineage.index(record.head) + 1 if record.head in self.lineage else 0
+            self.require(
+                kept > 0 and tuple(self.lineage[kept:]) == record.undone,
+                f"rolled back to {record.head} and undid {record.undone}, the lineage is {self.lineage}",
+            )
+            del self.lineage[kept:]
+            self.head = record.head
 
 
 class Finite(Invariant):
@@ -209,12 +231,16 @@ class Finite(Invariant):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.twin = PenaltyTwin(world.options.penalty)
+        self.lineage = {GENESIS}
 
     def recorded(self, record: Record) -> None:
         if isinstance(record, VersionCommitted):
             self._weights(record)
             self._norms(record)
-            self.twin.accepted(record.folds)
+            self.twin.accepted(record.folds, self.lineage)
+            self.lineage.add(record.version)
+        elif isinstance(record, RolledBack):
+            self.lineage.difference_update(record.undone)  # statistics stay: clusters are as loud as they were
         if isinstance(record, VersionCommitted | RoundEnded):
             self._gated(record.outcomes, record.penalty)
             if isinstance(record, RoundEnded) and record.kind == "skipped":
@@ -272,7 +298,8 @@ class Tokens(Invariant):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.settled = world.books.settled
-        self.accepted = 0
+        self.accepted = 0  # by the lineage
+        self.brought: dict[VersionId, int] = {}
 
     def recorded(self, record: Record) -> None:
         if isinstance(record, VersionCommitted | RoundEnded):
@@ -283,11 +310,15 @@ class Tokens(Invariant):
         if isinstance(record, VersionCommitted):
             for fold in record.folds:
                 self._tokens_of(fold)
-            self.accepted += sum(f.tokens for f in record.folds)
+                self.world.books.made[fold.push] = record.version
+            self.brought[record.version] = sum(f.tokens for f in record.folds)
+            self.accepted += self.brought[record.version]
             told = {o.push for o in record.outcomes if o.kind == "accepted"}
             self.require(
                 told == {f.push for f in record.folds}, f"{record.version}: folds and accepted Outcomes differ"
             )
+        elif isinstance(record, RolledBack):
+            self.accepted -= sum(self.brought[v] for v in record.undone)
 
     def restored(self, state: LedgerState) -> None:
         total = sum(v.tokens for v in state.versions)
@@ -354,12 +385,20 @@ class Data(Invariant):
                 self.holder[r] = (record.cluster, record.inc)
         elif isinstance(record, ClusterEnded):
             self.ended.add((record.cluster, record.inc))
+        elif isinstance(record, RolledBack) and self.world.options.requeue == "undone":
+            over = [r for r, push in self.settled.items() if self.world.books.made.get(push) in record.undone]
+            for r in over:  # to be trained again: not in this lineage any more
+                del self.settled[r]
+                self.holder.pop(r, None)
         elif isinstance(record, VersionCommitted | RoundEnded):
             for outcome in record.outcomes:
-                used = self.world.books.frozen[outcome.push].ranges
+                frozen = self.world.books.frozen[outcome.push]
+                used = frozen.ranges
                 self.require(
                     sorted(outcome.ranges) == sorted(used), f"{outcome.push} used {used}, its row says {outcome.ranges}"
                 )
+                for use in frozen.uses if outcome.kind != "skipped" else ():
+                    use.settled = True
                 for r in outcome.ranges if outcome.kind != "skipped" else ():
                     self.require(
                         r not in self.settled, f"range {r} of {outcome.push} was settled by {self.settled.get(r)}"

@@ -20,7 +20,7 @@ from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Acknowledged, Effect, Exit, Failed, Joined, Note, Order, Registered, Reply
 from dips.protocol.events import Blind, Event, OrderAnswered, OrderFailed, PushRefused, PushStaged, Ticked
 from dips.protocol.membership import Judge
-from dips.protocol.records import ClusterEnded, Record, RunRow
+from dips.protocol.records import ClusterEnded, Record, RunRow, VersionCommitted
 from dips.protocol.slaves import EXIT_STALE
 from dips.sim.heap import Timer
 
@@ -140,20 +140,25 @@ class MasterProcess:
         self._step(Ticked())
 
     def die(self) -> None:
-        """The transaction under way ends as the disk pleases: not begun, torn, or durable and never acted upon."""
+        """SIGKILL, or its own exit."""
         self.alive = False
         if self._tick is not None:
             self._tick.cancel()
-        if self.writing is None:
-            return
-        fate = self.machine.rng.random()
-        if self in self.machine.zombies or self.machine.disk.full:
-            return
+        rows = any(isinstance(r, VersionCommitted) for r in self.writing or ())
+        self.world.watch.master_died(self, rows, self._ends_writing())
+
+    def _ends_writing(self) -> bool:
+        """The transaction under way ends as the disk pleases; True if it is durable."""
+        fate, disk = self.machine.rng.random(), self.machine.disk
+        if self.writing is None or self in self.machine.zombies or disk.full or fate >= 0.8:
+            return False
         if fate < 0.5:
             self.ledger.write(self.writing)
-            self.world.watch.recorded(self.writing)
-        elif fate < 0.8 and self.machine.disk.tear(self.writing, self.machine.rng.randint(1, 5)):
-            self.world.watch.recorded(self.writing)
+        elif not disk.tear(self.writing, self.machine.rng.randint(1, 5)):
+            self.world.watch.met("torn_ledger")
+            return False
+        self.world.watch.recorded(self.writing)
+        return True
 
     # ---- not looking -----------------------------------------------------------------------------------------------
 
@@ -197,6 +202,7 @@ class MasterProcess:
     def _cluster_beat(self, beat: ClusterBeat, answer: Answer) -> None:
         self._heard("cluster", beat.cluster, beat.inc)
         for event in self.judge.heard_cluster(beat, self.world.heap.now):
+            self.world.watch.judged(event)
             self._step(event)
         standing, push, pull = self.coordinator.cluster_standing(beat.cluster, beat.inc)
         lease_s = self.world.options.timing.lease_s

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dips.sim.heap import Chance, Heap, Timer
+from dips.sim.watch import Watch
 
 Answer = Callable[[Any], None]
 
@@ -64,14 +65,14 @@ class Call:
 class Network:
     """Delivers messages between hosts, as badly as the weather says."""
 
-    def __init__(self, heap: Heap, chance: Chance) -> None:
+    def __init__(self, heap: Heap, chance: Chance, watch: Watch) -> None:
         self._heap = heap
         self._rng = chance.of("network")
         self.weather = Weather()
         self._hosts: dict[str, Host] = {}
         self._cut: dict[tuple[str, str], float] = {}  # (sender, receiver) → until when nothing passes
         self._clogged: dict[str, float] = {}  # name → until when almost nothing passes, to and fro
-        self.lost_to_cut: Callable[[str, str, bool], None] = lambda sender, receiver, both: None
+        self._watch = watch
 
     def attach(self, name: str, host: Host) -> None:
         self._hosts[name] = host
@@ -86,7 +87,7 @@ class Network:
 
     def mend(self) -> None:
         """All links are back, and nothing is lost or doubled any more."""
-        self._cut.clear()
+        self._cut = dict.fromkeys(self._cut, self._heap.now)
         self._clogged.clear()
         self.weather = CLEAR
 
@@ -110,10 +111,12 @@ class Network:
         delays = (self._delay(), self._delay())
         now = self._heap.now
         if self._cut.get((sender, receiver), 0.0) > now:
-            self.lost_to_cut(sender, receiver, self._cut.get((receiver, sender), 0.0) > now)
+            self._watch.cut_off(sender, receiver, self._cut.get((receiver, sender), 0.0) > now)
             return
         if lost:
             return
+        if self._cut.pop((sender, receiver), None) is not None:
+            self._watch.passes_again(sender, receiver)
         if self._clogged and max(self._clogged.get(sender, 0.0), self._clogged.get(receiver, 0.0)) > now:
             delays = (delays[0] + CLOGGED_S * rng.random(), delays[1] + CLOGGED_S)
         label = f"{what} {sender} → {receiver}"

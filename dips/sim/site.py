@@ -80,7 +80,7 @@ class Site:
 
         def seen() -> None:
             if agent.alive and agent.trainer is trainer:
-                agent.trainer_died(f"rank {rank % self.ranks} died")
+                agent.trainer_died(f"rank {rank % self.ranks} died", rank=True)
 
         self.world.later(seen_s, f"{self.name}: torchrun ends all ranks", lambda: agent.gate.pass_on(seen))
 

@@ -104,6 +104,7 @@ class Process:
         self._beats = Fiber(self._beat(), self.gate)
 
     def die(self) -> None:
+        self.world.watch.slave_crashed(self)
         self.alive = self.flow.alive = False
         self._beats.kill()
         if self._registering is not None:
@@ -141,6 +142,8 @@ class Process:
     def _carry_out(self) -> None:
         order, answer, deadline = self._queue[0]
         self.machine.touch()
+        if order.number in self.shard._fences._answers:
+            self.world.watch.met("answer_lost")
         with self.world.watch.carrying_out(self, order):
             result = self._execute(order)
         if isinstance(result, Failed) and result.error == "Busy" and self.world.heap.now + BUSY_S < deadline:

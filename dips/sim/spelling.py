@@ -36,7 +36,7 @@ def spell_order(body: e.OrderBody) -> str:
         case e.Fold():
             return f"Fold {body.push} × {body.weight:.4g} in round {body.round}"
         case e.Apply():
-            return f"Apply {body.version}, scale {body.scale:.4g}"
+            return f"Apply {body.version}, scale {body.scale:.4g}" + ("" if body.reserve else ", reserving nothing")
         case e.Persist():
             return f"Persist {body.version}"
         case e.Commit():
@@ -97,7 +97,13 @@ def spell_record(record: r.Record) -> str:
             return f"RoundReserved {record.round}"
         case r.VersionCommitted():
             folds = ", ".join(f"{f.push} × {f.weight:.4g} ({f.tokens} tokens)" for f in record.folds)
-            return f"VersionCommitted {record.version} of {record.parent}: {folds}; {_outcomes(record.outcomes)}"
+            durable = "" if record.durable else ", not durable"
+            told = f"{folds}; {_outcomes(record.outcomes)}"
+            return f"VersionCommitted {record.version} of {record.parent}{durable}: {told}"
+        case r.VersionDurable():
+            return f"VersionDurable {record.version}"
+        case r.RolledBack():
+            return f"RolledBack to {record.head}, undone {_list(record.undone)}: {record.reason}"
         case r.RoundEnded():
             return f"RoundEnded {record.round} {record.kind}: {record.reason}; {_outcomes(record.outcomes)}"
         case r.RangesLeased():

@@ -355,4 +355,5 @@ def _options(words: Words) -> Options:
     penalty = PenaltyOptions(warmup_rounds=int(words.get("warmup", "1")))
     stop = StopOptions(versions=int(words.get("stop", "0")))
     data = DataOptions(ranges=int(words.get("ranges", "0")))
-    return Options(penalty=penalty, timing=timing, stop=stop, data=data, codec=words.get("codec", "fp32"))
+    chosen = {k: words[k] for k in ("codec", "durability", "on_persist_failure", "requeue") if k in words}
+    return Options(penalty=penalty, timing=timing, stop=stop, data=data, **chosen)  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ from dips.sim.fiber import Wait as Waiting
 from dips.sim.flow import CHUNKS, share
 from dips.sim.transfer import Moving as UnderWay
 from dips.sim.transfer import Pulled
-from dips.sim.work import Frozen, Work
+from dips.sim.work import Frozen, Use, Work
 from dips.slave.ports import F32
 from dips.transport.shares import Piece
 from dips.wire import codecs
@@ -68,7 +68,7 @@ class Trainer:
         self.held: list[VersionId | None] = [None] * self.site.ranks  # what each rank installed last
         self.base: VersionId | None = None
         self.works: list[Work] = []  # inner steps since the last install: what the next push carries, if not settled
-        self.used: list[int] = []  # data ranges used up since then
+        self.used: list[Use] = []  # data ranges used up since then
         self.range: int | None = None
         self.finished = False
         self.over = False  # it said goodbye
@@ -110,7 +110,7 @@ class Trainer:
             self._ranges_asked += 1
             given = yield from self._persist(RangeWanted(self.attempt, self._ranges_asked))
             if self.range is not None:
-                self.used.append(self.range)
+                self.used.append(Use(self.range))
             self.range = given.range if isinstance(given, RangeGiven) else None
             if isinstance(given, RangesEnded):
                 if given.finished:
@@ -243,7 +243,7 @@ class Trainer:
         bodies, content = self._spelled(theta, verdict)
         settled = self.world.books.settled
         work = tuple(w for w in self.works if id(w) not in settled)
-        used = tuple(r for r in self.used if r not in self.world.books.ranges_settled)
+        used = tuple(use for use in self.used if not use.settled)
         frozen = Frozen(push, self.base, content, work, used, diverged, verdict.grant.codec)
         self.world.books.frozen[push] = frozen
         return partial(_body, bodies)

@@ -107,12 +107,15 @@ class PenaltyTwin:
         self.rows: dict[str, PenaltyRow] = {}
         self.scores: list[tuple[float, ...]] = []
 
-    def accepted(self, folds: tuple[FoldRow, ...]) -> None:
-        """One committed round's folds, in order."""
+    def accepted(self, folds: tuple[FoldRow, ...], lineage: set[VersionId]) -> None:
+        """One committed round's folds, in order; those from a base outside the lineage move no statistics."""
         limit = self.o.beta * min(self.o.e_cap, max([1.0, *(e for scores in self.scores for e in scores)]))
         armed: list[float] = []
         for fold in folds:
             row = self.row(fold.push.cluster)
+            if fold.base not in lineage:
+                self.rows[row.cluster] = replace(row, gated_in_a_row=0, quarantined=False, accepted=row.accepted + 1)
+                continue
             g, n = fold.norm, row.n + 1
             if row.warm_left == 0 and row.n > 0:
                 armed.append(fold.score)

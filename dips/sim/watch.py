@@ -73,7 +73,22 @@ class Listener:
         """An agent goes on its own account."""
 
     def met(self, row: str) -> None:
-        """Something happened that is counted."""
+        """Something happened that is counted; see coverage.py."""
+
+    def trainer_died(self, agent: Agent, rank: bool) -> None:
+        """A trainer is dead; `rank`: one rank of it died first."""
+
+    def slave_crashed(self, process: Process) -> None:
+        """A slave's process is about to die."""
+
+    def master_died(self, process: MasterProcess, rows: bool, written: bool) -> None:
+        """A master's process died, perhaps over the row of a version."""
+
+    def cut_off(self, sender: str, receiver: str, both: bool) -> None:
+        """A message vanished on a parted link."""
+
+    def passes_again(self, sender: str, receiver: str) -> None:
+        """The first message passes a link that was parted."""
 
     def order_leaves(self, order: Order) -> None:
         """A master sends an order."""
@@ -182,6 +197,21 @@ class Watch:
 
     def met(self, row: str) -> None:
         self._call("met", row)
+
+    def trainer_died(self, agent: Agent, rank: bool) -> None:
+        self._call("trainer_died", agent, rank)
+
+    def slave_crashed(self, process: Process) -> None:
+        self._call("slave_crashed", process)
+
+    def master_died(self, process: MasterProcess, rows: bool, written: bool) -> None:
+        self._call("master_died", process, rows, written)
+
+    def cut_off(self, sender: str, receiver: str, both: bool) -> None:
+        self._call("cut_off", sender, receiver, both)
+
+    def passes_again(self, sender: str, receiver: str) -> None:
+        self._call("passes_again", sender, receiver)
 
     def order_leaves(self, order: Order) -> None:
         self._call("order_leaves", order)

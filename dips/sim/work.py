@@ -18,6 +18,14 @@ class Work:
     lost: bool = False
 
 
+@dataclass(eq=False)
+class Use:
+    """One data range that a trainer has used up; the same range may be leased and used again when it was undone."""
+
+    data_range: int
+    settled: bool = False
+
+
 @dataclass(frozen=True)
 class Frozen:
     """What a cluster meant to push: the truth that the ledger's rows are compared with."""
@@ -26,9 +34,14 @@ class Frozen:
     base: VersionId
     content: dict[int, F32]  # what a slot holds when all of it has arrived
     work: tuple[Work, ...]
-    ranges: tuple[int, ...]  # used up by then
+    uses: tuple[Use, ...]
     diverged: bool = False  # its content is bad on purpose
     codec: str = "fp32"
+
+    @property
+    def ranges(self) -> tuple[int, ...]:
+        """Used up by then, and not settled."""
+        return tuple(use.data_range for use in self.uses)
 
     @property
     def tokens(self) -> int:
@@ -42,4 +55,5 @@ class Books:
     work: list[Work] = field(default_factory=list)
     frozen: dict[PushId, Frozen] = field(default_factory=dict)  # the newest freeze under each name
     settled: dict[int, str] = field(default_factory=dict)  # id of the work → where the ledger settled it
+    made: dict[PushId, VersionId] = field(default_factory=dict)  # the version that a push is in
     ranges_settled: dict[int, PushId] = field(default_factory=dict)

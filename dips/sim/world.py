@@ -19,6 +19,7 @@ from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.options import Clip, DataOptions, Options, OuterOptions, PenaltyOptions, StopOptions, TimingOptions
 from dips.protocol.placement import place
 from dips.protocol.records import RunRow
+from dips.sim.coverage import Coverage
 from dips.sim.faults import Faults
 from dips.sim.fences import Fences, Liveness, Memory, Monotone, Patience, Patient
 from dips.sim.flow import SimFlow
@@ -84,11 +85,17 @@ class Result:
     faults: int = 0
     failure: Failure | None = None
     kinds: dict[str, int] = field(default_factory=dict)  # notes of the Coordinators, counted
+    seen: tuple[str, ...] = ()  # rows of coverage.py
+
+    @property
+    def versions(self) -> int:
+        """Outer steps made, those that were undone too."""
+        return self.kinds.get("version_committed", 0)
 
     @property
     def rounds(self) -> int:
-        """Versions made."""
-        return self.kinds.get("version_committed", 0)
+        """Rounds that came to their end: applied or unchanged; skipped ones do not count."""
+        return self.versions + self.kinds.get("round_unchanged", 0)
 
 
 def settings_of(rng: Random) -> Settings:
@@ -97,18 +104,18 @@ def settings_of(rng: Random) -> Settings:
     return Settings(
         slaves=slaves,
         layers=rng.randint(slaves, 4),
-        ranks=tuple(rng.randint(1, 3) for _ in range(clusters)),
-        step_s=tuple(0.3 + 0.5 * rng.random() for _ in range(clusters)),
+        ranks=tuple(rng.choice((1, 1, 2, 2, 3)) for _ in range(clusters)),
+        step_s=tuple(0.15 + 0.35 * rng.random() for _ in range(clusters)),
         slots=rng.randint(1, 2),
         pinned=rng.randint(0, 1),
-        inner_steps=rng.randint(3, 5),
+        inner_steps=rng.randint(2, 4),
     )
 
 
 def options_of(rng: Random) -> Options:
-    """Short deadlines, so that a minute holds a dozen rounds."""
+    """Short deadlines, so that two minutes hold two dozen rounds; every option that changes what is safe is drawn."""
     timing = TimingOptions(
-        window_s=rng.choice((1.0, 2.0, None)),
+        window_s=rng.choice((0.5, 1.0, 2.0, None)),
         beat_s=1.5,
         lease_beats=5,
         hang_s=12.0,
@@ -119,8 +126,14 @@ def options_of(rng: Random) -> Options:
     )
     penalty = PenaltyOptions(warmup_rounds=2, history=4, gate_patience=3)
     outer = OuterOptions(clip=Clip(norm=rng.choice((0.05, 1.0))))
-    stop = StopOptions(versions=rng.randint(2, 9) if rng.random() < 0.1 else 0)
-    return Options(outer=outer, penalty=penalty, stop=stop, data=DataOptions(ranges=5000), timing=timing)
+    stop = StopOptions(versions=rng.randint(8, 14) if rng.random() < 0.1 else 0)
+    codec = rng.choices(("fp32", "bf16", "int8"), (6, 2, 2))[0]
+    durability = rng.choices(("commit", "async"), (3, 1))[0]
+    failing, requeue = rng.choices(("degrade", "stop"), (3, 1))[0], rng.choice(("none", "undone"))
+    return Options(
+        outer, penalty, stop, DataOptions(ranges=5000), timing, codec=codec,
+        durability=durability, on_persist_failure=failing, requeue=requeue,
+    )  # fmt: skip
 
 
 class Counter(Listener):
@@ -153,15 +166,15 @@ class World:
         self._noise = rng.standard_normal((NOISES, max(self.sizes.values())), dtype=np.float32) * np.float32(0.02)
         self.quiet_at, self.ends_at = (0.0, scenario.lasts_s) if scenario else (FAULTS_S, FAULTS_S + QUIET_S)
         self.patience = scenario.patience if scenario else 1.0
-        self.network = Network(self.heap, self.chance)
-        self.network.lost_to_cut = self._lost_to_cut
         slowness = dict(zip("abc", self.settings.slowness, strict=False))
         self.data = DataNetwork(self.heap, self.chance.of("data"), self, self.sizes, slowness)
         self.result = Result(seed)
         self.lineage = Lineage(self)
         self.faults = Faults(self)
         listeners = scenario.listeners if scenario else ()
-        self.watch = Watch([*self._invariants(), self.faults, Counter(self.result), *listeners])
+        self.coverage, counter = Coverage(self), Counter(self.result)
+        self.watch = Watch([*self._invariants(), self.faults, self.coverage, counter, *listeners])
+        self.network = Network(self.heap, self.chance, self.watch)
         self.looked_at: list[Machine] = []
         self.look_everywhere = False
         self._asleep_s = 0.0
@@ -218,7 +231,7 @@ class World:
             result.failure = Failure(None, f"{type(error).__name__}: {error}", tuple(self.trace.lines()))
         finally:
             self.master.disk.close()
-        result.events, result.faults = self.heap.events, self.faults.count
+        result.events, result.faults, result.seen = self.heap.events, self.faults.count, tuple(self.coverage.seen)
         return result
 
     def _look(self) -> None:
@@ -297,9 +310,6 @@ class World:
     def frame_refused(self, why: str) -> None:
         """A slave or a rank would not take a frame."""
         self.watch.met("frame")
-
-    def _lost_to_cut(self, sender: str, receiver: str, both: bool) -> None:
-        self.watch.met("partition_both" if both else "partition_one_way")
 
     def descend(self, theta: dict[int, F32], rng: Random) -> None:
         """One inner step: the whole model moves a little."""

@@ -75,8 +75,17 @@ class Disk(Protocol):
     def complete(self) -> tuple[VersionId, ...]:
         """Versions whose snapshot is whole and of this run, ascending; a bad one is passed over loudly."""
 
+    def reserve(self, version: VersionId, nbytes: int) -> None:
+        """Take the room that a snapshot with `nbytes` of θ and m will need; OSError (ENOSPC) if it is not there."""
+
+    def release(self, version: VersionId) -> None:
+        """Give back what was reserved for a snapshot that will not be written; nothing if nothing was."""
+
     def write(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
-        """Make a snapshot durable (written aside, fsynced, renamed, directory fsynced); return its digest."""
+        """Make a snapshot durable (written aside, fsynced, renamed, directory fsynced); return its digest.
+
+        One that this process wrote already is not written again.
+        """
 
     def read(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
         """Fill both from the snapshot, verifying every digest; v0@r0 comes from the initial model if not on disk."""

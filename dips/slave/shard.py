@@ -19,17 +19,17 @@ from dips.errors import (
     Busy,
     Corrupt,
     DipsError,
+    FailedDisk,
     LocalProtocolError,
     Stale,
     StaleVersion,
-    UnavailableSlave,
 )
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer.versions import Versions
 from dips.protocol import effects as e
 from dips.protocol.beats import SlaveBeatAnswer
 from dips.protocol.events import Answer, Done, Folded, Measured, Persisted, Prepared, SlaveRegistered
-from dips.protocol.manifest import Manifest
+from dips.protocol.manifest import BYTES_PER_PARAMETER, Manifest
 from dips.slave.fences import Fences
 from dips.slave.moving import Moving, Opened, Report
 from dips.slave.ports import Disk, Flow, FlowEvents
@@ -54,6 +54,7 @@ class Shard:
         self._fences = Fences(name)
         self._moving = Moving(versions, flow, disk)
         self._last_round = 0
+        self._reserved: VersionId | None = None  # room on the disk for its snapshot
         self._orders: dict[type, Callable[[Any, Opened], Answer]] = {
             e.OpenPush: self._open_push,
             e.Reorder: self._reorder,
@@ -95,7 +96,7 @@ class Shard:
         """Carry out an order, or repeat the answer that it got before.
 
         Raises Stale… (fences), Busy (no slot, no bank; nothing changed: ask again), LocalProtocolError (illegal now),
-        UnavailableSlave (the disk failed), or whatever poisoned the round.
+        FailedDisk (no room, or it broke; nothing else changed), or whatever poisoned the round.
         """
         remembered = self._fences.admit(order)
         if remembered is not None:
@@ -146,13 +147,18 @@ class Shard:
                 self._moving.take(order.push)
 
     def _apply(self, order: e.Apply, opened: Opened) -> Answer:
-        """Legal when something is folded; makes θ′, m′ beside θ, m. Busy while readers leave the bank of θ′."""
+        """Legal when something is folded; makes θ′, m′ beside θ, m. Busy while readers leave the bank of θ′.
+
+        The snapshot's room is taken before anything is computed: a full disk is found while nothing is lost.
+        """
         self._enter(order.round)
         memory = self.versions.memory
         if memory is None or order.version != VersionId(memory.version + 1, order.round):
             raise LocalProtocolError(f"Apply of {order.version} in round {order.round} cannot follow {memory}")
         if not self.versions.folded:
             raise LocalProtocolError(f"Apply of {order.version}: no push is folded in round {order.round}")
+        if order.reserve:
+            self._reserve(order.version)
         self._moving.relieve()
         with self._work(f"Apply of {order.version}"):
             self.versions.prepare(order.version, order.scale, order.lr, order.momentum)
@@ -160,15 +166,19 @@ class Shard:
         return Prepared(order.version)
 
     def _persist(self, order: e.Persist, opened: Opened) -> Answer:
-        """Legal for what is prepared; on return it is durable. A full disk poisons the round."""
-        if self.poison is not None:
+        """Legal for what is prepared, or served; on return it is durable. A disk that fails leaves θ′ as it is."""
+        held = (self.versions.prepared, self.versions.memory)
+        if order.version not in held:
+            raise LocalProtocolError(f"Persist of {order.version}: prepared is {held[0]}, served {held[1]}")
+        if order.version == self.versions.prepared and self.poison is not None:
             raise LocalProtocolError(f"Persist of {order.version}: {self.poison}; only Abort is legal")
-        if self.versions.prepared != order.version:
-            raise LocalProtocolError(f"Persist of {order.version}: prepared is {self.versions.prepared}")
-        with self._work(f"Persist of {order.version}"):
-            digest = self._disk.write(
-                order.version, self.versions.theta(order.version), self.versions.momentum(order.version)
-            )
+        theta, momentum = self.versions.theta(order.version), self.versions.momentum(order.version)
+        try:
+            digest = self._disk.write(order.version, theta, momentum)
+        except OSError as error:
+            raise FailedDisk(f"{self.name} cannot write the snapshot of {order.version}: {error}") from error
+        if self._reserved == order.version:
+            self._reserved = None
         return Persisted(order.version, digest)
 
     def _commit(self, order: e.Commit, opened: Opened) -> Answer:
@@ -207,7 +217,7 @@ class Shard:
         try:
             self._disk.delete(order.versions)
         except OSError as error:
-            raise UnavailableSlave(f"{self.name} cannot delete snapshots: {error}") from error
+            raise FailedDisk(f"{self.name} cannot delete snapshots: {error}") from error
         return Done()
 
     def _ping(self, order: e.Ping, opened: Opened) -> Answer:
@@ -327,7 +337,25 @@ class Shard:
         if self.poison is not None:
             raise LocalProtocolError(f"round {round_}: {self.poison}; only Abort is legal")
 
+    def _reserve(self, version: VersionId) -> None:
+        if self._reserved != version:
+            self._give_room_back()
+        nbytes = 2 * BYTES_PER_PARAMETER * self.versions.numel  # θ and m
+        try:
+            self._disk.reserve(version, nbytes)
+        except OSError as error:
+            raise FailedDisk(f"{self.name} has no room for the snapshot of {version}: {error}") from error
+        self._reserved = version
+
+    def _give_room_back(self) -> None:
+        """What was reserved for a version that no longer waits for its snapshot."""
+        if self._reserved is not None:
+            self._disk.release(self._reserved)
+            self._reserved = None
+
     def _end_round(self) -> None:
+        if self.versions.memory != self._reserved:
+            self._give_room_back()
         self.versions.abort()
         self._moving.unmeasure()
         self.round = self.poison = None
@@ -354,5 +382,4 @@ class Shard:
             self.poison = f"{what} failed: {error!r}"
             if isinstance(error, DipsError):
                 raise
-            kind = UnavailableSlave if isinstance(error, OSError) else LocalProtocolError
-            raise kind(f"{self.name}: {self.poison}") from error
+            raise LocalProtocolError(f"{self.name}: {self.poison}") from error

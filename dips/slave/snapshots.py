@@ -39,6 +39,7 @@ from dips.slave.tensorfile import Reader, sync_directory
 from dips.telemetry.logs import Log
 
 _ASIDE = ".unfinished-"
+LISTING_BYTES = 4096  # for each parameter, in the two lists of a snapshot: a name, a shape, places, digests
 _LOCK = ".lock"
 
 
@@ -88,12 +89,27 @@ class Snapshots:
                 self._pass_over(version, error)
         return tuple(sorted(self._whole & found))
 
-    def write(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
-        """Make a snapshot durable; return the digest of its manifest. A snapshot of that name is replaced."""
-        aside = self._directory / f"{_ASIDE}{version}"
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
+    def reserve(self, version: VersionId, nbytes: int) -> None:
+        """Take room for a snapshot with `nbytes` of θ and m, in the file that `write` will fill; OSError if full."""
+        aside = self._aside(version)
         try:
+            aside.mkdir(exist_ok=True)
+            tensorfile.reserve(aside / MODEL_FILE, nbytes + self._listing_bytes())
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+
+    def release(self, version: VersionId) -> None:
+        """Give reserved room back; a directory that cannot be removed is removed at the next start."""
+        shutil.rmtree(self._aside(version), ignore_errors=True)
+
+    def write(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
+        """Make a snapshot durable; return the digest of its manifest. One that holds other bytes is replaced."""
+        if version in self._whole and (known := self._same(version, theta, momentum)):
+            return known
+        aside = self._aside(version)
+        try:
+            aside.mkdir(exist_ok=True)
             manifest = self._write_into(aside, version, theta, momentum)
             self._rename(aside, version)
         except BaseException:
@@ -143,7 +159,7 @@ class Snapshots:
         gone, so its room on the disk comes back then, not now.
         """
         for version in versions:
-            path, aside = self._directory / str(version), self._directory / f"{_ASIDE}{version}"
+            path, aside = self._directory / str(version), self._aside(version)
             if path.exists():
                 path.rename(aside)
                 sync_directory(self._directory)
@@ -152,6 +168,28 @@ class Snapshots:
             self._bad.discard(version)
 
     # ---- writing --------------------------------------------------------------------------------
+
+    def _aside(self, version: VersionId) -> Path:
+        return self._directory / f"{_ASIDE}{version}"
+
+    def _listing_bytes(self) -> int:
+        """What header and manifest may need beside the numbers, generously."""
+        listed = sum(len(self._manifest.layers[i].parameters) for i in self._genesis) if self._manifest else 0
+        return LISTING_BYTES * (1 + listed)
+
+    def _same(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str | None:
+        """The digest of a snapshot's manifest, if these are its bytes."""
+        path = self._directory / str(version) / MANIFEST_FILE
+        try:
+            records = self._checked_manifest(version).layers
+            text = path.read_bytes()
+        except (CorruptSnapshot, OSError) as error:
+            self._pass_over(version, error)
+            return None
+        held = {i: (digest_of(theta[i]), digest_of(momentum[i])) for i in theta}
+        if held != {r.index: (r.theta, r.momentum) for r in records}:
+            return None
+        return xxhash.xxh3_128_hexdigest(text)
 
     def _write_into(self, aside: Path, version: VersionId, theta: Arrays, momentum: Arrays) -> bytes:
         if self._manifest is None:

@@ -32,22 +32,30 @@ ITEM = 4
 assert sys.byteorder == "little", "parameters are stored as they lie in memory, which must be little-endian"
 
 
+def reserve(path: Path, size: int) -> None:
+    """Give a file `size` bytes on the disk before there is anything to write; OSError if they are not there."""
+    with path.open("ab", buffering=0) as file:
+        _reserve(file.fileno(), size)
+
+
 def write(path: Path, metadata: Mapping[str, str], shapes: Shapes, data: Iterable[F32]) -> int:
     """Write tensors in the order of `shapes` and return the file's size once it is on the disk.
 
     data  flat arrays whose elements, one array behind another, are those of all tensors in order; one is asked for when
           the one before is with the kernel, so what `data` does meanwhile costs no time of the disk
-    Raises OSError: a full disk is found before the first byte, where the file system can reserve.
+    Raises OSError: a full disk is found before the first byte, where the file system can reserve. What `reserve` has
+    taken is used, and the rest of it given back.
     """
     header = _header(metadata, shapes)
     size = len(header) + ITEM * sum(prod(shape) for _, shape in shapes)
-    with path.open("wb", buffering=0) as file:
+    with path.open("r+b" if path.exists() else "wb", buffering=0) as file:
         _reserve(file.fileno(), size)
         _write_all(file, memoryview(header))
         for array in data:
             _stream(file, array.view(np.uint8).data)
         if file.tell() != size:
             raise ValueError(f"{path}: expected {size} bytes by its shapes, wrote {file.tell()}")
+        file.truncate(size)
         os.fsync(file.fileno())
     return size
 

@@ -647,10 +647,13 @@ class Apply(_message.Message):
     SCALE_FIELD_NUMBER: _builtins.int
     LR_FIELD_NUMBER: _builtins.int
     MOMENTUM_FIELD_NUMBER: _builtins.int
+    RESERVE_FIELD_NUMBER: _builtins.int
     round: _builtins.int
     scale: _builtins.float
     lr: _builtins.float
     momentum: _builtins.float
+    reserve: _builtins.bool
+    """the snapshot's room on the disk, before anything is computed"""
     @_builtins.property
     def version(self) -> _names_pb2.VersionId: ...
     def __init__(
@@ -661,10 +664,11 @@ class Apply(_message.Message):
         scale: _builtins.float = ...,
         lr: _builtins.float = ...,
         momentum: _builtins.float = ...,
+        reserve: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lr", b"lr", "momentum", b"momentum", "round", b"round", "scale", b"scale", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lr", b"lr", "momentum", b"momentum", "reserve", b"reserve", "round", b"round", "scale", b"scale", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
+from dataclasses import replace
 from math import inf, isnan, nan
 from pathlib import Path
 
@@ -20,12 +21,14 @@ from dips.protocol.records import (
     PeerRow,
     PenaltyRow,
     RangesLeased,
+    RolledBack,
     RoundEnded,
     RoundReserved,
     RunFinished,
     RunRow,
     ScoreHistory,
     VersionCommitted,
+    VersionDurable,
     VersionsRetired,
 )
 
@@ -118,9 +121,98 @@ def test_ranges_of_a_life(ledger: Ledger) -> None:
     ledger.write([IncarnationGiven("cluster", "a", 2, "m")])
     assert ledger.state().clusters[0] == PeerRow("a", 2, "m", False)
     assert ledger.tokens() == {
-        "a": {"accepted": 0, "gated": 10, "lost": 7},
-        "b": {"accepted": 0, "gated": 0, "lost": 0},
+        "a": {"accepted": 0, "gated": 10, "lost": 7, "undone": 0},
+        "b": {"accepted": 0, "gated": 0, "lost": 0, "undone": 0},
     }
+
+
+V3, V2B = VersionId(3, 4), VersionId(2, 5)
+A3, A4 = PushId("a", 1, 3), PushId("a", 1, 4)
+
+
+def rolled_back(ledger: Ledger) -> None:
+    """v1 keeps range 0; v2 and v3 with ranges 1 and 2 are undone; a gated push in v3's round brought range 3."""
+    ledger.write([IncarnationGiven("cluster", "a", 1, "n"), IncarnationGiven("cluster", "b", 1, "n")])
+    ledger.write([RangesLeased("a", 1, 1, (0, 1, 2)), RangesLeased("b", 1, 1, (3, 4))])
+    ledger.write([RoundReserved(1, 0.0), committed(V1, GENESIS, A1, ranges=(0,))])
+    ledger.write([RoundReserved(3, 0.0), committed(V2, V1, A2, ranges=(1,)), RoundReserved(4, 0.0)])
+    third = committed(V3, V2, A3, ranges=(2,))
+    ledger.write([replace(third, outcomes=(*third.outcomes, outcome(B1, "gated", (3,))))])
+    ledger.write([RunFinished(V3, "3 outer steps are made", 1.0)])
+    ledger.write([RolledBack(V1, (V2, V3), "s0 cannot offer v3@r4", 2.0), VersionsRetired((V2, V3))])
+
+
+def test_after_a_rollback(ledger: Ledger) -> None:
+    """The lineage ends at the row's head; tokens, ranges, the run's end go back; names and rounds do not."""
+    rolled_back(ledger)
+    state = ledger.state()
+    assert [v.version for v in state.versions] == [GENESIS, V1]
+    assert [(v.version, v.retired) for v in state.undone] == [(V2, True), (V3, True)]
+    assert (state.next_round, state.finished) == (5, None)
+    assert (state.settled, state.undone_ranges) == ((0, 3), (1, 2))
+    assert state.leased == (("a", 1, 1, ()), ("b", 1, 1, (4,)))
+    assert ledger.tokens()["a"] == {"accepted": 10, "gated": 0, "lost": 0, "undone": 20}
+    assert ledger.tokens()["b"]["gated"] == 10
+    totals = {t.cluster: t for t in state.totals}
+    assert (totals["a"].accepted, totals["a"].undone) == (1, 2)
+    assert state.penalty[0] == penalty("a", 3)
+    assert state.outcomes[0] == (outcome(A3, "accepted", (2,)), V3)
+
+
+def test_what_follows_a_rollback(ledger: Ledger) -> None:
+    """The next version has the head as its parent and a number that was used, under a round that was not."""
+    rolled_back(ledger)
+    ledger.write([RoundReserved(5, 3.0), committed(V2B, V1, A4), RunFinished(V2B, "2 outer steps are made", 4.0)])
+    state = ledger.state()
+    assert [v.version for v in state.versions] == [GENESIS, V1, V2B]
+    assert state.finished == V2B
+    history = {h.round: h for h in ledger.history()}
+    assert (history[3].undone, history[5].undone) == ("s0 cannot offer v3@r4", None)
+    with pytest.raises(sqlite3.IntegrityError):
+        ledger.write([RoundReserved(3, 5.0)])
+
+
+def test_undone_ranges_are_leased_again(ledger: Ledger) -> None:
+    """A range that is leased anew is held by that lease alone, also by the life that trained it before."""
+    rolled_back(ledger)
+    ledger.write([RangesLeased("a", 1, 2, (1,)), RangesLeased("b", 1, 2, (2,))])
+    state = ledger.state()
+    assert state.leased == (("a", 1, 1, ()), ("b", 1, 1, (4,)), ("a", 1, 2, (1,)), ("b", 1, 2, (2,)))
+    assert state.undone_ranges == ()
+    ledger.write([RoundReserved(5, 3.0), committed(V2B, V1, A4, ranges=(1,))])
+    state = ledger.state()
+    assert state.settled == (0, 1, 3)
+    assert state.leased[2] == ("a", 1, 2, ())
+
+
+def test_durable_afterwards(ledger: Ledger) -> None:
+    """A version that was committed before its snapshots is durable when a later row says so, with their digests."""
+    ledger.write([RoundReserved(1, 0.0), replace(committed(V1, GENESIS, A1), durable=False, digests=())])
+    assert ledger.state().versions[-1].durable is False
+    ledger.write([VersionDurable(V1, (("s0", "d0"), ("s1", "d1")), 1.0)])
+    assert ledger.state().versions[-1].durable is True
+    assert ledger.history()[-1].durable is True
+
+
+def test_a_ledger_of_the_first_format_is_brought_up_to_date(tmp_path: Path) -> None:
+    """Its master gives it the later tables and finds everything; a reader before that is told what to do."""
+    path = tmp_path / "ledger.sqlite"
+    made = Ledger.create(path, ROW)
+    made.write([RoundReserved(1, 0.0), committed(V1, GENESIS, A1)])
+    made.close()
+    with sqlite3.connect(path) as db:
+        for table in ("undone", "rollbacks", "durable"):
+            db.execute(f"DROP TABLE {table}")
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+    with pytest.raises(ConfigError, match="format 1 is older than 2: start its master once"):
+        Ledger.open(path, readonly=True)
+    opened = Ledger.open(path)
+    assert opened.state().versions[-1].version == V1
+    opened.write([RolledBack(GENESIS, (V1,), "x", 0.0)])
+    assert opened.state().versions[-1].version == GENESIS
+    opened.close()
+    Ledger.open(path, readonly=True).close()
 
 
 def test_one_write_is_all_or_nothing(ledger: Ledger) -> None:

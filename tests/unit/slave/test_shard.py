@@ -11,6 +11,7 @@ from dips.errors import (
     Busy,
     CorruptSnapshot,
     DipsError,
+    FailedDisk,
     LocalProtocolError,
     RemoteProtocolError,
     Stale,
@@ -18,7 +19,6 @@ from dips.errors import (
     StalePush,
     StaleTerm,
     StaleVersion,
-    UnavailableSlave,
 )
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer import twins
@@ -110,10 +110,20 @@ class Disk:
 
     kept: dict[VersionId, tuple[dict[int, bytes], dict[int, bytes]]] = field(default_factory=dict)
     error: Exception | None = None
+    full: bool = False
+    reserved: dict[VersionId, int] = field(default_factory=dict)
     writes: int = 0
 
     def complete(self) -> tuple[VersionId, ...]:
         return tuple(sorted(self.kept))
+
+    def reserve(self, version: VersionId, nbytes: int) -> None:
+        if self.full:
+            raise OSError(28, "no space left on device")
+        self.reserved[version] = nbytes
+
+    def release(self, version: VersionId) -> None:
+        self.reserved.pop(version, None)
 
     def write(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
         self._fail()
@@ -187,13 +197,14 @@ class Slave:
         self.order(Measure(round_, push, self.shard.versions.memory))
         self.order(Fold(round_, push, weight))
 
-    def prepare(self, push: PushId = P1, round_: int = 1) -> VersionId:
-        """One push in, up to Persisted."""
+    def prepare(self, push: PushId = P1, round_: int = 1, persist: bool = True) -> VersionId:
+        """One push in, up to Persisted, or only to Prepared."""
         self.fold(push, 0.5, round_)
         assert self.shard.versions.memory is not None
         version = VersionId(self.shard.versions.memory.version + 1, round_)
         self.order(Apply(round_, version, 1.0, 1.0, 0.0))
-        self.order(Persist(version))
+        if persist:
+            self.order(Persist(version))
         return version
 
     def state(self) -> tuple[object, ...]:
@@ -482,19 +493,42 @@ def test_an_order_that_fails_half_way_poisons_the_round() -> None:
     assert slave.shard.versions.used_bytes == 2 * 28
 
 
-def test_a_full_disk_poisons_the_round_and_the_next_works() -> None:
-    """Persist on a full disk is an error that names it; after Abort the next round commits (why.md 21)."""
+def test_a_full_disk_is_found_before_anything_is_computed() -> None:
+    """Apply reserves the snapshot's room first; without room it changes nothing and is legal again (why.md 21)."""
     slave = Slave().ready()
     slave.fold(P1, 0.5)
-    slave.order(Apply(1, V1, 1.0, 1.0, 0.0))
-    slave.disk.error = OSError(28, "No space left on device")
-    with pytest.raises(UnavailableSlave, match="No space left"):
-        slave.order(Persist(V1))
-    with pytest.raises(LocalProtocolError, match="only Abort is legal"):
-        slave.order(Persist(V1))
-    slave.order(Abort(1, "disk full"))
-    slave.order(Commit(slave.prepare(P2, 2), (), 1.0))
-    assert slave.shard.versions.memory == VersionId(1, 2)
+    before, slave.disk.full = slave.shard.versions.holders(), True
+    with pytest.raises(FailedDisk, match="has no room for the snapshot of v1@r1.*no space left"):
+        slave.order(Apply(1, V1, 1.0, 1.0, 0.0))
+    assert slave.shard.versions.holders() == before
+    assert slave.order(Apply(1, V1, 1.0, 1.0, 0.0, reserve=False)) == Prepared(V1)
+    slave.order(Commit(V1, (), 1.0))
+    assert slave.shard.versions.memory == V1
+
+
+def test_a_failed_persist_leaves_what_is_prepared() -> None:
+    """A disk that fails while it writes costs the snapshot; the master decides whether the version goes with it."""
+    slave = Slave().ready()
+    version = slave.prepare(persist=False)
+    slave.disk.error = OSError(5, "Input/output error")
+    with pytest.raises(FailedDisk, match="cannot write the snapshot of v1@r1.*Input/output"):
+        slave.order(Persist(version))
+    slave.order(Commit(version, (), 1.0))
+    assert slave.order(Persist(version)) == Persisted(version, "digest of v1@r1")
+
+
+def test_room_is_given_back_with_the_round() -> None:
+    """What was reserved for a version that never came to be is free again; for one that is served it waits."""
+    slave = Slave().ready()
+    version = slave.prepare(persist=False)
+    assert slave.disk.reserved == {version: 2 * 4 * slave.shard.versions.numel}
+    slave.order(Abort(1, "a slave was lost"))
+    assert slave.disk.reserved == {}
+    second = slave.prepare(P2, 2, persist=False)
+    slave.order(Commit(second, (), 1.0))
+    assert list(slave.disk.reserved) == [second]
+    slave.prepare(P3, 3, persist=False)
+    assert list(slave.disk.reserved) == [VersionId(2, 3)]
 
 
 def test_abort_keeps_what_was_not_folded() -> None:

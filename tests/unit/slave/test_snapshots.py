@@ -216,6 +216,49 @@ def test_a_full_disk_leaves_no_half(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     snapshots.close()
 
 
+def test_reserved_room_is_used_and_the_rest_given_back(tmp_path: Path) -> None:
+    """What is reserved lies on the disk at once, the snapshot is written into it, and is no longer than it must be."""
+    path = tmp_path / "s"
+    snapshots, theta, momentum = opened(path), arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2)
+    snapshots.reserve(V1, 100_000)
+    reserved = (path / ".unfinished-v1@r1" / "model.safetensors").stat()
+    assert reserved.st_blocks * 512 >= 100_000
+    assert snapshots.complete() == ()
+    snapshots.write(V1, theta, momentum)
+    written = (path / "v1@r1" / "model.safetensors").stat()
+    assert written.st_ino == reserved.st_ino
+    assert written.st_size == json.loads((path / "v1@r1" / "manifest.json").read_text())["files"]["model.safetensors"]
+    again = reopened(snapshots, path)
+    assert same(read(again, V1)[0], theta)
+    assert set(load_file(path / "v1@r1" / "model.safetensors")) == {
+        f"{part}.{p}" for part in ("theta", "momentum") for p in tensors(theta)
+    }
+    again.close()
+
+
+def test_released_room_is_gone(tmp_path: Path) -> None:
+    """Room that no snapshot came to use is given back; releasing what was never reserved is fine."""
+    path = tmp_path / "s"
+    snapshots = opened(path)
+    snapshots.reserve(V1, 100_000)
+    snapshots.reserve(V1, 100_000)
+    snapshots.release(V1)
+    snapshots.release(V2)
+    assert [p.name for p in path.iterdir()] == [".lock"]
+    snapshots.close()
+
+
+def test_the_same_snapshot_is_not_written_twice(tmp_path: Path) -> None:
+    """Persist asked again for bytes that lie there complete costs a look at them, no write, and no room."""
+    path = tmp_path / "s"
+    snapshots, theta, momentum = opened(path), arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2)
+    first = snapshots.write(V1, theta, momentum)
+    before = (path / "v1@r1" / "model.safetensors").stat().st_ino
+    assert snapshots.write(V1, theta, momentum) == first
+    assert (path / "v1@r1" / "model.safetensors").stat().st_ino == before
+    snapshots.close()
+
+
 def test_a_repeated_write_replaces(tmp_path: Path) -> None:
     """A snapshot written again under its name holds the last bytes."""
     snapshots = opened(tmp_path / "s")
