@@ -13,6 +13,7 @@ from multiprocessing import Pool
 from statistics import median
 
 from dips.sim.coverage import POINTS, ROWS
+from dips.sim.month import Month
 from dips.sim.sabotage import SABOTAGES, sabotaged
 from dips.sim.world import Result, World
 
@@ -79,6 +80,17 @@ def coverage(results: list[Result]) -> str:
     return "\n".join(["  seeds  design.md section 9", *rows, "", "  seeds  crash points", *points])
 
 
+def play_days(days: float, seed: int) -> int:
+    """Play days instead of seeds; print the figures."""
+    started, month = time.monotonic(), Month(days, seed)
+    failure = month.run()
+    print(month.figures())
+    print(f"{time.monotonic() - started:.1f} s")
+    if failure is not None:
+        print(f"fails: {failure.what}\n" + "\n".join(failure.trace))
+    return 1 if failure else 0
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m dips.sim", description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=300, metavar="N", help="how many seeds (default 300)")
@@ -87,6 +99,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--sabotage", choices=sorted(SABOTAGES), metavar="NAME", help=f"break a rule: {', '.join(SABOTAGES)}"
     )
+    parser.add_argument("--days", type=float, metavar="D", help="play D days at the paper's failure rates (month.py)")
     parser.add_argument("--jobs", type=int, default=2, metavar="J", help="processes (default 2)")
     parser.add_argument("--verbose", action="store_true", help="a line for each seed")
     return parser.parse_args()
@@ -95,6 +108,8 @@ def _arguments() -> argparse.Namespace:
 def main() -> int:
     """Play what the command line asks for; return the exit code."""
     options = _arguments()
+    if options.days is not None:
+        return play_days(options.days, options.seed or 0)
     seeds = (
         range(options.seed, options.seed + 1)
         if options.seed is not None

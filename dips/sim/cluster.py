@@ -78,7 +78,7 @@ class Agent:
             fiber.kill()
         if self.trainer is not None:
             self.trainer.kill()
-            self._lose(self.trainer)
+            self._lose(self.trainer, "its agent ended")
 
     def trainer_died(self, reason: str, rank: bool = False) -> None:
         """torchrun has ended all ranks; it is started again."""
@@ -86,7 +86,7 @@ class Agent:
         trainer, self.trainer = self.trainer, None
         assert trainer is not None
         trainer.kill()
-        self._lose(trainer)
+        self._lose(trainer, "its trainer died")
         self._do(self.session.trainer_gone(reason, self.world.heap.now))
         delay_s = 0.5 + 2.0 * self.site.rng.random()
         self.world.later(delay_s, f"{self.name} restarts its trainer", partial(self.gate.pass_on, self._start_trainer))
@@ -112,12 +112,12 @@ class Agent:
 
     def overwritten(self, trainer: Trainer) -> None:
         """A pull has taken the place of everything that the trainer did."""
-        self._lose(trainer)
+        self._lose(trainer, "a pull overwrote it")
 
     @staticmethod
-    def _lose(trainer: Trainer) -> None:
+    def _lose(trainer: Trainer, cause: str) -> None:
         for work in trainer.works:
-            work.lost = True
+            work.lost = cause
         trainer.works, trainer.used = [], []
 
     # ---- rank 0 ----------------------------------------------------------------------------------------------------
@@ -166,10 +166,10 @@ class Agent:
         if mark.kind == "joined":
             self.consumed = self.session.account.lost  # what its former life lost and did not tell
             if self.trainer is not None:
-                self._lose(self.trainer)  # overwritten by the pull that every life begins with
+                self._lose(self.trainer, "its life at the master ended")  # the pull that follows overwrites it
                 self.trainer.range = None  # leased to its former life
         elif mark.kind == "life_ended" and self.trainer is not None:
-            self._lose(self.trainer)
+            self._lose(self.trainer, "its life at the master ended")
         elif mark.kind == "outcome":
             self.outcome_at = self.world.heap.now
             if mark.fields["outcome"] == "dropped":

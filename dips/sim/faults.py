@@ -44,6 +44,7 @@ ANY_TIME: dict[str, tuple[int, Strike]] = {
     "zombie_master": (2, strikes.zombie_master),
     "slow_ledger": (1, strikes.slow_ledger),
     "full_ledger": (1, strikes.full_ledger),
+    "old_ledger": (1, strikes.old_ledger),
     "cut": (3, strikes.cut),
     "clog": (1, strikes.clog),
     "cut_data": (1, strikes.cut_data),
@@ -73,6 +74,7 @@ MOMENTS: tuple[tuple[str, float, Strike], ...] = (
     ("row", 0.3, strikes.cut),
     ("persist", 0.4, strikes.cut),
 )
+OPERATOR_S = 6.0  # until a person has done what the run asks for
 AT_A_MOMENT = 0.4  # of all faults
 
 
@@ -129,6 +131,14 @@ class Faults(Listener):
             self._at("commit")
         elif note.kind == "round_persisting":
             self._at("persist")
+        elif note.kind == "stopped":
+            self.world.later(OPERATOR_S, "the operator mends the disks, and starts the master again", self._mend_disks)
+
+    def _mend_disks(self) -> None:
+        for machine in self.world.machines.values():
+            machine.disk.mend()
+        self.world.crash_master()
+        self.world.start_master()
 
     def recorded(self, record: Record) -> None:
         if isinstance(record, VersionCommitted):
@@ -153,5 +163,7 @@ class Faults(Listener):
             site.start()
         for zombie in list(world.master.zombies):
             zombie.wake()
+        if world.master.disk.old:
+            world.put_newest_ledger_back()
         world.start_master()
         world.wake_master()

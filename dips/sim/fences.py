@@ -64,6 +64,8 @@ class Fences(Invariant):
             self.require(self.before == _of_master(master), f"the master changed by the old {event}")
 
     def _old(self, master: MasterProcess, event: Event) -> bool:
+        if not master.presides:
+            return False  # what it changes is in itself only: nothing that leaves it changes anybody
         if isinstance(event, PushStaged | PushRefused | OrderAnswered | OrderFailed):
             return event.sinc < self.sinc.get(event.slave, 0)
         life = getattr(event, "push", None) or getattr(event, "pull", None) or event

@@ -336,7 +336,7 @@ class Tokens(Invariant):
         agents = [agent for site in self.world.sites.values() for agent in site.agents]
         carried = {id(w) for agent in agents if agent.trainer for w in agent.trainer.works}
         for work in self.world.books.work:
-            fate = id(work) in self.settled or work.lost or id(work) in carried
+            fate = id(work) in self.settled or bool(work.lost) or id(work) in carried
             self.require(fate, f"range {work.data_range} of {work.cluster} ({work.tokens} tokens) has no fate")
         for agent in agents:
             self._account(agent)

@@ -59,11 +59,33 @@ class LedgerDisk:
 
     def __init__(self, row: RunRow) -> None:
         self._db = Ledger.create(":memory:", row)._db
+        self._newest: sqlite3.Connection | None = None  # while an old copy lies in its place
         self.slowness = 1.0
         self.full = False
 
     def mend(self) -> None:
         self.slowness, self.full = 1.0, False
+
+    @property
+    def old(self) -> bool:
+        """An old copy lies there: what its master decides is not the run's truth."""
+        return self._newest is not None
+
+    def copy(self) -> sqlite3.Connection:
+        """A backup of the file as it is now."""
+        copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        self._db.backup(copy)
+        return copy
+
+    def put_back(self, copy: sqlite3.Connection) -> None:
+        """Somebody restores a backup, not knowing that the newest file is still to be had."""
+        self._newest, self._db = self._db, copy
+
+    def put_newest_back(self) -> None:
+        """The act that the master's refusal asks for."""
+        if self._newest is not None:
+            self._db.close()
+            self._db, self._newest = self._newest, None
 
     def open(self) -> Ledger:
         return Ledger(self._db, None, lambda: 0.0)
@@ -80,6 +102,7 @@ class LedgerDisk:
         return True
 
     def close(self) -> None:
+        self.put_newest_back()
         self._db.close()
 
 
@@ -125,7 +148,9 @@ class MasterProcess:
         self.ledger.start_term()
         state = self.ledger.state()
         now = self.world.heap.now
-        self.world.watch.restored(state)
+        self.trusted = not machine.disk.old  # what it decides is compared with the twins
+        if self.trusted:
+            self.world.watch.restored(state)
         self.coordinator = Coordinator(state, self.world.manifest, self.world.options, now)
         self.judge = Judge.restored(self.world.options.timing, state, now)
         self.alive = True
@@ -157,7 +182,7 @@ class MasterProcess:
         elif not disk.tear(self.writing, self.machine.rng.randint(1, 5)):
             self.world.watch.met("torn_ledger")
             return False
-        self.world.watch.recorded(self.writing)
+        self._recorded(self.writing)
         return True
 
     # ---- not looking -----------------------------------------------------------------------------------------------
@@ -202,7 +227,8 @@ class MasterProcess:
     def _cluster_beat(self, beat: ClusterBeat, answer: Answer) -> None:
         self._heard("cluster", beat.cluster, beat.inc)
         for event in self.judge.heard_cluster(beat, self.world.heap.now):
-            self.world.watch.judged(event)
+            if self.presides:
+                self.world.watch.judged(event)
             self._step(event)
         standing, push, pull = self.coordinator.cluster_standing(beat.cluster, beat.inc)
         lease_s = self.world.options.timing.lease_s
@@ -219,7 +245,7 @@ class MasterProcess:
         self._say(SlaveBeatAnswer(self.coordinator.term, lease_s, register, as_of, pushes, pulls), answer)
 
     def _heard(self, role: str, name: str, life: int) -> None:
-        if self is self.machine.process:
+        if self.presides:
             self.world.watch.beat_read(role, name, life)
 
     def _question(self, answer: Answer) -> int:
@@ -262,7 +288,7 @@ class MasterProcess:
         if not self.alive or self.inbox is not None:
             return
         for verdict in self.judge.verdicts(self.world.heap.now):
-            if self is self.machine.process:  # a zombie's verdicts reach nobody
+            if self.presides:
                 self.world.watch.judged(verdict)
             self._step(verdict)
         self._step(Ticked())
@@ -296,9 +322,18 @@ class MasterProcess:
         except StaleTerm as error:
             self._leave(Exit(EXIT_STALE, str(error)))
             return
-        self.world.watch.recorded(records)
+        self._recorded(records)
         self.writing = None
         self._pump()
+
+    def _recorded(self, records: list[Record]) -> None:
+        if self.trusted:
+            self.world.watch.recorded(records)
+
+    @property
+    def presides(self) -> bool:
+        """It is the run's master, and no zombie or deceived by an old ledger."""
+        return self.trusted and self is self.machine.process
 
     def _leave(self, effect: Effect) -> None:
         if isinstance(effect, Order):

@@ -187,6 +187,21 @@ def full_ledger(world: World, rng: Random) -> None:
     world.later(4.0 * rng.random(), "the ledger's disk has room again", mend)
 
 
+def old_ledger(world: World, rng: Random) -> None:
+    """A backup of the ledger is put back, though it is older than what the slaves have seen."""
+    copy, versions = world.master.disk.copy(), world.result.versions
+
+    def put_back() -> None:
+        if world.result.versions == versions or world.master.disk.old:
+            return  # it would be as good as the newest
+        world.crash_master()
+        world.master.disk.put_back(copy)
+        world.later(_down_s(rng), "the master starts on an old ledger", world.start_master)
+
+    if world.heap.now + 20.0 < world.quiet_at:
+        world.later(5.0 + 8.0 * rng.random(), "an old ledger is put back", put_back)
+
+
 # ---- links and rooms -----------------------------------------------------------------------------------------------
 
 

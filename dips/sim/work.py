@@ -10,12 +10,12 @@ from dips.slave.ports import F32
 
 @dataclass(eq=False)
 class Work:
-    """One inner step. `lost` once the process that held its effect died or was told to start over."""
+    """One inner step. `lost` says why the process that held its effect holds it no more; empty while it does."""
 
     cluster: str
     data_range: int
     tokens: int
-    lost: bool = False
+    lost: str = ""
 
 
 @dataclass(eq=False)
@@ -45,6 +45,7 @@ class Frozen:
 
     @property
     def tokens(self) -> int:
+        """Consumed by it."""
         return sum(w.tokens for w in self.work)
 
 

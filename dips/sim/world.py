@@ -20,7 +20,8 @@ from dips.protocol.options import Clip, DataOptions, Options, OuterOptions, Pena
 from dips.protocol.placement import place
 from dips.protocol.records import RunRow
 from dips.sim.coverage import Coverage
-from dips.sim.faults import Faults
+from dips.protocol.slaves import EXIT_OLD_LEDGER
+from dips.sim.faults import OPERATOR_S, Faults
 from dips.sim.fences import Fences, Liveness, Memory, Monotone, Patience, Patient
 from dips.sim.flow import SimFlow
 from dips.sim.heap import Chance, Heap, Timer, Trace
@@ -36,6 +37,7 @@ from dips.slave.ports import F32
 
 FAULTS_S = 55.0  # simulated seconds with faults
 QUIET_S = 50.0  # and without
+NAMES = "abcdefghi"  # of clusters
 EVERYWHERE = 64  # events: so often every machine is looked at, touched or not
 NOISES = 32  # directions in which a trainer may go in one inner step
 
@@ -65,6 +67,8 @@ class Scenario:
     lasts_s: float
     patience: float = 1.0  # times the bounds of Liveness: a slow link is slow
     listeners: tuple[Listener, ...] = ()
+    faults: Callable[[World], None] | None = None  # plans what goes wrong
+    quiet_s: float | None = None  # at the end: so long nothing goes wrong; None: it never does
 
 
 @dataclass(frozen=True)
@@ -164,9 +168,12 @@ class World:
         rng = np.random.default_rng(seed)
         self.genesis: dict[int, F32] = {i: rng.standard_normal(n, dtype=np.float32) for i, n in self.sizes.items()}
         self._noise = rng.standard_normal((NOISES, max(self.sizes.values())), dtype=np.float32) * np.float32(0.02)
-        self.quiet_at, self.ends_at = (0.0, scenario.lasts_s) if scenario else (FAULTS_S, FAULTS_S + QUIET_S)
+        self.quiet_at, self.ends_at = FAULTS_S, FAULTS_S + QUIET_S
+        if scenario:
+            self.ends_at = scenario.lasts_s
+            self.quiet_at = 0.0 if scenario.quiet_s is None else scenario.lasts_s - scenario.quiet_s
         self.patience = scenario.patience if scenario else 1.0
-        slowness = dict(zip("abc", self.settings.slowness, strict=False))
+        slowness = dict(zip(NAMES, self.settings.slowness, strict=False))
         self.data = DataNetwork(self.heap, self.chance.of("data"), self, self.sizes, slowness)
         self.result = Result(seed)
         self.lineage = Lineage(self)
@@ -200,7 +207,7 @@ class World:
         self.machines = {name: Machine(self, name, layers) for name, layers in placement}
         self.sites = {
             name: Site(self, name, ranks, step_s)
-            for name, ranks, step_s in zip("abc", self.settings.ranks, self.settings.step_s, strict=False)
+            for name, ranks, step_s in zip(NAMES, self.settings.ranks, self.settings.step_s, strict=False)
         }
         self.master = MasterMachine(self, row)
         self.master.start()
@@ -213,6 +220,8 @@ class World:
         else:
             self.network.mend()
             self.data.mend()
+            if self.scenario.faults:
+                self.scenario.faults(self)
 
     # ---- running ---------------------------------------------------------------------------------------------------
 
@@ -291,7 +300,17 @@ class World:
                 self.watch.met("zombie_master")
             return
         self.crash_master()
-        self.later(1.0, "the master starts again", self.start_master)
+        if effect.code != EXIT_OLD_LEDGER:
+            self.later(1.0, "the master starts again", self.start_master)
+            return
+        assert self.master.disk.old, effect.reason
+        self.watch.met("old_ledger")
+        self.later(OPERATOR_S, "the operator puts the newest ledger back", self.put_newest_ledger_back)
+
+    def put_newest_ledger_back(self) -> None:
+        self.crash_master()
+        self.master.disk.put_newest_back()
+        self.start_master()
 
     def _sleeps(self) -> None:
         if self._asleep_since is None:
