@@ -4,7 +4,7 @@ Master, two slaves, and clusters of one rank each that do not train: they meet, 
 A round lasts from the meeting until the last cluster's `outer.step` has returned with the new version installed. Gloo:
 torchrun with as many ranks; all-reduce of θ − θ_j and SGD(nesterov=True) on every rank, barrier to barrier.
 
-A version is durable before it exists, and that cannot be switched off (`durability: commit`). What is compared is the
+A version is durable before it exists (`durability: commit`, the default). What is compared is the
 round without its phase of persisting: nothing else goes on between Prepared and Persisted, so it is what a round
 without durability takes. The whole round is held to the same with its snapshots on a tmpfs, and shown with them on
 disk.

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dips.errors import FailedDisk
+from dips.ids import GENESIS
 from dips.protocol.effects import Persist, Retire
 from dips.protocol.events import OrderFailed, Persisted
 from dips.protocol.moves import RoundState
@@ -85,6 +87,7 @@ def persisted_late(w: World, chorus: Chorus) -> None:
     if d.late_failed:
         d.again_at = w.now + RETRY_S
         failed(w, "; ".join(d.late_failed))
+        retire(w, partial=True)
         return
     digests = tuple((name, a.digest) for name, a in chorus.answers.items() if isinstance(a, Persisted))
     w.record(VersionDurable(w.head, digests, w.now))
@@ -92,11 +95,19 @@ def persisted_late(w: World, chorus: Chorus) -> None:
     w.offers_changed()
     w.note("version_durable", version=w.head)
     succeeded(w)
-    retire(w)
+    retire(w, partial=True)
 
 
 def failed_late(w: World, slave: Slave, chorus: Chorus, event: OrderFailed) -> None:
-    """One disk failed; the others may still be writing, and a new snapshot begins when all have ended."""
+    """One disk failed; the others may still be writing, and a new snapshot begins when all have ended.
+
+    A slave that refuses for another reason says nothing of its disk: it is asked again later, and nothing is counted.
+    """
+    if not event.reason.startswith(FailedDisk.__name__):
+        interrupt(w)
+        w.durability.again_at = w.now + RETRY_S
+        w.note("order_refused", slave=slave.name, reason=event.reason)
+        return
     w.durability.late_failed += (f"{slave.name} refused: {event.reason}",)
     del w.choruses[event.number]
     chorus.waiting.discard(slave.name)
@@ -113,13 +124,22 @@ def interrupt(w: World) -> None:
 # ---- what may go -----------------------------------------------------------------------------------------------------
 
 
-def retire(w: World) -> None:
-    """Name the snapshots that may go: those older than the newest few that are complete on every slave. Row first."""
+def retire(w: World, *, partial: bool = False) -> None:
+    """Name the snapshots that may go: those older than the newest few that are complete on every slave. Row first.
+
+    With `partial`, when every slave serves the head and has tried to write it, also those that some slave lacks: no
+    slave can meet another at such a version any more, and where disks work they would pile up while one does not.
+    """
     complete = [v.version for v in w.versions.values() if v.version.version > 0 and v.durable and not v.retired]
-    if len(complete) < w.options.keep_snapshots:
-        return
-    oldest_kept = complete[-w.options.keep_snapshots]
-    old = tuple(v.version for v in w.versions.values() if 0 < v.version.version < oldest_kept.version and not v.retired)
+    keep = w.options.keep_snapshots
+    oldest_kept = complete[-keep] if len(complete) >= keep else GENESIS
+    old = tuple(
+        v.version
+        for v in w.versions.values()
+        if not v.retired
+        and 0 < v.version.version < w.head.version
+        and (v.version.version < oldest_kept.version or (partial and not v.durable))
+    )
     if not old:
         return
     w.record(VersionsRetired(old))

@@ -38,7 +38,8 @@ def consider(w: World) -> None:
     if unheard:
         w.rollback_waits = f"{', '.join(lacking)} cannot offer {w.head}; not yet heard: {', '.join(unheard)}"
         return
-    head = next((v for v in reversed(w.versions) if all(_offers(w, s, v) for s in w.slaves.values())), None)
+    kept = [v.version for v in reversed(w.versions.values()) if not v.retired]
+    head = next((v for v in kept if all(_offers(w, s, v) for s in w.slaves.values())), None)
     if head is None:
         w.rollback_waits = f"no version is offered by every slave: {_offers_told(w)}; restore a snapshot directory"
         return
@@ -46,13 +47,13 @@ def consider(w: World) -> None:
 
 
 def _offers(w: World, slave: Slave, version: VersionId) -> bool:
-    """v0@r0 is the initial model, which every slave has; it is offered until the first snapshots are retired.
+    """v0@r0 is the initial model, which every slave has; it is offered until a version that all had is retired.
 
     From then on a slave that has nothing else has lost its directory, and the run must not begin anew for that.
     """
     assert slave.offer is not None
     if version == GENESIS:
-        return version == w.head or not any(v.retired for v in w.versions.values())
+        return version == w.head or not any(v.retired and v.durable for v in w.versions.values())
     return version in slave.offer
 
 

@@ -239,6 +239,7 @@ def _commit(w: World, r: Round, digests: tuple[tuple[str, str], ...], *, durable
     shares = tuple((f.push.cluster, f.tokens, f.ranges) for f in row.folds)
     w.versions[version] = VersionRow(version, row.parent, durable, tokens, False, shares)
     w.head, w.round = version, None
+    w.durability.again_at = 0.0  # a new version tries the disks anew
     w.offers_changed()
     w.tokens_accepted += tokens
     w.counts["applied"] += 1

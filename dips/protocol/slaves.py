@@ -128,7 +128,7 @@ def _enter(w: World, slave: Slave, event: SlaveRegistered, order: SlaveOrder) ->
         w.order(
             "done",
             last,
-            {slave.name: Abort(last, "the round was skipped while you were away")},
+            {slave.name: Abort(last, "it left no version that stands")},
             w.options.timing.order_s,
         )
     garbage = tuple(v for v in event.complete if v not in w.versions or w.versions[v].retired)

@@ -30,6 +30,7 @@ def view(w: World, now: float) -> dict[str, Any]:
             "mode": w.options.durability,
             "state": w.durability.state,
             "reason": w.durability.reason,
+            "red": w.durability.state != "durable",
             "head": w.versions[w.head].durable,
         },
         "undone": [str(v) for v in w.undone][-UNDONE_SHOWN:],

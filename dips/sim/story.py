@@ -121,8 +121,8 @@ class Teller:
                 return ev.Done()
 
     def fails(self, slave: str, words: Words) -> list[str]:
-        """The oldest order that it has not answered fails: deaf, refused or stale_term."""
-        order = next(o for o in self.orders if o.slave == slave)
+        """The oldest order (of one kind) that it has not answered fails: deaf, refused or stale_term."""
+        order = next(o for o in self.orders if o.slave == slave and words.get("only") in (None, _kind(o.body)))
         self.orders.remove(order)
         return self.step(ev.OrderFailed(slave, order.sinc, order.number, words["kind"], words.get("why", "")))
 
@@ -251,6 +251,9 @@ class Teller:
         view = self.machine.view(self.now)
         r = view["round"]
         lines = [f"term {view['term']}, head {view['head']}, round {r['state']}: {r['reason']}"]
+        durability = view["durability"]
+        if durability["state"] != "durable":
+            lines.append(f"{durability['state']}: {durability['reason']}")
         return lines + [self._state(role, name) for role in ("clusters", "slaves") for name in view[role]]
 
     def _state(self, role: str, name: str) -> str:

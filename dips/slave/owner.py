@@ -43,6 +43,8 @@ class Owner:
     def __init__(self, thread: Executor, clock: Callable[[], float], log: Log) -> None:
         self._thread, self._clock, self._log = thread, clock, log
         self._shard: Shard | None = None
+        self._writing = asyncio.Lock()
+        self._persists: set[asyncio.Task[Answer]] = set()
         self.changed: Callable[[], None] = lambda: None
         self.standing = Standing(0, 0, None, (), 0, 0)
         self.apply_s = 0.0  # what the last Apply took
@@ -58,8 +60,33 @@ class Owner:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._do, job)
 
     async def execute(self, order: Order) -> Answer:
-        """Carry out an order of the master on the owner's thread."""
-        return await self.run(lambda shard: self._timed(shard, order))
+        """Carry out an order of the master on the owner's thread; the writing of what is served runs beside it."""
+        if not isinstance(order.body, Persist):
+            return await self.run(lambda shard: self._timed(shard, order))
+        # Shielded: who gave the order may hang up and ask again, the writer goes on and its end must be heard.
+        task = asyncio.ensure_future(self._persist(order))
+        self._persists.add(task)
+        task.add_done_callback(self._persists.discard)
+        return await asyncio.shield(task)
+
+    async def _persist(self, order: Order) -> Answer:
+        """Write one snapshot after another, so that a repeated Persist finds the first one done."""
+        async with self._writing:
+            begun = self._clock()
+            work = await self.run(lambda shard: shard.begin_persist(order))
+            if callable(work):
+                work = await self._write_beside(order, work)
+            self._took(order, self._clock() - begun)
+            return work
+
+    async def _write_beside(self, order: Order, write: Callable[[], str]) -> Answer:
+        digest: str | None = None
+        try:
+            digest = await asyncio.get_running_loop().run_in_executor(None, write)
+        finally:
+            answer = await self.run(lambda shard: shard.end_persist(order, digest))
+        assert answer is not None  # a writer that failed has raised
+        return answer
 
     # ---- what the data flow reports, from its own threads --------------------------------------------
 
@@ -111,10 +138,12 @@ class Owner:
     def _timed(self, shard: Shard, order: Order) -> Answer:
         begun = self._clock()
         answer = shard.execute(order)
-        took = self._clock() - begun
+        self._took(order, self._clock() - begun)
+        return answer
+
+    def _took(self, order: Order, took: float) -> None:
         if isinstance(order.body, Apply):
             self.apply_s = took
         elif isinstance(order.body, Persist):
             self.persist_s = took
         self._log.info("order", kind=type(order.body).__name__, number=order.number, term=order.term, took_s=took)
-        return answer

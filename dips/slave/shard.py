@@ -32,7 +32,7 @@ from dips.protocol.events import Answer, Done, Folded, Measured, Persisted, Prep
 from dips.protocol.manifest import BYTES_PER_PARAMETER, Manifest
 from dips.slave.fences import Fences
 from dips.slave.moving import Moving, Opened, Report
-from dips.slave.ports import Disk, Flow, FlowEvents
+from dips.slave.ports import Arrays, Disk, Flow, FlowEvents
 
 
 class Shard:
@@ -47,6 +47,7 @@ class Shard:
         self.versions = versions
         self.round: int | None = None  # the open one, None between rounds
         self.poison: str | None = None  # why only Abort of it is legal
+        self.writing: VersionId | None = None  # its snapshot, on another thread
         self.reason = ""  # why this slave does not hold what it was told to hold
         self._disk = disk
         self._flow = flow
@@ -157,6 +158,7 @@ class Shard:
             raise LocalProtocolError(f"Apply of {order.version} in round {order.round} cannot follow {memory}")
         if not self.versions.folded:
             raise LocalProtocolError(f"Apply of {order.version}: no push is folded in round {order.round}")
+        self._not_while_writing(f"Apply of {order.version}")
         if order.reserve:
             self._reserve(order.version)
         self._moving.relieve()
@@ -167,19 +169,58 @@ class Shard:
 
     def _persist(self, order: e.Persist, opened: Opened) -> Answer:
         """Legal for what is prepared, or served; on return it is durable. A disk that fails leaves θ′ as it is."""
+        return Persisted(order.version, self._write(order.version, *self._to_write(order))())
+
+    def begin_persist(self, order: e.Order) -> Answer | Callable[[], str]:
+        """Carry out a Persist; for the version that is served, return what writes it instead, on any thread.
+
+        Until `end_persist` nothing may take θ and m away: Apply and Load are Busy (protocol.md section 2).
+        """
+        body = order.body
+        assert isinstance(body, e.Persist)
+        remembered = self._fences.admit(order)
+        if remembered is not None:
+            return remembered
+        if body.version != self.versions.memory:
+            return self.execute(order)
+        write = self._write(body.version, *self._to_write(body))
+        self.writing = body.version
+        return write
+
+    def end_persist(self, order: e.Order, digest: str | None) -> Answer | None:
+        """The writer has ended; `digest` is None if it failed. What a master with a successor ordered is forgotten."""
+        version, self.writing = self.writing, None
+        if digest is None or version is None:
+            return None
+        answer = Persisted(version, digest)
+        if order.term == self.term:
+            self._fences.remember(order, answer)
+        return answer
+
+    def _to_write(self, order: e.Persist) -> tuple[Arrays, Arrays]:
         held = (self.versions.prepared, self.versions.memory)
         if order.version not in held:
             raise LocalProtocolError(f"Persist of {order.version}: prepared is {held[0]}, served {held[1]}")
         if order.version == self.versions.prepared and self.poison is not None:
             raise LocalProtocolError(f"Persist of {order.version}: {self.poison}; only Abort is legal")
-        theta, momentum = self.versions.theta(order.version), self.versions.momentum(order.version)
-        try:
-            digest = self._disk.write(order.version, theta, momentum)
-        except OSError as error:
-            raise FailedDisk(f"{self.name} cannot write the snapshot of {order.version}: {error}") from error
-        if self._reserved == order.version:
+        return self.versions.theta(order.version), self.versions.momentum(order.version)
+
+    def _write(self, version: VersionId, theta: Arrays, momentum: Arrays) -> Callable[[], str]:
+        """What writes a snapshot into the room that was reserved for it."""
+        if self._reserved == version:
             self._reserved = None
-        return Persisted(order.version, digest)
+
+        def write() -> str:
+            try:
+                return self._disk.write(version, theta, momentum)
+            except OSError as error:
+                raise FailedDisk(f"{self.name} cannot write the snapshot of {version}: {error}") from error
+
+        return write
+
+    def _not_while_writing(self, what: str) -> None:
+        if self.writing is not None:
+            raise Busy(f"{what} waits: the snapshot of {self.writing} is being written")
 
     def _commit(self, order: e.Commit, opened: Opened) -> Answer:
         """Legal for what is prepared or served already; serves it and opens the pulls."""
@@ -316,6 +357,7 @@ class Shard:
         elif memory == order.version:
             self._end_round()
         else:
+            self._not_while_writing(f"Load of {order.version}")
             self._end_round()
             self._moving.drop_all()
             self._moving.relieve()
@@ -367,6 +409,7 @@ class Shard:
             raise StaleVersion(
                 f"Commit of {version}: {self.name} serves {self.versions.memory}, prepared is {self.versions.prepared}"
             )
+        self._not_while_writing(f"Commit of {version}")
         self.versions.flip(version)
         self._end_round()
         self._moving.relieve()  # now, so that the next Apply finds its bank free

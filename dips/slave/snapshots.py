@@ -44,7 +44,7 @@ _LOCK = ".lock"
 
 
 class Snapshots:
-    """Implements `ports.Disk` on files; used by one thread."""
+    """Implements `ports.Disk` on files; used by one thread, and by a second one for one `write` at a time."""
 
     def __init__(self, directory: Path, run: str, slave: str, initial_model: Path, log: Log) -> None:
         """Take the directory for this process; raise ConfigError, naming it, if another slave holds it."""

@@ -42,6 +42,10 @@ RUN = (
     Row("dips_ranges_free", "ranges.free", "Data ranges that nobody holds."),
     Row("dips_ranges_leased", "ranges.leased", "Data ranges leased to clusters."),
     Row("dips_ranges_settled", "ranges.settled", "Data ranges trained or gated."),
+    Row("dips_ranges_undone", "ranges.undone", "Data ranges trained by undone versions only, and not leased again."),
+    Row("dips_head_durable", "durability.head", "1 if the head lies complete on every slave's disk."),
+    Row("dips_durability_red", "durability.red", "1 if snapshots fail: versions are not durable, or the run stopped."),
+    Row("dips_versions_undone", "undone_total", "Versions that were rolled back."),
 )
 CLUSTER = (
     Row("dips_cluster_incarnation", "inc", "Lives of the cluster so far."),
@@ -50,6 +54,7 @@ CLUSTER = (
     Row("dips_cluster_skipped", "skipped", "Contributions whose round broke.", counter=True),
     Row("dips_cluster_tokens_accepted", "tokens_accepted", "Tokens accepted.", counter=True),
     Row("dips_cluster_tokens_gated", "tokens_gated", "Tokens gated.", counter=True),
+    Row("dips_cluster_tokens_undone", "tokens_undone", "Tokens accepted once, by versions that were rolled back."),
     Row("dips_cluster_tokens_lost", "tokens_lost", "Tokens lost with trainers and lives."),
     Row("dips_cluster_tokens_carried", "tokens_carried", "Tokens consumed and not yet settled."),
     Row("dips_cluster_staleness", "staleness", "Outer steps of the head since the cluster's base."),

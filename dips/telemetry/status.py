@@ -26,8 +26,12 @@ def render(status: Status) -> RenderableType:
 
 
 def headline(status: Status) -> Text:
-    """The run in two lines: where θ is, and what the round does and why."""
-    return Text("\n".join((run_line(status), "round: " + round_line(status))), style="bold")
+    """The run in two lines: where θ is, and what the round does and why; a third, red, if snapshots fail."""
+    text = Text("\n".join((run_line(status), "round: " + round_line(status))), style="bold")
+    durability = status.get("durability", {})
+    if durability.get("red"):
+        text.append(f"\n{durability.get('state', NONE)}: {durability.get('reason') or NONE}", style="red")
+    return text
 
 
 def run_line(status: Status) -> str:

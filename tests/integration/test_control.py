@@ -20,7 +20,15 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dips.config import RunFile, load_run
-from dips.errors import ConfigError, CorruptManifest, DipsError, StaleIncarnation, StaleTerm, UnavailableMaster
+from dips.errors import (
+    ConfigError,
+    CorruptManifest,
+    DipsError,
+    FailedDisk,
+    StaleIncarnation,
+    StaleTerm,
+    UnavailableMaster,
+)
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.master.app import serve
 from dips.master.genesis import INITIAL_MANIFEST, ledger_path, make_run
@@ -352,7 +360,7 @@ async def test_a_master_that_has_a_successor_ends(config: RunFile) -> None:
     slave = Slave("s0")
     slave.term, slave.address = 9, "127.0.0.1:9"
     async with control.channel(await ready) as channel:
-        with pytest.raises(StaleTerm, match="has seen 9"):
+        with pytest.raises(StaleTerm, match=r"has seen term 9.*dips-master recover"):
             await slave.register(SlaveServiceStub(channel))
     assert await task == 75
 
@@ -411,6 +419,18 @@ async def test_a_refusal_and_a_stale_term_are_told_apart() -> None:
     assert isinstance(stale, events.OrderFailed) and (stale.kind, stale.reason) == ("stale_term", "seen 5")
     assert isinstance(refused, events.OrderFailed) and refused.kind == "refused"
     assert refused.reason == "StaleIncarnation: sinc 2"
+
+
+async def test_a_broken_disk_is_said_at_once() -> None:
+    """A slave that is there and cannot write is no link to be tried again: the master hears it by one call."""
+    async with listening(Slave("s0")) as slave:
+        slave.raises = {effects.Persist: FailedDisk("s0 cannot write: no space left")}
+        link = Link("s0", slave.address)
+        failed = await link.execute(order(1, body=effects.Persist(VersionId(1, 1))))
+        await link.close()
+    assert isinstance(failed, events.OrderFailed) and failed.kind == "refused"
+    assert failed.reason == "FailedDisk: s0 cannot write: no space left"
+    assert len(slave.orders) == 1
 
 
 async def test_nobody_there_is_deaf_at_the_deadline() -> None:

@@ -65,29 +65,36 @@ def test_a_slave_asks_in_the_order_in_which_workers_turn_to_it(workers: int, sla
         assert turns == sorted(turns)
 
 
-@given(st.lists(st.tuples(st.sampled_from("lse"), st.sampled_from("ab"), st.integers(1, 4)), max_size=30))
-def test_every_range_has_exactly_one_fate(script: list[tuple[str, str, int]]) -> None:
-    """Invariant 10: free, leased and settled partition the data set, and nothing settled is leased again."""
-    book, seqs = RangeBook(DataOptions(ranges=6, epochs=2)), {"a": 0, "b": 0}
-    settled: set[int] = set()
+@given(
+    st.lists(st.tuples(st.sampled_from("lseu"), st.sampled_from("ab"), st.integers(1, 4)), max_size=30), st.booleans()
+)
+def test_every_range_has_exactly_one_fate(script: list[tuple[str, str, int]], requeue: bool) -> None:
+    """Invariant 10: free, leased, settled and undone partition the data set, and nothing settled is leased again."""
+    book, seqs = RangeBook(DataOptions(ranges=6, epochs=2), requeue=requeue), {"a": 0, "b": 0}
+    settled, undone = set[int](), set[int]()
     for verb, cluster, count in script:
         if verb == "l":
             seqs[cluster] += 1
             taken, new = book.lease(cluster, 1, seqs[cluster], count)
             assert new
-            assert not settled & set(taken)
+            assert not (settled | undone) & set(taken)
             assert book.lease(cluster, 1, seqs[cluster], count) == (taken, False)
         elif verb == "s":
             done = book.held_by(cluster, 1)[:count]
             book.settle(cluster, 1, done)
             settled |= set(done)
+        elif verb == "u":
+            over = sorted(settled)[-count:]
+            book.undo(over)
+            settled -= set(over)
+            undone |= set() if requeue else set(over)
         else:
             book.release(cluster, 1)
             seqs[cluster] = 0
         held = [*book.held_by("a", 1), *book.held_by("b", 1)]
         assert len(held) == len(set(held)) == book.leased
-        assert book.settled == settled
-        assert book.free + book.leased + len(settled) == 12
+        assert (book.settled, book.undone) == (settled, undone)
+        assert book.free + book.leased + len(settled) + len(undone) == 12
 
 
 def test_a_restored_book_repeats_its_last_answer() -> None:
@@ -96,6 +103,14 @@ def test_a_restored_book_repeats_its_last_answer() -> None:
     assert book.lease("a", 3, 2, 2) == ((3, 4), False)
     assert book.held_by("a", 3) == (2, 3, 4)
     assert book.lease("b", 1, 1, 2) == ((5, 6), True)
+
+
+@pytest.mark.parametrize(("requeue", "leased"), [(False, (5, 6)), (True, (3, 5))])
+def test_a_restored_book_knows_what_was_undone(requeue: bool, leased: tuple[int, ...]) -> None:
+    """What only undone versions have trained is leased after a restart as before: with `requeue: undone` alone."""
+    book = RangeBook(DataOptions(ranges=10), (0, 1, 2), (("a", 1, 1, (4,)),), undone=(3,), requeue=requeue)
+    assert book.lease("b", 1, 1, 2) == (leased, True)
+    assert book.undone == (set() if requeue else {3})
 
 
 def test_manifest_groups_by_block_and_survives_json() -> None:

@@ -23,6 +23,7 @@ from dips.protocol.beats import SlaveBeat, SlaveBeatAnswer, Transfer
 from dips.protocol.effects import (
     Acknowledged,
     Apply,
+    Commit,
     DropPush,
     Fold,
     Hold,
@@ -31,12 +32,13 @@ from dips.protocol.effects import (
     OpenPush,
     Order,
     OrderBody,
+    Persist,
     Ping,
     Registered,
     SlaveOrder,
     Wait,
 )
-from dips.protocol.events import Done, Prepared, PushRefused, PushStaged, SlaveRegistered
+from dips.protocol.events import Done, Persisted, Prepared, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.manifest import Manifest
 from dips.slave.owner import Owner
 from dips.slave.ports import Arrays, FlowEvents
@@ -78,11 +80,23 @@ class Flow:
 
 
 class Disk:
+    def __init__(self) -> None:
+        self.may_write = threading.Event()
+        self.writes = 0
+
+    def reserve(self, version: VersionId, nbytes: int) -> None:
+        """There is room."""
+
+    def release(self, version: VersionId) -> None:
+        """There is room."""
+
     def complete(self) -> tuple[VersionId, ...]:
         return ()
 
     def write(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
-        raise AssertionError("nothing is persisted here")
+        self.writes += 1
+        assert self.may_write.wait(10)
+        return "d1ge57"
 
     def read(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
         theta[0].fill(1.0)
@@ -158,9 +172,9 @@ class Life:
         self.task = asyncio.create_task(self.session.run())
         self.number = 0
 
-    async def order(self, body: OrderBody, deadline_s: float = 10.0) -> Any:
-        self.number += 1
-        request = to_proto(Order("s", 7, 1, self.number, body, deadline_s))
+    async def order(self, body: OrderBody, deadline_s: float = 10.0, number: int | None = None) -> Any:
+        self.number += number is None
+        request = to_proto(Order("s", 7, 1, self.number if number is None else number, body, deadline_s))
         assert isinstance(request, slave_pb2.Order)
         return unwrap(await self.servicer.Execute(request, None))
 
@@ -310,6 +324,42 @@ async def test_orders_of_a_round_through_the_servicer() -> None:
         assert (await life.order(Fold(1, PUSH, 1.0))).acc_sq == 0.75
         assert await life.order(Apply(1, VersionId(1, 1), 1.0, 0.7, 0.8)) == Prepared(VersionId(1, 1))
         await master.until(lambda: master.beats[-1].apply_s > 0)
+
+
+async def test_a_snapshot_is_written_beside_the_orders() -> None:
+    """While the served version is being written, a push opens and an Apply waits; a repeated Persist writes once."""
+    master = Master(LoadVersion(GENESIS), Hold())
+    async with living(master) as life:
+        await master.until(lambda: len(master.beats) >= 1)
+        disk = life.shard._disk
+        assert isinstance(disk, Disk)
+        await make_version(life, 1, PUSH, GENESIS)
+        await life.order(Commit(VersionId(1, 1), (), 1.0))
+        persist = Persist(VersionId(1, 1))
+        first = asyncio.create_task(life.order(persist, number=100))
+        second = PushId(PUSH.cluster, PUSH.inc, PUSH.seq + 1)
+        master.beat = SlaveBeatAnswer(1, 10.0, False, 10**6, (second,), ())
+        apply = asyncio.create_task(make_version(life, 2, second, VersionId(1, 1)))
+        await master.until(lambda: life.shard.versions.folded)
+        first.cancel()  # the connection breaks, and the order is sent again
+        again = asyncio.create_task(life.order(persist, number=100))
+        await asyncio.sleep(0.05)
+        assert not (apply.done() or again.done())
+        disk.may_write.set()
+        assert await again == Persisted(VersionId(1, 1), "d1ge57")
+        assert await apply == Prepared(VersionId(2, 2))
+        assert disk.writes == 1
+
+
+async def make_version(life: Life, round_: int, push: PushId, head: VersionId) -> Any:
+    """One push in, up to Prepared."""
+    await life.order(OpenPush(push, (0,), 60.0))
+    life.flow.pushes[push][0].fill(0.5)
+    assert life.flow.events is not None
+    life.flow.events.staged(push, 12)
+    await life.order(Measure(round_, push, head))
+    await life.order(Fold(round_, push, 1.0))
+    return await life.order(Apply(round_, VersionId(head.version + 1, round_), 1.0, 0.7, 0.8))
 
 
 async def test_a_failure_in_news_of_the_flow_is_logged() -> None:

@@ -498,7 +498,7 @@ def test_a_full_disk_is_found_before_anything_is_computed() -> None:
     slave = Slave().ready()
     slave.fold(P1, 0.5)
     before, slave.disk.full = slave.shard.versions.holders(), True
-    with pytest.raises(FailedDisk, match="has no room for the snapshot of v1@r1.*no space left"):
+    with pytest.raises(FailedDisk, match=r"has no room for the snapshot of v1@r1.*no space left"):
         slave.order(Apply(1, V1, 1.0, 1.0, 0.0))
     assert slave.shard.versions.holders() == before
     assert slave.order(Apply(1, V1, 1.0, 1.0, 0.0, reserve=False)) == Prepared(V1)
@@ -511,10 +511,60 @@ def test_a_failed_persist_leaves_what_is_prepared() -> None:
     slave = Slave().ready()
     version = slave.prepare(persist=False)
     slave.disk.error = OSError(5, "Input/output error")
-    with pytest.raises(FailedDisk, match="cannot write the snapshot of v1@r1.*Input/output"):
+    with pytest.raises(FailedDisk, match=r"cannot write the snapshot of v1@r1.*Input/output"):
         slave.order(Persist(version))
     slave.order(Commit(version, (), 1.0))
     assert slave.order(Persist(version)) == Persisted(version, "digest of v1@r1")
+
+
+def test_what_is_written_beside_is_not_taken_away() -> None:
+    """While the served version's snapshot is being written, pushes go on; Apply and Load wait (protocol.md 2)."""
+    slave = Slave().ready()
+    first = slave.prepare(persist=False)
+    slave.order(Commit(first, (), 1.0))
+    order = slave.made(Persist(first))
+    write = slave.shard.begin_persist(order)
+    assert callable(write)
+    slave.fold(P2, 0.25, round_=2)
+    second = VersionId(2, 2)
+    with pytest.raises(Busy, match=r"Apply of v2@r2 waits: the snapshot of v1@r1 is being written"):
+        slave.order(Apply(2, second, 1.0, 1.0, 0.0))
+    assert slave.shard.follow(LoadVersion(GENESIS)) is False
+    assert "Load of v0@r0 waits" in slave.shard.reason
+    answer = slave.shard.end_persist(order, write())
+    assert answer == Persisted(first, "digest of v1@r1")
+    assert (slave.shard.begin_persist(order), slave.disk.writes) == (answer, 1)
+    assert slave.order(Apply(2, second, 1.0, 1.0, 0.0)) == Prepared(second)
+
+
+def test_a_snapshot_that_failed_beside_holds_nobody_up() -> None:
+    """After a writer that failed the next Apply is legal, and a later Persist is a new one."""
+    slave = Slave().ready()
+    first = slave.prepare(persist=False)
+    slave.order(Commit(first, (), 1.0))
+    slave.disk.error = OSError(28, "No space left on device")
+    order = slave.made(Persist(first))
+    write = slave.shard.begin_persist(order)
+    assert callable(write)
+    with pytest.raises(FailedDisk, match="No space left"):
+        write()
+    assert slave.shard.end_persist(order, None) is None
+    assert slave.order(Persist(first)) == Persisted(first, "digest of v1@r1")
+    slave.prepare(P2, 2)
+
+
+def test_the_end_of_an_old_masters_writer_is_not_remembered() -> None:
+    """Its number may be given again by the next master (invariant 5)."""
+    slave = Slave().ready()
+    first = slave.prepare(persist=False)
+    slave.order(Commit(first, (), 1.0))
+    order = slave.made(Persist(first))
+    write = slave.shard.begin_persist(order)
+    assert callable(write)
+    slave.welcome(Hold(), term=2)
+    slave.shard.end_persist(order, write())
+    slave.term, slave.number = 2, order.number - 1
+    assert slave.order(Ping()) == Done()
 
 
 def test_room_is_given_back_with_the_round() -> None:
