@@ -60,6 +60,7 @@ class LedgerDisk:
     def __init__(self, row: RunRow) -> None:
         self._db = Ledger.create(":memory:", row)._db
         self._newest: sqlite3.Connection | None = None  # while an old copy lies in its place
+        self._copies: list[sqlite3.Connection] = []
         self.slowness = 1.0
         self.full = False
 
@@ -75,6 +76,7 @@ class LedgerDisk:
         """A backup of the file as it is now."""
         copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         self._db.backup(copy)
+        self._copies.append(copy)
         return copy
 
     def put_back(self, copy: sqlite3.Connection) -> None:
@@ -84,7 +86,6 @@ class LedgerDisk:
     def put_newest_back(self) -> None:
         """The act that the master's refusal asks for."""
         if self._newest is not None:
-            self._db.close()
             self._db, self._newest = self._newest, None
 
     def open(self) -> Ledger:
@@ -103,7 +104,8 @@ class LedgerDisk:
 
     def close(self) -> None:
         self.put_newest_back()
-        self._db.close()
+        for db in (self._db, *self._copies):
+            db.close()
 
 
 class MasterMachine:
@@ -337,7 +339,8 @@ class MasterProcess:
 
     def _leave(self, effect: Effect) -> None:
         if isinstance(effect, Order):
-            self.world.watch.order_leaves(effect)
+            if self.trusted:
+                self.world.watch.order_leaves(effect)
             SentOrder(self, effect).send()
         elif isinstance(effect, Reply):
             self._answers.pop(effect.req)(effect.result)
