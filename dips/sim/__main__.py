@@ -51,7 +51,9 @@ def summary(results: list[Result], seconds: float) -> str:
     kinds = {k for r in results for k in r.kinds}
     notes = ", ".join(f"{k} {sum(r.kinds.get(k, 0) for r in results)}" for k in sorted(kinds))
     which = f": {', '.join(map(str, failed))}" if failed else ""
-    lines = [f"{len(results)} seeds in {seconds:.1f} s ({seconds / len(results):.3f} s each), {len(failed)} failed{which}"]
+    lines = [
+        f"{len(results)} seeds in {seconds:.1f} s ({seconds / len(results):.3f} s each), {len(failed)} failed{which}"
+    ]
     for what, numbers in spread(results).items():
         lines.append(f"{what:<34} median {median(numbers):>6.0f}   least {min(numbers):>6.0f}")
     return "\n".join([*lines, notes])

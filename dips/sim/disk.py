@@ -53,6 +53,7 @@ class SimDisk:
         self.files: dict[VersionId, Snapshot] = {}
         self.full = False
         self.slowness = 1.0
+        self._mirror: dict[VersionId, Snapshot] = {}  # what an old copy took the place of
         self.harmed: set[VersionId] = (
             set()
         )  # snapshots that rotted, or were lost with the directory: the machine's fault
@@ -75,8 +76,18 @@ class SimDisk:
 
     def put_back(self, copy: dict[VersionId, Snapshot]) -> None:
         """An old copy in the place of the directory."""
-        self.harmed.update(v for v in self.files if v not in copy)
+        lost = {v: s for v, s in self.files.items() if v not in copy}
+        self.harmed.update(lost)
+        self._mirror.update(lost)
         self.files = dict(copy)
+
+    def restore(self) -> None:
+        """Somebody brings back from a mirror what rotted or was lost."""
+        for snapshot in self.files.values():
+            snapshot.rotten = False
+        self.files.update(self._mirror)
+        self._mirror.clear()
+        self.harmed.clear()
 
     @property
     def good(self) -> list[VersionId]:

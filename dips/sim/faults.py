@@ -14,14 +14,14 @@ from dips.ids import PullId, PushId
 from dips.protocol.effects import Note
 from dips.protocol.records import Record, VersionCommitted
 from dips.sim import strikes
-from dips.sim.strikes import Strike
+from dips.sim.strikes import OPERATOR_S, Strike
 from dips.sim.watch import Listener
 
 if TYPE_CHECKING:
     from dips.sim.cluster import Agent
     from dips.sim.world import World
 
-FIRST_S, GAP_S = 4.0, 3.0  # until the first fault, between two; at most double
+FIRST_S, GAP_S = 4.0, 4.0  # until the first fault, between two; at most double
 
 # What strikes at any time, and how often beside the others.
 ANY_TIME: dict[str, tuple[int, Strike]] = {
@@ -35,7 +35,7 @@ ANY_TIME: dict[str, tuple[int, Strike]] = {
     "diverge": (3, strikes.diverge),
     "crash_slave": (2, strikes.crash_slave),
     "pause_slave": (1, strikes.pause_slave),
-    "full_disk": (2, strikes.full_disk),
+    "full_disk": (3, strikes.full_disk),
     "slow_disk": (1, strikes.slow_disk),
     "rot": (1, strikes.rot),
     "old_snapshots": (1, strikes.old_snapshots),
@@ -60,9 +60,9 @@ MOMENTS: tuple[tuple[str, float, Strike], ...] = (
     ("push", 1.2, strikes.crash_slave),
     ("push", 1.2, strikes.crash_master),
     ("push", 0.6, strikes.zombie_agent),
-    ("pull", 1.0, strikes.crash_rank),
-    ("pull", 1.0, strikes.crash_trainer),
-    ("pull", 1.0, strikes.crash_slave),
+    ("pull", 0.4, strikes.crash_rank),
+    ("pull", 0.4, strikes.crash_rank),
+    ("pull", 0.5, strikes.crash_slave),
     ("commit", 0.8, strikes.crash_agent),
     ("commit", 1.5, strikes.crash_slave),
     ("persist", 0.5, strikes.crash_master),
@@ -71,10 +71,10 @@ MOMENTS: tuple[tuple[str, float, Strike], ...] = (
     ("persist", 0.4, strikes.whole_room),
     ("row", 0.2, strikes.crash_master),
     ("row", 0.3, strikes.crash_slave),
-    ("row", 0.3, strikes.cut),
-    ("persist", 0.4, strikes.cut),
+    ("row", 0.02, strikes.cut_slave),
+    ("persist", 0.4, strikes.cut_slave),
+    ("persist", 0.4, strikes.cut_slave),
 )
-OPERATOR_S = 6.0  # until a person has done what the run asks for
 AT_A_MOMENT = 0.4  # of all faults
 
 
@@ -151,6 +151,7 @@ class Faults(Listener):
         world.network.mend()
         world.data.mend()
         world.master.disk.mend()
+        world.restore_if_all_is_lost()
         for machine in world.machines.values():
             machine.disk.mend()
             machine.start()

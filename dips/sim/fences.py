@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from dips.sim.world import World
 
 
-EVERY = 16  # events: how often is looked at what only time can change
-
-
 class Fences(Invariant):
     """What bears an old term, incarnation, seq or round changes nothing: the state before is the state after."""
 
@@ -143,13 +140,14 @@ class Memory(Invariant):
             if machine.process is None:
                 continue
             versions = machine.process.versions
-            self.require(versions.used_bytes <= versions.limit_bytes, f"{machine.name} uses more than its sum")
+            if versions.used_bytes > versions.limit_bytes:
+                self.fail(f"{machine.name} uses more than its sum")
             slots = versions.open_pushes
-            self.require(
-                len(slots) <= versions.slots, f"{machine.name} has {len(slots)} slots open of {versions.slots}"
-            )
+            if len(slots) > versions.slots:
+                self.fail(f"{machine.name} has {len(slots)} slots open of {versions.slots}")
             holders = versions.holders()
-            self.require(len(holders) == len(set(holders)), f"{machine.name}: two banks for one holder in {holders}")
+            if len(holders) != len(set(holders)):
+                self.fail(f"{machine.name}: two banks for one holder in {holders}")
             self._leaks(machine.process, slots)
 
     def _leaks(self, process: Process, slots: tuple[PushId, ...]) -> None:
@@ -190,9 +188,7 @@ class Liveness(Invariant):
         elif isinstance(record, RunFinished):
             self.finished_at = self.world.heap.now
 
-    def after_event(self) -> None:
-        if self.world.heap.events % EVERY:
-            return
+    def time_passed(self) -> None:
         now, quiet = self.world.heap.now, self.world.quiet_at
         outcome_s, head_s = self.OUTCOME_S * self.world.patience, self.HEAD_S * self.world.patience
         if now < quiet + min(outcome_s, head_s):

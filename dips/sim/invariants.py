@@ -60,16 +60,13 @@ class Lineage(Invariant):
             versions, memory = process.versions, process.versions.memory
             theta, momentum = versions.theta(memory), versions.momentum(memory)
             for layer, expected in self._expected(memory, machine.layers):
-                found = (theta[layer].tobytes(), momentum[layer].tobytes())
-                self.require(
-                    found == expected, f"{machine.name} serves another {memory} than the twin's (layer {layer})"
-                )
+                if (theta[layer].tobytes(), momentum[layer].tobytes()) != expected:
+                    self.fail(f"{machine.name} serves another {memory} than the twin's (layer {layer})")
             for pull, opened in process.flow.pulls.items():
                 for layer, (expected_theta, _) in self._expected(opened.version, machine.layers):
                     for source in (opened.source, *opened.former):
-                        found_theta = source[layer].tobytes()
-                        same = found_theta == expected_theta
-                        self.require(same, f"{machine.name}: the source of {pull} moved under it")
+                        if source[layer].tobytes() != expected_theta:
+                            self.fail(f"{machine.name}: the source of {pull} moved under it")
 
     def installed(self, agent: Agent) -> None:
         assert agent.base is not None
@@ -114,11 +111,11 @@ class Commit(Invariant):
             if process is None:
                 continue
             memory, rows = process.versions.memory, self.rows
-            self.require(memory is None or memory in rows, f"{machine.name} serves {memory}, which has no row")
+            if memory is not None and memory not in rows:
+                self.fail(f"{machine.name} serves {memory}, which has no row")
             for pull, opened in process.flow.pulls.items():
-                self.require(
-                    opened.version in rows, f"{machine.name} opened {pull} on {opened.version}, which has no row"
-                )
+                if opened.version not in rows:
+                    self.fail(f"{machine.name} opened {pull} on {opened.version}, which has no row")
             if process.holds and memory != self.head and process.versions.prepared != self.head:
                 disk = machine.disk
                 kept = self.head == GENESIS or self.head in disk.good or self.head in disk.harmed
@@ -152,8 +149,8 @@ class Durable(Invariant):
             return  # the initial model is on every disk
         for machine in self.world.looked_at:
             snapshot = machine.disk.files.get(self.newest)
-            there = (snapshot is not None and snapshot.good) or self.newest in machine.disk.harmed
-            self.require(there, f"{machine.name}'s disk has no whole {self.newest}")
+            if (snapshot is None or not snapshot.good) and self.newest not in machine.disk.harmed:
+                self.fail(f"{machine.name}'s disk has no whole {self.newest}")
 
 
 class Once(Invariant):
@@ -190,8 +187,8 @@ class WholeInstalls(Invariant):
     number = 6
 
     def stepped(self, agent: Agent) -> None:
-        one = len(set(agent.held)) == 1 and agent.held[0] is not None
-        self.require(one, f"{agent.name} trains with ranks at {', '.join(map(str, agent.held))}")
+        if len(set(agent.held)) != 1 or agent.held[0] is None:
+            self.fail(f"{agent.name} trains with ranks at {', '.join(map(str, agent.held))}")
 
 
 class Authority(Invariant):
@@ -337,7 +334,8 @@ class Tokens(Invariant):
         carried = {id(w) for agent in agents if agent.trainer for w in agent.trainer.works}
         for work in self.world.books.work:
             fate = id(work) in self.settled or bool(work.lost) or id(work) in carried
-            self.require(fate, f"range {work.data_range} of {work.cluster} ({work.tokens} tokens) has no fate")
+            if not fate:
+                self.fail(f"range {work.data_range} of {work.cluster} ({work.tokens} tokens) has no fate")
         for agent in agents:
             self._account(agent)
 
@@ -346,9 +344,8 @@ class Tokens(Invariant):
         if agent.inc == 0 or agent.session.phase is Phase.JOINING:
             return
         account = agent.session.account
-        self.require(
-            account.consumed == agent.consumed, f"{agent.name} consumed {agent.consumed} tokens, its account: {account}"
-        )
+        if account.consumed != agent.consumed:
+            self.fail(f"{agent.name} consumed {agent.consumed} tokens, its account: {account}")
 
     def _tokens_of(self, row: FoldRow | OutcomeRow) -> None:
         frozen = self.world.books.frozen[row.push]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dips.sim.world import World
 
 Strike = Callable[["World", Random], None]
+OPERATOR_S = 6.0  # until a person has done what the run asks for
 DOWN_S = 4.0  # a process that crashed is started again after at most so long; one in five stays away thrice as long
 
 
@@ -111,7 +112,7 @@ def full_disk(world: World, rng: Random) -> None:
     def mend() -> None:
         disk.full = False
 
-    world.later(3.0 + 9.0 * rng.random(), "a disk has room again", mend)
+    world.later(5.0 + 12.0 * rng.random(), "a disk has room again", mend)
 
 
 def slow_disk(world: World, rng: Random) -> None:
@@ -129,7 +130,13 @@ def rot(world: World, rng: Random) -> None:
     machine = _machine(world, rng)
     machine.disk.rot()
     machine.crash()
+    _ask_operator(world)
     world.later(_down_s(rng), f"{machine.name} starts again", machine.start)
+
+
+def _ask_operator(world: World) -> None:
+    """If no version is left that every disk holds, nothing is invented: somebody restores a directory (why.md 22)."""
+    world.later(OPERATOR_S, "the operator looks at the disks", world.restore_if_all_is_lost)
 
 
 def old_snapshots(world: World, rng: Random) -> None:
@@ -140,6 +147,7 @@ def old_snapshots(world: World, rng: Random) -> None:
     def put_back() -> None:
         machine.crash()
         machine.disk.put_back(copy)
+        _ask_operator(world)
         world.later(_down_s(rng), f"{machine.name} starts again", machine.start)
 
     if world.heap.now + 20.0 < world.quiet_at:
@@ -224,6 +232,14 @@ def cut(world: World, rng: Random) -> None:
     other = rng.choice([*world.sites, *world.machines])
     until = world.heap.now + _lease(world) * 1.8 * rng.random()
     for sender, receiver in _ways(rng, other, "master"):
+        world.network.cut(sender, receiver, until)
+
+
+def cut_slave(world: World, rng: Random) -> None:
+    """A slave and the master lose each other for longer than a lease: what it has prepared is in doubt."""
+    machine = _machine(world, rng)
+    until = world.heap.now + _lease(world) * (1.1 + rng.random())
+    for sender, receiver in _ways(rng, machine.name, "master"):
         world.network.cut(sender, receiver, until)
 
 

@@ -34,7 +34,10 @@ class Listener:
     """The hooks; a subclass overrides those that it needs, and only those are called."""
 
     def after_event(self) -> None:
-        """Anything may have changed."""
+        """The machines in `world.looked_at` may have changed."""
+
+    def time_passed(self) -> None:
+        """A few events later: what only time can break is looked at."""
 
     def recorded(self, record: Record) -> None:
         """A record is durable."""
@@ -134,7 +137,11 @@ class Invariant(Listener):
 
     def require(self, holds: bool, what: str) -> None:
         if not holds:
-            raise Violation(self, what)
+            self.fail(what)
+
+    def fail(self, what: str) -> None:
+        """Say it here where `what` is costly and asked after every event."""
+        raise Violation(self, what)
 
 
 class Watch:
@@ -153,6 +160,9 @@ class Watch:
     def after_event(self) -> None:
         for look in self._hooks["after_event"]:
             look()
+
+    def time_passed(self) -> None:
+        self._call("time_passed")
 
     def recorded(self, records: Sequence[Record]) -> None:
         for record in records:

@@ -21,7 +21,7 @@ from dips.protocol.placement import place
 from dips.protocol.records import RunRow
 from dips.sim.coverage import Coverage
 from dips.protocol.slaves import EXIT_OLD_LEDGER
-from dips.sim.faults import OPERATOR_S, Faults
+from dips.sim.faults import Faults
 from dips.sim.fences import Fences, Liveness, Memory, Monotone, Patience, Patient
 from dips.sim.flow import SimFlow
 from dips.sim.heap import Chance, Heap, Timer, Trace
@@ -30,15 +30,18 @@ from dips.sim.master import MasterMachine, MasterProcess
 from dips.sim.network import Network
 from dips.sim.site import Site
 from dips.sim.slave import Machine
+from dips.sim.strikes import OPERATOR_S
 from dips.sim.transfer import DataNetwork
 from dips.sim.watch import Invariant, Listener, Violation, Watch
 from dips.sim.work import Books
 from dips.slave.ports import F32
 
-FAULTS_S = 55.0  # simulated seconds with faults
+FAULTS_S = 92.0  # simulated seconds with faults
 QUIET_S = 50.0  # and without
 NAMES = "abcdefghi"  # of clusters
 EVERYWHERE = 64  # events: so often every machine is looked at, touched or not
+LEAST_ROUNDS = 5
+EVERY = 16  # events: so often is looked at what only time can break
 NOISES = 32  # directions in which a trainer may go in one inner step
 
 
@@ -109,17 +112,17 @@ def settings_of(rng: Random) -> Settings:
         slaves=slaves,
         layers=rng.randint(slaves, 4),
         ranks=tuple(rng.choice((1, 1, 2, 2, 3)) for _ in range(clusters)),
-        step_s=tuple(0.15 + 0.35 * rng.random() for _ in range(clusters)),
+        step_s=tuple(0.12 + 0.3 * rng.random() for _ in range(clusters)),
         slots=rng.randint(1, 2),
         pinned=rng.randint(0, 1),
-        inner_steps=rng.randint(2, 4),
+        inner_steps=rng.randint(2, 3),
     )
 
 
 def options_of(rng: Random) -> Options:
     """Short deadlines, so that two minutes hold two dozen rounds; every option that changes what is safe is drawn."""
     timing = TimingOptions(
-        window_s=rng.choice((0.5, 1.0, 2.0, None)),
+        window_s=rng.choice((0.4, 0.8, 1.6, None)),
         beat_s=1.5,
         lease_beats=5,
         hang_s=12.0,
@@ -189,9 +192,10 @@ class World:
         self._populate()
 
     def _invariants(self) -> list[Invariant]:
-        others = (Commit, Durable, Once, Fences, WholeInstalls, Authority, Finite, Tokens, Data)
+        self.authority = Authority(self)
+        others = (Commit, Durable, Once, Fences, WholeInstalls, Finite, Tokens, Data)
         names = (Monotone, Memory, Liveness, Patience, Patient)
-        return [self.lineage, *(make(self) for make in (*others, *names))]
+        return [self.lineage, self.authority, *(make(self) for make in (*others, *names))]
 
     def _populate(self) -> None:
         names = [f"slave-{i}" for i in range(self.settings.slaves)]
@@ -229,7 +233,7 @@ class World:
         """Play the seed to its end, or to the first thing that is not as it must be."""
         result = self.result
         try:
-            while (timer := self.heap.next()) is not None and timer.at < self.ends_at:
+            while (timer := self.heap.next()) is not None and (timer.at < self.ends_at or self._goes_on(timer.at)):
                 self.trace.add(timer.at, timer.what)
                 timer.action()
                 self._look()
@@ -243,17 +247,25 @@ class World:
         result.events, result.faults, result.seen = self.heap.events, self.faults.count, tuple(self.coverage.seen)
         return result
 
+    def _goes_on(self, at: float) -> bool:
+        """A seed whose faults left no time for rounds is played a little longer."""
+        return self.scenario is None and self.result.rounds < LEAST_ROUNDS and at < self.ends_at + QUIET_S
+
     def _look(self) -> None:
         """Let the invariants look at the machines that the event touched; now and then at all of them.
 
         What a machine holds is reached through its process and its disk only, and both say `touch`.
         """
-        everywhere = self.look_everywhere or self.heap.events % EVERYWHERE == 0
+        events = self.heap.events
+        everywhere = self.look_everywhere or events % EVERYWHERE == 0
         self.looked_at = [m for m in self.machines.values() if m.touched or everywhere]
-        for machine in self.looked_at:
-            machine.touched = False
         self.look_everywhere = False
-        self.watch.after_event()
+        if self.looked_at:
+            for machine in self.looked_at:
+                machine.touched = False
+            self.watch.after_event()
+        if events % EVERY == 0:
+            self.watch.time_passed()
 
     def later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer:
         return self.heap.after(delay_s, what, action)
@@ -313,6 +325,15 @@ class World:
         for site in self.sites:
             self.network.cut(site, "master", self.heap.now)
         self.start_master()
+
+    def restore_if_all_is_lost(self) -> None:
+        """When disks rotted or were put back, and no version of the lineage is whole on all of them any more."""
+        disks = [machine.disk for machine in self.machines.values()]
+        common = [v for v in self.authority.lineage[1:] if all(v in disk.good for disk in disks)]
+        if not common and any(disk.harmed for disk in disks):
+            self.look_everywhere = True
+            for disk in disks:
+                disk.restore()
 
     def _sleeps(self) -> None:
         if self._asleep_since is None:
