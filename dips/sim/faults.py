@@ -48,7 +48,7 @@ ANY_TIME: dict[str, tuple[int, Strike]] = {
     "cut": (3, strikes.cut),
     "clog": (1, strikes.clog),
     "cut_data": (1, strikes.cut_data),
-    "clog_data": (1, strikes.clog_data),
+    "clog_data": (3, strikes.clog_data),
     "partition": (1, strikes.partition),
     "whole_room": (1, strikes.whole_room),
 }

@@ -39,7 +39,7 @@ from dips.slave.ports import F32
 FAULTS_S = 92.0  # simulated seconds with faults
 QUIET_S = 50.0  # and without
 NAMES = "abcdefghi"  # of clusters
-EVERYWHERE = 64  # events: so often every machine is looked at, touched or not
+EVERYWHERE = 32  # events for each slave: so often all of them are looked at, touched or not
 LEAST_ROUNDS = 5
 EVERY = 16  # events: so often is looked at what only time can break
 NOISES = 32  # directions in which a trainer may go in one inner step
@@ -257,7 +257,7 @@ class World:
         What a machine holds is reached through its process and its disk only, and both say `touch`.
         """
         events = self.heap.events
-        everywhere = self.look_everywhere or events % EVERYWHERE == 0
+        everywhere = self.look_everywhere or events % (EVERYWHERE * self.settings.slaves) == 0
         self.looked_at = [m for m in self.machines.values() if m.touched or everywhere]
         self.look_everywhere = False
         if self.looked_at:
