@@ -86,7 +86,11 @@ async def _life(config: ClusterFile, path: Path, command: list[str], log_level: 
     master = MasterLink(config.master)
     identity = Identity(config.shared.run, config.cluster, config.shared.digest)
     session = Session(
-        identity, lambda: uuid.uuid4().hex, PATIENCE_BEATS * config.beat_s, Pace(config.pace), config.overlap == "full"
+        identity,
+        lambda: uuid.uuid4().hex,
+        PATIENCE_BEATS * config.beat_s,
+        Pace(**config.pace.model_dump()),
+        config.overlap == "full",
     )
     agent = Agent(config, session, master, timeline, log)
     for number in (signal.SIGTERM, signal.SIGINT):

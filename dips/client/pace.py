@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-from dips.config import PaceSection
 from dips.protocol.beats import NO_MEETING
 
 SOON_S = 0.5  # a trainer that overlaps hears of a grant so soon
@@ -25,8 +24,9 @@ TOLD_FOR_S = 30.0  # what the master said holds so long; then the cluster keeps 
 class Pace:
     """Counts inner steps since the last push, and says how many are left; `now` is the agent's monotonic clock."""
 
-    def __init__(self, section: PaceSection) -> None:
-        self._section = section
+    def __init__(self, *, steps: int | None = None, seconds: float | None = None, aligned: int | None = None) -> None:
+        """Exactly one of the three: `pace` of the cluster file."""
+        self._steps, self._seconds, self._aligned = steps, seconds, aligned
         self.since_push = 0
         self._since = 0.0  # when the last push was settled
         self._last: float | None = None  # end of the last inner step, if the trainer has not stood still since
@@ -37,7 +37,7 @@ class Pace:
     @property
     def aligned_steps(self) -> int:
         """H that an aligned cluster would take by itself; 0 for every other pace."""
-        return self._section.aligned or 0
+        return self._aligned or 0
 
     @property
     def step_s(self) -> float:
@@ -76,14 +76,13 @@ class Pace:
 
     def look_in(self, now: float) -> int:
         """Inner steps until the ranks should look again; 0: a push is due."""
-        section = self._section
-        if section.seconds is not None:
-            return self._until(self._since + section.seconds, now)
-        if section.aligned is None:
-            return max(0, (section.steps or 0) - self.since_push)
+        if self._seconds is not None:
+            return self._until(self._since + self._seconds, now)
+        if self._aligned is None:
+            return max(0, (self._steps or 0) - self.since_push)
         if self._due is None or now - self._told > TOLD_FOR_S:
-            return self._by_itself(section.aligned)
-        if self.since_push >= section.aligned * MOST_TIMES:
+            return self._by_itself(self._aligned)
+        if self.since_push >= self._aligned * MOST_TIMES:
             return 0
         return self._until(self._due, now)
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from dips.errors import ConfigError, Corrupt
+from dips.errors import ConfigError, Corrupt, StaleTerm
 from dips.master.ledger_rows import write_record, write_run
 from dips.master.ledger_state import RoundHistory, read_history, read_run, read_state, read_totals
 from dips.master.schema import ADDED_2, APPLICATION_ID, SCHEMA, SCHEMA_VERSION
@@ -36,6 +36,7 @@ class Ledger:
 
     def __init__(self, db: sqlite3.Connection, lock: IO[str] | None, wall: Wall) -> None:
         self._db, self._lock, self._wall = db, lock, wall
+        self._term = 0  # ours; 0 before start_term: then nobody can have a later one
 
     @classmethod
     def create(cls, path: Path | str, row: RunRow, wall: Wall = _no_clock) -> Ledger:
@@ -77,11 +78,20 @@ class Ledger:
         with _transaction(self._db):
             (term,) = self._db.execute("SELECT max(coalesce(max(term), 0), ?) + 1 FROM terms", (above,)).fetchone()
             self._db.execute("INSERT INTO terms VALUES (?, ?)", (term, self._wall()))
-        return int(term)
+        self._term = int(term)
+        return self._term
 
     def write(self, records: Sequence[Record]) -> None:
-        """Make all records durable in one transaction, in their order; on any error none of them is written."""
+        """Make all records durable in one transaction, in their order; on any error none of them is written.
+
+        Raise StaleTerm if a later master has begun its term here: a lock is not to be had on every file system, and a
+        master that was stopped and taken for dead must not write over its successor (why.md 4).
+        """
         with _transaction(self._db):
+            if self._term:
+                (newest,) = self._db.execute("SELECT max(term) FROM terms").fetchone()
+                if newest != self._term:
+                    raise StaleTerm(f"this master began term {self._term} of the ledger, term {newest} has begun since")
             for record in records:
                 write_record(self._db, record, self._wall())
 

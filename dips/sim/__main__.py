@@ -12,8 +12,12 @@ from collections.abc import Iterator
 from multiprocessing import Pool
 from statistics import median
 
+from dips.sim.coverage import POINTS, ROWS
+from dips.sim.month import Month
 from dips.sim.sabotage import SABOTAGES, sabotaged
 from dips.sim.world import Result, World
+
+MUST_MEET = 1000  # seeds: in so many no row of the coverage may be empty
 
 
 def play(task: tuple[int, str | None]) -> Result:
@@ -47,11 +51,46 @@ def summary(results: list[Result], seconds: float) -> str:
     kinds = {k for r in results for k in r.kinds}
     notes = ", ".join(f"{k} {sum(r.kinds.get(k, 0) for r in results)}" for k in sorted(kinds))
     which = f": {', '.join(map(str, failed))}" if failed else ""
-    events, rounds, faults = (median(getattr(r, a) for r in results) for a in ("events", "rounds", "faults"))
-    return (
-        f"{len(results)} seeds in {seconds:.1f} s, {len(failed)} failed{which}\n"
-        f"medians of a seed: {events:.0f} events, {rounds:.0f} versions, {faults:.0f} faults\n{notes}"
-    )
+    lines = [
+        f"{len(results)} seeds in {seconds:.1f} s ({seconds / len(results):.3f} s each), {len(failed)} failed{which}"
+    ]
+    for what, numbers in spread(results).items():
+        lines.append(f"{what:<34} median {median(numbers):>6.0f}   least {min(numbers):>6.0f}")
+    return "\n".join([*lines, notes])
+
+
+def spread(results: list[Result]) -> dict[str, list[int]]:
+    """What a seed is worth, in numbers."""
+    return {
+        "events": [r.events for r in results],
+        "completed rounds (not skipped)": [r.rounds for r in results],
+        "versions": [r.versions for r in results],
+        "faults": [r.faults for r in results],
+    }
+
+
+def covered(results: list[Result]) -> dict[str, int]:
+    """How many seeds met each row."""
+    return {row: sum(row in r.seen for r in results) for row in (*ROWS, *POINTS)}
+
+
+def coverage(results: list[Result]) -> str:
+    """The table of rows and crash points, each with the number of seeds that met it."""
+    seeds = covered(results)
+    rows = [f"{seeds[row]:>7}  {what}" for row, what in ROWS.items()]
+    points = [f"{seeds[row]:>7}  {what}" for row, what in POINTS.items()]
+    return "\n".join(["  seeds  design.md section 9", *rows, "", "  seeds  crash points", *points])
+
+
+def play_days(days: float, seed: int) -> int:
+    """Play days instead of seeds; print the figures."""
+    started, month = time.monotonic(), Month(days, seed)
+    failure = month.run()
+    print(month.figures())
+    print(f"{time.monotonic() - started:.1f} s")
+    if failure is not None:
+        print(f"fails: {failure.what}\n" + "\n".join(failure.trace))
+    return 1 if failure else 0
 
 
 def _arguments() -> argparse.Namespace:
@@ -62,6 +101,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--sabotage", choices=sorted(SABOTAGES), metavar="NAME", help=f"break a rule: {', '.join(SABOTAGES)}"
     )
+    parser.add_argument("--days", type=float, metavar="D", help="play D days at the paper's failure rates (month.py)")
     parser.add_argument("--jobs", type=int, default=2, metavar="J", help="processes (default 2)")
     parser.add_argument("--verbose", action="store_true", help="a line for each seed")
     return parser.parse_args()
@@ -70,6 +110,8 @@ def _arguments() -> argparse.Namespace:
 def main() -> int:
     """Play what the command line asks for; return the exit code."""
     options = _arguments()
+    if options.days is not None:
+        return play_days(options.days, options.seed or 0)
     seeds = (
         range(options.seed, options.seed + 1)
         if options.seed is not None
@@ -82,13 +124,17 @@ def main() -> int:
             print(report(result, options.sabotage), flush=True)
         elif options.verbose:
             print(
-                f"seed {result.seed}: {result.events} events, {result.rounds} versions, {result.faults} faults",
+                f"seed {result.seed}: {result.events} events, {result.rounds} rounds, {result.faults} faults",
                 flush=True,
             )
         if len(results) % 50 == 0:
             print(f"{len(results)} of {len(seeds)} seeds", file=sys.stderr, flush=True)
+    print(coverage(results) + "\n")
     print(summary(results, time.monotonic() - started))
-    return 1 if any(r.failure for r in results) else 0
+    missed = [row for row, seeds in covered(results).items() if not seeds] if len(results) >= MUST_MEET else []
+    if missed and options.sabotage is None:
+        print(f"no seed met: {', '.join(missed)}")
+    return 1 if missed or any(r.failure for r in results) else 0
 
 
 if __name__ == "__main__":

@@ -1,33 +1,26 @@
-"""A simulated training cluster: an agent with the client's behaviour, and a trainer whose ranks hold shards of θ.
+"""A simulated agent: the doing part around the client's real mind (client/session.py), as client/agent.py is.
 
-The agent's life and the trainer's attempt end separately. What must stay true on this side of the wire: the same key is
-asked again until an answer comes; progress is settled by an Outcome only; all ranks install a version or none does.
+It asks the master what the session orders, again until there is an answer; it beats, serves rank 0 and keeps a trainer
+going. Beside it the world keeps its own books of every inner step: what the account of the client is compared with.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from dips.ids import PullId, PushId, VersionId
-from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer
-from dips.protocol.effects import Committed, Failed, Finished, Grant, Joined, Outcome, Pending, Ranges, Refused
-from dips.protocol.events import (
-    ClusterJoined,
-    PullFinished,
-    PullRequested,
-    PushAborted,
-    PushFinished,
-    PushRequested,
-    RangesRequested,
-    RoundAwaited,
-)
-from dips.sim.fiber import Fiber, Story, Wait, sleep
-from dips.sim.transfer import Pulled
-from dips.sim.work import Frozen, Work
+from dips import errors
+from dips.client.deeds import Ask, Deed, Hurry, Identity, Mark, Stop
+from dips.client.local import Answer, Question, Stepped
+from dips.client.pace import Pace
+from dips.client.session import ASK_AGAIN_S, Session
+from dips.errors import Busy, DipsError, Unavailable, UnavailableMaster
+from dips.ids import PushId, VersionId
+from dips.protocol.beats import ClusterBeatAnswer
+from dips.protocol.effects import Failed, Finished, Grant, Joined, Outcome
+from dips.sim.fiber import Fiber, Gate, Resume, Story, Wait, sleep
+from dips.sim.trainer import Trainer
+from dips.sim.work import Work
 from dips.slave.ports import F32
 
 if TYPE_CHECKING:
@@ -35,8 +28,7 @@ if TYPE_CHECKING:
 
 CALL_S = 2.0  # deadline of one question
 PAUSE_S = 0.5  # between two askings of the same question
-RANGES_AT_ONCE = 12
-PULLS_TRIED = 2  # after an Outcome; then the cluster trains on with what it has
+PATIENCE_S = 6.0  # a trainer waits so long for a master that does not answer
 
 
 class Agent:
@@ -44,319 +36,214 @@ class Agent:
 
     def __init__(self, site: Site, process: str) -> None:
         self.site, self.world, self.name, self.process = site, site.world, site.name, process
+        settings = self.world.settings
+        self._nonces = 0
+        identity = Identity(settings.run, self.name, settings.config_digest)
+        self.session = Session(identity, self._nonce, PATIENCE_S, Pace(steps=settings.inner_steps))
+        self.gate = Gate()  # closed while the whole machine is stopped
+        self.alive = True
         self.term = 0
-        self.inc = 0
-        self.seq = 0
-        self.joins = 0
-        self.range_seq = 0
-        self.live = False  # as far as we were told: our life is the present one
-        self.ranges: deque[int] = deque()
-        self.carried: list[Work] = []  # done by this trainer and not settled
-        self.open: Frozen | None = None  # pushed, Outcome unknown
-        self.base: VersionId | None = None
-        self.theta: dict[int, F32] = {}
-        self.held: list[VersionId | None] = [None] * site.ranks  # what each rank installed last
-        self.inner_steps = 0
-        self.steps_since = 0
-        self.not_before = 0.0
-        self.tokens_lost = 0
-        self.attempt = 0
-        self.activity = "idle"
-        self.ending: VersionId | None = None  # we were told that the run is over
-        self.finished: VersionId | None = None  # and hold its last version
-        self.outcome_at = self.world.heap.now  # when it last heard an Outcome, or began
-        self.trainer: Fiber | None = None
-        self.beats = Fiber(self._beat())
+        self.consumed = 0  # tokens since the last Joined, by the world's own count
+        self.outcome_at = self.world.heap.now  # when it last heard an Outcome, or its trainer began
+        self.finished: VersionId | None = None  # the run is over and it holds its last version
+        self._lives = 0
+        self._asking: dict[str, Fiber] = {}
+        self._waiting: list[Resume] = []  # rank 0 waits for a change
+        self._beats = Fiber(self._beat(), self.gate)
+        self.trainer: Trainer | None = None
         self._start_trainer()
 
     # ---- lives -----------------------------------------------------------------------------------------------------
 
+    @property
+    def inc(self) -> int:
+        return self.session.inc
+
+    @property
+    def base(self) -> VersionId | None:
+        return self.trainer.base if self.trainer else None
+
+    @property
+    def theta(self) -> dict[int, F32]:
+        return self.trainer.theta if self.trainer else {}
+
+    @property
+    def held(self) -> list[VersionId | None]:
+        return self.trainer.held if self.trainer else []
+
     def die(self) -> None:
-        self.beats.kill()
+        """SIGKILL of the agent: torchrun dies with it (PR_SET_PDEATHSIG)."""
+        self.alive = False
+        self._beats.kill()
+        for fiber in self._asking.values():
+            fiber.kill()
         if self.trainer is not None:
             self.trainer.kill()
-        self._lose([*self.carried, *(self.open.work if self.open else ())])
+            self._lose(self.trainer, "its agent ended")
 
-    def trainer_died(self) -> None:
-        """Its unfrozen steps are gone; their data ranges are still leased to us and are trained again."""
-        assert self.trainer is not None
-        self.trainer.kill()
-        self.trainer = None
-        pushed = set(map(id, self.open.work)) if self.open else set()
-        self._redo([w for w in self.carried if id(w) not in pushed])
-        self.carried = []
-        self.activity = "idle"
-        self.world.later(0.5 + 2.0 * self.site.rng.random(), f"{self.name} restarts its trainer", self._restart_trainer)
+    def trainer_died(self, reason: str, rank: bool = False) -> None:
+        """torchrun has ended all ranks; it is started again."""
+        self.world.watch.trainer_died(self, rank)
+        trainer, self.trainer = self.trainer, None
+        assert trainer is not None
+        trainer.kill()
+        self._lose(trainer, "its trainer died")
+        self._do(self.session.trainer_gone(reason, self.world.heap.now))
+        delay_s = 0.5 + 2.0 * self.site.rng.random()
+        self.world.later(delay_s, f"{self.name} restarts its trainer", partial(self.gate.pass_on, self._start_trainer))
 
-    def _restart_trainer(self) -> None:
-        if self.site.agent is self and self.trainer is None:
-            self._start_trainer()
+    def ended(self) -> None:
+        """The training script is through."""
+        self.finished = self.session.progress.finished
 
     def _start_trainer(self) -> None:
-        self.attempt += 1
-        self.theta = {}
-        self.held = [None] * self.site.ranks
-        self.base = None
-        self.outcome_at = self.world.heap.now
-        self.trainer = Fiber(self._train())
+        if self.alive and self.trainer is None:
+            self._lives += 1
+            self.outcome_at = self.world.heap.now
+            self.trainer = Trainer(self, self._lives)
 
-    def _lose(self, work: list[Work]) -> None:
-        for w in work:
-            if not w.lost:
-                w.lost = True
-                self.tokens_lost += w.tokens
+    def _nonce(self) -> str:
+        self._nonces += 1
+        return f"{self.process}.{self._nonces}"
 
-    def _redo(self, work: list[Work]) -> None:
-        self._lose(work)
-        self.ranges.extendleft(w.data_range for w in reversed(work))
+    # ---- the world's own books -------------------------------------------------------------------------------------
 
-    # ---- the agent's own story: beats ------------------------------------------------------------------------------
+    def earned(self, work: Work) -> None:
+        self.consumed += work.tokens
 
-    def _beat(self) -> Story:
-        timing = self.world.options.timing
-        while True:
-            yield sleep(self.world.heap, timing.beat_s, f"beat of {self.name}")
-            if self.inc == 0:
-                continue
-            rate = self.world.data.rate(self.name, timing.beat_s)
-            beat = ClusterBeat(
-                self.name, self.inc, "training" if self.trainer else "dead", self.activity, self.attempt,
-                self.inner_steps, sum(w.tokens for w in self.carried), self.tokens_lost, 1.0, self.base, 0, 0, rate,
-            )  # fmt: skip
-            self.world.network.call(self.name, "master", beat, timing.beat_s, partial(self._heard, self.inc))
+    def overwritten(self, trainer: Trainer) -> None:
+        """A pull has taken the place of everything that the trainer did."""
+        self._lose(trainer, "a pull overwrote it")
 
-    def _heard(self, inc: int, answer: Any) -> None:
-        if not isinstance(answer, ClusterBeatAnswer) or self.site.agent is not self or inc != self.inc:
-            return
-        if answer.term < self.term:
-            return  # of a master that has a successor
-        self.term = answer.term
-        self.ending = answer.progress.finished or self.ending
-        if answer.standing == "fenced":
-            self.world.trace.add(self.world.heap.now, f"{self.name} is fenced and exits")
-            self.site.crash()
-        elif answer.standing == "gone":
-            self.live = False
+    @staticmethod
+    def _lose(trainer: Trainer, cause: str) -> None:
+        for work in trainer.works:
+            work.lost = cause
+        trainer.works, trainer.used = [], []
 
-    # ---- the trainer's story ---------------------------------------------------------------------------------------
+    # ---- rank 0 ----------------------------------------------------------------------------------------------------
 
-    def _train(self) -> Story:
-        yield sleep(self.world.heap, 0.3 + self.site.rng.random(), f"{self.name} starts its trainer")
-        if self.open is not None and self.live:
-            yield from self._settle_former_push(self.open)
-        while self.finished is None:
-            if not self.live:
-                yield from self._join()
-            if self.base is None:
-                yield from self._refresh(None, tries=1000)
-            elif self.ending is not None:
-                yield from self._end(Finished(self.ending))
-            elif self.ranges:
-                yield from self._inner_step()
-            else:
-                yield from self._lease()
-        self.activity = "idle"
-
-    def _inner_step(self) -> Story:
-        self.activity = "inner"
-        yield sleep(
-            self.world.heap, self.site.step_s * (0.7 + 0.6 * self.site.rng.random()), f"inner step of {self.name}"
-        )
-        self.world.watch.stepped(self)
-        work = Work(self.name, self.ranges.popleft(), self.site.rng.randint(1, 5))
-        self.world.books.work.append(work)
-        self.carried.append(work)
-        self.world.descend(self.theta, self.site.rng)
-        self.inner_steps += 1
-        self.steps_since += 1
-        if self.steps_since >= self.world.settings.inner_steps and self.world.heap.now >= self.not_before:
-            yield from self._outer_step()
-
-    def _outer_step(self) -> Story:
-        """Freeze, push, wait for the Outcome, pull. Whatever breaks, progress stays carried and training goes on."""
-        self.activity = "push"
-        self.open = frozen = self._freeze()
-        answer = yield from self._until(PushRequested(0, frozen.push, frozen.base, self.site.ranks))
-        if isinstance(answer, Refused):
-            self.not_before = self.world.heap.now + answer.retry_after_s
-            self.open = None
-            return  # the same seq is asked again: a late copy of this question may yet be granted
-        self.seq += 1
-        if isinstance(answer, Grant):
-            self.world.watch.told(self, answer)
-            answer = yield from self._move_and_wait(frozen, answer)
-        if self.live:
-            self.open = None
-        if isinstance(answer, Outcome):
-            yield from self._settle(frozen, answer)
-        elif isinstance(answer, Finished):
-            yield from self._end(answer)
-
-    def _move_and_wait(self, frozen: Frozen, grant: Grant) -> Story:
-        """From the grant to the Outcome; whatever else is returned leaves the progress carried."""
-        moved = yield self._moved(frozen, grant)
-        if not moved:
-            return (yield from self._until(PushAborted(0, frozen.push, "a stream gave up")))
-        self.activity = "window"
-        question = PushFinished(0, frozen.push, frozen.tokens, len(frozen.work), frozen.ranges, 1.0)
-        answer = yield from self._until(question)
-        if isinstance(answer, Committed):
-            answer = yield from self._until(RoundAwaited(0, frozen.push))
+    def hear(self, message: Question | Stepped) -> Answer | None:
+        answer, deeds = self.session.hear(message, self.world.heap.now)
+        self._do(deeds)
         return answer
 
-    def _settle(self, frozen: Frozen, outcome: Outcome) -> Story:
-        self._note_outcome(frozen, outcome)
-        if outcome.kind == "skipped":
+    def next_change(self, at_most_s: float) -> Wait:
+        """Wait until the session has done something, or so long."""
+
+        def begin(resume: Resume) -> None:
+            timer = self.world.heap.after(at_most_s, f"{self.name} polls", lambda: over(None))
+
+            def over(value: Any) -> None:
+                if over in self._waiting:
+                    self._waiting.remove(over)
+                    timer.cancel()
+                    resume(value)
+
+            self._waiting.append(over)
+
+        return begin
+
+    # ---- the master ------------------------------------------------------------------------------------------------
+
+    def _do(self, deeds: list[Deed]) -> None:
+        for deed in deeds:
+            if isinstance(deed, Ask):
+                self._start_asking(deed)
+            elif isinstance(deed, Mark):
+                self._marked(deed)
+            elif isinstance(deed, Hurry):
+                self._say_beat()
+            else:
+                self._stopped(deed)
+        if deeds and self._waiting:  # not at once: whoever changed it is still at work
+            self.world.later(0.0, f"{self.name} wakes rank 0", self._wake)
+
+    def _wake(self) -> None:
+        for resume in list(self._waiting):
+            resume(None)
+
+    def _marked(self, mark: Mark) -> None:
+        if mark.kind == "joined":
+            self.consumed = self.session.account.lost  # what its former life lost and did not tell
+            if self.trainer is not None:
+                self._lose(self.trainer, "its life at the master ended")  # the pull that follows overwrites it
+                self.trainer.range = None  # leased to its former life
+        elif mark.kind == "life_ended" and self.trainer is not None:
+            self._lose(self.trainer, "its life at the master ended")
+        elif mark.kind == "outcome":
+            self.outcome_at = self.world.heap.now
+            if mark.fields["outcome"] == "dropped":
+                self.world.watch.dropped(self, PushId(self.name, self.inc, int(str(mark.fields["seq"]))))
+
+    def _stopped(self, stop: Stop) -> None:
+        """The session cannot go on: ours was fenced, or something is broken that must never break."""
+        if not self.alive:
             return
-        settled = set(map(id, frozen.work))
-        self.carried = [w for w in self.carried if id(w) not in settled]
-        self.steps_since = 0
-        if outcome.progress.finished is not None:
-            yield from self._end(Finished(outcome.progress.finished))
-            return
-        pull = PullId(self.name, self.inc, frozen.push.seq)
-        yield from self._refresh((pull, outcome.pull) if outcome.pull else None, PULLS_TRIED)
+        if not stop.reason.startswith("StaleIncarnation"):
+            raise AssertionError(f"the agent of {self.name} stops: {stop.reason}")
+        self.world.trace.add(self.world.heap.now, f"{self.name} exits: {stop.reason}")
+        self.world.watch.agent_exits(self, stop.reason)
+        self.site.exits(self)
 
-    def _settle_former_push(self, frozen: Frozen) -> Story:
-        """The trainer died over an open push: abort it, and hear what became of it if it was already committed."""
-        yield from self._until(PushAborted(0, frozen.push, "the trainer died"))
-        answer = yield from self._until(RoundAwaited(0, frozen.push))
-        if not self.live:
-            return
-        self.open = None
-        self.seq = max(self.seq, frozen.push.seq)
-        if isinstance(answer, Outcome):
-            self._note_outcome(frozen, answer)
-            if answer.kind != "skipped":
-                self.steps_since = 0
-                return
-        self._redo(list(frozen.work))
+    def _start_asking(self, ask: Ask) -> None:
+        older = self._asking.get(ask.channel)
+        if older is not None:
+            older.kill()
+        self._asking[ask.channel] = Fiber(self._carry(ask), self.gate)
 
-    def _note_outcome(self, frozen: Frozen, outcome: Outcome) -> None:
-        self.world.watch.outcome(self, frozen, outcome)
-        self.outcome_at = self.world.heap.now
-
-    def _end(self, finished: Finished) -> Story:
-        self.world.watch.told(self, finished)
-        yield from self._refresh(None, PULLS_TRIED)
-        self.finished = finished.version
-
-    # ---- questions to the master -----------------------------------------------------------------------------------
-
-    def _join(self) -> Story:
-        """Begin a life: whatever the former one carried is lost, since θ is pulled anew."""
-        self.activity = "idle"
-        self.joins += 1
-        settings = self.world.settings
-        question = ClusterJoined(
-            0,
-            self.name,
-            f"{self.process}.{self.joins}",
-            settings.run,
-            self.world.manifest.to_json(),
-            settings.config_digest,
-        )
-        self._lose([*self.carried, *(self.open.work if self.open else ())])
-        self.carried, self.open, self.base, self.tokens_lost = [], None, None, 0
+    def _carry(self, ask: Ask) -> Story:
+        """Carry one question to the master, again and again until he answers; hand the answer to the session."""
+        # The real master holds a question open that is Pending; here its asker waits.
+        yield sleep(self.world.heap, PAUSE_S if ask.delay_s == ASK_AGAIN_S else ask.delay_s, f"{self.name} asks")
         while True:
-            answer = yield self._ask(question)
-            if isinstance(answer, Joined) and answer.term >= self.term:
-                break
-            yield sleep(self.world.heap, PAUSE_S, f"{self.name} joins again")
-        self.term, self.inc, self.live = answer.term, answer.inc, True
-        self.seq = self.range_seq = self.steps_since = 0
-        self.ranges = deque(answer.ranges)
-        self.world.watch.told(self, answer)
-
-    def _lease(self) -> Story:
-        self.range_seq += 1
-        answer = yield from self._until(RangesRequested(0, self.name, self.inc, self.range_seq, RANGES_AT_ONCE))
-        if isinstance(answer, Ranges):
-            self.ranges.extend(answer.ranges)
-        if not self.ranges:
-            yield sleep(self.world.heap, 1.0, f"{self.name} has no data")
-
-    def _refresh(self, granted: tuple[PullId, Grant] | None, tries: int) -> Story:
-        """Pull until all ranks have installed one version, at most `tries` times."""
-        self.activity = "pull"
-        for attempt in range(tries):
-            if granted is None:
-                granted = yield from self._request_pull()
-            if not self.live:
+            answer = yield partial(self.world.network.call, self.name, "master", ask.event, CALL_S)
+            error = _error(answer)
+            now = self.world.heap.now
+            if isinstance(error, Unavailable | Busy):
+                self._do(self.session.hindered(str(error), now))
+                yield sleep(self.world.heap, PAUSE_S, f"{self.name} asks again")
+            elif error is not None:
+                self._do(self.session.failed(ask.number, error, now))
                 return
-            if granted is None:
-                continue
-            pull, grant = granted
-            granted = None
-            self.world.watch.told(self, grant)
-            landed = yield self._landed(pull, grant)
-            installed = self._install(landed)
-            yield from self._until(PullFinished(0, pull, installed))
-            self.world.watch.pulled(self, installed, attempt + 1)
-            if installed:
+            else:
+                self._hear_answer(ask, answer)
                 return
 
-    def _request_pull(self) -> Story:
-        """Ask under one name until it is granted or dropped; a dropped one costs its seq."""
-        pull = PullId(self.name, self.inc, self.seq + 1)
-        while self.live:
-            answer = yield from self._until(PullRequested(0, pull, self.site.ranks))
-            if not isinstance(answer, Refused):
-                self.seq = pull.seq
-                return (pull, answer) if isinstance(answer, Grant) else None
-            yield sleep(self.world.heap, answer.retry_after_s, f"{self.name} waits to pull")
-        return None
+    def _hear_answer(self, ask: Ask, answer: Any) -> None:
+        if ask.number == self.session._question:
+            if isinstance(answer, Grant | Joined | Finished):
+                self.world.watch.told(self, answer)
+            elif isinstance(answer, Outcome):
+                self.world.watch.outcome(self, self.world.books.frozen[ask.event.push], answer)  # type: ignore[attr-defined]
+        self._do(self.session.answered(ask.number, answer, self.world.heap.now))
 
-    def _until(self, question: Any) -> Story:
-        """Ask the same question until something final is answered; a life that is over hears that it is."""
-        while self.live:
-            answer = yield self._ask(question)
-            if isinstance(answer, Failed) and answer.error == "StaleIncarnation":
-                self.live = False
-            unheard = answer is None or (isinstance(answer, Failed) and answer.error == "UnavailableMaster")
-            if not unheard and not isinstance(answer, Pending):
-                return answer
-            yield sleep(self.world.heap, PAUSE_S, f"{self.name} asks again")
-        return Failed("StaleIncarnation", "told by a beat")
+    # ---- beats -----------------------------------------------------------------------------------------------------
 
-    def _ask(self, question: Any) -> Wait:
-        return partial(self.world.network.call, self.name, "master", question, CALL_S)
+    def _beat(self) -> Story:
+        while True:
+            yield sleep(self.world.heap, self.world.options.timing.beat_s, f"beat of {self.name}")
+            self._say_beat()
 
-    # ---- bytes -----------------------------------------------------------------------------------------------------
+    def _say_beat(self) -> None:
+        beat = self.session.beat()
+        if beat is None:
+            return
+        deadline_s = self.world.options.timing.beat_s
+        heard = partial(self._heard, beat.inc)
+        self.world.network.call(
+            self.name, "master", beat, deadline_s, lambda answer: self.gate.pass_on(partial(heard, answer))
+        )
 
-    def _freeze(self) -> Frozen:
-        assert self.base is not None
-        push = PushId(self.name, self.inc, self.seq + 1)
-        content = {layer: a.copy() for layer, a in self.theta.items()}
-        diverged = self.site.diverged > 0
-        if diverged:
-            self.site.diverged -= 1
-            content[0][0] = np.float32("nan") if self.site.rng.random() < 0.5 else np.float32(1e4)
-        frozen = Frozen(push, self.base, content, tuple(self.carried), diverged)
-        self.world.books.frozen[push] = frozen
-        return frozen
+    def _heard(self, inc: int, answer: Any) -> None:
+        if self.alive and isinstance(answer, ClusterBeatAnswer):
+            self._do(self.session.beat_answered(inc, answer, self.world.heap.now))
 
-    def _moved(self, frozen: Frozen, grant: Grant) -> Wait:
-        return partial(self.world.data.push, frozen.push, grant, frozen.content, self.site.ranks)
 
-    def _landed(self, pull: PullId, grant: Grant) -> Wait:
-        return partial(self.world.data.pull, pull, grant, self.site.ranks)
-
-    def _install(self, landed: list[Pulled]) -> bool:
-        """Every rank that the all-reduce allows copies what it has."""
-        allowed = self.agreed(landed)
-        if allowed and not self.theta:
-            self.theta = {layer: np.zeros(size, np.float32) for layer, size in self.world.sizes.items()}
-        for pulled in allowed:
-            for layer, where, values in pulled.pieces:
-                self.theta[layer][where] = values
-            self.held[pulled.rank] = pulled.versions[0]
-        if len(allowed) == self.site.ranks:
-            self.base = allowed[0].versions[0]
-            self.world.watch.installed(self)
-        return bool(allowed)
-
-    def agreed(self, landed: list[Pulled]) -> list[Pulled]:
-        """The all-reduce (MIN) of (version, whole): all ranks copy or none does."""
-        versions = {v for pulled in landed for v in pulled.versions}
-        return landed if len(versions) == 1 and all(pulled.whole for pulled in landed) else []
+def _error(answer: Any) -> DipsError | None:
+    if answer is None:
+        return UnavailableMaster("the master does not answer")
+    if isinstance(answer, Failed):
+        found: DipsError = getattr(errors, answer.error, DipsError)(answer.message)
+        return found
+    return None

@@ -1,8 +1,11 @@
-"""The simulated disk of one slave: what was written survives every crash; what was being written may be torn."""
+"""The simulated disk of one slave: full or slow at times; what was being written may be torn, what lies there may rot,
+and an old copy of the directory may be put back. Else what was written survives every crash.
+"""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
@@ -15,11 +18,17 @@ from dips.slave.ports import F32, Arrays
 
 @dataclass
 class Snapshot:
-    """One file: its content, and whether its manifest was written behind it."""
+    """One file: its content, and whether its manifest was written behind it. `rotten`: a bit of it has flipped."""
 
     theta: dict[int, F32]
     momentum: dict[int, F32]
     whole: bool = True
+    rotten: bool = False
+
+    @property
+    def good(self) -> bool:
+        """What a reader that compares every digest finds."""
+        return self.whole and not self.rotten
 
     @property
     def digest(self) -> str:
@@ -31,16 +40,68 @@ class Snapshot:
 
 
 class SimDisk:
-    """Implements `dips.slave.ports.Disk`; belongs to the machine, not to the process."""
+    """Implements `dips.slave.ports.Disk`; belongs to the machine, not to the process.
 
-    def __init__(self, genesis: Arrays, rng: Random) -> None:
+    Rot strikes what lies on the platter: the process that wrote a snapshot, or has verified it, goes on reading the page
+    cache, as Linux does; its successor finds the digest wrong and passes the snapshot over.
+    """
+
+    def __init__(self, genesis: Arrays, rng: Random, passed_over: Callable[[], None] = lambda: None) -> None:
         self._genesis = genesis
         self._rng = rng
+        self._passed_over = passed_over
         self.files: dict[VersionId, Snapshot] = {}
         self.full = False
+        self.slowness = 1.0
+        self._mirror: dict[VersionId, Snapshot] = {}  # what an old copy took the place of
+        self.harmed: set[VersionId] = (
+            set()
+        )  # snapshots that rotted, or were lost with the directory: the machine's fault
+
+    def mend(self) -> None:
+        """It has room and is fast; what rotted stays rotten."""
+        self.full, self.slowness = False, 1.0
+
+    def rot(self) -> None:
+        """Flip a bit of one snapshot, mostly of the newest."""
+        whole = [version for version, snapshot in self.files.items() if snapshot.good]
+        if whole:
+            version = max(whole) if self._rng.random() < 0.7 else self._rng.choice(whole)
+            self.files[version].rotten = True
+            self.harmed.add(version)
+
+    def copy(self) -> dict[VersionId, Snapshot]:
+        """What `cp -r` of the directory takes away; snapshots never change, so names are enough."""
+        return dict(self.files)
+
+    def put_back(self, copy: dict[VersionId, Snapshot]) -> None:
+        """An old copy in the place of the directory."""
+        lost = {v: s for v, s in self.files.items() if v not in copy}
+        self.harmed.update(lost)
+        self._mirror.update(lost)
+        self.files = dict(copy)
+
+    def restore(self) -> None:
+        """Somebody brings back from a mirror what rotted or was lost."""
+        for snapshot in self.files.values():
+            snapshot.rotten = False
+        self.files.update(self._mirror)
+        self._mirror.clear()
+        self.harmed.clear()
+
+    @property
+    def good(self) -> list[VersionId]:
+        """What could be read."""
+        return [v for v, s in self.files.items() if s.good]
 
     def complete(self) -> tuple[VersionId, ...]:
-        return tuple(sorted(v for v, s in self.files.items() if s.whole))
+        if any(not s.good for s in self.files.values()):
+            self._passed_over()
+        return tuple(sorted(v for v, s in self.files.items() if s.good))
+
+    def reserve(self, version: VersionId, nbytes: int) -> None:
+        if self.full:
+            raise OSError(28, "no space left on the simulated disk")
 
     def reserve(self, version: VersionId, nbytes: int) -> None:
         if self.full:
@@ -54,11 +115,12 @@ class SimDisk:
             raise OSError(28, "no space left on the simulated disk")
         snapshot = Snapshot(_copies(theta), _copies(momentum))
         self.files[version] = snapshot
+        self.harmed.discard(version)
         return snapshot.digest
 
     def tear(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
         """The machine stopped while it wrote: half of the bytes are there, and no manifest."""
-        if version in self.files:
+        if version in self.files or self.full:
             return
         half = {
             layer: np.concatenate([a[: a.size // 2], np.zeros(a.size - a.size // 2, np.float32)])
@@ -70,7 +132,8 @@ class SimDisk:
         snapshot = self.files.get(version)
         if snapshot is None and version == GENESIS:
             snapshot = Snapshot(dict(self._genesis), {layer: np.zeros_like(a) for layer, a in self._genesis.items()})
-        if snapshot is None or not snapshot.whole:
+        if snapshot is None or not snapshot.good:
+            self._passed_over()
             present = ", ".join(map(str, self.complete())) or "none"
             raise CorruptSnapshot(f"expected a whole snapshot of {version}, this disk has {present}")
         for layer, array in theta.items():

@@ -1,24 +1,81 @@
-"""What goes wrong, and when: crashes of everybody, pauses, partitions, bad content, full disks; then nothing any more.
+"""When what goes wrong: at any time, or at the moments that chance alone would seldom hit; then nothing any more.
 
-Each kind draws from its own generator. Some strike at a moment that chance alone would seldom hit: around the row of a
-version, while a snapshot is written.
+Each kind draws from its own generator, so that a new one moves no other. A fault may wait for a moment: while a push or
+a pull moves, behind a commit, while a version is being persisted, around its row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
+from dips.ids import PullId, PushId
 from dips.protocol.effects import Note
+from dips.protocol.records import Record, VersionCommitted
+from dips.sim import strikes
+from dips.sim.strikes import OPERATOR_S, Strike
 from dips.sim.watch import Listener
 
 if TYPE_CHECKING:
+    from dips.sim.cluster import Agent
     from dips.sim.world import World
 
-FIRST_S, GAP_S = 6.0, 4.5  # until the first fault, between two; at most double
-DOWN_S = 4.0  # a process that crashed is started again after at most so long, or half of it
+FIRST_S, GAP_S = 4.0, 4.0  # until the first fault, between two; at most double
+
+# What strikes at any time, and how often beside the others.
+ANY_TIME: dict[str, tuple[int, Strike]] = {
+    "crash_agent": (2, strikes.crash_agent),
+    "leave": (1, strikes.leave),
+    "crash_trainer": (1, strikes.crash_trainer),
+    "crash_rank": (1, strikes.crash_rank),
+    "hang": (1, strikes.hang),
+    "zombie_agent": (2, strikes.zombie_agent),
+    "pause_agent": (1, strikes.pause_agent),
+    "diverge": (3, strikes.diverge),
+    "crash_slave": (2, strikes.crash_slave),
+    "pause_slave": (1, strikes.pause_slave),
+    "full_disk": (3, strikes.full_disk),
+    "slow_disk": (1, strikes.slow_disk),
+    "rot": (1, strikes.rot),
+    "old_snapshots": (1, strikes.old_snapshots),
+    "crash_master": (2, strikes.crash_master),
+    "pause_master": (2, strikes.pause_master),
+    "zombie_master": (2, strikes.zombie_master),
+    "slow_ledger": (1, strikes.slow_ledger),
+    "full_ledger": (1, strikes.full_ledger),
+    "old_ledger": (1, strikes.old_ledger),
+    "cut": (3, strikes.cut),
+    "clog": (1, strikes.clog),
+    "cut_data": (1, strikes.cut_data),
+    "clog_data": (3, strikes.clog_data),
+    "partition": (1, strikes.partition),
+    "whole_room": (1, strikes.whole_room),
+}
+
+# (moment, after it at most so many seconds, what strikes)
+MOMENTS: tuple[tuple[str, float, Strike], ...] = (
+    ("push", 1.2, strikes.crash_rank),
+    ("push", 1.2, strikes.crash_agent),
+    ("push", 1.2, strikes.crash_slave),
+    ("push", 1.2, strikes.crash_master),
+    ("push", 0.6, strikes.zombie_agent),
+    ("pull", 0.4, strikes.crash_rank),
+    ("pull", 0.4, strikes.crash_rank),
+    ("pull", 0.5, strikes.crash_slave),
+    ("commit", 0.8, strikes.crash_agent),
+    ("commit", 1.5, strikes.crash_slave),
+    ("persist", 0.5, strikes.crash_master),
+    ("persist", 0.5, strikes.crash_slave),
+    ("persist", 0.5, strikes.zombie_master),
+    ("persist", 0.4, strikes.whole_room),
+    ("row", 0.2, strikes.crash_master),
+    ("row", 0.3, strikes.crash_slave),
+    ("row", 0.02, strikes.cut_slave),
+    ("persist", 0.4, strikes.cut_slave),
+    ("persist", 0.4, strikes.cut_slave),
+)
+AT_A_MOMENT = 0.4  # of all faults
 
 
 class Faults(Listener):
@@ -27,39 +84,65 @@ class Faults(Listener):
     def __init__(self, world: World) -> None:
         self.world = world
         self.count = 0
-        self._armed: list[Callable[[], None]] = []  # strike when the next version is being persisted
-        self._kinds: list[tuple[str, Callable[[], None]]] = [
-            ("crash_cluster", self._crash_cluster),
-            ("leave", self._leave),
-            ("crash_trainer", self._crash_trainer),
-            ("crash_slave", self._crash_slave),
-            ("crash_master", self._crash_master),
-            ("pause_master", self._pause_master),
-            ("cut", self._cut),
-            ("diverge", self._diverge),
-            ("disk_full", self._disk_full),
-            ("master_at_row", lambda: self._armed.append(self._crash_master)),
-            ("slave_at_persist", lambda: self._armed.append(self._crash_slave)),
-        ]
+        self._armed: dict[str, list[tuple[float, Strike]]] = {}
 
     def plan(self) -> None:
         """Plan every fault now, so that nothing that happens moves the ones to come."""
         rng = self.world.chance.of("faults")
+        names, weights = list(ANY_TIME), [weight for weight, _ in ANY_TIME.values()]
         at = FIRST_S * (1.0 + rng.random())
         while at < self.world.quiet_at:
-            name, strike = rng.choice(self._kinds)
-            self.world.later(at, f"fault {name}", partial(self._strike, strike))
+            moment, name, choice = rng.random(), rng.choices(names, weights)[0], rng.choice(MOMENTS)
+            if moment < AT_A_MOMENT:
+                self.world.later(at, f"a fault waits for a {choice[0]}", partial(self._arm, *choice))
+            else:
+                self.world.later(at, f"fault {name}", partial(self._strike, ANY_TIME[name][1]))
             at += GAP_S * (1.0 + rng.random())
         self.world.later(self.world.quiet_at, "the faults stop", self._stop)
 
-    def noted(self, note: Note) -> None:
-        if note.kind == "round_persisting" and self._armed:
-            strike = self._armed.pop()
-            self.world.later(1.2 * self._rng("strike").random(), "fault at the row", strike)
+    def _arm(self, moment: str, within_s: float, strike: Strike) -> None:
+        self._armed.setdefault(moment, []).append((within_s, strike))
 
-    def _strike(self, strike: Callable[[], None]) -> None:
-        self.count += 1
-        strike()
+    def _at(self, moment: str) -> None:
+        waiting = self._armed.get(moment)
+        if waiting:
+            within_s, strike = waiting.pop()
+            what = f"fault {strike.__name__} at a {moment}"
+            self.world.later(within_s * self._rng("moment").random(), what, partial(self._strike, strike))
+
+    def _strike(self, strike: Strike) -> None:
+        if self.world.heap.now < self.world.quiet_at:
+            self.count += 1
+            strike(self.world, self._rng(strike.__name__))
+
+    def _rng(self, kind: str) -> Random:
+        return self.world.chance.of(f"fault/{kind}")
+
+    # ---- the moments -----------------------------------------------------------------------------------------------
+
+    def granted(self, agent: Agent, push: PushId) -> None:
+        self._at("push")
+
+    def pulling(self, agent: Agent, pull: PullId) -> None:
+        self._at("pull")
+
+    def noted(self, note: Note) -> None:
+        if note.kind == "push_committed":
+            self._at("commit")
+        elif note.kind == "round_persisting":
+            self._at("persist")
+        elif note.kind == "stopped":
+            self.world.later(OPERATOR_S, "the operator mends the disks, and starts the master again", self._mend_disks)
+
+    def _mend_disks(self) -> None:
+        for machine in self.world.machines.values():
+            machine.disk.mend()
+        self.world.crash_master()
+        self.world.start_master()
+
+    def recorded(self, record: Record) -> None:
+        if isinstance(record, VersionCommitted):
+            self._at("row")
 
     def _stop(self) -> None:
         """Everything is mended and everybody lives."""
@@ -67,73 +150,21 @@ class Faults(Listener):
         world = self.world
         world.network.mend()
         world.data.mend()
+        world.master.disk.mend()
+        world.restore_if_all_is_lost()
         for machine in world.machines.values():
-            machine.disk.full = False
+            machine.disk.mend()
             machine.start()
+            if machine.process is not None:
+                machine.process.gate.open()
         for site in world.sites.values():
             site.diverged = 0
+            for agent in site.agents:
+                agent.gate.open()
             site.start()
-        world.master.start()
+        for zombie in list(world.master.zombies):
+            zombie.wake()
+        if world.master.disk.old:
+            world.put_newest_ledger_back()
+        world.start_master()
         world.wake_master()
-
-    def _crash_cluster(self) -> None:
-        rng = self._rng("crash_cluster")
-        site = rng.choice(list(self.world.sites.values()))
-        site.crash()
-        self._again(rng.random(), f"{site.name} starts again", site.start)
-
-    def _leave(self) -> None:
-        rng = self._rng("leave")
-        site = rng.choice(list(self.world.sites.values()))
-        site.leave()
-        self._again(rng.random(), f"{site.name} starts again", site.start)
-
-    def _crash_trainer(self) -> None:
-        self._rng("crash_trainer").choice(list(self.world.sites.values())).crash_trainer()
-
-    def _crash_slave(self) -> None:
-        rng = self._rng("crash_slave")
-        machine = rng.choice(list(self.world.machines.values()))
-        machine.crash()
-        self._again(rng.random(), f"{machine.name} starts again", machine.start)
-
-    def _crash_master(self) -> None:
-        rng = self._rng("crash_master")
-        self.world.crash_master()
-        self._again(rng.random(), "the master starts again", self.world.start_master)
-
-    def _pause_master(self) -> None:
-        rng = self._rng("pause_master")
-        self.world.pause_master()
-        lease = self.world.options.timing.lease_s
-        self.world.later(lease * (0.2 + 1.5 * rng.random()), "the master wakes", self.world.wake_master)
-
-    def _cut(self) -> None:
-        rng = self._rng("cut")
-        other = rng.choice([*self.world.sites, *self.world.machines])
-        until = self.world.heap.now + self.world.options.timing.lease_s * 1.6 * rng.random()
-        ways = rng.choice(("both", "to", "from"))
-        if ways != "from":
-            self.world.network.cut(other, "master", until)
-        if ways != "to":
-            self.world.network.cut("master", other, until)
-
-    def _diverge(self) -> None:
-        rng = self._rng("diverge")
-        rng.choice(list(self.world.sites.values())).diverged += rng.randint(1, 2)
-
-    def _disk_full(self) -> None:
-        rng = self._rng("disk_full")
-        disk = rng.choice(list(self.world.machines.values())).disk
-        disk.full = True
-
-        def mend() -> None:
-            disk.full = False
-
-        self.world.later(6.0 * rng.random(), "a disk has room again", mend)
-
-    def _rng(self, kind: str) -> Random:
-        return self.world.chance.of(f"fault/{kind}")
-
-    def _again(self, share: float, what: str, start: Callable[[], None]) -> None:
-        self.world.later(DOWN_S * (0.5 + 0.5 * share) if share < 0.8 else 3.0 * DOWN_S, what, start)

@@ -1,10 +1,12 @@
-"""Agents as stories: a fiber is a generator that yields what it waits for, so that its code reads from top to bottom.
+"""Processes as stories: a fiber is a generator that yields what it waits for, so that its code reads from top to bottom.
 
-A fiber that was killed is never resumed, whatever it waited for.
+A fiber that was killed is never resumed, whatever it waited for. One behind a closed gate (SIGSTOP) is resumed when the
+gate opens, with everything that came meanwhile, in its order.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -15,16 +17,55 @@ Wait = Callable[[Resume], None]  # begins to wait; calls its argument once, with
 Story = Generator[Wait, Any, Any]
 
 
+class Gate:
+    """Lets what happens to a process through, or keeps it until the process runs again."""
+
+    def __init__(self, outer: Gate | None = None) -> None:
+        """`outer` is passed first: a process stands still with its machine, and by itself."""
+        self.closed = False
+        self._outer = outer
+        self._kept: deque[Callable[[], None]] = deque()
+
+    def pass_on(self, action: Callable[[], None]) -> None:
+        """Do it now, or when the gate opens."""
+        if self._outer is not None:
+            self._outer.pass_on(lambda: self._let_in(action))
+        else:
+            self._let_in(action)
+
+    def _let_in(self, action: Callable[[], None]) -> None:
+        if self.closed or self._kept:
+            self._kept.append(action)
+        else:
+            action()
+
+    def close(self) -> None:
+        self.closed = True
+
+    def open(self) -> None:
+        """Everything that was kept happens now; what closes the gate again keeps the rest."""
+        self.closed = False
+        while self._kept and not self.closed:
+            self._kept.popleft()()
+
+
 class Fiber:
     """Runs a story until it ends or is killed."""
 
-    def __init__(self, story: Story) -> None:
+    def __init__(self, story: Story, gate: Gate | None = None) -> None:
         self._story: Story | None = story
+        self._gate = gate
         self._go(None)
 
     def kill(self) -> None:
         """It will not run again. A story that kills itself ends when it next waits."""
         self._story = None
+
+    def _resume(self, value: Any) -> None:
+        if self._gate is None:
+            self._go(value)
+        else:
+            self._gate.pass_on(lambda: self._go(value))
 
     def _go(self, value: Any) -> None:
         story = self._story
@@ -36,7 +77,7 @@ class Fiber:
             self._story = None
             return
         if self._story is not None:
-            wait(self._go)
+            wait(self._resume)
 
 
 def sleep(heap: Heap, seconds: float, what: str) -> Wait:

@@ -1,19 +1,27 @@
 """The simulated data flow of one slave's process: streams of ranks write into open pushes and read from open pulls.
 
 A stream is named (push or pull, rank, sinc, epoch), as on the wire. What must stay true: nothing is written into a push
-that is closed or complete, and nothing of an older epoch of a stream counts. Delays, losses and broken streams are the
-business of the ranks' side (transfer.py).
+that is closed or complete, nothing of an older epoch of a stream counts, and a chunk that is here is not taken again.
+Delays, losses and broken streams are the business of the ranks' side (transfer.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.beats import Transfer
+from dips.sim.fiber import Gate
 from dips.sim.heap import Heap
 from dips.slave.ports import F32, Arrays, FlowEvents
+from dips.wire import codecs
+from dips.wire.frame import Buffer
+
+CHUNKS = 2  # of each rank at each slave: so there is a moment when half of its bytes are here
+Chunk = Mapping[int, tuple[slice, Buffer]]  # layer → place in it, and the body
 
 
 @dataclass
@@ -22,7 +30,9 @@ class OpenedPush:
 
     buffers: Arrays
     ranks: int
+    codec: codecs.Codec
     epochs: dict[int, int] = field(default_factory=dict)
+    here: set[tuple[int, int]] = field(default_factory=set)  # (rank, chunk)
     done: set[int] = field(default_factory=set)
     complete: bool = False
 
@@ -41,10 +51,11 @@ def share(size: int, rank: int, ranks: int) -> slice:
 
 
 class SimFlow:
-    """Implements `dips.slave.ports.Flow`."""
+    """Implements `dips.slave.ports.Flow`; `touched` is called whenever anything of it changes."""
 
-    def __init__(self, heap: Heap, drain_s: float = 0.3) -> None:
-        self._heap = heap
+    def __init__(self, heap: Heap, touched: Callable[[], None], gate: Gate, drain_s: float = 0.3) -> None:
+        self._heap, self._gate = heap, gate
+        self._touched = touched
         self._drain_s = drain_s
         self._events: FlowEvents | None = None
         self.alive = True
@@ -58,8 +69,7 @@ class SimFlow:
         self.sinc, self._events = sinc, events
 
     def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str) -> None:
-        assert codec == "fp32", f"the simulated ranks push parameters, not {codec}"
-        opened = self.pushes[push] = OpenedPush(buffers, len(order))
+        opened = self.pushes[push] = OpenedPush(buffers, len(order), codecs.named(codec))
         self._later(deadline_s, f"deadline of {push}", lambda: self._push_stalled(push, opened))
 
     def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
@@ -93,33 +103,37 @@ class SimFlow:
 
     # ---- what the ranks' streams do --------------------------------------------------------------------------------
 
-    def hello(self, push: PushId, rank: int, sinc: int, epoch: int) -> bool:
-        """A stream begins; True if it may write. An older stream of the same rank is fenced from now on."""
+    def hello(self, push: PushId, rank: int, sinc: int, epoch: int) -> tuple[int, ...] | None:
+        """A stream begins: the chunks that are wanted of it, or None. An older stream of the rank is fenced now."""
         opened = self.pushes.get(push)
         if not self.alive or opened is None or sinc != self.sinc or epoch <= opened.epochs.get(rank, 0):
-            return False
+            return None
         opened.epochs[rank] = epoch
-        return True
+        return tuple(chunk for chunk in range(CHUNKS) if (rank, chunk) not in opened.here)
 
-    def write(self, push: PushId, rank: int, sinc: int, epoch: int, pieces: dict[int, tuple[slice, F32]]) -> bool:
-        """Chunks arrive; True if they were asked for and are in the buffers now."""
+    def write(self, push: PushId, rank: int, sinc: int, epoch: int, number: int, chunk: Chunk) -> bool:
+        """A chunk arrives; True if it was asked for and is in the buffers now."""
         opened = self.pushes.get(push)
-        if not self.alive or opened is None or not self.admits(opened, rank, sinc, epoch):
+        if not self.alive or opened is None or not self.admits(opened, rank, sinc, epoch, number):
             return False
-        for layer, (where, values) in pieces.items():
+        self._touched()
+        for layer, (where, body) in chunk.items():
             if layer in opened.buffers:
-                opened.buffers[layer][where] = values
+                with np.errstate(all="ignore"):  # a model that diverged
+                    opened.codec.put(body, opened.buffers[layer][where])
+        opened.here.add((rank, number))
         return True
 
-    def admits(self, opened: OpenedPush, rank: int, sinc: int, epoch: int) -> bool:
+    def admits(self, opened: OpenedPush, rank: int, sinc: int, epoch: int, number: int) -> bool:
         """A chunk counts if it is of the rank's newest stream, of this life of the slave, and was asked for."""
-        return sinc == self.sinc and epoch == opened.epochs.get(rank) and rank not in opened.done
+        return sinc == self.sinc and epoch == opened.epochs.get(rank) and (rank, number) not in opened.here
 
     def finish(self, push: PushId, rank: int, sinc: int, epoch: int) -> bool:
-        """All ranges of a rank are here: DONE. The last rank's DONE freezes the push."""
+        """Are all ranges of a rank here: DONE? The last rank's freezes the push."""
         opened = self.pushes.get(push)
         if not self.alive or opened is None or sinc != self.sinc or epoch != opened.epochs.get(rank):
             return False
+        self._touched()
         opened.done.add(rank)
         if len(opened.done) == opened.ranks and not opened.complete:
             opened.complete = True
@@ -130,6 +144,7 @@ class SimFlow:
         """The ranks' ranges overlap or leave gaps: the push cannot be completed."""
         opened = self.pushes.get(push)
         if self.alive and opened is not None and not opened.complete:
+            self._touched()
             del self.pushes[push]
             self._said().refused(push, reason)
 
@@ -158,7 +173,12 @@ class SimFlow:
             self._said().moved(pull)
 
     def _later(self, delay_s: float, what: str, action: Callable[[], None]) -> None:
-        self._heap.after(delay_s, what, lambda: action() if self.alive else None)
+        def due() -> None:
+            if self.alive:
+                self._touched()
+                action()
+
+        self._heap.after(delay_s, what, lambda: self._gate.pass_on(due))
 
     def _said(self) -> FlowEvents:
         assert self._events is not None, "the flow was not started"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import isfinite
 from typing import TYPE_CHECKING
 
+from dips.client.deeds import Phase
 from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol.effects import Outcome
 from dips.protocol.records import (
@@ -22,7 +23,7 @@ from dips.protocol.records import (
 )
 from dips.sim.twin import LineageTwin, PenaltyTwin, same_statistics
 from dips.sim.watch import Invariant
-from dips.sim.work import Frozen, Work
+from dips.sim.work import Frozen
 
 if TYPE_CHECKING:
     from dips.sim.cluster import Agent
@@ -52,23 +53,20 @@ class Lineage(Invariant):
                         )
 
     def after_event(self) -> None:
-        for machine in self.world.machines.values():
+        for machine in self.world.looked_at:
             process = machine.process
             if process is None or process.versions.memory is None:
                 continue
             versions, memory = process.versions, process.versions.memory
             theta, momentum = versions.theta(memory), versions.momentum(memory)
             for layer, expected in self._expected(memory, machine.layers):
-                found = (theta[layer].tobytes(), momentum[layer].tobytes())
-                self.require(
-                    found == expected, f"{machine.name} serves another {memory} than the twin's (layer {layer})"
-                )
+                if (theta[layer].tobytes(), momentum[layer].tobytes()) != expected:
+                    self.fail(f"{machine.name} serves another {memory} than the twin's (layer {layer})")
             for pull, opened in process.flow.pulls.items():
                 for layer, (expected_theta, _) in self._expected(opened.version, machine.layers):
                     for source in (opened.source, *opened.former):
-                        found_theta = source[layer].tobytes()
-                        same = found_theta == expected_theta
-                        self.require(same, f"{machine.name}: the source of {pull} moved under it")
+                        if source[layer].tobytes() != expected_theta:
+                            self.fail(f"{machine.name}: the source of {pull} moved under it")
 
     def installed(self, agent: Agent) -> None:
         assert agent.base is not None
@@ -96,6 +94,7 @@ class Commit(Invariant):
 
     def recorded(self, record: Record) -> None:
         if isinstance(record, VersionCommitted):
+            self.world.look_everywhere = True
             self.rows.add(record.version)
             self.head = record.version
         elif isinstance(record, RolledBack):
@@ -107,18 +106,19 @@ class Commit(Invariant):
         self.require(head == self.head, f"a new master starts at {head}, the newest durable row is {self.head}")
 
     def after_event(self) -> None:
-        for machine in self.world.machines.values():
+        for machine in self.world.looked_at:
             process = machine.process
             if process is None:
                 continue
             memory, rows = process.versions.memory, self.rows
-            self.require(memory is None or memory in rows, f"{machine.name} serves {memory}, which has no row")
+            if memory is not None and memory not in rows:
+                self.fail(f"{machine.name} serves {memory}, which has no row")
             for pull, opened in process.flow.pulls.items():
-                self.require(
-                    opened.version in rows, f"{machine.name} opened {pull} on {opened.version}, which has no row"
-                )
+                if opened.version not in rows:
+                    self.fail(f"{machine.name} opened {pull} on {opened.version}, which has no row")
             if process.holds and memory != self.head and process.versions.prepared != self.head:
-                kept = self.head == GENESIS or self.head in machine.disk.complete()
+                disk = machine.disk
+                kept = self.head == GENESIS or self.head in disk.good or self.head in disk.harmed
                 self.require(kept, f"{machine.name} neither holds the head {self.head} nor is in doubt about it")
 
     def told_version(self, agent: Agent, version: VersionId, whence: str) -> None:
@@ -147,9 +147,10 @@ class Durable(Invariant):
     def after_event(self) -> None:
         if self.newest == GENESIS:
             return  # the initial model is on every disk
-        for machine in self.world.machines.values():
+        for machine in self.world.looked_at:
             snapshot = machine.disk.files.get(self.newest)
-            self.require(snapshot is not None and snapshot.whole, f"{machine.name}'s disk has no whole {self.newest}")
+            if (snapshot is None or not snapshot.good) and self.newest not in machine.disk.harmed:
+                self.fail(f"{machine.name}'s disk has no whole {self.newest}")
 
 
 class Once(Invariant):
@@ -168,6 +169,10 @@ class Once(Invariant):
                 self.require(before is None, f"{fold.push} is in {before} and in {record.version}")
                 self.folded[fold.push] = record.version
 
+    def dropped(self, agent: Agent, push: PushId) -> None:
+        row = self.folded.get(push)
+        self.require(row is None, f"{push} was told to be dropped, the ledger has it in {row}")
+
     def outcome(self, agent: Agent, frozen: Frozen, outcome: Outcome) -> None:
         row = self.folded.get(frozen.push)
         told = outcome.version if outcome.kind == "accepted" else None
@@ -182,8 +187,8 @@ class WholeInstalls(Invariant):
     number = 6
 
     def stepped(self, agent: Agent) -> None:
-        one = len(set(agent.held)) == 1 and agent.held[0] is not None
-        self.require(one, f"{agent.name} trains with ranks at {', '.join(map(str, agent.held))}")
+        if len(set(agent.held)) != 1 or agent.held[0] is None:
+            self.fail(f"{agent.name} trains with ranks at {', '.join(map(str, agent.held))}")
 
 
 class Authority(Invariant):
@@ -289,7 +294,7 @@ class Tokens(Invariant):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.settled: dict[int, str] = {}  # id of the work → where it was settled
+        self.settled = world.books.settled
         self.accepted = 0  # by the lineage
         self.brought: dict[VersionId, int] = {}
 
@@ -302,6 +307,7 @@ class Tokens(Invariant):
         if isinstance(record, VersionCommitted):
             for fold in record.folds:
                 self._tokens_of(fold)
+                self.world.books.made[fold.push] = record.version
             self.brought[record.version] = sum(f.tokens for f in record.folds)
             self.accepted += self.brought[record.version]
             told = {o.push for o in record.outcomes if o.kind == "accepted"}
@@ -317,17 +323,29 @@ class Tokens(Invariant):
             total == self.accepted, f"the ledger's versions bring {total} tokens, {self.accepted} were accepted"
         )
 
-    def at_rest(self) -> None:
-        carried = {id(w) for work in self._with_clusters() for w in work}
-        for work in self.world.books.work:
-            fates = [f for f in (self.settled.get(id(work)), "lost" if work.lost else None) if f]
-            if not fates and id(work) in carried:
-                fates = ["carried"]
-            self.require(bool(fates), f"range {work.data_range} of {work.cluster} ({work.tokens} tokens) has no fate")
+    def stepped(self, agent: Agent) -> None:
+        self._account(agent)
 
-    def _with_clusters(self) -> list[list[Work]]:
-        agents = [site.agent for site in self.world.sites.values() if site.agent is not None]
-        return [[*a.carried, *(a.open.work if a.open else ())] for a in agents]
+    def outcome(self, agent: Agent, frozen: Frozen, outcome: Outcome) -> None:
+        self._account(agent)
+
+    def at_rest(self) -> None:
+        agents = [agent for site in self.world.sites.values() for agent in site.agents]
+        carried = {id(w) for agent in agents if agent.trainer for w in agent.trainer.works}
+        for work in self.world.books.work:
+            fate = id(work) in self.settled or bool(work.lost) or id(work) in carried
+            if not fate:
+                self.fail(f"range {work.data_range} of {work.cluster} ({work.tokens} tokens) has no fate")
+        for agent in agents:
+            self._account(agent)
+
+    def _account(self, agent: Agent) -> None:
+        """A client's own count: everything since its Joined is carried, frozen, accepted, gated or lost."""
+        if agent.inc == 0 or agent.session.phase is Phase.JOINING:
+            return
+        account = agent.session.account
+        if account.consumed != agent.consumed:
+            self.fail(f"{agent.name} consumed {agent.consumed} tokens, its account: {account}")
 
     def _tokens_of(self, row: FoldRow | OutcomeRow) -> None:
         frozen = self.world.books.frozen[row.push]
@@ -351,7 +369,7 @@ class Data(Invariant):
         super().__init__(world)
         self.holder: dict[int, tuple[str, int]] = {}
         self.ended: set[tuple[str, int]] = set()
-        self.settled: dict[int, PushId] = {}
+        self.settled = world.books.ranges_settled
 
     def recorded(self, record: Record) -> None:
         if isinstance(record, RangesLeased):
@@ -364,8 +382,20 @@ class Data(Invariant):
                 self.holder[r] = (record.cluster, record.inc)
         elif isinstance(record, ClusterEnded):
             self.ended.add((record.cluster, record.inc))
+        elif isinstance(record, RolledBack) and self.world.options.requeue == "undone":
+            over = [r for r, push in self.settled.items() if self.world.books.made.get(push) in record.undone]
+            for r in over:  # to be trained again: not in this lineage any more
+                del self.settled[r]
+                self.holder.pop(r, None)
         elif isinstance(record, VersionCommitted | RoundEnded):
             for outcome in record.outcomes:
+                frozen = self.world.books.frozen[outcome.push]
+                used = frozen.ranges
+                self.require(
+                    sorted(outcome.ranges) == sorted(used), f"{outcome.push} used {used}, its row says {outcome.ranges}"
+                )
+                for use in frozen.uses if outcome.kind != "skipped" else ():
+                    use.settled = True
                 for r in outcome.ranges if outcome.kind != "skipped" else ():
                     self.require(
                         r not in self.settled, f"range {r} of {outcome.push} was settled by {self.settled.get(r)}"

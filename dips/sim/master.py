@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from dips.errors import StaleTerm
 from dips.master.ledger import Ledger
 from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer, SlaveBeat, SlaveBeatAnswer
 from dips.protocol.coordinator import Coordinator
@@ -28,7 +29,8 @@ from dips.protocol.events import (
     Ticked,
 )
 from dips.protocol.membership import Judge
-from dips.protocol.records import ClusterEnded, Record, RunRow
+from dips.protocol.records import ClusterEnded, Record, RunRow, VersionCommitted
+from dips.protocol.slaves import EXIT_STALE
 from dips.sim.heap import Timer
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 Answer = Callable[[Any], None]
 WRITE_S = 0.02  # of a transaction, at most ten times that
+EXIT_LEDGER = 74  # a record could not be written: read the truth again (why.md 29)
 RESEND_S = 1.5  # an order without an answer is sent again under its number
 
 
@@ -65,6 +68,34 @@ class LedgerDisk:
 
     def __init__(self, row: RunRow) -> None:
         self._db = Ledger.create(":memory:", row)._db
+        self._newest: sqlite3.Connection | None = None  # while an old copy lies in its place
+        self._copies: list[sqlite3.Connection] = []
+        self.slowness = 1.0
+        self.full = False
+
+    def mend(self) -> None:
+        self.slowness, self.full = 1.0, False
+
+    @property
+    def old(self) -> bool:
+        """An old copy lies there: what its master decides is not the run's truth."""
+        return self._newest is not None
+
+    def copy(self) -> sqlite3.Connection:
+        """A backup of the file as it is now."""
+        copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        self._db.backup(copy)
+        self._copies.append(copy)
+        return copy
+
+    def put_back(self, copy: sqlite3.Connection) -> None:
+        """Somebody restores a backup, not knowing that the newest file is still to be had."""
+        self._newest, self._db = self._db, copy
+
+    def put_newest_back(self) -> None:
+        """The act that the master's refusal asks for."""
+        if self._newest is not None:
+            self._db, self._newest = self._newest, None
 
     def open(self) -> Ledger:
         return Ledger(self._db, None, lambda: 0.0)
@@ -81,7 +112,9 @@ class LedgerDisk:
         return True
 
     def close(self) -> None:
-        self._db.close()
+        self.put_newest_back()
+        for db in (self._db, *self._copies):
+            db.close()
 
 
 class MasterMachine:
@@ -92,6 +125,7 @@ class MasterMachine:
         self.rng = world.chance.of("master")
         self.disk = LedgerDisk(row)
         self.process: MasterProcess | None = None
+        self.zombies: list[MasterProcess] = []  # stopped, and taken for dead: each has a successor
         world.network.attach("master", self)
 
     def start(self) -> None:
@@ -102,6 +136,14 @@ class MasterMachine:
         process, self.process = self.process, None
         if process is not None:
             process.die()
+
+    def abandon(self) -> MasterProcess | None:
+        """Another will be started beside it, on the same ledger: another host, a mount without locks."""
+        process, self.process = self.process, None
+        if process is not None:
+            process.pause()
+            self.zombies.append(process)
+        return process
 
     def receive(self, sender: str, message: Any, answer: Answer) -> None:
         if self.process is not None:
@@ -117,7 +159,9 @@ class MasterProcess:
         self.ledger.start_term()
         state = self.ledger.state()
         now = self.world.heap.now
-        self.world.watch.restored(state)
+        self.trusted = not machine.disk.old  # what it decides is compared with the twins
+        if self.trusted:
+            self.world.watch.restored(state)
         self.coordinator = Coordinator(state, self.world.manifest, self.world.options, now)
         self.judge = Judge.restored(self.world.options.timing, state, now)
         self.alive = True
@@ -132,18 +176,25 @@ class MasterProcess:
         self._step(Ticked())
 
     def die(self) -> None:
-        """The transaction under way ends as the disk pleases: not begun, torn, or durable and never acted upon."""
+        """SIGKILL, or its own exit."""
         self.alive = False
         if self._tick is not None:
             self._tick.cancel()
-        if self.writing is None:
-            return
-        fate = self.machine.rng.random()
+        rows = any(isinstance(r, VersionCommitted) for r in self.writing or ())
+        self.world.watch.master_died(self, rows, self._ends_writing())
+
+    def _ends_writing(self) -> bool:
+        """The transaction under way ends as the disk pleases; True if it is durable."""
+        fate, disk = self.machine.rng.random(), self.machine.disk
+        if self.writing is None or self in self.machine.zombies or disk.full or fate >= 0.8:
+            return False
         if fate < 0.5:
             self.ledger.write(self.writing)
-            self.world.watch.recorded(self.writing)
-        elif fate < 0.8 and self.machine.disk.tear(self.writing, self.machine.rng.randint(1, 5)):
-            self.world.watch.recorded(self.writing)
+        elif not disk.tear(self.writing, self.machine.rng.randint(1, 5)):
+            self.world.watch.met("torn_ledger")
+            return False
+        self._recorded(self.writing)
+        return True
 
     # ---- not looking -----------------------------------------------------------------------------------------------
 
@@ -154,7 +205,7 @@ class MasterProcess:
 
     def wake(self) -> None:
         """Say how long nobody looked, read what lies there, and only then look at the clock."""
-        if self.inbox is None:
+        if self.inbox is None or not self.alive:
             return
         came, self.inbox = self.inbox, None
         self.be_blind(self.world.heap.now - self.paused_at)
@@ -185,8 +236,10 @@ class MasterProcess:
             self._step(replace(message, req=self._question(answer)), message)
 
     def _cluster_beat(self, beat: ClusterBeat, answer: Answer) -> None:
-        self.world.watch.beat_read("cluster", beat.cluster, beat.inc)
+        self._heard("cluster", beat.cluster, beat.inc)
         for event in self.judge.heard_cluster(beat, self.world.heap.now):
+            if self.presides:
+                self.world.watch.judged(event)
             self._step(event)
         standing, push, pull = self.coordinator.cluster_standing(beat.cluster, beat.inc)
         lease_s = self.world.options.timing.lease_s
@@ -194,13 +247,17 @@ class MasterProcess:
         self._say(told, answer)
 
     def _slave_beat(self, beat: SlaveBeat, answer: Answer) -> None:
-        self.world.watch.beat_read("slave", beat.slave, beat.sinc)
+        self._heard("slave", beat.slave, beat.sinc)
         for event in self.judge.heard_slave(beat, self.world.heap.now):
             self._step(event)
         register, as_of, pushes, pulls = self.coordinator.slave_live(beat.slave, beat.sinc)
         register = register or beat.term != self.coordinator.term
         lease_s = self.world.options.timing.lease_s
         self._say(SlaveBeatAnswer(self.coordinator.term, lease_s, register, as_of, pushes, pulls), answer)
+
+    def _heard(self, role: str, name: str, life: int) -> None:
+        if self.presides:
+            self.world.watch.beat_read(role, name, life)
 
     def _question(self, answer: Answer) -> int:
         self._questions += 1
@@ -245,7 +302,8 @@ class MasterProcess:
         if not self.alive or self.inbox is not None:
             return
         for verdict in self.judge.verdicts(self.world.heap.now):
-            self.world.watch.judged(verdict)
+            if self.presides:
+                self.world.watch.judged(verdict)
             self._step(verdict)
         self._step(Ticked())
 
@@ -263,21 +321,38 @@ class MasterProcess:
 
     def write(self, records: list[Record]) -> None:
         self.writing = records
-        delay_s = WRITE_S * (1.0 + 9.0 * self.machine.rng.random() ** 3)
+        delay_s = WRITE_S * (1.0 + 9.0 * self.machine.rng.random() ** 3) * self.machine.disk.slowness
         self.world.heap.after(delay_s, "the ledger writes", lambda: self.wrote(records))
 
     def wrote(self, records: list[Record]) -> None:
         """The transaction is durable; what waited behind it may leave."""
         if not self.alive:
             return
-        self.ledger.write(records)
-        self.world.watch.recorded(records)
+        if self.machine.disk.full:
+            self._leave(Exit(EXIT_LEDGER, "database or disk is full"))
+            return
+        try:
+            self.ledger.write(records)
+        except StaleTerm as error:
+            self._leave(Exit(EXIT_STALE, str(error)))
+            return
+        self._recorded(records)
         self.writing = None
         self._pump()
 
+    def _recorded(self, records: list[Record]) -> None:
+        if self.trusted:
+            self.world.watch.recorded(records)
+
+    @property
+    def presides(self) -> bool:
+        """It is the run's master, and no zombie or deceived by an old ledger."""
+        return self.trusted and self is self.machine.process
+
     def _leave(self, effect: Effect) -> None:
         if isinstance(effect, Order):
-            self.world.watch.order_leaves(effect)
+            if self.trusted:
+                self.world.watch.order_leaves(effect)
             SentOrder(self, effect).send()
         elif isinstance(effect, Reply):
             self._answers.pop(effect.req)(effect.result)
@@ -286,7 +361,7 @@ class MasterProcess:
             self.world.watch.noted(effect)
         elif isinstance(effect, Exit):
             self.exited = effect.reason
-            self.world.master_exits(effect)
+            self.world.master_exits(self, effect)
 
     def order_ended(self, order: Order, answer: Any) -> None:
         """Turn a slave's answer, or its silence, into an event."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dips.sim.heap import Chance, Heap, Timer
+from dips.sim.watch import Watch
 
 Answer = Callable[[Any], None]
 
@@ -34,6 +35,8 @@ class Weather:
     lost_share: float = 0.03
     doubled_share: float = 0.05
 
+
+CLOGGED_S = 6.0
 
 CLEAR = Weather(slow_share=0.0, lost_share=0.0, doubled_share=0.0)
 
@@ -62,12 +65,14 @@ class Call:
 class Network:
     """Delivers messages between hosts, as badly as the weather says."""
 
-    def __init__(self, heap: Heap, chance: Chance) -> None:
+    def __init__(self, heap: Heap, chance: Chance, watch: Watch) -> None:
         self._heap = heap
         self._rng = chance.of("network")
         self.weather = Weather()
         self._hosts: dict[str, Host] = {}
         self._cut: dict[tuple[str, str], float] = {}  # (sender, receiver) → until when nothing passes
+        self._clogged: dict[str, float] = {}  # name → until when almost nothing passes, to and fro
+        self._watch = watch
 
     def attach(self, name: str, host: Host) -> None:
         self._hosts[name] = host
@@ -76,9 +81,14 @@ class Network:
         """Nothing passes in this direction until then: partitions may be one-way."""
         self._cut[sender, receiver] = until
 
+    def clog(self, name: str, until: float) -> None:
+        """Its messages take CLOGGED_S until then, each another part of it."""
+        self._clogged[name] = until
+
     def mend(self) -> None:
         """All links are back, and nothing is lost or doubled any more."""
-        self._cut.clear()
+        self._cut = dict.fromkeys(self._cut, self._heap.now)
+        self._clogged.clear()
         self.weather = CLEAR
 
     def call(self, sender: str, receiver: str, message: Any, deadline_s: float, done: Answer) -> None:
@@ -99,8 +109,16 @@ class Network:
         # Drawn always, so that a change of one share does not move the others.
         lost, doubled = rng.random() < weather.lost_share, rng.random() < weather.doubled_share
         delays = (self._delay(), self._delay())
-        if lost or self._cut.get((sender, receiver), 0.0) > self._heap.now:
+        now = self._heap.now
+        if self._cut.get((sender, receiver), 0.0) > now:
+            self._watch.cut_off(sender, receiver, self._cut.get((receiver, sender), 0.0) > now)
             return
+        if lost:
+            return
+        if self._cut.pop((sender, receiver), None) is not None:
+            self._watch.passes_again(sender, receiver)
+        if self._clogged and max(self._clogged.get(sender, 0.0), self._clogged.get(receiver, 0.0)) > now:
+            delays = (delays[0] + CLOGGED_S * rng.random(), delays[1] + CLOGGED_S)
         label = f"{what} {sender} → {receiver}"
         for delay in delays[: 2 if doubled else 1]:
             self._heap.after(delay, label, arrive)

@@ -12,19 +12,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+from dips.client.account import Account, Portion
 from dips.errors import ConfigError
 from dips.ids import PullId, PushId, VersionId
 from dips.master.ledger import Ledger
 from dips.protocol import round, slaves
-from dips.protocol.effects import Apply, Fold, Order
+from dips.protocol.effects import Apply, Fold, Order, Registered
 from dips.protocol.events import Answer, Folded, OrderAnswered
 from dips.protocol.records import LedgerState, Record
 from dips.protocol.world import Chorus
 from dips.protocol.world import World as Deciding
-from dips.sim.cluster import Agent
 from dips.sim.disk import SimDisk
 from dips.sim.flow import OpenedPush, SimFlow
 from dips.sim.master import MasterProcess
+from dips.sim.trainer import Trainer
 from dips.sim.transfer import Pulled
 from dips.slave import moving
 from dips.slave.fences import Fences
@@ -158,17 +159,17 @@ def _accept_old_stream() -> list[Patch]:
     def drop_push(self: SimFlow, push: PushId) -> None:
         """What was opened stays open to late chunks."""
 
-    def admits(self: SimFlow, opened: OpenedPush, rank: int, sinc: int, epoch: int) -> bool:
+    def admits(self: SimFlow, opened: OpenedPush, rank: int, sinc: int, epoch: int, number: int) -> bool:
         return True
 
     return [(SimFlow, "drop_push", drop_push), (SimFlow, "admits", admits)]
 
 
 def _install_alone() -> list[Patch]:
-    def agreed(self: Agent, landed: list[Pulled]) -> list[Pulled]:
+    def agreed(self: Trainer, landed: list[Pulled]) -> list[Pulled]:
         return [pulled for pulled in landed if pulled.whole]
 
-    return [(Agent, "agreed", agreed)]
+    return [(Trainer, "agreed", agreed)]
 
 
 def _blind_leases() -> list[Patch]:
@@ -193,6 +194,29 @@ def _leak_slot() -> list[Patch]:
     return [(moving, "_refuse_closed", refuse_closed), (moving.Moving, "heal", heal)]
 
 
+def _tokens_cut_at_pull() -> list[Patch]:
+    def settle(self: Account, kind: str) -> None:
+        """What was settled is carried on until a pull succeeds."""
+        self.accepted += self.frozen.tokens
+        self.carried = replace(self.frozen, ranges=()) + self.carried
+        self.frozen = Portion()
+
+    return [(Account, "settle", settle)]
+
+
+def _offers_without_ledger() -> list[Patch]:
+    honest = Shard.welcome
+
+    def welcome(self: Shard, registered: Registered) -> None:
+        honest(self, registered)
+        complete = self._disk.complete()
+        if self.versions.memory is None and complete:
+            newest = max(complete)
+            self.versions.load(newest, lambda theta, momentum: self._disk.read(newest, theta, momentum))
+
+    return [(Shard, "welcome", welcome)]
+
+
 SABOTAGES: dict[str, Sabotage] = {
     "announce-before-record": Sabotage("effects wait for the record before them", (2,), _announce_before_record),
     "record-before-all-persisted": Sabotage("the row waits for every slave's disk", (3,), _record_before_all_persisted),
@@ -206,6 +230,8 @@ SABOTAGES: dict[str, Sabotage] = {
     "accept-old-stream": Sabotage("a chunk of a closed stream changes nothing", (1, 5), _accept_old_stream),
     "install-alone": Sabotage("all ranks install, or none", (6,), _install_alone),
     "blind-leases": Sabotage("silence counts while somebody listens", (12,), _blind_leases),
+    "tokens-cut-at-pull": Sabotage("progress is cut at the freeze, not at the pull", (9,), _tokens_cut_at_pull),
+    "offers-without-ledger": Sabotage("only a row makes a snapshot a version", (2, 4), _offers_without_ledger),
     "leak-slot": Sabotage("what was dropped is never opened again", (11, 12), _leak_slot),
 }
 

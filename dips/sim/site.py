@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dips.protocol.events import ClusterLeft
 from dips.sim.cluster import CALL_S, Agent
 
 if TYPE_CHECKING:
     from dips.sim.world import World
+
+RESTART_S = 2.0  # until an agent that exited on its own account is started again
 
 
 class Site:
@@ -18,8 +19,14 @@ class Site:
         self.world, self.name, self.ranks, self.step_s = world, name, ranks, step_s
         self.rng = world.chance.of(f"cluster/{name}")
         self.agent: Agent | None = None
+        self.zombies: list[Agent] = []  # stopped, and taken for dead: each has a successor
         self.lives = 0
         self.diverged = 0  # pushes to come whose content is bad
+
+    @property
+    def agents(self) -> list[Agent]:
+        """Every agent process that may still do something."""
+        return [*self.zombies, self.agent] if self.agent else list(self.zombies)
 
     def start(self) -> None:
         """A new agent process; it starts its trainer."""
@@ -35,12 +42,51 @@ class Site:
 
     def leave(self) -> None:
         """The agent is told to stop: it says so once, and goes whether it is heard or not."""
-        if self.agent is not None and self.agent.inc > 0:
-            lost = sum(w.tokens for w in self.agent.carried)
-            left = ClusterLeft(0, self.name, self.agent.inc, lost)
+        agent = self.agent
+        left = agent.session.leave() if agent is not None and not agent.gate.closed else None
+        if agent is not None and left is not None:
             self.world.network.call(self.name, "master", left, CALL_S, lambda _: None)
             self.crash()
 
+    def abandon(self) -> Agent | None:
+        """SIGSTOP of everything, for so long that another is started in its place; it may wake later."""
+        agent, self.agent = self.agent, None
+        if agent is not None:
+            agent.gate.close()
+            self.zombies.append(agent)
+        return agent
+
+    def exits(self, agent: Agent) -> None:
+        """An agent goes on its own account: it was fenced."""
+        agent.die()
+        if agent in self.zombies:
+            self.zombies.remove(agent)
+        elif agent is self.agent:
+            self.agent = None
+            self.world.later(RESTART_S, f"{self.name} starts again", self.start)
+
     def crash_trainer(self) -> None:
-        if self.agent is not None and self.agent.trainer is not None:
-            self.agent.trainer_died()
+        """torchrun ends, and the agent sees it at once."""
+        if self.agent is not None and self.agent.trainer is not None and not self.agent.trainer.over:
+            self.agent.trainer_died("its trainer crashed")
+
+    def crash_rank(self, rank: int, seen_s: float) -> None:
+        """One rank dies; torchrun needs a while to end the others."""
+        agent = self.agent
+        trainer = agent.trainer if agent is not None else None
+        if agent is None or trainer is None or trainer.over or agent.gate.closed:
+            return
+        trainer.lose_rank(rank % self.ranks)
+
+        def seen() -> None:
+            if agent.alive and agent.trainer is trainer:
+                agent.trainer_died(f"rank {rank % self.ranks} died", rank=True)
+
+        self.world.later(seen_s, f"{self.name}: torchrun ends all ranks", lambda: agent.gate.pass_on(seen))
+
+    def hang(self, seconds: float) -> None:
+        """The trainer stands still; its agent beats on."""
+        trainer = self.agent.trainer if self.agent is not None else None
+        if trainer is not None:
+            trainer.gate.close()
+            self.world.later(seconds, f"the trainer of {self.name} goes on", trainer.gate.open)

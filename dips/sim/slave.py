@@ -31,7 +31,7 @@ from dips.protocol.effects import (
 )
 from dips.protocol.events import OrderAnswered, PushRefused, PushStaged
 from dips.sim.disk import SimDisk
-from dips.sim.fiber import Fiber, Story, sleep
+from dips.sim.fiber import Fiber, Gate, Story, sleep
 from dips.sim.flow import SimFlow
 from dips.slave.shard import Shard
 
@@ -43,7 +43,7 @@ WORK_S: dict[type, float] = {
     Measure: 0.05,
     Fold: 0.05,
     Apply: 0.1,
-    Persist: 0.4,
+    Persist: 0.25,
     Commit: 0.02,
 }  # of an order, at most double
 LOAD_S = 0.5
@@ -56,25 +56,33 @@ class Machine:
     def __init__(self, world: World, name: str, layers: tuple[int, ...]) -> None:
         self.world, self.name, self.layers = world, name, layers
         self.rng = world.chance.of(f"slave/{name}")
-        self.disk = SimDisk({layer: world.genesis[layer] for layer in layers}, world.chance.of(f"disk/{name}"))
+        genesis = {layer: world.genesis[layer] for layer in layers}
+        self.disk = SimDisk(genesis, world.chance.of(f"disk/{name}"), lambda: world.watch.met("snapshot"))
         self.process: Process | None = None
         self.lives = 0
+        self.touched = True  # something of it may have changed since the invariants last looked
         world.network.attach(name, self)
+
+    def touch(self) -> None:
+        self.touched = True
 
     def start(self) -> None:
         if self.process is None:
+            self.touch()
             self.lives += 1
             self.process = Process(self, f"{self.name}-{self.lives}")
 
     def crash(self) -> None:
         """SIGKILL: memory is gone; what was being written may be torn, whole, or not begun."""
+        self.touch()
         process, self.process = self.process, None
         if process is not None:
             process.die()
 
     def receive(self, sender: str, message: Any, answer: Callable[[Any], None]) -> None:
         if self.process is not None and isinstance(message, Order):
-            self.process.ordered(message, answer)
+            process = self.process
+            process.gate.pass_on(lambda: process.ordered(message, answer))
 
 
 class Process:
@@ -83,7 +91,8 @@ class Process:
     def __init__(self, machine: Machine, nonce: str) -> None:
         self.machine, self.world, self.name, self.nonce = machine, machine.world, machine.name, nonce
         settings = self.world.settings
-        self.flow = SimFlow(self.world.heap)
+        self.gate = Gate()  # closed while it is stopped
+        self.flow = SimFlow(self.world.heap, machine.touch, self.gate)
         self.versions = Versions(Crew(twins), settings.slots, settings.pinned)
         self.shard = Shard(self.name, self.versions, machine.disk, self.flow)
         self.alive = True
@@ -92,9 +101,10 @@ class Process:
         self._busy = False
         self._registering: Fiber | None = None
         self._register()
-        self._beats = Fiber(self._beat())
+        self._beats = Fiber(self._beat(), self.gate)
 
     def die(self) -> None:
+        self.world.watch.slave_crashed(self)
         self.alive = self.flow.alive = False
         self._beats.kill()
         if self._registering is not None:
@@ -116,6 +126,8 @@ class Process:
 
     def ordered(self, order: Order, answer: Callable[[Any], None]) -> None:
         """Queue an order behind those that came before it."""
+        if not self.alive:
+            return
         self._queue.append((order, answer, self.world.heap.now + order.deadline_s))
         if not self._busy:
             self._next()
@@ -123,11 +135,15 @@ class Process:
     def _next(self) -> None:
         self._busy = bool(self._queue)
         if self._busy:
-            work_s = WORK_S.get(type(self._queue[0][0].body), 0.0)
+            body = self._queue[0][0].body
+            work_s = WORK_S.get(type(body), 0.0) * (self.machine.disk.slowness if isinstance(body, Persist) else 1.0)
             self._later(work_s * (1.0 + self.machine.rng.random()), f"{self.name} works", self._carry_out)
 
     def _carry_out(self) -> None:
         order, answer, deadline = self._queue[0]
+        self.machine.touch()
+        if order.number in self.shard._fences._answers:
+            self.world.watch.met("answer_lost")
         with self.world.watch.carrying_out(self, order):
             result = self._execute(order)
         if isinstance(result, Failed) and result.error == "Busy" and self.world.heap.now + BUSY_S < deadline:
@@ -172,7 +188,11 @@ class Process:
                 versions.used_bytes, versions.limit_bytes, 0, 0, 0.0, 0.0,
             )  # fmt: skip
             deadline_s = self.world.options.timing.beat_s
-            self.world.network.call(self.name, "master", beat, deadline_s, partial(self._heard, shard.sinc))
+            heard = partial(self._heard, shard.sinc)
+            self.world.network.call(self.name, "master", beat, deadline_s, partial(self._pass, heard))
+
+    def _pass(self, heard: Callable[[Any], None], answer: Any) -> None:
+        self.gate.pass_on(lambda: heard(answer))
 
     def _heard(self, sinc: int, answer: Any) -> None:
         if not self.alive or not isinstance(answer, SlaveBeatAnswer) or sinc != self.shard.sinc:
@@ -182,6 +202,7 @@ class Process:
         if answer.register or answer.term > self.shard.term:
             self._register()
         else:
+            self.machine.touch()
             self.shard.heal(answer)
             self.report()
 
@@ -190,7 +211,7 @@ class Process:
     def _register(self) -> None:
         if self._registering is None:
             self.holds = False
-            self._registering = Fiber(self._until_hold())
+            self._registering = Fiber(self._until_hold(), self.gate)
 
     def _until_hold(self) -> Story:
         """Register, do as told, register again, until Hold."""
@@ -205,17 +226,21 @@ class Process:
             if answer.term < self.shard.term:
                 continue
             self.world.watch.registered(self, answer)
+            self.machine.touch()
             self.shard.welcome(answer)
             if isinstance(answer.order, LoadVersion):
                 yield sleep(self.world.heap, LOAD_S, f"{self.name} loads {answer.order.version}")
+            self.machine.touch()
             if self.shard.follow(answer.order):
                 break
             if isinstance(answer.order, Wait):
                 yield sleep(self.world.heap, answer.order.retry_after_s, f"{self.name} waits to register")
             self.report()
         self.holds = True
+        self.machine.touch()
         self._registering = None
         self.report()
 
     def _later(self, delay_s: float, what: str, action: Callable[[], None]) -> None:
-        self.world.heap.after(delay_s, what, lambda: action() if self.alive else None)
+        due = partial(self.gate.pass_on, lambda: action() if self.alive else None)
+        self.world.heap.after(delay_s, what, due)

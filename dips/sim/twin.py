@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import sqrt
 
+import numpy as np
+
 from dips.ids import GENESIS, VersionId
 from dips.protocol.options import PenaltyOptions
 from dips.protocol.records import FoldRow, PenaltyRow, VersionCommitted
@@ -65,6 +67,10 @@ class LineageTwin:
             theta[layer], momentum[layer] = self._step(row, numbers, acc, old.momentum[layer])
         made = self.versions[row.version] = _content(theta, momentum)
         return made
+
+    def arrays(self, version: VersionId) -> dict[int, F32]:
+        """θ of a version, to be changed by whoever asked."""
+        return {layer: np.array(numbers, np.float32) for layer, numbers in self.versions[version].theta.items()}
 
     @staticmethod
     def _sum(layer: int, theta: Numbers, folds: tuple[FoldRow, ...], pushed: list[dict[int, Numbers]]) -> Numbers:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from dips.ids import VersionId
+from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Note, Order, Outcome, Registered
 from dips.protocol.events import Event
 from dips.protocol.records import LedgerState, Record
@@ -34,7 +34,10 @@ class Listener:
     """The hooks; a subclass overrides those that it needs, and only those are called."""
 
     def after_event(self) -> None:
-        """Anything may have changed."""
+        """The machines in `world.looked_at` may have changed."""
+
+    def time_passed(self) -> None:
+        """A few events later: what only time can break is looked at."""
 
     def recorded(self, record: Record) -> None:
         """A record is durable."""
@@ -54,8 +57,41 @@ class Listener:
     def installed(self, agent: Agent) -> None:
         """All ranks of a cluster copied what they pulled."""
 
+    def granted(self, agent: Agent, push: PushId) -> None:
+        """The ranks of a cluster begin to push."""
+
+    def push_moved(self, agent: Agent, push: PushId, moved: bool) -> None:
+        """They have ended; `moved` if every one of them heard DONE."""
+
+    def pulling(self, agent: Agent, pull: PullId) -> None:
+        """The ranks of a cluster begin to pull."""
+
     def pulled(self, agent: Agent, installed: bool, attempt: int) -> None:
         """A pull is over."""
+
+    def dropped(self, agent: Agent, push: PushId) -> None:
+        """A cluster heard that a push came to nothing."""
+
+    def agent_exits(self, agent: Agent, reason: str) -> None:
+        """An agent goes on its own account."""
+
+    def met(self, row: str) -> None:
+        """Something happened that is counted; see coverage.py."""
+
+    def trainer_died(self, agent: Agent, rank: bool) -> None:
+        """A trainer is dead; `rank`: one rank of it died first."""
+
+    def slave_crashed(self, process: Process) -> None:
+        """A slave's process is about to die."""
+
+    def master_died(self, process: MasterProcess, rows: bool, written: bool) -> None:
+        """A master's process died, perhaps over the row of a version."""
+
+    def cut_off(self, sender: str, receiver: str, both: bool) -> None:
+        """A message vanished on a parted link."""
+
+    def passes_again(self, sender: str, receiver: str) -> None:
+        """The first message passes a link that was parted."""
 
     def order_leaves(self, order: Order) -> None:
         """A master sends an order."""
@@ -101,7 +137,11 @@ class Invariant(Listener):
 
     def require(self, holds: bool, what: str) -> None:
         if not holds:
-            raise Violation(self, what)
+            self.fail(what)
+
+    def fail(self, what: str) -> None:
+        """Say it here where `what` is costly and asked after every event."""
+        raise Violation(self, what)
 
 
 class Watch:
@@ -120,6 +160,9 @@ class Watch:
     def after_event(self) -> None:
         for look in self._hooks["after_event"]:
             look()
+
+    def time_passed(self) -> None:
+        self._call("time_passed")
 
     def recorded(self, records: Sequence[Record]) -> None:
         for record in records:
@@ -144,8 +187,41 @@ class Watch:
     def installed(self, agent: Agent) -> None:
         self._call("installed", agent)
 
+    def granted(self, agent: Agent, push: PushId) -> None:
+        self._call("granted", agent, push)
+
+    def push_moved(self, agent: Agent, push: PushId, moved: bool) -> None:
+        self._call("push_moved", agent, push, moved)
+
+    def pulling(self, agent: Agent, pull: PullId) -> None:
+        self._call("pulling", agent, pull)
+
     def pulled(self, agent: Agent, installed: bool, attempt: int) -> None:
         self._call("pulled", agent, installed, attempt)
+
+    def dropped(self, agent: Agent, push: PushId) -> None:
+        self._call("dropped", agent, push)
+
+    def agent_exits(self, agent: Agent, reason: str) -> None:
+        self._call("agent_exits", agent, reason)
+
+    def met(self, row: str) -> None:
+        self._call("met", row)
+
+    def trainer_died(self, agent: Agent, rank: bool) -> None:
+        self._call("trainer_died", agent, rank)
+
+    def slave_crashed(self, process: Process) -> None:
+        self._call("slave_crashed", process)
+
+    def master_died(self, process: MasterProcess, rows: bool, written: bool) -> None:
+        self._call("master_died", process, rows, written)
+
+    def cut_off(self, sender: str, receiver: str, both: bool) -> None:
+        self._call("cut_off", sender, receiver, both)
+
+    def passes_again(self, sender: str, receiver: str) -> None:
+        self._call("passes_again", sender, receiver)
 
     def order_leaves(self, order: Order) -> None:
         self._call("order_leaves", order)

@@ -10,12 +10,20 @@ from dips.slave.ports import F32
 
 @dataclass(eq=False)
 class Work:
-    """One inner step. `lost` once the process that held its effect died or was told to start over."""
+    """One inner step. `lost` says why the process that held its effect holds it no more; empty while it does."""
 
     cluster: str
     data_range: int
     tokens: int
-    lost: bool = False
+    lost: str = ""
+
+
+@dataclass(eq=False)
+class Use:
+    """One data range that a trainer has used up; the same range may be leased and used again when it was undone."""
+
+    data_range: int
+    settled: bool = False
 
 
 @dataclass(frozen=True)
@@ -24,22 +32,29 @@ class Frozen:
 
     push: PushId
     base: VersionId
-    content: dict[int, F32]
+    content: dict[int, F32]  # what a slot holds when all of it has arrived
     work: tuple[Work, ...]
+    uses: tuple[Use, ...]
     diverged: bool = False  # its content is bad on purpose
-
-    @property
-    def tokens(self) -> int:
-        return sum(w.tokens for w in self.work)
+    codec: str = "fp32"
 
     @property
     def ranges(self) -> tuple[int, ...]:
-        return tuple(w.data_range for w in self.work)
+        """Used up by then, and not settled."""
+        return tuple(use.data_range for use in self.uses)
+
+    @property
+    def tokens(self) -> int:
+        """Consumed by it."""
+        return sum(w.tokens for w in self.work)
 
 
 @dataclass
 class Books:
-    """All that was ever done and frozen in one world."""
+    """All that was ever done and frozen in one world; what is settled, the invariants say that read the ledger."""
 
     work: list[Work] = field(default_factory=list)
     frozen: dict[PushId, Frozen] = field(default_factory=dict)  # the newest freeze under each name
+    settled: dict[int, str] = field(default_factory=dict)  # id of the work → where the ledger settled it
+    made: dict[PushId, VersionId] = field(default_factory=dict)  # the version that a push is in
+    ranges_settled: dict[int, PushId] = field(default_factory=dict)

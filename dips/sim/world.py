@@ -19,22 +19,29 @@ from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.options import Clip, DataOptions, Options, OuterOptions, PenaltyOptions, StopOptions, TimingOptions
 from dips.protocol.placement import place
 from dips.protocol.records import RunRow
+from dips.protocol.slaves import EXIT_OLD_LEDGER
+from dips.sim.coverage import Coverage
 from dips.sim.faults import Faults
 from dips.sim.fences import Fences, Liveness, Memory, Monotone, Patience, Patient
 from dips.sim.flow import SimFlow
 from dips.sim.heap import Chance, Heap, Timer, Trace
 from dips.sim.invariants import Authority, Commit, Data, Durable, Finite, Lineage, Once, Tokens, WholeInstalls
-from dips.sim.master import MasterMachine
+from dips.sim.master import MasterMachine, MasterProcess
 from dips.sim.network import Network
 from dips.sim.site import Site
 from dips.sim.slave import Machine
+from dips.sim.strikes import OPERATOR_S
 from dips.sim.transfer import DataNetwork
 from dips.sim.watch import Invariant, Listener, Violation, Watch
 from dips.sim.work import Books
 from dips.slave.ports import F32
 
-FAULTS_S = 55.0  # simulated seconds with faults
+FAULTS_S = 92.0  # simulated seconds with faults
 QUIET_S = 50.0  # and without
+NAMES = "abcdefghi"  # of clusters
+EVERYWHERE = 32  # events for each slave: so often all of them are looked at, touched or not
+LEAST_ROUNDS = 5
+EVERY = 16  # events: so often is looked at what only time can break
 NOISES = 32  # directions in which a trainer may go in one inner step
 
 
@@ -63,6 +70,8 @@ class Scenario:
     lasts_s: float
     patience: float = 1.0  # times the bounds of Liveness: a slow link is slow
     listeners: tuple[Listener, ...] = ()
+    faults: Callable[[World], None] | None = None  # plans what goes wrong
+    quiet_s: float | None = None  # at the end: so long nothing goes wrong; None: it never does
 
 
 @dataclass(frozen=True)
@@ -83,11 +92,17 @@ class Result:
     faults: int = 0
     failure: Failure | None = None
     kinds: dict[str, int] = field(default_factory=dict)  # notes of the Coordinators, counted
+    seen: tuple[str, ...] = ()  # rows of coverage.py
+
+    @property
+    def versions(self) -> int:
+        """Outer steps made, those that were undone too."""
+        return self.kinds.get("version_committed", 0)
 
     @property
     def rounds(self) -> int:
-        """Versions made."""
-        return self.kinds.get("version_committed", 0)
+        """Rounds that came to their end: applied or unchanged; skipped ones do not count."""
+        return self.versions + self.kinds.get("round_unchanged", 0)
 
 
 def settings_of(rng: Random) -> Settings:
@@ -96,18 +111,18 @@ def settings_of(rng: Random) -> Settings:
     return Settings(
         slaves=slaves,
         layers=rng.randint(slaves, 4),
-        ranks=tuple(rng.randint(1, 3) for _ in range(clusters)),
-        step_s=tuple(0.3 + 0.5 * rng.random() for _ in range(clusters)),
+        ranks=tuple(rng.choice((1, 1, 2, 2, 3)) for _ in range(clusters)),
+        step_s=tuple(0.12 + 0.3 * rng.random() for _ in range(clusters)),
         slots=rng.randint(1, 2),
         pinned=rng.randint(0, 1),
-        inner_steps=rng.randint(3, 5),
+        inner_steps=rng.randint(2, 3),
     )
 
 
 def options_of(rng: Random) -> Options:
-    """Short deadlines, so that a minute holds a dozen rounds."""
+    """Short deadlines, so that two minutes hold two dozen rounds; every option that changes what is safe is drawn."""
     timing = TimingOptions(
-        window_s=rng.choice((1.0, 2.0, None)),
+        window_s=rng.choice((0.4, 0.8, 1.6, None)),
         beat_s=1.5,
         lease_beats=5,
         hang_s=12.0,
@@ -118,8 +133,14 @@ def options_of(rng: Random) -> Options:
     )
     penalty = PenaltyOptions(warmup_rounds=2, history=4, gate_patience=3)
     outer = OuterOptions(clip=Clip(norm=rng.choice((0.05, 1.0))))
-    stop = StopOptions(versions=rng.randint(2, 9) if rng.random() < 0.1 else 0)
-    return Options(outer=outer, penalty=penalty, stop=stop, data=DataOptions(ranges=5000), timing=timing)
+    stop = StopOptions(versions=rng.randint(8, 14) if rng.random() < 0.1 else 0)
+    codec = rng.choices(("fp32", "bf16", "int8"), (6, 2, 2))[0]
+    durability = rng.choices(("commit", "async"), (3, 1))[0]
+    failing, requeue = rng.choices(("degrade", "stop"), (3, 1))[0], rng.choice(("none", "undone"))
+    return Options(
+        outer, penalty, stop, DataOptions(ranges=5000), timing, codec=codec,
+        durability=durability, on_persist_failure=failing, requeue=requeue,
+    )  # fmt: skip
 
 
 class Counter(Listener):
@@ -150,24 +171,31 @@ class World:
         rng = np.random.default_rng(seed)
         self.genesis: dict[int, F32] = {i: rng.standard_normal(n, dtype=np.float32) for i, n in self.sizes.items()}
         self._noise = rng.standard_normal((NOISES, max(self.sizes.values())), dtype=np.float32) * np.float32(0.02)
-        self.quiet_at, self.ends_at = (0.0, scenario.lasts_s) if scenario else (FAULTS_S, FAULTS_S + QUIET_S)
+        self.quiet_at, self.ends_at = FAULTS_S, FAULTS_S + QUIET_S
+        if scenario:
+            self.ends_at = scenario.lasts_s
+            self.quiet_at = 0.0 if scenario.quiet_s is None else scenario.lasts_s - scenario.quiet_s
         self.patience = scenario.patience if scenario else 1.0
-        self.network = Network(self.heap, self.chance)
-        slowness = dict(zip("abc", self.settings.slowness, strict=False))
+        slowness = dict(zip(NAMES, self.settings.slowness, strict=False))
         self.data = DataNetwork(self.heap, self.chance.of("data"), self, self.sizes, slowness)
         self.result = Result(seed)
         self.lineage = Lineage(self)
         self.faults = Faults(self)
         listeners = scenario.listeners if scenario else ()
-        self.watch = Watch([*self._invariants(), self.faults, Counter(self.result), *listeners])
+        self.coverage, counter = Coverage(self), Counter(self.result)
+        self.watch = Watch([*self._invariants(), self.faults, self.coverage, counter, *listeners])
+        self.network = Network(self.heap, self.chance, self.watch)
+        self.looked_at: list[Machine] = []
+        self.look_everywhere = False
         self._asleep_s = 0.0
         self._asleep_since: float | None = None
         self._populate()
 
     def _invariants(self) -> list[Invariant]:
-        others = (Commit, Durable, Once, Fences, WholeInstalls, Authority, Finite, Tokens, Data)
+        self.authority = Authority(self)
+        others = (Commit, Durable, Once, Fences, WholeInstalls, Finite, Tokens, Data)
         names = (Monotone, Memory, Liveness, Patience, Patient)
-        return [self.lineage, *(make(self) for make in (*others, *names))]
+        return [self.lineage, self.authority, *(make(self) for make in (*others, *names))]
 
     def _populate(self) -> None:
         names = [f"slave-{i}" for i in range(self.settings.slaves)]
@@ -183,7 +211,7 @@ class World:
         self.machines = {name: Machine(self, name, layers) for name, layers in placement}
         self.sites = {
             name: Site(self, name, ranks, step_s)
-            for name, ranks, step_s in zip("abc", self.settings.ranks, self.settings.step_s, strict=False)
+            for name, ranks, step_s in zip(NAMES, self.settings.ranks, self.settings.step_s, strict=False)
         }
         self.master = MasterMachine(self, row)
         self.master.start()
@@ -196,6 +224,8 @@ class World:
         else:
             self.network.mend()
             self.data.mend()
+            if self.scenario.faults:
+                self.scenario.faults(self)
 
     # ---- running ---------------------------------------------------------------------------------------------------
 
@@ -203,10 +233,10 @@ class World:
         """Play the seed to its end, or to the first thing that is not as it must be."""
         result = self.result
         try:
-            while (timer := self.heap.next()) is not None and timer.at < self.ends_at:
+            while (timer := self.heap.next()) is not None and (timer.at < self.ends_at or self._goes_on(timer.at)):
                 self.trace.add(timer.at, timer.what)
                 timer.action()
-                self.watch.after_event()
+                self._look()
             self.watch.at_rest()
         except Violation as violation:
             result.failure = Failure(violation.number, str(violation), tuple(self.trace.lines()))
@@ -214,8 +244,28 @@ class World:
             result.failure = Failure(None, f"{type(error).__name__}: {error}", tuple(self.trace.lines()))
         finally:
             self.master.disk.close()
-        result.events, result.faults = self.heap.events, self.faults.count
+        result.events, result.faults, result.seen = self.heap.events, self.faults.count, tuple(self.coverage.seen)
         return result
+
+    def _goes_on(self, at: float) -> bool:
+        """A seed whose faults left no time for rounds is played a little longer."""
+        return self.scenario is None and self.result.rounds < LEAST_ROUNDS and at < self.ends_at + QUIET_S
+
+    def _look(self) -> None:
+        """Let the invariants look at the machines that the event touched; now and then at all of them.
+
+        What a machine holds is reached through its process and its disk only, and both say `touch`.
+        """
+        events = self.heap.events
+        everywhere = self.look_everywhere or events % (EVERYWHERE * self.settings.slaves) == 0
+        self.looked_at = [m for m in self.machines.values() if m.touched or everywhere]
+        self.look_everywhere = False
+        if self.looked_at:
+            for machine in self.looked_at:
+                machine.touched = False
+            self.watch.after_event()
+        if events % EVERY == 0:
+            self.watch.time_passed()
 
     def later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer:
         return self.heap.after(delay_s, what, action)
@@ -232,24 +282,58 @@ class World:
         self._sleeps()
 
     def start_master(self) -> None:
-        self._woke()
-        self.master.start()
+        if self.master.process is None:
+            self._woke()
+            self.master.start()
 
     def pause_master(self) -> None:
-        if self.master.process is not None:
+        if self.master.process is not None and self.master.process.inbox is None:
             self.master.process.pause()
             self._sleeps()
 
     def wake_master(self) -> None:
-        if self.master.process is not None:
+        if self.master.process is not None and self.master.process.inbox is not None:
             self._woke()
             self.master.process.wake()
 
-    def master_exits(self, effect: Exit) -> None:
-        """It leaves on its own account; something starts it again."""
+    def abandon_master(self) -> MasterProcess | None:
+        """It is stopped, and taken for dead."""
+        zombie = self.master.abandon()
+        self._sleeps()
+        return zombie
+
+    def master_exits(self, process: MasterProcess, effect: Exit) -> None:
+        """It leaves on its own account; something starts it again, if it is not the old one of two."""
         self.trace.add(self.heap.now, f"the master exits with {effect.code}", effect.reason)
+        if process is not self.master.process:
+            process.die()
+            if process in self.master.zombies:
+                self.master.zombies.remove(process)
+                self.watch.met("zombie_master")
+            return
         self.crash_master()
-        self.later(1.0, "the master starts again", self.start_master)
+        if effect.code != EXIT_OLD_LEDGER:
+            self.later(1.0, "the master starts again", self.start_master)
+            return
+        assert self.master.disk.old, effect.reason
+        self.watch.met("old_ledger")
+        self.later(OPERATOR_S, "the operator puts the newest ledger back", self.put_newest_ledger_back)
+
+    def put_newest_ledger_back(self) -> None:
+        self.crash_master()
+        self.master.disk.put_newest_back()
+        for site in self.sites:
+            self.network.cut(site, "master", self.heap.now)
+        self.start_master()
+
+    def restore_if_all_is_lost(self) -> None:
+        """When disks rotted or were put back, and no version of the lineage is whole on all of them any more."""
+        disks = [machine.disk for machine in self.machines.values()]
+        common = [v for v in self.authority.lineage[1:] if all(v in disk.good for disk in disks)]
+        if not common and any(disk.harmed for disk in disks):
+            self.look_everywhere = True
+            for disk in disks:
+                disk.restore()
 
     def _sleeps(self) -> None:
         if self._asleep_since is None:
@@ -263,7 +347,11 @@ class World:
 
     def flow(self, slave: str) -> SimFlow | None:
         process = self.machines[slave].process
-        return process.flow if process is not None else None
+        return process.flow if process is not None and not process.gate.closed else None
+
+    def frame_refused(self, why: str) -> None:
+        """A slave or a rank would not take a frame."""
+        self.watch.met("frame")
 
     def descend(self, theta: dict[int, F32], rng: Random) -> None:
         """One inner step: the whole model moves a little."""

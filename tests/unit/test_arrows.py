@@ -36,7 +36,8 @@ MAY: dict[str, set[str]] = {
     # The real deciding, computing and holding parts, and nothing that has a socket or a thread.
     "dips.sim": LOW
     | {"dips.protocol", "dips.outer", "dips.master.ledger"}
-    | {f"dips.slave.{pure}" for pure in ("shard", "ports", "fences", "moving")},
+    | {f"dips.slave.{pure}" for pure in ("shard", "ports", "fences", "moving")}
+    | {f"dips.client.{pure}" for pure in ("account", "deeds", "feedback", "local", "pace", "session")},
     "dips.demo": {"dips"},
 }
 

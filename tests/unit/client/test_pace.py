@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from dips.client.pace import LOOK_S, MOST_TIMES, Pace
-from dips.config import PaceSection
 from dips.protocol.beats import NO_MEETING
 
 
@@ -25,7 +24,7 @@ def train(pace: Pace, now: float, step_s: float, most: int = 10_000) -> tuple[fl
 
 def test_steps_count_and_are_looked_at_once() -> None:
     """Every H inner steps, and the ranks do not talk in between."""
-    pace = Pace(PaceSection(steps=64))
+    pace = Pace(steps=64)
     pace.cut(0.0)
     assert pace.look_in(0.0) == 64
     train(pace, 0.0, 0.1)
@@ -37,7 +36,7 @@ def test_steps_count_and_are_looked_at_once() -> None:
 @pytest.mark.parametrize("step_s", [0.05, 0.7, 3.0])
 def test_seconds_end_at_the_nearest_boundary(step_s: float) -> None:
     """A push is due at the boundary nearest to the moment, and a look every few seconds finds it."""
-    pace = Pace(PaceSection(seconds=60.0))
+    pace = Pace(seconds=60.0)
     pace.cut(100.0)
     due, looks = train(pace, 100.0, step_s)
     assert abs(due - 160.0) <= step_s * 0.51 + 1e-6
@@ -46,7 +45,7 @@ def test_seconds_end_at_the_nearest_boundary(step_s: float) -> None:
 
 def test_seconds_survive_a_change_of_speed() -> None:
     """Steps that become slower half-way cost looks, not a late push."""
-    pace = Pace(PaceSection(seconds=60.0))
+    pace = Pace(seconds=60.0)
     pace.cut(0.0)
     now, look_in = 0.0, 1
     while True:
@@ -60,7 +59,7 @@ def test_seconds_survive_a_change_of_speed() -> None:
 
 def test_one_step_longer_than_the_period_still_counts() -> None:
     """No push without an inner step."""
-    pace = Pace(PaceSection(seconds=1.0))
+    pace = Pace(seconds=1.0)
     pace.cut(0.0)
     assert pace.look_in(5.0) == 1
     pace.stepped(6.0)
@@ -69,7 +68,7 @@ def test_one_step_longer_than_the_period_still_counts() -> None:
 
 def test_aligned_follows_the_meeting() -> None:
     """H follows from what the master says, and a meeting that moves is followed within a look."""
-    pace = Pace(PaceSection(aligned=64))
+    pace = Pace(aligned=64)
     pace.cut(0.0)
     for i in range(8):
         pace.stepped(0.1 * (i + 1))
@@ -81,7 +80,7 @@ def test_aligned_follows_the_meeting() -> None:
 
 def test_aligned_without_a_master_keeps_its_own_h() -> None:
     """A master that says nothing, or is gone for long, costs the alignment and no push."""
-    pace = Pace(PaceSection(aligned=20))
+    pace = Pace(aligned=20)
     pace.cut(0.0)
     pace.told(NO_MEETING, 0.0)
     train(pace, 0.0, 0.1)
@@ -94,7 +93,7 @@ def test_aligned_without_a_master_keeps_its_own_h() -> None:
 
 def test_aligned_is_bounded() -> None:
     """A meeting that never comes nearer does not keep a cluster from pushing."""
-    pace = Pace(PaceSection(aligned=4))
+    pace = Pace(aligned=4)
     pace.cut(0.0)
     now = 0.0
     for _ in range(4 * MOST_TIMES):
@@ -106,7 +105,7 @@ def test_aligned_is_bounded() -> None:
 
 def test_standing_still_is_not_speed() -> None:
     """The time of a transfer does not count as an inner step's."""
-    pace = Pace(PaceSection(seconds=10.0))
+    pace = Pace(seconds=10.0)
     pace.stepped(1.0)
     pace.stepped(1.5)
     pace.stood_still()

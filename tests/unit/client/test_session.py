@@ -35,7 +35,6 @@ from dips.client.local import (
 )
 from dips.client.pace import Pace
 from dips.client.session import Session
-from dips.config import PaceSection
 from dips.errors import CorruptManifest, StaleIncarnation, StalePush
 from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol.beats import ClusterBeatAnswer
@@ -84,7 +83,7 @@ class Play:
             Identity("run", "west", "digest"),
             lambda: f"nonce{next(nonces)}",
             patience_s=10.0,
-            pace=Pace(PaceSection(steps=H)),
+            pace=Pace(steps=H),
             overlap=overlap,
         )
         self.now = 0.0

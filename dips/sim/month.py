@@ -1,0 +1,260 @@
+"""33 simulated days at the failure rates of the paper's Table 1: `python -m dips.sim --days 33`.
+
+Nine clusters with 10,112 devices and 16 slaves, as in §5.1 and §5.4; the real Coordinator, ledger, shards and client
+minds, and all invariants on. One second of the simulated world stands for SCALE seconds of the run, and one inner step
+for STEPS of the paper's: H = 64 of 112 s each are a push every two hours, as Figure 16 shows it; push, pull and update
+take a few percent of it. The window is the default: 5 % of the time between a cluster's pushes.
+
+Failures come as often as Table 1 counted them, at times drawn uniformly from a cluster's active days: a Poisson process
+of the table's rate, given its count. The parameter server fails four times (§5.4).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+
+from dips.protocol.effects import Note, Outcome
+from dips.protocol.options import DataOptions, Options, PenaltyOptions, TimingOptions
+from dips.sim.cluster import Agent
+from dips.sim.strikes import crash_master, crash_slave
+from dips.sim.watch import Listener
+from dips.sim.work import Frozen
+from dips.sim.world import Failure, Scenario, Settings, World
+
+SCALE = 40.0  # seconds of the run in a second of the simulated world
+DAY_S = 86_400.0 / SCALE
+MONTH_DAYS = 33.0
+STEPS = 16  # of the paper's inner steps in one of ours
+INNER_STEPS = 4  # H = 64 of the paper's
+STEP_S = 45.0  # 16 steps of 112 s, on a cluster of kind A
+SLAVES = 16
+SERVER_FAILURES = 4  # §5.4
+QUIET_S = 0.25 * DAY_S  # at the end: everything heals
+TRAINER_SHARE = 0.4  # of a cluster's failures that its agent survives
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A row of Table 1; `active` is #Failures times MTBF over the month: the share in which its clusters took part."""
+
+    name: str
+    clusters: int
+    devices: int  # of each
+    pflops: float
+    failures: int  # of all of them
+    mtbf_days: float
+    repair_h: float  # mean; our guess: Figure 17 has no numbers, and tells that A and B were back soon
+
+    @property
+    def active(self) -> float:
+        return min(1.0, self.failures * self.mtbf_days / (self.clusters * MONTH_DAYS))
+
+
+TABLE_1 = (
+    Kind("A", 5, 1024, 378.9, 3, 55.0, 0.5),
+    Kind("B", 1, 896, 331.5, 1, 33.0, 0.5),
+    Kind("C", 1, 1472, 329.5, 4, 7.3, 3.0),
+    Kind("D", 1, 448, 229.4, 2, 3.0, 3.0),
+    Kind("E", 1, 2176, 479.2, 31, 0.9, 3.0),
+)
+
+
+@dataclass
+class Member:
+    """One cluster of the month: when it takes part, and what happens to it."""
+
+    name: str
+    kind: Kind
+    begins: float
+    ends: float
+    failures: int = 0
+
+    @property
+    def active_s(self) -> float:
+        return self.ends - self.begins
+
+
+class Month(Listener):
+    """Plans the failures, keeps the diary, and says at the end what it was like."""
+
+    def __init__(self, days: float, seed: int) -> None:
+        self.days, self.seed, self.rng = days, seed, Random(f"month/{seed}")
+        self.lasts_s = days * DAY_S
+        names = iter("abcdefghi")
+        self.members = [self._member(next(names), kind) for kind in TABLE_1 for _ in range(kind.clusters)]
+        self.kinds: Counter[str] = Counter()  # of failures
+        self.notes: Counter[str] = Counter()
+        self.outcomes: Counter[tuple[str, str]] = Counter()
+        self.down_s: Counter[str] = Counter()
+        self._down_since: dict[str, float] = {}
+        self.serving_since: float | None = None
+        self.served_s = 0.0
+        self.world = World(seed, self._scenario())
+
+    def _member(self, name: str, kind: Kind) -> Member:
+        """A cluster that was not active all the time takes part in one stretch, at a time of its own."""
+        active_s = kind.active * self.lasts_s
+        begins = (self.lasts_s - active_s) * self.rng.random()
+        return Member(name, kind, begins, begins + active_s)
+
+    def _scenario(self) -> Scenario:
+        fastest = TABLE_1[0].pflops
+        settings = Settings(
+            slaves=SLAVES, layers=SLAVES, ranks=(1,) * len(self.members),
+            step_s=tuple(STEP_S * fastest / m.kind.pflops for m in self.members),
+            slots=4, pinned=1, inner_steps=INNER_STEPS, run="month",
+        )  # fmt: skip
+        timing = TimingOptions(
+            window_s=None, beat_s=12.0, lease_beats=3, hang_s=180.0, order_s=8.0, compute_s=20.0, transfer_s=60.0,
+            least_transfer_s=30.0, busy_retry_s=1.0,
+        )  # fmt: skip
+        ranges = DataOptions(ranges=int(1_000 + 2.0 * self.lasts_s / STEP_S * len(self.members)))
+        options = Options(penalty=PenaltyOptions(), data=ranges, timing=timing)
+        return Scenario(settings, options, self.lasts_s, 30.0, (self,), self._plan, QUIET_S)
+
+    # ---- failures --------------------------------------------------------------------------------------------------
+
+    def _plan(self, world: World) -> None:
+        last = self.lasts_s - 2 * QUIET_S
+        for kind in TABLE_1:
+            members = [m for m in self.members if m.kind is kind]
+            for _ in range(max(1, round(kind.failures * self.days / MONTH_DAYS))):
+                member = self.rng.choice(members)
+                at = member.begins + member.active_s * self.rng.random()
+                member.failures += 1
+                world.later(min(at, last), f"{member.name} fails", partial(self._cluster_fails, world, member))
+        for member in self.members:
+            site = world.sites[member.name]
+            if member.begins > 0:
+                site.crash()  # before its first word: it is not there yet
+                world.later(member.begins, f"{member.name} joins the run", site.start)
+            if member.ends < last:
+                world.later(member.ends, f"{member.name} leaves the run", site.leave)
+        for number in range(max(2, round(SERVER_FAILURES * self.days / MONTH_DAYS))):
+            at = last * self.rng.random()
+            what = partial(self._master_fails, world) if number == 1 else partial(self._slave_fails, world)
+            world.later(at, "the parameter server fails", what)
+
+    def _cluster_fails(self, world: World, member: Member) -> None:
+        site = world.sites[member.name]
+        if site.agent is None:
+            member.failures -= 1  # it is down, and cannot fail
+            return
+        self._down(member.name)
+        if self.rng.random() < TRAINER_SHARE:
+            self.kinds["a rank or trainer of a cluster"] += 1
+            site.crash_rank(0, 0.5)
+            return
+        self.kinds["a whole cluster"] += 1
+        site.crash()
+        repair_s = 3600.0 / SCALE * member.kind.repair_h * (0.3 + self.rng.expovariate(1.0))
+        last = self.lasts_s - QUIET_S
+        if world.heap.now + repair_s < member.ends:
+            world.later(min(repair_s, last - world.heap.now), f"{member.name} is repaired", site.start)
+
+    def _slave_fails(self, world: World) -> None:
+        self.kinds["a slave"] += 1
+        crash_slave(world, self.rng)
+
+    def _master_fails(self, world: World) -> None:
+        self.kinds["the master"] += 1
+        crash_master(world, self.rng)
+
+    # ---- the diary -------------------------------------------------------------------------------------------------
+
+    def noted(self, note: Note) -> None:
+        self.notes[note.kind] += 1
+
+    def outcome(self, agent: Agent, frozen: Frozen, outcome: Outcome) -> None:
+        self.outcomes[agent.name, outcome.kind] += 1
+
+    def stepped(self, agent: Agent) -> None:
+        since = self._down_since.pop(agent.name, None)
+        if since is not None:  # its first inner step after a failure
+            self.down_s[agent.name] += agent.world.heap.now - agent.site.step_s - since
+
+    def after_event(self) -> None:
+        serving = all(m.process is not None and m.process.holds for m in self.world.looked_at)
+        if not serving and self.serving_since is not None:
+            self.served_s += self.world.heap.now - self.serving_since
+            self.serving_since = None
+        elif self.serving_since is None and serving and self._all_serve():
+            self.serving_since = self.world.heap.now
+
+    def _all_serve(self) -> bool:
+        machines = self.world.machines.values()
+        return self.world.master.process is not None and all(m.process and m.process.holds for m in machines)
+
+    def master_died(self, process: object, rows: bool, written: bool) -> None:
+        if self.serving_since is not None:
+            self.served_s += self.world.heap.now - self.serving_since
+            self.serving_since = None
+
+    def _down(self, cluster: str) -> None:
+        self._down_since.setdefault(cluster, self.world.heap.now)
+
+    # ---- what it was like ------------------------------------------------------------------------------------------
+
+    def run(self) -> Failure | None:
+        """Play the month; None if every invariant held and no cluster lost more than its own failures took."""
+        failure = self.world.run().failure
+        if self.serving_since is not None:
+            self.served_s += self.world.heap.now - self.serving_since
+        for name, since in self._down_since.items():
+            member = next(m for m in self.members if m.name == name)
+            self.down_s[name] += max(0.0, min(self.world.heap.now, member.ends) - since)
+        return failure or self._too_much_lost()
+
+    def _too_much_lost(self) -> Failure | None:
+        """A failure costs what its cluster had not pushed yet: at most two pushes' work, and one for each skipped round."""
+        for member in self.members:
+            steps = sum(n for (_, n) in self.lost(member.name).values())
+            lives = member.failures + (1 if member.ends < self.lasts_s else 0)
+            most = INNER_STEPS * (2 * lives + self.notes["round_skipped"])
+            if steps > most:
+                what = f"{member.name} lost {steps} inner steps by {lives} failures, {most} at most were expected"
+                return Failure(None, what, tuple(self.world.trace.lines()))
+        return None
+
+    def lost(self, cluster: str) -> dict[str, tuple[int, int]]:
+        """By cause: tokens and inner steps that will never be in a version."""
+        found: dict[str, tuple[int, int]] = {}
+        for work in self.world.books.work:
+            if work.cluster == cluster and work.lost and id(work) not in self.world.books.settled:
+                tokens, steps = found.get(work.lost, (0, 0))
+                found[work.lost] = (tokens + work.tokens, steps + 1)
+        return found
+
+    def figures(self) -> str:
+        """The table."""
+        notes, books = self.notes, self.world.books
+        rounds = notes["version_committed"] + notes["round_unchanged"] + notes["round_skipped"]
+        devices = sum(m.kind.devices for m in self.members)
+        active = sum(m.active_s * m.kind.devices for m in self.members)
+        down = sum(self.down_s[m.name] * m.kind.devices for m in self.members)
+        lines = [
+            f"{self.days:g} days, {len(self.members)} clusters, {devices} devices, {SLAVES} slaves, seed {self.seed}; "
+            f"{self.world.heap.events} events",
+            "failures: " + ", ".join(f"{n} of {what}" for what, n in sorted(self.kinds.items())),
+            f"rounds: {rounds}: {notes['version_committed']} versions, {notes['round_unchanged']} unchanged, "
+            f"{notes['round_skipped']} skipped; {notes['push_committed']} pushes committed, {notes['rolled_back']} rollbacks",
+            f"availability: parameter server {100 * self.served_s / self.world.heap.now:.3f} % of the time, "
+            f"devices {100 * (1 - down / active):.2f} % of their active time",
+            "",
+            f"{'cluster':<8} {'kind':<4} {'active d':>8} {'failures':>8} {'accepted':>8} {'gated':>5} {'skipped':>7} "
+            f"{'tokens':>8} {'lost %':>7}  lost by (inner steps of {STEPS})",
+        ]
+        for m in self.members:
+            tokens = sum(w.tokens for w in books.work if w.cluster == m.name)
+            lost = self.lost(m.name)
+            gone = sum(t for t, _ in lost.values())
+            why = ", ".join(f"{cause}: {n}" for cause, (_, n) in sorted(lost.items())) or "nothing"
+            kinds = [self.outcomes[m.name, kind] for kind in ("accepted", "gated", "skipped")]
+            lines.append(
+                f"{m.name:<8} {m.kind.name:<4} {m.active_s / DAY_S:>8.1f} {m.failures:>8} {kinds[0]:>8} {kinds[1]:>5} "
+                f"{kinds[2]:>7} {tokens:>8} {100 * gone / max(1, tokens):>7.3f}  {why}"
+            )
+        return "\n".join(lines)
