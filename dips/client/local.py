@@ -78,6 +78,7 @@ class PullMoved:
     installed: bool
     reason: str
     nbytes: int
+    torn: bool = False  # some layers are installed and others are not: the model is good for nothing but another pull
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,15 @@ allocated once and holds either what was frozen or what was pulled; nobody write
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from dips.client import transfer
 from dips.client.feedback import Feedback
-from dips.client.parallel import HostMemory
+from dips.client.parallel import HostMemory, StreamedMemory
 from dips.client.transfer import Base, Piece, Stats
 from dips.client.voice import Voice
 from dips.errors import DipsError, Unavailable
@@ -33,6 +35,7 @@ class Moved:
     ok: bool
     reason: str  # as this rank saw it
     nbytes: int  # over all ranks
+    torn: bool = False  # a pull that failed after its first layer was installed
 
 
 class Mover:
@@ -58,37 +61,68 @@ class Mover:
         if grant.codec != "fp32" and (feedback is None or not feedback.holds(grant.base)):
             return Moved(False, f"{grant.codec} was granted for differences to {grant.base}, not held here", 0)
         self._memory.gather()
-        move: Callable[..., Stats] = transfer.push
+        move: Callable[..., Stats] = partial(transfer.push, encode=self._memory.encode)
         if feedback is not None:
             feedback.freeze(base.seq, grant.codec)
             move = partial(transfer.push, encode=feedback.encode)
-        return self._together("push", move, grant, base, share)
+        moved = self._together("push", move, self._memory.pieces, grant, base, share)
+        if isinstance(self._memory, StreamedMemory):
+            self._memory.release()
+        return moved
 
     def pull(self, grant: Grant, base: Base, share: Share, accepted: int = 0) -> Moved:
-        """Bring this rank's pieces of the version into host memory, and no further. `accepted` as for push."""
+        """Bring this rank's pieces of the version into host memory, and no further. `accepted` as for push.
+
+        With a memory of one layer the version is installed when this returns, or the model may be torn.
+        """
+        if isinstance(self._memory, StreamedMemory):
+            return self._stream(self._memory, grant, base, share)
         if self._feedback is not None:
             self._feedback.hear(base.inc, accepted)
-        return self._together("pull", transfer.pull, grant, base, share)
+        return self._together("pull", transfer.pull, self._memory.pieces, grant, base, share)
 
     def install(self, version: VersionId) -> None:
         """Copy what was pulled on all ranks into the model's own memory; moments of optimizers stay as they are.
 
         Collective: what is replicated came once per cluster, and is handed on here.
         """
+        if isinstance(self._memory, StreamedMemory):
+            return  # layer by layer, while it was pulled
         if self._feedback is not None:
             self._feedback.installed(version)
         self._memory.spread()
         self._memory.install()
 
+    def _stream(self, memory: StreamedMemory, grant: Grant, base: Base, share: Share) -> Moved:
+        """Pull and install one layer after the other, each on all ranks or on none."""
+        total, before, epoch = self._bytes["pull", "fp32"], 0, [1]
+        ends_at = time.monotonic() + grant.deadline_s
+
+        def move(*words: Any, **options: Any) -> Stats:
+            stats = transfer.pull(*words, first_epoch=epoch[0], **options)
+            epoch[0] = stats.last_epoch + 1
+            return stats
+
+        for layer in memory.layers:
+            rest = replace(grant, deadline_s=max(0.0, ends_at - time.monotonic()))
+            pieces, done = memory.pieces_of(layer), partial(_further, share, before, total)
+            moved = self._together("pull", move, pieces, rest, base, done)
+            if not moved.ok:
+                return replace(moved, nbytes=total, torn=layer > 0)
+            memory.install_layer(layer)
+            before += 4 * memory.numel(layer)
+        return Moved(True, "", total)
+
     def _together(
         self,
         kind: str,
         move: Callable[..., Stats],
+        pieces: Sequence[Piece],
         grant: Grant,
         base: Base,
         share: Share,
     ) -> Moved:
-        total, pieces = self._bytes[kind, grant.codec], self._memory.pieces
+        total = self._bytes[kind, grant.codec]
         own = max(1, sum(codecs.named(grant.codec).range(*p.range).nbytes for p in pieces))
         seen = [0]
 
@@ -158,6 +192,11 @@ class _Job:
             work(self._cancel)
         except BaseException as error:  # noqa: BLE001 (raised by cancel(), in the rank's own thread)
             self.error = error
+
+
+def _further(share: Share, before: int, total: int, moved: int, of: int) -> str:
+    """Share how far a pull is that moves layer by layer; `of` counts the present layer only."""
+    return share(min(total, before + moved), total)
 
 
 def _travels(codec: str, pieces: Sequence[Piece]) -> int:
