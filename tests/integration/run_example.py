@@ -1,8 +1,9 @@
 """Run one of configs/examples as it stands, and write down what this rank ended with.
 
-    run_example.py OUT EXAMPLE [WORDS…]       writes OUT.RANK as JSON: losses, and a digest of each full parameter
+    run_example.py OUT CLUSTERS EXAMPLE [WORDS…]    writes OUT.RANK as JSON: losses, and a digest of each full parameter
 
-Megatron's example wants CUDA; with `--shim` before the example's words it gets the CPU instead.
+Nobody trains before all clusters have joined: how fast a machine starts torchrun is not what is tested. Megatron's
+example gets the CPU where it asks for CUDA.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ import torch
 import torch.distributed as dist
 from layouts import full
 from torch import nn
+
+from dips.client import OuterLoop
 
 EXAMPLES = Path(__file__).parents[2] / "configs" / "examples"
 
@@ -40,8 +44,22 @@ def theta(model: nn.Module) -> dict[str, str]:
     return {name: digest(p) for name, p in model.named_parameters()}
 
 
-def main(out: Path, example: str, words: list[str]) -> None:
+def meet(out: Path, clusters: int) -> None:
+    """Make every OuterLoop wait, once it has joined, until all clusters have."""
+    join = OuterLoop.__init__
+
+    def joined(self: OuterLoop, *words: Any, **options: Any) -> None:
+        join(self, *words, **options)
+        out.with_name(f"{out.name}.joined").touch()
+        while len(list(out.parent.glob("*.joined"))) < clusters:
+            time.sleep(0.05)
+
+    OuterLoop.__init__ = joined  # type: ignore[method-assign]
+
+
+def main(out: Path, clusters: int, example: str, words: list[str]) -> None:
     torch.set_num_threads(1)
+    meet(out, clusters)
     if example == "hf_trainer":
         trainer = load(example).main(words)
         losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
@@ -61,4 +79,4 @@ def main(out: Path, example: str, words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])

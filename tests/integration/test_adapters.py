@@ -90,18 +90,18 @@ def test_the_manifest_is_of_the_model_not_of_its_layout(four: list[dict[str, Any
 @pytest.mark.timeout(240)
 def test_three_clusters_with_three_layouts_train_one_model(tmp_path: Path) -> None:
     """1 rank plain, 2 ranks FSDP2, 4 ranks TP2 × FSDP2: after the last round all seven hold θ; the loss has fallen."""
-    script, rounds = str(HERE / "run_example.py"), 6
+    script, rounds = str(HERE / "run_example.py"), 5
     example = load("fsdp2", EXAMPLES)
     torch.manual_seed(1)
     tensors = {name: p.detach().numpy() for name, p in example.build().named_parameters()}
     shared = {"stop": {"versions": rounds}, "outer": {"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}}}
     layouts = {"plain": 1, "fsdp": 2, "tp_fsdp": 4}
-    with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 1.0}) as run:
+    with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 5.0}) as run:
         run.start_master()
         run.start_slaves()
         clusters = []
         for seed, (layout, ranks) in enumerate(layouts.items()):
-            words = [script, str(tmp_path / f"{layout}.out"), "fsdp2", "--layout", layout, "--seed", str(seed)]
+            words = [script, str(tmp_path / f"{layout}.out"), "3", "fsdp2", "--layout", layout, "--seed", str(seed)]
             start = [sys.executable] if ranks == 1 else [*harness.TORCHRUN, str(ranks)]
             install = "streaming" if layout == "tp_fsdp" else "whole"
             name = layout.replace("_", "-")
@@ -172,11 +172,22 @@ def test_two_megatron_clusters_with_two_layouts_train_one_model(tmp_path: Path) 
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "start.npz"), str(HERE), str(EXAMPLES)], check=True)
     shared = {"stop": {"versions": 6}, "outer": {"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}}}
     script = str(HERE / "run_example.py")
-    with harness.Run(tmp_path, dict(np.load(tmp_path / "start.npz")), shared=shared, timing={"window_s": 1.0}) as run:
+    with harness.Run(tmp_path, dict(np.load(tmp_path / "start.npz")), shared=shared, timing={"window_s": 5.0}) as run:
         run.start_master()
         run.start_slaves()
-        one = [*harness.TORCHRUN, "1", script, str(tmp_path / "one.out"), "megatron_gpt"]
-        four = [*harness.TORCHRUN, "4", script, str(tmp_path / "four.out"), "megatron_gpt", "--tp", "2", "--pp", "2"]
+        one = [*harness.TORCHRUN, "1", script, str(tmp_path / "one.out"), "2", "megatron_gpt"]
+        four = [
+            *harness.TORCHRUN,
+            "4",
+            script,
+            str(tmp_path / "four.out"),
+            "2",
+            "megatron_gpt",
+            "--tp",
+            "2",
+            "--pp",
+            "2",
+        ]
         clusters = [run.start_cluster("one", one, steps=6), run.start_cluster("four", [*four, "--seed", "2"], steps=6)]
         for cluster in clusters:
             run.wait(cluster, 240)
@@ -200,7 +211,7 @@ def test_the_trainer_of_transformers_takes_part_by_two_lines(tmp_path: Path) -> 
     torch.manual_seed(1)
     tensors = {name: p.detach().numpy() for name, p in example.build().named_parameters()}
     shared = {"stop": {"versions": 5}, "outer": {"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}}}
-    words = [str(HERE / "run_example.py"), str(tmp_path / "hf.out"), "hf_trainer"]
+    words = [str(HERE / "run_example.py"), str(tmp_path / "hf.out"), "1", "hf_trainer"]
     with harness.Run(tmp_path, tensors, shared=shared) as run:
         run.start_master()
         run.start_slaves()
