@@ -50,6 +50,7 @@ def main(words: Sequence[str] | None = None) -> Trainer:
         training = TrainingArguments(
             output_dir=out, max_steps=args.steps, per_device_train_batch_size=4, learning_rate=3e-3, logging_steps=2,
             include_num_input_tokens_seen=True, save_strategy="no", report_to=[], disable_tqdm=True,
+            use_cpu=not torch.accelerator.is_available(),
         )  # fmt: skip
         trainer = Trainer(model=build(), args=training, train_dataset=Counting(), callbacks=[OuterCallback()])  # 2
         trainer.train()

@@ -34,9 +34,18 @@ class OuterCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
-        """Join the run and pull its newest version. Raise ConfigError if the Trainer does not count tokens."""
+        """Join the run and pull its newest version.
+
+        Raise ConfigError if the Trainer does not count tokens, or does not know of the job's other ranks.
+        """
         if args.include_num_input_tokens_seen in ("no", False):
             raise ConfigError("the Trainer must count tokens: TrainingArguments(include_num_input_tokens_seen=True)")
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        if args.world_size != ranks:
+            raise ConfigError(
+                f"the job has {ranks} ranks, the Trainer trains on {args.world_size} of them, each for itself: "
+                "on CPUs it wants TrainingArguments(use_cpu=True)"
+            )
         self._tokens, self._loss = state.num_input_tokens_seen, None
         self.outer = OuterLoop(model, self._config)
         self._end_with_the_run(control)

@@ -224,8 +224,8 @@ def test_the_trainer_of_transformers_takes_part_by_two_lines(tmp_path: Path) -> 
     assert of[0]["losses"][-1] < of[0]["losses"][0] - 0.3, of[0]["losses"]
 
 
-def test_a_trainer_that_does_not_count_tokens_is_refused() -> None:
-    """Before it joins anything; the message says what to write."""
+def test_a_trainer_that_counts_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tokens, or those of one rank of several: said before it joins anything, with what to write."""
     pytest.importorskip("transformers", reason="transformers is not installed: its callback is NOT tested here")
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
@@ -233,3 +233,7 @@ def test_a_trainer_that_does_not_count_tokens_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="include_num_input_tokens_seen=True"):
         OuterCallback().on_train_begin(TrainingArguments("out", report_to=[]), TrainerState(), TrainerControl())
+    counting = TrainingArguments("out", report_to=[], include_num_input_tokens_seen=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="the job has 2 ranks, the Trainer trains on 1 of them"):
+        OuterCallback().on_train_begin(counting, TrainerState(), TrainerControl())
