@@ -22,6 +22,8 @@ from dips.client.voice import Voice
 from dips.errors import DipsError, Unavailable
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
+from dips.protocol.manifest import BYTES_PER_PARAMETER
+from dips.protocol.order import slaves_for_worker
 from dips.wire import codecs
 
 # Takes bytes moved and in all, over all ranks as far as this one can tell; returns why to give up, "" to go on.
@@ -65,7 +67,7 @@ class Mover:
         if feedback is not None:
             feedback.freeze(base.seq, grant.codec)
             move = partial(transfer.push, encode=feedback.encode)
-        moved = self._together("push", move, self._memory.pieces, grant, base, share)
+        moved = self._together(move, self._memory.pieces, self._bytes["push", grant.codec], grant, base, share)
         if isinstance(self._memory, StreamedMemory):
             self._memory.release()
         return moved
@@ -79,7 +81,7 @@ class Mover:
             return self._stream(self._memory, grant, base, share)
         if self._feedback is not None:
             self._feedback.hear(base.inc, accepted)
-        return self._together("pull", transfer.pull, self._memory.pieces, grant, base, share)
+        return self._together(transfer.pull, self._memory.pieces, self._bytes["pull", "fp32"], grant, base, share)
 
     def install(self, version: VersionId) -> None:
         """Copy what was pulled on all ranks into the model's own memory; moments of optimizers stay as they are.
@@ -105,24 +107,27 @@ class Mover:
 
         for layer in memory.layers:
             rest = replace(grant, deadline_s=max(0.0, ends_at - time.monotonic()))
-            pieces, done = memory.pieces_of(layer), partial(_further, share, before, total)
-            moved = self._together("pull", move, pieces, rest, base, done)
+            pieces, nbytes = memory.pieces_of(layer), BYTES_PER_PARAMETER * memory.numel(layer)
+            moved = self._together(move, pieces, nbytes, rest, base, partial(_further, share, before, total))
             if not moved.ok:
                 return replace(moved, nbytes=total, torn=layer > 0)
             memory.install_layer(layer)
-            before += 4 * memory.numel(layer)
+            before += nbytes
         return Moved(True, "", total)
 
     def _together(
         self,
-        kind: str,
         move: Callable[..., Stats],
         pieces: Sequence[Piece],
+        total: int,
         grant: Grant,
         base: Base,
         share: Share,
     ) -> Moved:
-        total = self._bytes[kind, grant.codec]
+        """Move `pieces`, this rank's share of `total` bytes over all ranks, until all are done or one has failed."""
+        if base.rank >= len(grant.order):  # asked for by a former attempt of the trainer, with fewer ranks
+            order = (slaves_for_worker(r, len(grant.slaves)) for r in range(self.ranks))
+            grant = replace(grant, order=tuple(order))
         own = max(1, sum(codecs.named(grant.codec).range(*p.range).nbytes for p in pieces))
         seen = [0]
 
@@ -194,9 +199,9 @@ class _Job:
             self.error = error
 
 
-def _further(share: Share, before: int, total: int, moved: int, of: int) -> str:
-    """Share how far a pull is that moves layer by layer; `of` counts the present layer only."""
-    return share(min(total, before + moved), total)
+def _further(share: Share, before: int, total: int, moved: int, _: int) -> str:
+    """Share how far a pull is that moves layer by layer, of which `before` bytes are here."""
+    return share(before + moved, total)
 
 
 def _travels(codec: str, pieces: Sequence[Piece]) -> int:
