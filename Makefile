@@ -6,7 +6,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test check sim chaos bench proto clean
+.PHONY: help demo test test-slow check sim chaos bench proto clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,13 +17,16 @@ SEEDS ?= 300
 STORM_S ?= 60
 
 help: ## list these words
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 demo: $(VENV)/demo.stamp ## two unequal clusters train one model through a master and two slaves, with a crash of each kind
 	@$(BIN)/dips demo $(ARGS)
 
 test: $(VENV)/dev.stamp ## unit, transcript, simulation and integration tests (ARGS="-k word" picks some)
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(VENV)/dev.stamp ## the tests that make test leaves out: longer runs of real frameworks
+	@$(BIN)/python -m pytest -m slow $(ARGS)
 
 check: $(VENV)/dev.stamp ## ruff, format, mypy --strict, generated stubs
 	@echo "ruff check";          $(BIN)/ruff check -q .

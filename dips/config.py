@@ -181,6 +181,10 @@ class ClusterFile(Section):
     # Ranks that move bytes to and from the slaves; in a larger job the others hand theirs to one on their host, so
     # that no slave has more connections than this times its lanes from one cluster.
     speakers: Annotated[int, Field(ge=1)] = 256
+    # whole: a pulled version lies in host memory (4 B per parameter of a rank's shard) before any of it is installed.
+    # streaming: one layer at a time, for hosts that have no room for that; a broken pull leaves a model that must pull
+    # again before it can train, and pushes are read from the model while they travel. Needs the codec fp32.
+    install: Literal["whole", "streaming"] = "whole"
     insecure: bool = False  # plain text; only on loopback
 
 
@@ -211,6 +215,12 @@ def load_cluster(path: Path) -> ClusterFile:
     config = _load(path, ClusterFile)
     _check_names(path, [(config.shared.run, "run"), (config.cluster, "cluster")])
     _check_loopback(path, config.insecure, [("master", config.master)])
+    if config.install == "streaming" and config.shared.codec != "fp32":
+        raise ConfigError(f"{path}: install: streaming needs shared.codec fp32, got {config.shared.codec}")
+    if config.install == "streaming" and config.overlap == "full":
+        raise ConfigError(
+            f"{path}: install: streaming and overlap: full exclude each other: a merge needs a whole version"
+        )
     return config
 
 

@@ -82,6 +82,7 @@ class PullMoved:
     installed: bool
     reason: str
     nbytes: int
+    torn: bool = False  # some layers are installed and others are not: the model is good for nothing but another pull
     at_once: bool = False  # answer now, with Wait if need be: the ranks train meanwhile
 
 

@@ -8,33 +8,29 @@ allocated once and holds either what was frozen or what was pulled; nobody write
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from dips.client import transfer
 from dips.client.feedback import Feedback
-from dips.client.parallel import HostMemory
+from dips.client.parallel import HostMemory, StreamedMemory
 from dips.client.transfer import Base, Piece, Stats
+from dips.client.underway import Flying, Job, Moved, Streamed, Underway, nothing
 from dips.client.voice import Voice
-from dips.errors import DipsError, LocalProtocolError, Unavailable
+from dips.errors import LocalProtocolError
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
+from dips.protocol.manifest import BYTES_PER_PARAMETER
+from dips.protocol.order import slaves_for_worker
 from dips.wire import codecs
 
 # Takes bytes moved and in all, over all ranks as far as this one can tell; returns why to give up, "" to go on.
 Share = Callable[[int, int], str]
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """What all ranks agreed on: every one of them moved all of its bytes, or the transfer failed."""
-
-    ok: bool
-    reason: str  # as this rank saw it
-    nbytes: int  # over all ranks
 
 
 class Mover:
@@ -59,29 +55,38 @@ class Mover:
         if feedback is not None:
             feedback.hear(base.inc, accepted)
         if grant.codec != "fp32" and (feedback is None or not feedback.holds(grant.base)):
-            job = _Job(None)
+            job = Job(None)
             job.halt(f"{grant.codec} was granted for differences to {grant.base}, not held here")
-            return Underway(job, base.seq, 0, self._voice, lambda: "")
+            return Flying(job, base.seq, 0, self._voice, lambda: "")
         self._memory.gather()
         if keep:
             self._memory.keep()
-        move: Callable[..., Stats] = transfer.push
+        move: Callable[..., Stats] = partial(transfer.push, encode=self._memory.encode)
         if feedback is not None:
             feedback.freeze(base.seq, grant.codec)
             move = partial(transfer.push, encode=feedback.encode)
-        return self._begin("push", move, grant, base, share)
+        release = self._memory.release if isinstance(self._memory, StreamedMemory) else nothing
+        total = self._bytes["push", grant.codec]
+        return self._begin(move, self._memory.pieces, total, grant, base, share, release)
 
     def pull(self, grant: Grant, base: Base, share: Share, accepted: int = 0) -> Underway:
-        """Bring this rank's pieces of the version into host memory, and no further. `accepted` as for push."""
+        """Bring this rank's pieces of the version into host memory, and no further. `accepted` as for push.
+
+        With a memory of one layer the version is installed when this is finished, or the model may be torn.
+        """
+        if isinstance(self._memory, StreamedMemory):
+            return Streamed(partial(self._stream, self._memory, grant, base, share))
         if self._feedback is not None:
             self._feedback.hear(base.inc, accepted)
-        return self._begin("pull", transfer.pull, grant, base, share)
+        return self._begin(transfer.pull, self._memory.pieces, self._bytes["pull", "fp32"], grant, base, share)
 
     def install(self, version: VersionId) -> None:
         """Copy what was pulled on all ranks into the model's own memory; moments of optimizers stay as they are.
 
         Collective: what is replicated came once per cluster, and is handed on here.
         """
+        if isinstance(self._memory, StreamedMemory):
+            return  # layer by layer, while it was pulled
         if self._feedback is not None:
             self._feedback.installed(version)
         self._memory.spread()
@@ -115,8 +120,41 @@ class Mover:
         base, owed = ([t.numpy() for t in saved[n].split(sizes)] if sizes else [] for n in ("base", "owed"))
         self._feedback.resume(version, base, owed)
 
-    def _begin(self, kind: str, move: Callable[..., Stats], grant: Grant, base: Base, share: Share) -> Underway:
-        total, pieces = self._bytes[kind, grant.codec], self._memory.pieces
+    def _stream(self, memory: StreamedMemory, grant: Grant, base: Base, share: Share, poll_s: float) -> Moved:
+        """Pull and install one layer after the other, each on all ranks or on none."""
+        total, before, epoch = self._bytes["pull", "fp32"], 0, [1]
+        ends_at = time.monotonic() + grant.deadline_s
+
+        def move(*words: Any, **options: Any) -> Stats:
+            stats = transfer.pull(*words, first_epoch=epoch[0], **options)
+            epoch[0] = stats.last_epoch + 1
+            return stats
+
+        for layer in memory.layers:
+            rest = replace(grant, deadline_s=max(0.0, ends_at - time.monotonic()))
+            pieces, nbytes = memory.pieces_of(layer), BYTES_PER_PARAMETER * memory.numel(layer)
+            begun = self._begin(move, pieces, nbytes, rest, base, partial(_further, share, before, total))
+            moved = begun.finish(poll_s)
+            if not moved.ok:
+                return replace(moved, nbytes=total, torn=layer > 0)
+            memory.install_layer(layer)
+            before += nbytes
+        return Moved(True, "", total)
+
+    def _begin(
+        self,
+        move: Callable[..., Stats],
+        pieces: Sequence[Piece],
+        total: int,
+        grant: Grant,
+        base: Base,
+        share: Share,
+        after: Callable[[], None] = nothing,
+    ) -> Underway:
+        """Move `pieces`, this rank's share of `total` bytes over all ranks; `after` is called when it is over."""
+        if base.rank >= len(grant.order):  # asked for by a former attempt of the trainer, with fewer ranks
+            order = (slaves_for_worker(r, len(grant.slaves)) for r in range(self.ranks))
+            grant = replace(grant, order=tuple(order))
         own = max(1, sum(codecs.named(grant.codec).range(*p.range).nbytes for p in pieces))
         seen = [0]
 
@@ -130,82 +168,13 @@ class Mover:
                 progress=lambda moved: seen.__setitem__(0, moved.nbytes),
             )
 
-        job = _Job(work if pieces else None)
-        return Underway(job, base.seq, total, self._voice, lambda: share(seen[0] * total // own, total))
+        job = Job(work if pieces else None)
+        return Flying(job, base.seq, total, self._voice, lambda: share(seen[0] * total // own, total), after)
 
 
-class Underway:
-    """A transfer that moves in its thread; the ranks look at it together."""
-
-    def __init__(self, job: _Job, seq: int, total: int, voice: Voice, tell: Callable[[], str]) -> None:
-        self._job, self._seq, self._total, self._voice, self._tell = job, seq, total, voice, tell
-
-    def finish(self, poll_s: float) -> Moved:
-        """Stand still until it is over; the ranks meet at least every `poll_s`."""
-        while (moved := self.look(poll_s)) is None:
-            pass
-        return moved
-
-    def look(self, wait_s: float = 0.0) -> Moved | None:
-        """What came of it, or None while it moves; waits for its end for at most `wait_s`. Collective."""
-        job = self._job
-        job.wait(wait_s)
-        job.halt(self._tell())
-        # The same transfer on all ranks (seq both ways), all of them well, all of them done.
-        low, high, well, done = self._voice.least([self._seq, -self._seq, int(job.error is None), int(job.done)])
-        if not well or low != -high:
-            job.cancel()
-            return Moved(False, job.reason, self._total)
-        return Moved(True, "", self._total) if done else None
-
-    def cancel(self) -> None:
-        """End it on this rank, whatever the others do."""
-        self._job.cancel()
-
-
-class _Job:
-    """One transfer in a thread; an error that nobody foresaw is raised where the ranks have agreed to give up."""
-
-    def __init__(self, work: Callable[[threading.Event], Stats] | None) -> None:
-        self.error: BaseException | None = None
-        self._cancel = threading.Event()
-        self._thread: threading.Thread | None = None
-        if work is not None:
-            self._thread = threading.Thread(target=self._run, args=(work,), name="dips-transfer", daemon=True)
-            self._thread.start()
-
-    @property
-    def done(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
-
-    @property
-    def reason(self) -> str:
-        return f"{type(self.error).__name__}: {self.error}" if self.error else "another rank failed"
-
-    def wait(self, timeout_s: float) -> None:
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-
-    def halt(self, reason: str) -> None:
-        """Count the transfer as failed for `reason`, unless that is empty or it has failed already."""
-        if reason and self.error is None:
-            self.error = Unavailable(reason)
-
-    def cancel(self) -> None:
-        """End the transfer and wait for its end; raise its error if it is none of Di-PS's."""
-        own = self.error
-        self._cancel.set()
-        if self._thread is not None:
-            self._thread.join()
-        if own is not None and not isinstance(own, DipsError):
-            raise own
-        self.error = own  # that it was cancelled is no reason
-
-    def _run(self, work: Callable[[threading.Event], Stats]) -> None:
-        try:
-            work(self._cancel)
-        except BaseException as error:  # noqa: BLE001 (raised by cancel(), in the rank's own thread)
-            self.error = error
+def _further(share: Share, before: int, total: int, moved: int, _: int) -> str:
+    """Share how far a pull is that moves layer by layer, of which `before` bytes are here."""
+    return share(before + moved, total)
 
 
 def _travels(codec: str, pieces: Sequence[Piece]) -> int:

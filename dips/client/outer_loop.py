@@ -55,10 +55,11 @@ from dips.client.local import (
     Wait,
     Welcome,
 )
-from dips.client.mover import Moved, Mover, Underway
+from dips.client.mover import Mover
 from dips.client.orphan import watch_agent
-from dips.client.parallel import HostMemory, lay_out
+from dips.client.parallel import HostMemory, StreamedMemory, lay_out
 from dips.client.transfer import Base
+from dips.client.underway import Moved, Underway
 from dips.client.voice import Voice
 from dips.config import ClusterFile, load_cluster
 from dips.errors import ConfigError, DipsError, LocalProtocolError
@@ -101,7 +102,8 @@ class OuterLoop:
         self._pid = os.getpid()
         self._line: Line | None = None
         layout = lay_out(model, self._voice, optimizer, self._config.speakers)
-        memory = HostMemory(layout.adapter, layout.held, layout.plan, self._voice)
+        kind = StreamedMemory if self._config.install == "streaming" else HostMemory
+        memory = kind(layout.adapter, layout.held, layout.plan, self._voice)
         self._mover = Mover(memory, self._voice, self._config.poll_s, self._config.stall_s, self._config.shared.codec)
         self._attempt = self._number = self._ranges_asked = self._look_in = 0
         self._soon = 1  # inner steps until the next look at what is out
@@ -109,7 +111,7 @@ class OuterLoop:
         # Under `overlap: full`: what moves and the verdict that began it; what the agent is still to answer.
         self._out: tuple[Answer, Underway] | None = None
         self._talk: Talk | None = None
-        self._finished = self._closed = False
+        self._finished = self._closed = self._torn = False
         self._progress = 0.0
         self._version: VersionId | None = None
         self.inner_steps = 0  # taken since this object was made
@@ -347,11 +349,12 @@ class OuterLoop:
         if isinstance(verdict, PushNow):
             return PushMoved(self._attempt, self._next(), verdict.seq, moved.ok, moved.reason, moved.nbytes)
         assert isinstance(verdict, PullNow)
+        self._torn = moved.torn or (self._torn and not moved.ok)
         if moved.ok:  # on all ranks
             install = self._mover.merge if verdict.merge else self._mover.install
             install(verdict.grant.version)
             self._version, self._progress = verdict.grant.version, verdict.progress
-        return PullMoved(self._attempt, self._next(), verdict.seq, moved.ok, moved.reason, moved.nbytes)
+        return PullMoved(self._attempt, self._next(), verdict.seq, moved.ok, moved.reason, moved.nbytes, self._torn)
 
     def _base(self, verdict: PushNow | PullNow, rank: int) -> Base:
         return Base(self._config.shared.run, self._config.cluster, verdict.inc, verdict.seq, rank)
@@ -396,6 +399,8 @@ class OuterLoop:
     def _check(self) -> None:
         if self._closed:
             raise LocalProtocolError("this OuterLoop is closed")
+        if self._torn:
+            raise LocalProtocolError("the model is torn: an install was broken off; only a new start can mend it")
         if os.getpid() != self._pid:
             raise LocalProtocolError("an OuterLoop belongs to the process that made it, not to one forked from it")
 

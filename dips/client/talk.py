@@ -157,6 +157,9 @@ class Talk(Life):
                 self.ranges.take_back_unserved(self.account.lose_carried())  # work that the pull has overwritten
             self.reason = f"trains on {version}"
         else:
+            if q.torn:
+                self.base = None  # it has no parameters of the run, until a pull succeeds
+                self._mark("torn", seq=q.seq)
             self._pull_failed(f"its pull failed: {q.reason}")
         self._close_pull(q.installed)
         self._want_final()

@@ -89,6 +89,7 @@ class Stats:
     nbytes: int  # as they travel: a lossy push has fewer than its pieces
     seconds: float
     connections: int  # 1 for each stream, and 1 more for each resume
+    last_epoch: int = 1  # of any of its streams
 
 
 def push(
@@ -123,14 +124,16 @@ def pull(
     stall_s: float = 30.0,
     cancel: threading.Event | None = None,
     progress: Progress | None = None,
+    first_epoch: int = 1,
     clock: Callable[[], float] = time.monotonic,
 ) -> Stats:
     """Fill `pieces` with the grant's version; return when every element is there, checked.
 
-    After an error the arrays hold anything.
+    After an error the arrays hold anything. A pull may come in several calls, one after the other, each with other
+    pieces and a `first_epoch` above the last one's `Stats.last_epoch`.
     Errors  as for push, and StaleVersion: the pull is open on another version.
     """
-    return _Pull(grant, base, pieces, stall_s, clock).run(cancel or threading.Event(), progress)
+    return _Pull(grant, base, pieces, stall_s, clock, first_epoch).run(cancel or threading.Event(), progress)
 
 
 @dataclass(eq=False, slots=True)
@@ -164,9 +167,16 @@ class _Transfer(ABC):
     kind: str
 
     def __init__(
-        self, grant: Grant, base: Base, pieces: Sequence[Piece], stall_s: float, clock: Callable[[], float]
+        self,
+        grant: Grant,
+        base: Base,
+        pieces: Sequence[Piece],
+        stall_s: float,
+        clock: Callable[[], float],
+        first_epoch: int = 1,
     ) -> None:
         keep_message_memory()
+        self._first_epoch = first_epoch
         self._what = f"{self.kind} {base.cluster}/{base.inc} {base.seq} of rank {base.rank}"
         self._grant, self._base, self._stall_s, self._clock = grant, base, stall_s, clock
         for piece in pieces:
@@ -197,7 +207,17 @@ class _Transfer(ABC):
             for lane, hand in enumerate(hands):
                 share = Share(hand)
                 name = StreamName(
-                    b.run, self.kind, b.cluster, b.inc, b.seq, b.rank, slave.name, slave.sinc, 1, version, lane
+                    b.run,
+                    self.kind,
+                    b.cluster,
+                    b.inc,
+                    b.seq,
+                    b.rank,
+                    slave.name,
+                    slave.sinc,
+                    self._first_epoch,
+                    version,
+                    lane,
                 )
                 keys = (own, slave.key) if slave.key else None
                 stream = Stream(self._context, slave.lanes[lane], name, share.ranges, self._stall_s, rng, keys)
@@ -228,7 +248,8 @@ class _Transfer(ABC):
         finally:
             self._close(stage)
         connections = sum(part.stream.name.epoch for part in self._parts)
-        return Stats(self._total, self._clock() - began, connections)
+        last_epoch = max((part.stream.name.epoch for part in self._parts), default=self._first_epoch)
+        return Stats(self._total, self._clock() - began, connections, last_epoch)
 
     def _round(self, now: float) -> None:
         for part in self._parts:
@@ -394,9 +415,15 @@ class _Pull(_Transfer):
     kind = "pull"
 
     def __init__(
-        self, grant: Grant, base: Base, pieces: Sequence[Piece], stall_s: float, clock: Callable[[], float]
+        self,
+        grant: Grant,
+        base: Base,
+        pieces: Sequence[Piece],
+        stall_s: float,
+        clock: Callable[[], float],
+        first_epoch: int,
     ) -> None:
-        super().__init__(grant, base, pieces, stall_s, clock)
+        super().__init__(grant, base, pieces, stall_s, clock, first_epoch)
         self._pool = Transit(TRANSIT_BYTES)
 
     def welcome(self, part: _Part, welcome: streams.Welcome, now: float) -> None:

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from layouts import full, laid, local, seeded
 
-from dips.client.parallel import HostMemory, Laid, lay_out
+from dips.client.parallel import HostMemory, Laid, StreamedMemory, lay_out
 from dips.client.voice import Voice
+from dips.transport.shares import Piece
 from dips.wire.chunks import Layout, Range, uncovered
 
 SPREAD_ITEMS = 64  # so that what is replicated is spread in a model this small
@@ -48,10 +49,25 @@ def whole_theta(voice: Voice, layout: Laid, memory: HostMemory) -> dict[str, np.
 def pull(layout: Laid, memory: HostMemory, theta: dict[str, np.ndarray]) -> None:
     """Fill this rank's pieces with a version and install it."""
     for piece in memory.pieces:
-        parameter = layout.plan.manifest.layers[piece.layer].parameters[piece.param]
-        piece.array[:] = theta[parameter.name].reshape(-1)[piece.offset : piece.offset + piece.length]
+        piece.array[:] = at(layout, piece, theta)
     memory.spread()
     memory.install()
+
+
+def at(layout: Laid, piece: Piece, theta: dict[str, np.ndarray]) -> np.ndarray:
+    """What a piece is of full parameters."""
+    parameter = layout.plan.manifest.layers[piece.layer].parameters[piece.param]
+    return theta[parameter.name].reshape(-1)[piece.offset : piece.offset + piece.length]
+
+
+def read(memory: StreamedMemory, piece: Piece) -> np.ndarray:
+    """A piece as a slave would get it: in two chunks, straight from the model."""
+    cut = piece.length // 2
+    chunks = [
+        Range(piece.layer, piece.param, piece.offset, cut),
+        piece.range._replace(offset=piece.offset + cut, length=piece.length - cut),
+    ]
+    return np.concatenate([np.frombuffer(memory.encode(c, memoryview(b"")), np.float32) for c in chunks if c.length])
 
 
 def check(kind: str, voice: Voice) -> dict[str, Any]:
@@ -78,12 +94,24 @@ def check(kind: str, voice: Voice) -> dict[str, Any]:
     memory.gather()
     again = whole_theta(voice, layout, memory)
     wrong_change += [n for n, theta in changed.items() if not np.array_equal(again[n], theta.reshape(-1))]
+    streamed = StreamedMemory(layout.adapter, layout.held, layout.plan, voice)
+    streamed.gather()
+    wrong_stream = [
+        str(p.range) for p in streamed.pieces if not np.array_equal(read(streamed, p), at(layout, p, changed))
+    ]
+    streamed.release()
+    for layer in streamed.layers:
+        for piece in streamed.pieces_of(layer):
+            piece.array[:] = at(layout, piece, reference)
+        streamed.install_layer(layer)
+    wrong_stream += [n for n, p in inner.named_parameters() if not torch.equal(local(p), before[n])]
     return {
         "digest": layout.plan.manifest.digest,
-        "wrong": {"push": wrong_push, "same": wrong_same, "change": wrong_change},
+        "wrong": {"push": wrong_push, "same": wrong_same, "change": wrong_change, "streamed": wrong_stream},
         "moved": sum(piece.length for piece in memory.pieces),
         "held": sum(local(p).numel() for p in inner.parameters()),
         "host": memory.items,
+        "host of one layer": streamed.items,
         "parameters": sum(theta.size for theta in reference.values()),
     }
 

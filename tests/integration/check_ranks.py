@@ -22,7 +22,7 @@ from train_constant import Model, local
 
 from dips.client import transfer
 from dips.client.mover import Mover
-from dips.client.parallel import HostMemory, Laid, lay_out
+from dips.client.parallel import HostMemory, Laid, StreamedMemory, lay_out
 from dips.client.transfer import Base, Stats
 from dips.client.voice import Voice
 from dips.errors import ConfigError, UnavailableSlave
@@ -120,6 +120,32 @@ def all_ranks_pull(voice: Voice, model: nn.Module) -> dict[str, Any]:
     return {"ok": moved.ok, "sevens": sevens, "moments": kept, "nbytes": moved.nbytes}
 
 
+def one_rank_tears(voice: Voice, model: nn.Module) -> dict[str, Any]:
+    """Layer by layer: rank 1 cannot pull the second one, after the first is installed on both; then all goes well."""
+    layout = lay_out(model, voice)
+    mover = Mover(StreamedMemory(layout.adapter, layout.held, layout.plan, voice), voice, poll_s=0.1, stall_s=5.0)
+    calls, broken = [0], [True]
+
+    def pull(grant: Grant, base: Base, pieces: Any, *, cancel: threading.Event, **_: Any) -> Stats:
+        calls[0] += 1
+        if broken[0] and calls[0] == 2:
+            if voice.rank == 1:
+                raise UnavailableSlave("ps1 is gone")
+            assert cancel.wait(30), "nobody told rank 0"
+            raise transfer.TransferCancelled("cancelled")
+        for piece in pieces:
+            piece.array[:] = 9.0
+        return Stats(0, 0.0, 1)
+
+    transfer.pull = pull
+    torn = mover.pull(GRANT, Base("run", "c", 1, 3, mover.rank), lambda _moved, _total: "")
+    nines = {name: bool((local(p) == 9.0).all()) for name, p in model.named_parameters()}
+    broken[0] = False
+    again = mover.pull(GRANT, Base("run", "c", 1, 4, mover.rank), lambda _moved, _total: "")
+    whole = all(bool((local(p) == 9.0).all()) for p in model.parameters())
+    return {"torn": [torn.ok, torn.torn], "nines": nines, "again": [again.ok, again.torn], "whole": whole}
+
+
 def main(out: Path) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -144,6 +170,7 @@ def main(out: Path) -> None:
         "odd one": refused(odd_one(voice), voice),
         "wrong on rank 1": refused(wrong_on_rank_1(voice), voice),
         "fails": one_rank_fails(voice, sharded(flat)),
+        "tears": one_rank_tears(voice, sharded(flat)),
         "pulls": all_ranks_pull(voice, sharded(flat)),
     }
     out.with_name(f"{out.name}.{voice.rank}").write_text(json.dumps(found))

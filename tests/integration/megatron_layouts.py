@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,11 +26,14 @@ class _CpuAsCuda(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
+        if func is torch.Tensor.cuda:
+            return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)
         return func(*args, **kwargs)
 
 
+@cache
 def shim() -> None:
     """Let megatron-core run without a GPU, for the rest of this process."""
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]

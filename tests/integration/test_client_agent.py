@@ -92,7 +92,7 @@ def test_a_wrong_model_is_refused_with_its_first_differences(run: Any, tmp_path:
     run.wait(wrong, 60, code=65)
     raised = [line for line in wrong.log.read_text().splitlines() if line.startswith("dips.errors.CorruptManifest")]
     assert len(raised) == 1, wrong.tail()
-    assert "head.weight: expected shape (1, 3), got (2, 3); head.bias: expected shape (1,), got (2,)" in raised[0]
+    assert "head.bias: expected shape (1,), got (2,); head.weight: expected shape (1, 3), got (2, 3)" in raised[0]
     assert len(marks(run, "wrong", "trainer_start")) == 1
 
 

@@ -120,6 +120,14 @@ def test_what_is_no_configuration(tmp_path: Path, text: str | None, message: str
         load_cluster(path)
 
 
+def test_streaming_needs_whole_parameters(tmp_path: Path) -> None:
+    """Differences to a base need the base, which a host without room for a shard does not keep."""
+    streaming = {**changed(CLUSTER, "shared.codec", "bf16"), "install": "streaming"}
+    with pytest.raises(ConfigError, match=r"install: streaming needs shared\.codec fp32, got bf16"):
+        load_cluster(write(tmp_path / "cluster.yaml", streaming))
+    assert load_cluster(write(tmp_path / "cluster.yaml", {**CLUSTER, "install": "streaming"})).speakers == 256
+
+
 def test_two_slaves_of_one_name(tmp_path: Path) -> None:
     """A name that stands twice is refused."""
     path = write(tmp_path / "dips.yaml", {**RUN, "slaves": RUN["slaves"] * 2})

@@ -8,7 +8,8 @@
 The memory is one buffer of 4 B for each parameter of the rank's shard, and holds either pieces or the shard: a piece of
 a shard that is one run lies where the shard's memory has it, so nothing is copied there; where pieces and shard are cut
 differently, the same bytes are read both ways, and a layer is rearranged at a time. On an accelerator the copies go
-through pinned memory on a stream of their own; beside the model at most one block is needed there.
+through pinned memory on a stream of their own; beside the model at most one block is needed there. On a tight host
+the buffer is that of the largest layer, and each is spread and installed before the next is pulled (streaming.py).
 
 `gather` and `spread` are collective: every rank calls them, outside forward and backward.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -27,6 +29,9 @@ from dips.client.parallel.rect import Rect
 from dips.client.parallel.seam import Adapter, Block, Held
 from dips.transport.shares import Piece
 from dips.wire.chunks import Range
+from dips.wire.frame import Buffer
+
+Encode = Callable[[Range, memoryview], Buffer]
 
 
 class Exchange(Protocol):
@@ -46,6 +51,9 @@ class _Copy:
 class HostMemory:
     """What this rank holds of θ, beside the model."""
 
+    ONE_LAYER = False  # all layers share the memory of the largest
+    encode: Encode | None = None  # makes the body of a chunk of a push; None: it is in the pieces
+
     def __init__(self, adapter: Adapter, held: Sequence[Held], plan: Plan, exchange: Exchange) -> None:
         """`held` is what `adapter` said when the plan was made."""
         self._adapter, self._plan, self._exchange = adapter, plan, exchange
@@ -54,14 +62,23 @@ class HostMemory:
         self._held = [[by_name.get(name) for name in layer] for layer in names]
         self._device = Device([b.view for h in held for b in (*h.reads, *h.writes)])
         self._lie()
-        self._install = list(self._copies())
-        self._masters = list(self._master_copies())
+        self._params = [list(self._copies(layer)) for layer in range(len(names))]
+        self._masters = [list(self._master_copies(layer)) for layer in range(len(names))]
         self._kept: dict[_Copy, torch.Tensor] = {}  # the shard as it was pushed
 
     @property
     def pieces(self) -> list[Piece]:
-        """What this rank moves to and from the slaves; valid from `gather` on, or until `spread`."""
+        """What this rank pulls, and pushes; holds what was frozen from `gather` on, what was pulled until `spread`."""
         return self._pieces
+
+    @property
+    def layers(self) -> range:
+        """Of the manifest."""
+        return range(len(self._held))
+
+    def numel(self, layer: int) -> int:
+        """Elements of a layer of the full model."""
+        return self._plan.manifest.layers[layer].numel
 
     @property
     def items(self) -> int:
@@ -75,14 +92,16 @@ class HostMemory:
             for layer, hands in enumerate(self._plan.gather):
                 gives = {peer: self._packed([self._read(layer, e) for e in ends]) for peer, ends in hands.gives.items()}
                 for source, target in hands.keeps:
-                    self._piece(target).copy_(self._read(layer, source), non_blocking=True)
+                    if (frozen := self._frozen(target)) is not None:
+                        frozen.copy_(self._read(layer, source), non_blocking=True)
                 self._device.wait()
-                self._take(hands, gives, lambda _, end: self._piece(end), layer)
+                self._take(hands, gives, lambda _, end: self._frozen(end), layer)
 
     @torch.no_grad()
-    def spread(self) -> None:
+    def spread(self, layers: Iterable[int] | None = None) -> None:
         """Turn the pieces, all of them here, into this rank's whole shard; they are void until the next `gather`."""
-        for layer, hands in enumerate(self._plan.spread):
+        for layer in self.layers if layers is None else layers:
+            hands = self._plan.spread[layer]
             gives = {peer: self._packed([self._piece(e) for e in ends]) for peer, ends in hands.gives.items()}
             moved = [(self._piece(s).clone(), t) for s, t in hands.keeps if not self._lies_there(layer, s, t)]
             for values, target in moved:
@@ -92,19 +111,23 @@ class HostMemory:
     @torch.no_grad()
     def install(self) -> None:
         """Copy the shard into the model's own memory, and into the optimizer's masters."""
-        for copies in (self._install, self._masters):
-            with self._device.copies():
+        self._copy(self._params)
+        self._adapter.reload()
+        self._copy(self._masters)
+
+    def _copy(self, layers: Iterable[Iterable[_Copy]]) -> None:
+        with self._device.copies():
+            for copies in layers:
                 for copy in copies:
                     copy.view.copy_(copy.host, non_blocking=True)
-                self._device.wait()
-            if copies is self._install:
-                self._adapter.reload()
+            self._device.wait()
 
     @torch.no_grad()
     def keep(self) -> None:
         """Remember this rank's whole shard as it is now, for a `merge`; allocates it once, in host memory."""
         if not self._kept:
-            self._kept = {copy: self._device.host(copy.view.numel()) for copy in (*self._install, *self._masters)}
+            copies = chain(*self._params, *self._masters)
+            self._kept = {copy: self._device.host(copy.view.numel()) for copy in copies}
         with self._device.copies():
             for copy, kept in self._kept.items():
                 kept.view(copy.view.shape).copy_(copy.view, non_blocking=True)
@@ -113,11 +136,11 @@ class HostMemory:
     @torch.no_grad()
     def merge(self) -> None:
         """Add to the model what the shard differs in from what was kept: θ_local ← θ_shard + (θ_local − θ_kept)."""
-        masters = [copy.view + self._moved(copy) for copy in self._masters]
-        for copy in self._install:
+        masters = [(copy, copy.view + self._moved(copy)) for copy in chain(*self._masters)]
+        for copy in chain(*self._params):
             copy.view.add_(self._moved(copy))
         self._adapter.reload()
-        for copy, master in zip(self._masters, masters, strict=True):
+        for copy, master in masters:
             copy.view.copy_(master)
 
     def _moved(self, copy: _Copy) -> torch.Tensor:
@@ -131,7 +154,7 @@ class HostMemory:
         """Allocate once, and find a place for each block and piece."""
         piece_at: dict[int, int] = {}
         self._block_at: dict[tuple[int, int, int], int] = {}
-        at = 0
+        at = size = 0
         for l, layer in enumerate(self._held):
             writes = [held.writes if held else () for held in layer]
             mine = [(number, piece) for number, piece in enumerate(self._plan.pieces) if piece.layer == l]
@@ -152,7 +175,9 @@ class HostMemory:
                 if k in crooked:
                     self._block_at[l, k, b], blocks_end = blocks_end, blocks_end + items
             at = max(pieces_end, blocks_end)
-        self._host = self._device.host(at)
+            size = max(size, at)
+            at = 0 if self.ONE_LAYER else at
+        self._host = self._device.host(size)
         self._memory = [self._host[piece_at[n] : piece_at[n] + p.length] for n, p in enumerate(self._plan.pieces)]
         self._pieces = [Piece(*p, memory.numpy()) for p, memory in zip(self._plan.pieces, self._memory, strict=True)]
 
@@ -174,6 +199,10 @@ class HostMemory:
         at = memory.storage_offset() + rect.first - piece.offset
         return memory.as_strided((rect.rows, rect.cols), (rect.width, 1), at)
 
+    def _frozen(self, end: End) -> torch.Tensor | None:
+        """Where `gather` brings a rectangle of a piece; None if it stays in the model."""
+        return self._piece(end)
+
     def _shard(self, layer: int, end: End) -> torch.Tensor:
         block, host = self._block(layer, end.param, end.index)
         return _sub(host, block.rect, end.rect)
@@ -191,9 +220,11 @@ class HostMemory:
         return packed
 
     def _take(
-        self, hands: Hands, gives: dict[int, torch.Tensor], where: Callable[[int, End], torch.Tensor], layer: int
+        self, hands: Hands, gives: dict[int, torch.Tensor], where: Callable[[int, End], torch.Tensor | None], layer: int
     ) -> None:
-        targets = {peer: [where(layer, end) for end in ends] for peer, ends in hands.takes.items()}
+        found = {peer: [where(layer, end) for end in ends] for peer, ends in hands.takes.items()}
+        targets = {peer: [view for view in views if view is not None] for peer, views in found.items()}
+        assert all(len(targets[peer]) == len(views) for peer, views in found.items()), "what is taken has a place"
         takes = {peer: torch.empty(sum(v.numel() for v in views)) for peer, views in targets.items()}
         self._exchange.exchange(gives, takes)
         for peer, views in targets.items():
@@ -202,16 +233,16 @@ class HostMemory:
 
     # ---- into the model ----------------------------------------------------------------------------------------------
 
-    def _copies(self) -> Iterable[_Copy]:
-        for (l, k, b), _ in sorted(self._block_at.items()):
-            block, host = self._block(l, k, b)
-            yield _Copy(block.view, host)
+    def _copies(self, layer: int) -> Iterable[_Copy]:
+        for l, k, b in self._block_at:
+            if l == layer:
+                block, host = self._block(l, k, b)
+                yield _Copy(block.view, host)
 
-    def _master_copies(self) -> Iterable[_Copy]:
-        for l, layer in enumerate(self._held):
-            for k, held in enumerate(layer):
-                for master in held.masters if held else ():
-                    yield from self._master(l, k, master)
+    def _master_copies(self, layer: int) -> Iterable[_Copy]:
+        for k, held in enumerate(self._held[layer]):
+            for master in held.masters if held else ():
+                yield from self._master(layer, k, master)
 
     def _master(self, layer: int, param: int, master: Block) -> Iterable[_Copy]:
         held = self._held[layer][param]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from math import prod
 from typing import Any, Protocol
 
@@ -112,9 +112,22 @@ def whole(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
 def _looked_at(model: Any, optimizer: Any) -> tuple[Adapter | None, list[Held], str]:
     try:
         adapter = choose(model, optimizer)
-        return adapter, adapter.held(), ""
+        return adapter, _merged(adapter.held()), ""
     except ConfigError as error:
         return None, [], str(error)
+
+
+def _merged(held: list[Held]) -> list[Held]:
+    """One of each name: of two copies of a tied parameter, in two chunks, the first is read and both are written."""
+    found: dict[str, Held] = {}
+    for h in held:
+        first = found.get(h.name)
+        if first is not None and first.shape != h.shape:
+            raise ConfigError(f"{h.name}: shape {first.shape} in one chunk of the model, {h.shape} in another")
+        found[h.name] = (
+            replace(first, writes=first.writes + h.writes, masters=first.masters + h.masters) if first else h
+        )
+    return list(found.values())
 
 
 def _claim(name: str, shape: list[int], reads: list[list[int]], writes: list[list[int]]) -> Claim:

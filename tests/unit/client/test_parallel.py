@@ -77,6 +77,22 @@ def test_frozen_parameters_take_no_part() -> None:
     assert torch.equal(model.embed.weight, kept) and torch.equal(model.layers[1].bias, torch.full((3,), 5.0))
 
 
+def test_two_copies_of_a_tied_parameter_are_pushed_once_and_both_written() -> None:
+    """As in the first and the last chunk of a pipeline on one rank."""
+    chunks = [nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)]
+    layout = lay_out(chunks, Voice())
+    memory = HostMemory(layout.adapter, layout.held, layout.plan, Voice())
+    memory.gather()
+    assert [tuple(piece) for piece in layout.plan.pieces] == [(0, 0, 0, 4)]
+    assert np.array_equal(memory.pieces[0].array, chunks[0].weight.detach().numpy().reshape(-1))
+    memory.pieces[0].array[:] = 3.0
+    memory.spread()
+    memory.install()
+    assert all(torch.equal(chunk.weight, torch.full((2, 2), 3.0)) for chunk in chunks)
+    with pytest.raises(ConfigError, match=r"weight: shape \(2, 2\) in one chunk of the model, \(3, 2\) in another"):
+        lay_out([nn.Linear(2, 2, bias=False), nn.Linear(2, 3, bias=False)], Voice())
+
+
 def test_a_model_without_trainable_parameters_is_refused() -> None:
     """Nothing would travel."""
     model = nn.Linear(2, 2).requires_grad_(False)

@@ -204,6 +204,26 @@ def test_whole_round(play: Play) -> None:
     assert [k for k in kinds if k in wanted][-7:] == wanted
 
 
+def test_a_torn_model_pulls_until_it_succeeds(play: Play) -> None:
+    """A streamed install that broke off leaves nothing to train with: no verdict but another pull [invariant 6]."""
+    play.begin()
+    moved = play.push_until_committed()
+    play.master(outcome("accepted"))
+    verdict = play.say(moved)
+    for attempt in range(6):  # more than PULL_TRIES
+        assert isinstance(verdict, PullNow), attempt
+        told = PullMoved(1, next(play.number), verdict.seq, False, "ps1 is gone", 9, True)
+        assert isinstance(play.say(told), Wait) and play.s.base is None
+        assert play.asked(PullFinished).installed is False
+        play.master(Acknowledged())
+        play.asked(PullRequested)
+        play.master(grant(V1))
+        verdict = play.say(told)
+    assert isinstance(verdict, PullNow)
+    assert isinstance(play.say(PullMoved(1, next(play.number), verdict.seq, True, "", 9)), TrainOn)
+    assert play.s.base == V1
+
+
 def test_push_is_told_what_was_earned_up_to_its_freeze(play: Play) -> None:
     """FinishPush carries tokens, inner steps, mean loss and used-up ranges since the last settled freeze."""
     play.begin(ranges=(5, 6))
