@@ -17,11 +17,11 @@ MAX_RANGES_ASKED = 1_024
 
 def joined(w: World, event: ClusterJoined) -> None:
     """Begin a life; the older one is fenced and its uncommitted push dropped. A repeated nonce gets the same life."""
-    if w.unproven(event.req):
-        return
     problem = _mismatch(w, event)
     if problem:
         w.reply(event.req, problem)
+        return
+    if w.unproven(event.req):
         return
     cluster = w.clusters.get(event.cluster)
     if cluster is None or not (cluster.live and cluster.nonce == event.nonce):
