@@ -266,7 +266,7 @@ class House(Run):
 
         def holds() -> bool:
             with self.ledger() as ledger:
-                new = [r for r in ledger.history(30) if r.round > last and r.version is not None]
+                new = [r for r in ledger.history(12) if r.round > last and r.version is not None]
             return len(new) >= versions and set(by) <= {f.push.cluster for r in new for f in r.folds}
 
         self.until(holds, within_s, f"{versions} more versions{' by ' + ', '.join(by) if by else ''}")
