@@ -213,7 +213,7 @@ def _stop_on_signals(runtime: Runtime) -> None:
 
 def _check_agrees(config: RunFile, ledger: Ledger) -> None:
     """The ledger and the run file must be of one run; raise ConfigError naming both."""
-    path, row = genesis.ledger_path(config), ledger.state().row
+    path, row = genesis.ledger_path(config), ledger.run_row()
     if row.run != config.shared.run:
         raise ConfigError(
             f"{path} is the ledger of run {row.run!r}, the run file's shared.run is {config.shared.run!r}"

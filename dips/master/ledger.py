@@ -17,7 +17,7 @@ from typing import IO
 
 from dips.errors import ConfigError, Corrupt
 from dips.master.ledger_rows import write_record, write_run
-from dips.master.ledger_state import RoundHistory, read_history, read_state, read_totals
+from dips.master.ledger_state import RoundHistory, read_history, read_run, read_state, read_totals
 from dips.master.schema import ADDED_2, APPLICATION_ID, SCHEMA, SCHEMA_VERSION
 from dips.protocol.records import LedgerState, Record, RunRow
 
@@ -89,6 +89,10 @@ class Ledger:
         """Everything that a new master knows; raise Corrupt if rows contradict each other."""
         with _one_moment(self._db):
             return read_state(self._db)
+
+    def run_row(self) -> RunRow:
+        """What `dips init` wrote; raise Corrupt if it did not finish."""
+        return read_run(self._db)
 
     def history(self, limit: int = 100) -> list[RoundHistory]:
         """Return the newest `limit` rounds, oldest first: how each ended, its folds and its outcomes."""

@@ -56,7 +56,7 @@ def read_state(db: sqlite3.Connection) -> LedgerState:
     settled, leased = _settled(db), _leased(db)
     held = {r for *_, ranges in leased for r in ranges}
     return LedgerState(
-        row=_run(db),
+        row=read_run(db),
         term=term,
         next_round=last_round + 1,
         versions=lineage,
@@ -117,7 +117,8 @@ def read_totals(db: sqlite3.Connection) -> tuple[ClusterTotals, ...]:
 # ---- the state, part by part --------------------------------------------------------------------------------------
 
 
-def _run(db: sqlite3.Connection) -> RunRow:
+def read_run(db: sqlite3.Connection) -> RunRow:
+    """What `dips init` wrote; raise Corrupt if it did not finish."""
     row = db.execute("SELECT run, config_digest, manifest FROM run").fetchone()
     if row is None:
         raise Corrupt("the ledger names no run: `dips init` did not finish")
@@ -153,10 +154,11 @@ def _versions(db: sqlite3.Connection) -> tuple[tuple[VersionRow, ...], tuple[Ver
 
 
 def _shares(db: sqlite3.Connection) -> dict[int, list[tuple[str, int, tuple[int, ...]]]]:
-    """By round: whose pushes its version holds, with their tokens and ranges, in the order of folding."""
+    """By round that may still be undone: whose pushes its version holds, with tokens and ranges, in folding order."""
     shares: dict[int, list[tuple[str, int, tuple[int, ...]]]] = {}
     for number, cluster, tokens, ranges in db.execute(
-        "SELECT round, cluster, tokens, ranges FROM folds ORDER BY 1, place"
+        """SELECT round, cluster, tokens, ranges FROM folds
+           WHERE round NOT IN (SELECT round FROM retired) ORDER BY round, place"""
     ):
         shares.setdefault(number, []).append((cluster, tokens, _ints(ranges)))
     return shares
@@ -220,7 +222,7 @@ def _settled(db: sqlite3.Connection) -> set[int]:
     """Trained in the lineage, or gated: what a gated push brought is gone, whatever became of its round's version."""
     rows = db.execute(
         """SELECT ranges FROM outcomes LEFT JOIN undone u USING (round)
-           WHERE kind = 'gated' OR kind = 'accepted' AND u.round IS NULL"""
+           WHERE ranges != '[]' AND (kind = 'gated' OR kind = 'accepted' AND u.round IS NULL)"""
     )
     return {r for (ranges,) in rows for r in _ints(ranges)}
 
@@ -236,7 +238,9 @@ def _leased(db: sqlite3.Connection) -> tuple[tuple[str, int, int, tuple[int, ...
     A range that was undone may be leased again, to the same life too: each Outcome ends the oldest of its leases.
     """
     ended = Counter[tuple[str, int, int]]()
-    for cluster, inc, ranges in db.execute("SELECT cluster, inc, ranges FROM outcomes WHERE kind != 'skipped'"):
+    for cluster, inc, ranges in db.execute(
+        "SELECT cluster, inc, ranges FROM outcomes WHERE kind != 'skipped' AND ranges != '[]'"
+    ):
         ended.update((cluster, inc, r) for r in _ints(ranges))
     query = """SELECT l.cluster, l.inc, l.seq, l.ranges FROM leases l
                LEFT JOIN lives_ended e ON e.cluster = l.cluster AND e.inc = l.inc

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dips.errors import FailedDisk
 from dips.ids import GENESIS
 from dips.protocol.effects import Persist, Retire
 from dips.protocol.events import OrderFailed, Persisted
@@ -98,7 +99,15 @@ def persisted_late(w: World, chorus: Chorus) -> None:
 
 
 def failed_late(w: World, slave: Slave, chorus: Chorus, event: OrderFailed) -> None:
-    """One disk failed; the others may still be writing, and a new snapshot begins when all have ended."""
+    """One disk failed; the others may still be writing, and a new snapshot begins when all have ended.
+
+    A slave that refuses for another reason says nothing of its disk: it is asked again later, and nothing is counted.
+    """
+    if not event.reason.startswith(FailedDisk.__name__):
+        interrupt(w)
+        w.durability.again_at = w.now + RETRY_S
+        w.note("order_refused", slave=slave.name, reason=event.reason)
+        return
     w.durability.late_failed += (f"{slave.name} refused: {event.reason}",)
     del w.choruses[event.number]
     chorus.waiting.discard(slave.name)

@@ -313,7 +313,8 @@ class Agent:
             answer = yield self._ask(question)
             if isinstance(answer, Failed) and answer.error == "StaleIncarnation":
                 self.live = False
-            if answer is not None and not isinstance(answer, Pending):
+            unheard = answer is None or (isinstance(answer, Failed) and answer.error == "UnavailableMaster")
+            if not unheard and not isinstance(answer, Pending):
                 return answer
             yield sleep(self.world.heap, PAUSE_S, f"{self.name} asks again")
         return Failed("StaleIncarnation", "told by a beat")

@@ -409,6 +409,7 @@ class Shard:
             raise StaleVersion(
                 f"Commit of {version}: {self.name} serves {self.versions.memory}, prepared is {self.versions.prepared}"
             )
+        self._not_while_writing(f"Commit of {version}")
         self.versions.flip(version)
         self._end_round()
         self._moving.relieve()  # now, so that the next Apply finds its bank free

@@ -80,7 +80,7 @@ def test_a_whole_run_is_decided_again(tmp_path: Path) -> None:
     done = replay(tmp_path / "master")
     assert [one.term for one in done] == [1, 2]
     assert not any(one.differs or one.other_code for one in done)
-    assert not done[1].torn and min(one.events for one in done) > 50
+    assert not done[1].torn and min(one.events for one in done) > 20
     shown = say("dips-master", "replay", str(journal.segments(tmp_path / "master")[1]), "--show")
     assert "VersionCommitted(" in shown and "OrderAnswered(" in shown
 
