@@ -314,14 +314,16 @@ class House(Run):
 
     def check_history(self) -> None:
         """What ledger, ranks and logs tell, without standing still."""
+        seen = {name: self._written(name, "seen") for name in self.clusters}  # first: then every row is there
         with self.ledger() as ledger:
-            rounds, state = ledger.history(EVER), ledger.state()
+            state = ledger.state()
+            rounds = ledger.history(EVER)
         lineage = [row.version for row in state.versions]
         predict.check_lineage(rounds, lineage)
         predict.check_once(rounds, lineage)
         predicted = predict.predict(rounds)
         for name in self.clusters:
-            predict.check_numbers(self._written(name, "seen"), predicted, name)
+            predict.check_numbers(seen[name], predicted, name)
         torn = {path.name: path.read_text() for path in self.directory.glob("*.torn")}
         assert not torn, f"torn: {torn}"
         for log in self.directory.glob("*.log"):
