@@ -64,7 +64,10 @@ def spell_result(result: e.Result) -> str:
             return f"Registered as life {result.sinc} in term {result.term}, head {result.head}: {order}"
         case e.Joined():
             leased = _list(result.ranges)
-            return f"Joined as life {result.inc} in term {result.term}, head {result.head}, still leased {leased}"
+            former = f", {result.accounted} tokens of its former life accounted for" if result.accounted else ""
+            return (
+                f"Joined as life {result.inc} in term {result.term}, head {result.head}, still leased {leased}{former}"
+            )
         case e.Grant():
             return f"Grant {_grant(result)}{_codec(result)}"
         case e.Pending():

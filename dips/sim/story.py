@@ -173,6 +173,10 @@ class Teller:
     def cluster_silent(self, cluster: str, words: Words) -> list[str]:
         return self.step(ev.ClusterSilent(cluster, self._life(cluster, words), 10.0, int(words.get("lost", "0"))))
 
+    def told(self, cluster: str, words: Words) -> list[str]:
+        """The judge tells what the life's beats said of its tokens; asked before each Join."""
+        return self.step(ev.ClusterTold(cluster, self._life(cluster, words), int(words["tokens"])))
+
     def leaves(self, cluster: str, words: Words) -> list[str]:
         return self.step(ev.ClusterLeft(0, cluster, self._life(cluster, words), int(words.get("lost", "0"))), cluster)
 
@@ -298,6 +302,7 @@ COMMANDS: dict[str, Callable[[Teller, str, Words], list[str]]] = {
     "finishes-pull": Teller.finishes_pull,
     "leases": Teller.leases,
     "silent": Teller.cluster_silent,
+    "told": Teller.told,
     "leaves": Teller.leaves,
     "trainer": Teller.trainer,
     "measures": Teller.measures,

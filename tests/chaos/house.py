@@ -266,7 +266,7 @@ class House(Run):
 
         def holds() -> bool:
             with self.ledger() as ledger:
-                new = [r for r in ledger.history(30) if r.round > last and r.version is not None]
+                new = [r for r in ledger.history(12) if r.round > last and r.version is not None]
             return len(new) >= versions and set(by) <= {f.push.cluster for r in new for f in r.folds}
 
         self.until(holds, within_s, f"{versions} more versions{' by ' + ', '.join(by) if by else ''}")
@@ -314,14 +314,16 @@ class House(Run):
 
     def check_history(self) -> None:
         """What ledger, ranks and logs tell, without standing still."""
+        seen = {name: self._written(name, "seen") for name in self.clusters}  # first: then every row is there
         with self.ledger() as ledger:
-            rounds, state = ledger.history(EVER), ledger.state()
+            state = ledger.state()
+            rounds = ledger.history(EVER)
         lineage = [row.version for row in state.versions]
         predict.check_lineage(rounds, lineage)
         predict.check_once(rounds, lineage)
         predicted = predict.predict(rounds)
         for name in self.clusters:
-            predict.check_numbers(self._written(name, "seen"), predicted, name)
+            predict.check_numbers(seen[name], predicted, name)
         torn = {path.name: path.read_text() for path in self.directory.glob("*.torn")}
         assert not torn, f"torn: {torn}"
         for log in self.directory.glob("*.log"):

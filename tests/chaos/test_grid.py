@@ -12,7 +12,7 @@ from tests.chaos.house import House
 ROUNDS, STEP_S = 100, 0.004
 VICTIMS = ("ps0", "ps1", "master")
 CHECK_EVERY = 10
-HOUSE = {"step_s": 0.01, "timing": {"window_s": 0.1}}
+HOUSE = {"step_s": 0.05, "timing": {"window_s": 0.1}}
 
 
 @pytest.mark.timeout(600)
