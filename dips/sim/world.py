@@ -19,8 +19,8 @@ from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.options import Clip, DataOptions, Options, OuterOptions, PenaltyOptions, StopOptions, TimingOptions
 from dips.protocol.placement import place
 from dips.protocol.records import RunRow
-from dips.sim.coverage import Coverage
 from dips.protocol.slaves import EXIT_OLD_LEDGER
+from dips.sim.coverage import Coverage
 from dips.sim.faults import Faults
 from dips.sim.fences import Fences, Liveness, Memory, Monotone, Patience, Patient
 from dips.sim.flow import SimFlow
