@@ -21,6 +21,8 @@ def joined(w: World, event: ClusterJoined) -> None:
     if problem:
         w.reply(event.req, problem)
         return
+    if w.unproven(event.req):
+        return
     cluster = w.clusters.get(event.cluster)
     if cluster is None or not (cluster.live and cluster.nonce == event.nonce):
         cluster = _begin(w, event, cluster)

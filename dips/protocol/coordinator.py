@@ -168,10 +168,13 @@ class Coordinator:
 
     def cluster_standing(self, cluster: str, inc: int) -> tuple[str, PushId | None, PullId | None]:
         """("live" | "gone" | "fenced", its open push, its open pull): what a beat is answered."""
-        standing = self._world.standing(cluster, inc)
+        w = self._world
+        standing = w.standing(cluster, inc)
+        if cluster in w.clusters and not w.proven:
+            return "live", None, None  # an old ledger may not know this life: see World.unproven
         if standing != "live":
             return standing, None, None
-        found = self._world.clusters[cluster]
+        found = w.clusters[cluster]
         return standing, found.push.id if found.push else None, found.pull.id if found.pull else None
 
     def slave_live(self, slave: str, sinc: int) -> tuple[bool, int, tuple[PushId, ...], tuple[PullId, ...]]:

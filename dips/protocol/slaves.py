@@ -44,6 +44,7 @@ def registered(w: World, event: SlaveRegistered) -> None:
         w.reply(event.req, Failed("StaleTerm" if leave.code == EXIT_STALE else "StaleVersion", leave.reason))
         w.out.append(leave)
         return
+    w.proven = True
     lose(w, slave, "its process is a new one" if slave.nonce != event.nonce else "it registered again")
     _name(w, slave, event)
     slave.offer = rollback.offered(event)

@@ -216,6 +216,7 @@ class World:
         self.waiting: list[Push] = []  # committed while no window was open to them
         self.flipping: Chorus | None = None
         self.durability = Durability("durable")
+        self.proven = False  # a slave has registered: this ledger is not older than what the slaves hold
         self.rollback_waits = ""  # for whom, while some slave cannot offer the head
         self.counts = {"applied": 0, "unchanged": 0, "skipped": 0, **dict(state.rounds)}
         self.choruses: dict[int, tuple[Chorus, Order]] = {}  # unanswered orders by number
@@ -298,8 +299,20 @@ class World:
             return "fenced"
         return "live" if cluster.live else "gone"
 
+    def unproven(self, req: int) -> bool:
+        """Whether no slave has registered yet; the asker is told to come again."""
+        if not self.proven:
+            self.reply(req, Failed("UnavailableMaster", "no slave has registered yet; they know if its ledger is old"))
+        return not self.proven
+
     def living(self, req: int, name: str, inc: int) -> Cluster | None:
-        """Return the cluster if this life of it is live; else answer the question with StaleIncarnation."""
+        """Return the cluster if this life of it is live; else answer the question with StaleIncarnation.
+
+        Before a slave has registered nothing is answered: an old copy of the ledger would call leases foreign and lives
+        unknown that are not, and a cluster would end by it.
+        """
+        if self.unproven(req):
+            return None
         stand = self.standing(name, inc)
         if stand == "live":
             return self.clusters[name]

@@ -34,7 +34,7 @@ def test_the_stories_are_there() -> None:
 
 def test_a_story_is_not_its_own_witness() -> None:
     """A changed answer is noticed: the replay does not depend on what stands in the text."""
-    text = "# x\n> run begins\nthis was never said\n\n> a joins\n"
+    text = "# x\n> run begins\nthis was never said\n\n> all ready\n> a joins\n"
     told = replay(text)
     assert "never said" not in told
     assert "a ← Joined as life 1" in told
