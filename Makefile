@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 CPU_TORCH := https://download.pytorch.org/whl/cpu
-SEEDS ?= 300
+SEEDS ?= 1000
 STORM_S ?= 60
 
 help: ## list these words
@@ -37,7 +37,7 @@ check: $(VENV)/dev.stamp ## ruff, format, mypy --strict, generated stubs
 	  diff -r -x __pycache__ dips/wire/generated "$$out/generated" || { echo "error: run make proto and commit"; exit 1; }
 	@echo "all checks passed"
 
-sim: $(VENV)/dev.stamp ## the simulated world, SEEDS=N of them; a failing seed prints itself
+sim: $(VENV)/dev.stamp ## the simulated world, SEEDS=N of them; a failing seed prints itself, a table what they met (ARGS="--days 33")
 	@$(BIN)/python -m dips.sim --seeds $(SEEDS) $(ARGS)
 
 chaos: $(VENV)/dev.stamp ## kill, stop and partition real processes, fill and rot their disks; under 15 minutes (STORM_S=600)

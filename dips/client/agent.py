@@ -204,6 +204,8 @@ class Agent:
                 self._log.warning("the master does not answer", question=type(ask.event).__name__, error=str(error))
                 self._do(self._session.hindered(str(error), time.monotonic()))
                 self._wake()
+                if self._asking.get(ask.channel) is not asyncio.current_task():
+                    return None  # the session asks something else now: this must not reach a master that comes back
                 await self._pause(pause_s)
                 pause_s = min(pause_s * 2, self._config.retry_s)
             except DipsError as error:

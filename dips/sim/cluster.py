@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dips.sim.site import Site
 
 CALL_S = 2.0  # deadline of one question
-PAUSE_S = 0.5  # between two askings of the same question
+PAUSE_S = 0.3  # between two askings of the same question
 PATIENCE_S = 6.0  # a trainer waits so long for a master that does not answer
 
 

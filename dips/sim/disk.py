@@ -42,8 +42,8 @@ class Snapshot:
 class SimDisk:
     """Implements `dips.slave.ports.Disk`; belongs to the machine, not to the process.
 
-    Rot strikes what lies on the platter: the process that wrote a snapshot, or has verified it, goes on reading the page
-    cache, as Linux does; its successor finds the digest wrong and passes the snapshot over.
+    Rot strikes what lies on the platter: the process that wrote a snapshot, or has verified it, goes on reading the
+    page cache, as Linux does; its successor finds the digest wrong and passes the snapshot over.
     """
 
     def __init__(self, genesis: Arrays, rng: Random, passed_over: Callable[[], None] = lambda: None) -> None:
@@ -98,10 +98,6 @@ class SimDisk:
         if any(not s.good for s in self.files.values()):
             self._passed_over()
         return tuple(sorted(v for v, s in self.files.items() if s.good))
-
-    def reserve(self, version: VersionId, nbytes: int) -> None:
-        if self.full:
-            raise OSError(28, "no space left on the simulated disk")
 
     def reserve(self, version: VersionId, nbytes: int) -> None:
         if self.full:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dips.sim.cluster import Agent
     from dips.sim.world import World
 
-FIRST_S, GAP_S = 4.0, 4.0  # until the first fault, between two; at most double
+FIRST_S, GAP_S = 4.0, 4.6  # until the first fault, between two; at most double
 
 # What strikes at any time, and how often beside the others.
 ANY_TIME: dict[str, tuple[int, Strike]] = {
@@ -48,7 +48,7 @@ ANY_TIME: dict[str, tuple[int, Strike]] = {
     "cut": (3, strikes.cut),
     "clog": (1, strikes.clog),
     "cut_data": (1, strikes.cut_data),
-    "clog_data": (3, strikes.clog_data),
+    "clog_data": (2, strikes.clog_data),
     "partition": (1, strikes.partition),
     "whole_room": (1, strikes.whole_room),
 }

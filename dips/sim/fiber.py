@@ -1,4 +1,4 @@
-"""Processes as stories: a fiber is a generator that yields what it waits for, so that its code reads from top to bottom.
+"""Processes as stories: a fiber is a generator that yields what it waits for, so its code reads from top to bottom.
 
 A fiber that was killed is never resumed, whatever it waited for. One behind a closed gate (SIGSTOP) is resumed when the
 gate opens, with everything that came meanwhile, in its order.

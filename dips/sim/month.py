@@ -36,6 +36,9 @@ QUIET_S = 0.25 * DAY_S  # at the end: everything heals
 TRAINER_SHARE = 0.4  # of a cluster's failures that its agent survives
 
 
+WIDE = "{:<8}{:<5}{:>8}{:>9}{:>9}{:>6}{:>8}{:>8}{:>8}"  # a row of the figures
+
+
 @dataclass(frozen=True)
 class Kind:
     """A row of Table 1; `active` is #Failures times MTBF over the month: the share in which its clusters took part."""
@@ -88,7 +91,7 @@ class Month(Listener):
         self.kinds: Counter[str] = Counter()  # of failures
         self.notes: Counter[str] = Counter()
         self.outcomes: Counter[tuple[str, str]] = Counter()
-        self.down_s: Counter[str] = Counter()
+        self.down_s: dict[str, float] = dict.fromkeys((m.name for m in self.members), 0.0)
         self._down_since: dict[str, float] = {}
         self.serving_since: float | None = None
         self.served_s = 0.0
@@ -209,7 +212,7 @@ class Month(Listener):
         return failure or self._too_much_lost()
 
     def _too_much_lost(self) -> Failure | None:
-        """A failure costs what its cluster had not pushed yet: at most two pushes' work, and one for each skipped round."""
+        """A failure costs what its cluster had not pushed yet: two pushes' work at most, and one a skipped round."""
         for member in self.members:
             steps = sum(n for (_, n) in self.lost(member.name).values())
             lives = member.failures + (1 if member.ends < self.lasts_s else 0)
@@ -235,17 +238,18 @@ class Month(Listener):
         devices = sum(m.kind.devices for m in self.members)
         active = sum(m.active_s * m.kind.devices for m in self.members)
         down = sum(self.down_s[m.name] * m.kind.devices for m in self.members)
+        made, unchanged, skipped = (notes[k] for k in ("version_committed", "round_unchanged", "round_skipped"))
+        served = 100 * self.served_s / self.world.heap.now
+        head = ("cluster", "kind", "active d", "failures", "accepted", "gated", "skipped", "tokens", "lost %")
         lines = [
-            f"{self.days:g} days, {len(self.members)} clusters, {devices} devices, {SLAVES} slaves, seed {self.seed}; "
-            f"{self.world.heap.events} events",
+            f"{self.days:g} days, {len(self.members)} clusters, {devices} devices, {SLAVES} slaves, seed {self.seed}",
             "failures: " + ", ".join(f"{n} of {what}" for what, n in sorted(self.kinds.items())),
-            f"rounds: {rounds}: {notes['version_committed']} versions, {notes['round_unchanged']} unchanged, "
-            f"{notes['round_skipped']} skipped; {notes['push_committed']} pushes committed, {notes['rolled_back']} rollbacks",
-            f"availability: parameter server {100 * self.served_s / self.world.heap.now:.3f} % of the time, "
-            f"devices {100 * (1 - down / active):.2f} % of their active time",
+            f"rounds: {rounds}: {made} versions, {unchanged} unchanged, {skipped} skipped",
+            f"pushes committed: {notes['push_committed']}; rollbacks: {notes['rolled_back']}",
+            f"availability of the parameter server: {served:.3f} % of the time",
+            f"availability of devices: {100 * (1 - down / active):.2f} % of their active time",
             "",
-            f"{'cluster':<8} {'kind':<4} {'active d':>8} {'failures':>8} {'accepted':>8} {'gated':>5} {'skipped':>7} "
-            f"{'tokens':>8} {'lost %':>7}  lost by (inner steps of {STEPS})",
+            WIDE.format(*head) + f"  lost by (inner steps of {STEPS})",
         ]
         for m in self.members:
             tokens = sum(w.tokens for w in books.work if w.cluster == m.name)
@@ -253,8 +257,6 @@ class Month(Listener):
             gone = sum(t for t, _ in lost.values())
             why = ", ".join(f"{cause}: {n}" for cause, (_, n) in sorted(lost.items())) or "nothing"
             kinds = [self.outcomes[m.name, kind] for kind in ("accepted", "gated", "skipped")]
-            lines.append(
-                f"{m.name:<8} {m.kind.name:<4} {m.active_s / DAY_S:>8.1f} {m.failures:>8} {kinds[0]:>8} {kinds[1]:>5} "
-                f"{kinds[2]:>7} {tokens:>8} {100 * gone / max(1, tokens):>7.3f}  {why}"
-            )
+            row = (m.name, m.kind.name, f"{m.active_s / DAY_S:.1f}", m.failures, *kinds, tokens)
+            lines.append(WIDE.format(*row, f"{100 * gone / max(1, tokens):.3f}") + f"  {why}")
         return "\n".join(lines)

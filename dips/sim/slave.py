@@ -43,10 +43,10 @@ WORK_S: dict[type, float] = {
     Measure: 0.05,
     Fold: 0.05,
     Apply: 0.1,
-    Persist: 0.25,
+    Persist: 0.2,
     Commit: 0.02,
 }  # of an order, at most double
-LOAD_S = 0.5
+LOAD_S = 0.3
 BUSY_S = 0.3  # between two tries of an order that found a pool full
 
 

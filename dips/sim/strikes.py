@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from dips.sim.world import World
 
 Strike = Callable[["World", Random], None]
-OPERATOR_S = 6.0  # until a person has done what the run asks for
-DOWN_S = 4.0  # a process that crashed is started again after at most so long; one in five stays away thrice as long
+OPERATOR_S = 4.0  # until a person has done what the run asks for
+DOWN_S = 3.0  # a process that crashed is started again after at most so long; one in five stays away thrice as long
 
 
 def _down_s(rng: Random) -> float:
@@ -198,22 +198,19 @@ def full_ledger(world: World, rng: Random) -> None:
 def old_ledger(world: World, rng: Random) -> None:
     """With everybody down, a backup of the ledger is put back; a version was made in a round that it does not know.
 
-    So every slave that holds that version can tell, and the first to register makes the master refuse. What a cluster
-    may be told before that is left out here: clusters hear nothing until the newest ledger is back. A backup that lacks
-    no round nobody can tell from the newest (why.md 2, 4).
+    So every slave that holds that version can tell, and the first to register makes the master refuse; before that it
+    answers no cluster. A backup that lacks no round nobody can tell from the newest (why.md 2, 4).
     """
     copy = world.master.disk.copy()
     (known,) = copy.execute("SELECT coalesce(max(round), 0) FROM rounds").fetchone()
 
     def put_back() -> None:
-        if max(v.round for v in world.lineage.twin.versions) <= known or world.master.disk.old:
-            return
+        if world.authority.head.round <= known or world.master.disk.old:
+            return  # nobody could tell
         world.crash_master()
         world.master.disk.put_back(copy)
         for machine in world.machines.values():
             machine.start()
-        for site in world.sites:
-            world.network.cut(site, "master", world.quiet_at)
         world.later(1.0 + rng.random(), "the master starts on an old ledger", world.start_master)
 
     if world.heap.now + 20.0 < world.quiet_at:

@@ -8,7 +8,7 @@ kept by the real Feedback. A rank that died is seen by torchrun after a while; u
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -210,8 +210,8 @@ class Trainer:
 
         def done(result: object) -> None:
             ended.append(result)
-            if waiting:
-                waiting.pop()(None)
+            for resume in list(waiting):
+                resume(None)
 
         self.moving = start(done)
         meter = self.moving.meter
@@ -227,8 +227,15 @@ class Trainer:
         """Wait for the end of the transfer, or so long."""
 
         def begin(resume: Resume) -> None:
-            waiting[:] = [lambda value: (timer.cancel(), resume(value)) and None]
-            timer = self.world.heap.after(seconds, f"{self.site.name} polls", lambda: waiting and waiting.pop()(None))
+            timer = self.world.heap.after(seconds, f"{self.site.name} polls", lambda: first(None))
+
+            def first(value: Any) -> None:
+                if first in waiting:
+                    waiting.remove(first)
+                    timer.cancel()
+                    resume(value)
+
+            waiting.append(first)
 
         return begin
 

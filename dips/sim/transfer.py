@@ -20,7 +20,7 @@ from dips.sim.heap import Heap
 from dips.slave.ports import F32
 from dips.wire.frame import Buffer
 
-CLOG = 20.0  # times longer on a clogged link
+CLOG = 15.0  # times longer on a clogged link
 STALL_S = 2.0  # without a byte: the stream counts as broken
 
 Spell = Callable[[int, int, slice], Buffer]  # (rank, layer, place in it) → the body of that chunk

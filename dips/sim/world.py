@@ -322,8 +322,6 @@ class World:
     def put_newest_ledger_back(self) -> None:
         self.crash_master()
         self.master.disk.put_newest_back()
-        for site in self.sites:
-            self.network.cut(site, "master", self.heap.now)
         self.start_master()
 
     def restore_if_all_is_lost(self) -> None:

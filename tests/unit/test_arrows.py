@@ -35,9 +35,10 @@ MAY: dict[str, set[str]] = {
     "dips.cli": BELOW_ROLES | {"dips.commands", "dips.__init__"},
     # The real deciding, computing and holding parts, and nothing that has a socket or a thread.
     "dips.sim": LOW
-    | {"dips.protocol", "dips.outer", "dips.master.ledger"}
+    | {"dips.protocol", "dips.outer", "dips.wire.codecs", "dips.wire.chunks", "dips.wire.frame"}
+    | {"dips.transport.shares", "dips.master.ledger"}
     | {f"dips.slave.{pure}" for pure in ("shard", "ports", "fences", "moving")}
-    | {f"dips.client.{pure}" for pure in ("account", "deeds", "feedback", "local", "pace", "session")},
+    | {f"dips.client.{pure}" for pure in ("session", "account", "deeds", "local", "feedback", "pace")},
     "dips.demo": {"dips"},
 }
 
