@@ -24,6 +24,7 @@ from rich.table import Table
 
 from dips import __version__
 from dips.config import load_run
+from dips.data import app as data
 from dips.errors import ConfigError, UnavailableMaster
 from dips.ids import GENESIS, VersionId
 from dips.telemetry import exits
@@ -56,6 +57,8 @@ A run:
 Exit codes: 0 done; 1 a check of the demo failed; 2 wrong words on the command line; 65 corrupt bytes; 69 nobody
 answers; 78 the configuration is wrong. The message says what was expected, what came and what to do.""",
 )
+
+cli.add_typer(data.words, name="data")
 
 CONFIG = Annotated[Path, typer.Option("--config", "-c", help="The run file: one run, its master and its slaves.")]
 STATUS_DEADLINE_S = 5.0

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from dips.errors import ConfigError
 from dips.ids import check_name
@@ -52,6 +52,12 @@ class Shared(Section):
         "fp32"  # of pushes; lossy ones cost a rank 8 B more per parameter it pushes
     )
     durability: Literal["commit"] = "commit"  # a version is on disk everywhere before it exists
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _own_data(cls, value: Any) -> Any:
+        """`data: own` is the word for no ranges: clusters keep their loaders, and nobody tracks what they read."""
+        return {"ranges": 0} if value == "own" else value
 
     @property
     def digest(self) -> str:

@@ -53,7 +53,7 @@ from dips.client.mover import Mover
 from dips.client.parallel import shards
 from dips.client.transfer import Base
 from dips.client.voice import Voice
-from dips.config import ClusterFile, load_cluster
+from dips.config import ClusterFile, Shared, load_cluster
 from dips.errors import ConfigError, DipsError, LocalProtocolError
 from dips.ids import VersionId
 
@@ -103,6 +103,11 @@ class OuterLoop:
         It moves when the cluster takes part in an outer step. 0 if the run has no token target.
         """
         return self._progress
+
+    @property
+    def shared(self) -> Shared:
+        """What all clusters of the run agree on: the section `shared` of the cluster file."""
+        return self._config.shared
 
     @property
     def finished(self) -> bool:

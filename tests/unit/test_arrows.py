@@ -30,12 +30,13 @@ MAY: dict[str, set[str]] = {
     "dips.transport": LOW | {"dips.protocol", "dips.wire"},
     "dips.master": BELOW_ROLES - {"dips.outer"},
     "dips.slave": BELOW_ROLES,
-    "dips.client": BELOW_ROLES - {"dips.outer"},
-    "dips.cli": BELOW_ROLES | ROLES | {"dips.demo", "dips.__init__"},
+    "dips.client": BELOW_ROLES - {"dips.outer"} | {"dips.data"},
+    "dips.cli": BELOW_ROLES | ROLES | {"dips.demo", "dips.data", "dips.__init__"},
     # The real deciding, computing and holding parts, and nothing that has a socket or a thread.
     "dips.sim": LOW
     | {"dips.protocol", "dips.outer", "dips.master.ledger"}
     | {f"dips.slave.{pure}" for pure in ("shard", "ports", "fences", "moving")},
+    "dips.data": LOW,
     "dips.demo": {"dips"},
 }
 
@@ -51,6 +52,7 @@ NEVER: dict[str, set[str]] = {
     "dips.slave": {"torch"},
     "dips.wire": {"torch", "numba", "zmq"},
     "dips.transport": {"torch", "numba"},
+    "dips.data": {"torch", "numba", "zmq", "grpc", "pydantic"},
     "dips.telemetry": {"torch", "numba", "zmq", "grpc"},
     "dips.config": {"torch", "numpy", "numba", "zmq", "grpc"},
 }
