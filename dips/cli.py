@@ -369,16 +369,23 @@ def _rounds(config: Path, last: int) -> list[Any]:
 
 def _history_table(rounds: Sequence[Any]) -> Table:
     table = Table(title="rounds", title_justify="left", title_style="bold")
-    for column in ("round", "ended", "version", "tokens", "‖δ‖", "contributions", "why"):
-        table.add_column(column, justify="right" if column in ("round", "tokens", "‖δ‖") else "left")
+    for column in ("round", "ended", "version", "tokens", "ranges", "‖δ‖", "contributions", "why"):
+        table.add_column(column, justify="right" if column in ("round", "tokens", "ranges", "‖δ‖") else "left")
     for r in rounds:
         pushes = ", ".join(
             f"{o.push.cluster}" + ("" if o.kind == "accepted" else f" ({o.kind}: {o.reason})") for o in r.outcomes
         )
-        applied = r.kind == "applied"
+        applied, ranges = r.kind == "applied", sum(len(o.ranges) for o in r.outcomes)
         norm = f"{r.delta_norm:.3g}" + (" clipped" if r.clipped else "") if applied else "–"
         table.add_row(
-            f"r{r.round}", r.kind, str(r.version or "–"), picture.count(r.tokens), norm, pushes or "–", r.reason or "–"
+            f"r{r.round}",
+            r.kind,
+            str(r.version or "–"),
+            picture.count(r.tokens),
+            str(ranges or "not tracked"),
+            norm,
+            pushes or "–",
+            r.reason or "–",
         )
     return table
 

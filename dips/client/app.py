@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import importlib
 import os
 import signal
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,15 +48,26 @@ def dips_client(
     The command's script makes an OuterLoop (dips.client), which finds this agent by its environment. The agent joins
     the run, keeps the cluster's lease, carries pushes and pulls through, starts the command anew when it crashes, and
     ends when it ends, with its exit code. SIGTERM ends both. Exit code 75: a newer life of this cluster took over.
+
+    `dips-client check --config cluster.yaml` looks at everything that is needed, before accelerators are held.
     """
     file = load_cluster(config)
     with _alone(file.directory):
         raise typer.Exit(asyncio.run(_life(file, config.resolve(), command, log_level)))
 
 
+# Words that are no training command; each is a command line of its own.
+WORDS = {"check": "dips.client.preflight.app"}
+
+
 def main() -> None:
     """Entry point of the console script."""
-    exits.run(command_line)
+    word = WORDS.get(sys.argv[1]) if len(sys.argv) > 1 else None
+    if word is None:
+        exits.run(command_line)
+    else:
+        sys.argv[:2] = [f"{sys.argv[0]} {sys.argv[1]}"]
+        exits.run(importlib.import_module(word).command_line)
 
 
 @contextmanager

@@ -81,10 +81,10 @@ async def serve(config: RunFile, log: logs.Log, ready: Callable[[str], None] = l
     server = control.server(lambda method, error: log.error("call failed", method=method, exc_info=error))
     outside = _Outside(ledger)
     try:
-        _check_agrees(config, ledger)
+        row = _check_agrees(config, ledger)
         address = f"{host}:{control.bind(server, config.master.listen, KEY)}"
         runtime = _build(config, ledger, outside, log, timeline)
-        checker = await _add_services(server, runtime)
+        checker = await _add_services(server, runtime, _agreed(config, row))
         await server.start()
         end_metrics = _serve_metrics(config, runtime, log)
         _stop_on_signals(runtime)
@@ -140,10 +140,16 @@ def _build(config: RunFile, ledger: Ledger, outside: _Outside, log: logs.Log, ti
     )
 
 
-async def _add_services(server: aio.Server, runtime: Runtime) -> health.aio.HealthServicer:
+def _agreed(config: RunFile, row: RunRow) -> dict[str, Any]:
+    """What every cluster must agree with; `dips-client check` compares."""
+    shared = config.shared.model_dump(mode="json")
+    return {"run": row.run, "shared": shared, "config_digest": row.config_digest, "manifest": row.manifest}
+
+
+async def _add_services(server: aio.Server, runtime: Runtime, agreed: dict[str, Any]) -> health.aio.HealthServicer:
     add_ClusterServiceServicer_to_server(Clusters(runtime), server)
     add_SlaveServiceServicer_to_server(Slaves(runtime), server)
-    add_StatusServiceServicer_to_server(Status(runtime, time.monotonic), server)
+    add_StatusServiceServicer_to_server(Status(runtime, time.monotonic, agreed), server)
     return await control.serve_health(server, SERVICES)
 
 
@@ -168,8 +174,8 @@ def _stop_on_signals(runtime: Runtime) -> None:
         loop.add_signal_handler(number, runtime.stop)
 
 
-def _check_agrees(config: RunFile, ledger: Ledger) -> None:
-    """The ledger and the run file must be of one run; raise ConfigError naming both."""
+def _check_agrees(config: RunFile, ledger: Ledger) -> RunRow:
+    """The ledger and the run file must be of one run; return its row, or raise ConfigError naming both."""
     path, row = genesis.ledger_path(config), ledger.state().row
     if row.run != config.shared.run:
         raise ConfigError(
@@ -187,6 +193,7 @@ def _check_agrees(config: RunFile, ledger: Ledger) -> None:
             "placement is fixed for a run"
         )
     _check_manifest(config, row)
+    return row
 
 
 def _check_manifest(config: RunFile, row: RunRow) -> None:

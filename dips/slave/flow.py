@@ -23,6 +23,7 @@ from dips.protocol.beats import Transfer
 from dips.protocol.manifest import Manifest
 from dips.slave.moves import Move, Moved, PushOver, Released, Say, Staged, Wake, error
 from dips.slave.ports import Arrays, FlowEvents
+from dips.slave.probes import Probes
 from dips.slave.receiver import Claim, Receiver
 from dips.slave.sender import Job, Sender
 from dips.transport.lane import Lane, Outgoing
@@ -32,7 +33,7 @@ from dips.transport.pool import Transit
 from dips.wire import codecs
 from dips.wire.chunks import Layout
 from dips.wire.frame import BadFrame, Header, Kind, check_body, message, run_id, unpack
-from dips.wire.streams import StreamName, decode_done, decode_hello, decode_want
+from dips.wire.streams import StreamName, decode_done, decode_hello, decode_probe, decode_want
 
 TICK_S = 0.05  # how often stalls, deadlines and trackers are looked at
 OUTGO_DEPTH = 4096  # chunks asked by all ranks of a lane and not yet checksummed; 16 streams at full credit
@@ -70,6 +71,7 @@ class ZmqFlow:
         self._intake: list[Stage[Claim]] = []
         self._outgo: list[Stage[Job]] = []
         self._started = self._over = False
+        self._probes: list[Probes] = [Probes(self._run) for _ in lanes]
         self.refused: Counter[str] = Counter()  # frames by reason (wire.frame.REASONS)
         self.bytes_in = 0  # staged, since the start of the process
         try:
@@ -192,6 +194,8 @@ class ZmqFlow:
         elif header.kind is Kind.DONE:
             decode_done(body)
             self._sender.done(lane, peer, header.stream)
+        elif header.kind is Kind.PROBE:
+            self._lanes[lane].post(self._probes[lane].answer(peer, header.stream, decode_probe(body)))
         else:
             raise BadFrame("kind", f"a slave is not sent {header.kind.name}")
 

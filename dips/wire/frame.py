@@ -61,6 +61,7 @@ class Kind(IntEnum):
     CHUNK = 4
     DONE = 5
     ERROR = 6
+    PROBE = 7  # outside any transfer: a measure of the way, and its answer
 
 
 class Dtype(IntEnum):
@@ -145,8 +146,8 @@ def unpack(part: Buffer, run: int, body_bytes: int, chunk_bytes: int) -> Header:
         raise BadFrame("format", f"expected frame format {FORMAT}, got {form}")
     if _CHECKSUM.unpack_from(fields, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(fields[: _FIELDS.size]):
         raise BadFrame("header_checksum", "the header's checksum does not match the header")
-    if not Kind.HELLO <= kind <= Kind.ERROR:
-        raise BadFrame("kind", f"expected a kind from {Kind.HELLO} to {Kind.ERROR}, got {kind}")
+    if not Kind.HELLO <= kind <= Kind.PROBE:
+        raise BadFrame("kind", f"expected a kind from {Kind.HELLO} to {Kind.PROBE}, got {kind}")
     if _CODEC.get(dtype) != codec or (dtype and kind != Kind.CHUNK):
         raise BadFrame("type", f"a {Kind(kind).name} of dtype {dtype}, codec {codec} is not known")
     if reserved:
