@@ -92,6 +92,7 @@ class SlaveSection(Section):
     askers: Annotated[int, Field(ge=1)] = 4  # streams kept busy at once on a lane
     stall_s: Annotated[float, Field(gt=0)] = 30.0  # a transfer without a new byte for so long is over
     threads: Annotated[int, Field(ge=0)] = 0  # kernels; 0: all cores
+    metrics: str | None = None  # host:port where Prometheus scrapes; null: nowhere
 
     def data_lanes(self, cores: int) -> tuple[str, ...]:
         """The address of each lane on a host with so many cores."""
@@ -143,6 +144,7 @@ class ClusterFile(Section):
     stall_s: Annotated[float, Field(gt=0)] = 30.0  # a transfer without a new byte for so long is begun anew
     retry_s: Annotated[float, Field(gt=0)] = 30.0  # longest pause between two tries to reach the master
     max_restarts: Annotated[int, Field(ge=0)] = 10  # of the trainer, by the agent
+    metrics: str | None = None  # host:port where Prometheus scrapes; null: nowhere
     insecure: bool = False  # plain text; only on loopback
 
 
@@ -163,6 +165,7 @@ def load_run(path: Path) -> RunFile:
         if s.lanes and s.lane_count:
             raise ConfigError(f"{path}: slaves.{s.name}: expected lanes or lane_count, got both; leave one out")
         keys = ("master", s.master), ("listen", s.listen), *(("lanes", lane) for lane in s.lanes)
+        keys += (("metrics", s.metrics),) if s.metrics else ()
         addresses += [(f"slaves.{s.name}.{key}", address) for key, address in keys]
     _check_loopback(path, config.insecure, addresses)
     return config
@@ -172,7 +175,8 @@ def load_cluster(path: Path) -> ClusterFile:
     """Read a cluster file; raise ConfigError naming file and key."""
     config = _load(path, ClusterFile)
     _check_names(path, [(config.shared.run, "run"), (config.cluster, "cluster")])
-    _check_loopback(path, config.insecure, [("master", config.master)])
+    addresses = [("master", config.master), *([("metrics", config.metrics)] if config.metrics else [])]
+    _check_loopback(path, config.insecure, addresses)
     return config
 
 

@@ -11,25 +11,28 @@ import importlib
 import os
 import signal
 import sys
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from dips.client import metrics as agent_metrics
 from dips.client.agent import Agent
 from dips.client.deeds import Identity
 from dips.client.launch import PR_SET_CHILD_SUBREAPER, prctl
 from dips.client.line import socket_path
 from dips.client.master_link import MasterLink
 from dips.client.session import Session
-from dips.config import ClusterFile, load_cluster
+from dips.config import ClusterFile, host_port, load_cluster
 from dips.errors import ConfigError
-from dips.telemetry import exits, logs
+from dips.telemetry import exits, logs, metrics
 from dips.telemetry.timeline import Timeline
 
+SCRAPE_S = 5.0  # Prometheus waits for 10
 PATIENCE_BEATS = 5  # a trainer waits so long for a master that does not answer, then trains on
 
 command_line = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -102,14 +105,33 @@ async def _life(config: ClusterFile, path: Path, command: list[str], log_level: 
         asyncio.get_running_loop().add_signal_handler(number, agent.terminate)
     socket = socket_path(config)
     server = await _listen(agent, socket)
+    end_metrics = _serve_metrics(config, session, log)
     environment = {"DIPS_CLUSTER_FILE": str(path), "DIPS_AGENT_SOCKET": str(socket)}
     try:
         return await agent.run(command, environment)
     finally:
+        await asyncio.to_thread(end_metrics)
         server.close()
         socket.unlink(missing_ok=True)
         await master.close()
         timeline.close()
+
+
+def _serve_metrics(config: ClusterFile, session: Session, log: logs.Log) -> Callable[[], None]:
+    """Answer Prometheus, if the cluster file says where; scrapes come in threads, the session belongs to the loop."""
+    if config.metrics is None:
+        return lambda: None
+    loop, address = asyncio.get_running_loop(), host_port(config.metrics)
+
+    async def told() -> dict[str, Any]:
+        return agent_metrics.read(session, time.monotonic())
+
+    def scraped() -> dict[str, Any]:
+        return asyncio.run_coroutine_threadsafe(told(), loop).result(SCRAPE_S)
+
+    port, end = metrics.serve(address, scraped, agent_metrics.collect)
+    log.info("metrics", address=f"{address[0]}:{port}")
+    return end
 
 
 async def _listen(agent: Agent, path: Path) -> asyncio.Server:

@@ -178,6 +178,7 @@ class Session(Talk):
         self.attempt, self._alive, self._key = self.attempt + 1, True, key
         self._number, self.base, self._pull_failures = 0, None, 0
         self._waiting, self._told, self._resync = False, None, False
+        self._starves = self._left = False
         self._push_ranks, self._pull_ranks = q.push_ranks, q.pull_ranks
         self.ranges.exhausted = False
         self._mark("trainer_attached", attempt=self.attempt, life=q.life, restart=q.restart)
@@ -202,9 +203,12 @@ class Session(Talk):
             case PushWanted() | PushMoved() | PullWanted() | PullMoved():
                 return self._talk(message)
             case RangeWanted():
-                return self._range(message)
+                answer = self._range(message)
+                self._starves = isinstance(answer, Wait)
+                return answer
             case Bye():
                 self._bury("it is done")
+                self._left = True
                 return Heard()
             case _:
                 return Failure("RemoteProtocolError", f"{type(message).__name__} is not a word of rank 0")
@@ -213,6 +217,7 @@ class Session(Talk):
     def _stepped(self, notice: Stepped) -> None:
         self.inner_steps += 1
         self.tokens += notice.tokens
+        self.tally.earn(notice.tokens, self._now)
         self.loss = self.loss if notice.loss is None else notice.loss
         self.account.earn(notice.tokens, notice.loss)
         if self._resync:  # its pull will overwrite this work

@@ -198,7 +198,9 @@ def _outcome(w: World, cluster: Cluster, push: PushId) -> Result:
     pull = cluster.pull if cluster.pull and cluster.pull.id.seq == push.seq and cluster.pull.opened else None
     grant = w.grant(pull.version, cluster.ranks, pull.deadline_s, pull.first) if pull else None
     version = cluster.outcome_version if row.kind == "accepted" else w.head
-    return Outcome(row.kind, None if row.kind == "skipped" else version, row.reason, grant, w.progress())
+    skipped = row.kind == "skipped"
+    update_s = 0.0 if skipped else w.update_s
+    return Outcome(row.kind, None if skipped else version, row.reason, grant, w.progress(), update_s)
 
 
 def _why_gone(cluster: Cluster, push: PushId) -> str:

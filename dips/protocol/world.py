@@ -199,6 +199,8 @@ class World:
         self.round: Round | None = None
         self.waiting: list[Push] = []  # committed while no window was open to them
         self.flipping: Chorus | None = None
+        self.closed_at = now  # when the last window closed
+        self.update_s = 0.0  # from there to the last flip; 0 if the round left θ as it was
         self.counts = {"applied": 0, "unchanged": 0, "skipped": 0, **dict(state.rounds)}
         self.choruses: dict[int, tuple[Chorus, Order]] = {}  # unanswered orders by number
         self.last_number = 0

@@ -21,6 +21,7 @@ from dips.config import host_port
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.beats import Transfer
 from dips.protocol.manifest import Manifest
+from dips.slave.links import ByCluster
 from dips.slave.moves import Move, Moved, PushOver, Released, Say, Staged, Wake, error
 from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.probes import Probes
@@ -74,6 +75,7 @@ class ZmqFlow:
         self._probes: list[Probes] = [Probes(self._run) for _ in lanes]
         self.refused: Counter[str] = Counter()  # frames by reason (wire.frame.REASONS)
         self.bytes_in = 0  # staged, since the start of the process
+        self._received_from = ByCluster()
         try:
             for index, address in enumerate(lanes):
                 host, port = host_port(address)
@@ -91,6 +93,12 @@ class ZmqFlow:
     def transit(self) -> tuple[int, int]:
         """Bytes asked for and not yet in place, and their limit."""
         return self._pool.used, self._pool.limit
+
+    def links(self) -> dict[str, dict[str, int]]:
+        """Bytes by cluster, received (`in`) and sent (`out`), since the start of the process."""
+        with self._counting:
+            received = self._received_from.told()
+        return {"in": received, "out": self._sender.sent_by_cluster()}
 
     def addresses(self) -> tuple[str, ...]:
         """The host:port of each lane, as really bound."""
@@ -243,6 +251,7 @@ class ZmqFlow:
                 raise
             with self._counting:
                 self.bytes_in += claim.chunk.nbytes
+                self._received_from.add(claim.stream.push.push.cluster, claim.chunk.nbytes)
             self._do(moves)
 
     def _frame(self, job: Job) -> None:

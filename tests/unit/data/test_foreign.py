@@ -41,6 +41,7 @@ def test_a_megatron_data_set_is_read_where_it_lies(tmp_path: Path) -> None:
     assert read.dtype == np.uint16
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Megatron's own
 def test_megatron_itself_wrote_it(tmp_path: Path) -> None:
     """megatron.core's own builder writes what we read."""
     library = pytest.importorskip("megatron.core.datasets.indexed_dataset")
