@@ -24,13 +24,14 @@ demo: $(VENV)/demo.stamp ## two unequal clusters train one model through a maste
 test: $(VENV)/dev.stamp ## unit, transcript, simulation and integration tests (ARGS="-k word" picks some)
 	@$(BIN)/python -m pytest $(ARGS)
 
-check: $(VENV)/dev.stamp ## ruff, format, mypy --strict, generated stubs
+check: $(VENV)/dev.stamp ## ruff, format, mypy --strict, generated stubs, manifests
 	@echo "ruff check";          $(BIN)/ruff check -q .
 	@echo "ruff format --check"; $(BIN)/ruff format -q --check .
 	@echo "mypy --strict dips";  $(BIN)/mypy --no-error-summary
 	@echo "stubs of protos/";    out=$$(mktemp -d); trap 'rm -rf "$$out"' EXIT; \
 	  PYTHON="$(CURDIR)/$(BIN)/python" protos/generate "$$out/generated"; \
 	  diff -r -x __pycache__ dips/wire/generated "$$out/generated" || { echo "error: run make proto and commit"; exit 1; }
+	@echo "deploy/kubernetes";    PYTHON="$(CURDIR)/$(BIN)/python" deploy/kubernetes/check
 	@echo "all checks passed"
 
 sim: $(VENV)/dev.stamp ## the simulated world, SEEDS=N of them; a failing seed prints itself

@@ -84,6 +84,7 @@ class SlaveSection(Section):
     listen: str = "127.0.0.1:0"  # control server; port 0 takes a free one
     lanes: tuple[str, ...] = ()  # data lanes, host:port each; empty: lane_count free ports on the host of `listen`
     lane_count: Annotated[int, Field(ge=0, le=MOST_LANES)] = 0  # without `lanes`; 0: by cores
+    advertise: str | None = None  # host by which master and clusters reach it; null: as `listen` and `lanes` spell it
     directory: Path  # snapshots; one slave each, locked for life
     initial_model: Path  # safetensors of `dips init`; read once, for v0@r0
     slots: Annotated[int, Field(ge=1)] = 2  # pushes that may move at once
@@ -93,6 +94,13 @@ class SlaveSection(Section):
     stall_s: Annotated[float, Field(gt=0)] = 30.0  # a transfer without a new byte for so long is over
     threads: Annotated[int, Field(ge=0)] = 0  # kernels; 0: all cores
     metrics: str | None = None  # host:port where Prometheus scrapes; null: nowhere
+
+    def reached_at(self, address: str) -> str:
+        """What others are told of an address that this slave listens on."""
+        if self.advertise is None:
+            return address
+        host = f"[{self.advertise}]" if ":" in self.advertise else self.advertise
+        return f"{host}:{host_port(address)[1]}"
 
     def data_lanes(self, cores: int) -> tuple[str, ...]:
         """The address of each lane on a host with so many cores."""
@@ -145,6 +153,7 @@ class ClusterFile(Section):
     retry_s: Annotated[float, Field(gt=0)] = 30.0  # longest pause between two tries to reach the master
     max_restarts: Annotated[int, Field(ge=0)] = 10  # of the trainer, by the agent
     metrics: str | None = None  # host:port where Prometheus scrapes; null: nowhere
+    relay: str | None = None  # host of this agent at which ranks without a way out reach the slaves; null: they dial
     insecure: bool = False  # plain text; only on loopback
 
 
@@ -166,6 +175,7 @@ def load_run(path: Path) -> RunFile:
             raise ConfigError(f"{path}: slaves.{s.name}: expected lanes or lane_count, got both; leave one out")
         keys = ("master", s.master), ("listen", s.listen), *(("lanes", lane) for lane in s.lanes)
         keys += (("metrics", s.metrics),) if s.metrics else ()
+        keys += (("advertise", s.reached_at("x:0")),) if s.advertise else ()
         addresses += [(f"slaves.{s.name}.{key}", address) for key, address in keys]
     _check_loopback(path, config.insecure, addresses)
     return config
@@ -176,6 +186,8 @@ def load_cluster(path: Path) -> ClusterFile:
     config = _load(path, ClusterFile)
     _check_names(path, [(config.shared.run, "run"), (config.cluster, "cluster")])
     addresses = [("master", config.master), *([("metrics", config.metrics)] if config.metrics else [])]
+    if config.relay:
+        addresses.append(("relay", f"[{config.relay}]:0" if ":" in config.relay else f"{config.relay}:0"))
     _check_loopback(path, config.insecure, addresses)
     return config
 

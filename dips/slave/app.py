@@ -193,8 +193,10 @@ async def _session(config: RunFile, parts: Parts, address: str, stack: AsyncExit
     channel, beat_channel = control.channel(section.master), control.channel(section.master)
     stack.push_async_callback(channel.close)
     stack.push_async_callback(beat_channel.close)
+    lanes = tuple(section.reached_at(lane) for lane in parts.flow.addresses())
+    address = section.reached_at(address)
     return Session(
-        Identity(config.shared.run, section.name, uuid.uuid4().hex, address, parts.flow.addresses(), section.master),
+        Identity(config.shared.run, section.name, uuid.uuid4().hex, address, lanes, section.master),
         parts.owner,
         parts.flow,
         SlaveServiceStub(channel),
