@@ -26,6 +26,7 @@ from dips.client.deeds import Identity
 from dips.client.launch import PR_SET_CHILD_SUBREAPER, prctl
 from dips.client.line import socket_path
 from dips.client.master_link import MasterLink
+from dips.client.relay import Relay
 from dips.client.session import Session
 from dips.config import ClusterFile, host_port, load_cluster
 from dips.errors import ConfigError
@@ -100,12 +101,14 @@ async def _life(config: ClusterFile, path: Path, command: list[str], log_level: 
     master = MasterLink(config.master)
     identity = Identity(config.shared.run, config.cluster, config.shared.digest)
     session = Session(identity, lambda: uuid.uuid4().hex, PATIENCE_BEATS * config.beat_s)
-    agent = Agent(config, session, master, timeline, log)
+    relay = Relay(config.relay, log) if config.relay else None
+    rewrite = relay.rewrite if relay else lambda grant: grant
+    agent = Agent(config, session, master, timeline, log, rewrite)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, agent.terminate)
     socket = socket_path(config)
     server = await _listen(agent, socket)
-    end_metrics = _serve_metrics(config, session, log)
+    end_metrics = _serve_metrics(config, session, relay, log)
     environment = {"DIPS_CLUSTER_FILE": str(path), "DIPS_AGENT_SOCKET": str(socket)}
     try:
         return await agent.run(command, environment)
@@ -113,18 +116,20 @@ async def _life(config: ClusterFile, path: Path, command: list[str], log_level: 
         await asyncio.to_thread(end_metrics)
         server.close()
         socket.unlink(missing_ok=True)
+        if relay:
+            await asyncio.to_thread(relay.close)
         await master.close()
         timeline.close()
 
 
-def _serve_metrics(config: ClusterFile, session: Session, log: logs.Log) -> Callable[[], None]:
+def _serve_metrics(config: ClusterFile, session: Session, relay: Relay | None, log: logs.Log) -> Callable[[], None]:
     """Answer Prometheus, if the cluster file says where; scrapes come in threads, the session belongs to the loop."""
     if config.metrics is None:
         return lambda: None
     loop, address = asyncio.get_running_loop(), host_port(config.metrics)
 
     async def told() -> dict[str, Any]:
-        return agent_metrics.read(session, time.monotonic())
+        return {**agent_metrics.read(session, time.monotonic()), **agent_metrics.relayed(relay)}
 
     def scraped() -> dict[str, Any]:
         return asyncio.run_coroutine_threadsafe(told(), loop).result(SCRAPE_S)

@@ -7,6 +7,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
+from dips.client.relay import Relay
 from dips.client.session import Session
 from dips.telemetry.metrics import Row, Status, families
 
@@ -22,6 +23,9 @@ SELF = (
     Row("dips_agent_loss", "loss", "Loss of the last inner step."),
     Row("dips_agent_base_version", "base", "Outer steps of the version that it trains on."),
     Row("dips_agent_progress", "progress", "Accepted tokens of the run over its target."),
+    Row("dips_agent_relayed_bytes", "relayed", "Passed on for ranks without a way out, both ways.", counter=True),
+    Row("dips_agent_relay_connections", "relay_open", "Connections of the relay."),
+    Row("dips_agent_relay_refused", "relay_refused", "Connections beyond the most that it serves.", counter=True),
     Row("dips_agent_master_silent_seconds", "silent_s", "Since the master stopped to answer; 0 while it does."),
 )
 SPENT = (Row("dips_agent_seconds", "seconds", "Time by what it went to; all but inner is standstill.", counter=True),)
@@ -56,6 +60,13 @@ def read(session: Session, now: float) -> dict[str, Any]:
             "lost": account.lost,
         },
     }
+
+
+def relayed(relay: Relay | None) -> dict[str, Any]:
+    """The relay's numbers; nothing without one."""
+    if relay is None:
+        return {}
+    return {"relayed": relay.passed_bytes, "relay_open": relay.connections, "relay_refused": relay.refused}
 
 
 def collect(told: Status) -> Iterator[Metric]:

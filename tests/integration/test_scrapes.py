@@ -47,7 +47,7 @@ def held_by_promtool(text: str) -> None:
 
 @pytest.mark.timeout(240)
 def test_every_daemon_is_scraped_while_a_run_goes_on(tmp_path: Path) -> None:
-    """One cluster, two slaves, outer steps: bytes, seconds and tokens of the three kinds of daemons agree."""
+    """One cluster behind a relay, two slaves: bytes, seconds and tokens of the three kinds of daemons agree."""
     tensors = {n: np.full(tuple(p.shape), script.START, np.float32) for n, p in script.Model().named_parameters()}
     nbytes = 4 * sum(t.size for t in tensors.values())
     ports = {name: harness.free_port() for name in ("master", "ps0", "ps1", "slow")}
@@ -59,7 +59,7 @@ def test_every_daemon_is_scraped_while_a_run_goes_on(tmp_path: Path) -> None:
         run.start_master()
         run.start_slaves()
         command = [sys.executable, str(HERE / "train_constant.py"), "slow", "24", "1", str(tmp_path / "slow.out")]
-        run.start_cluster("slow", command, steps=1, metrics=f"127.0.0.1:{ports['slow']}")
+        run.start_cluster("slow", command, steps=1, relay="127.0.0.1", metrics=f"127.0.0.1:{ports['slow']}")
 
         def pushes() -> float:
             try:
@@ -88,6 +88,8 @@ def test_every_daemon_is_scraped_while_a_run_goes_on(tmp_path: Path) -> None:
     }
     for way, direction in (("in", "push"), ("out", "pull")):
         assert link[way] >= agent["dips_agent_moved_bytes_total", (("direction", direction),)]
+    moved = sum(v for (name, _), v in agent.items() if name == "dips_agent_moved_bytes_total")
+    assert agent["dips_agent_relayed_bytes_total", ()] >= moved, "the ranks went past the relay"
     for slave in run.slaves:
         shard = told[slave]
         assert 0 < shard["dips_shard_pool_bytes", ()] <= shard["dips_shard_pool_limit_bytes", ()]

@@ -126,7 +126,7 @@ def test_a_hugging_face_data_set() -> None:
     """The real library: columns come back, over all ranges each row once."""
     library = pytest.importorskip("datasets")
     table = library.Dataset.from_dict({"text": [f"t{i}" for i in range(60)], "source": ["a", "b", "b"] * 20})
-    batches = RowBatches(table, 6, 2, sources=table["source"][:])
+    batches = RowBatches(table, 6, 1, sources=table["source"][:])
     seen = [text for number in range(6) for batch in batches.batches(number, 0) for text in batch["text"]]
     assert sorted(seen) == sorted(table["text"])
     assert table.select(batches.rows(3))["source"][:].count("a") in (3, 4)
