@@ -69,7 +69,8 @@ def build_command(
             nonlocal at
             if what != at:
                 at = what
-                total = next(s.nbytes for s in chosen if what.endswith(f" of {s.name}"))
+                text = (s.nbytes for s in chosen if what == f"tokens of {s.name}")
+                total = next(text, None)  # how long the tokens are that are read next, nobody has told
                 bar.reset(task, description=what, total=total)
             bar.advance(task, nbytes)
 

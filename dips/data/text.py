@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from dips.data.order import I64
 from dips.data.tokenfile import TokenFile
@@ -27,7 +28,7 @@ TEXT_BLOCK = 16 << 20  # bytes of a plain file that become one document at most
 AT_ONCE = 256  # documents given to the tokenizer together
 _JSON_LINES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 
-Encode = Callable[[Sequence[str]], Sequence[Sequence[int]]]
+Encode = Callable[[Sequence[str]], Sequence[npt.ArrayLike]]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def tokenizer(spec: str, eos: str | None) -> Tokenizer:
           `eos` names its end token; or MODULE:FUNCTION, a function that returns a dips.data.text.Tokenizer
     """
     if spec == "bytes":
-        return Tokenizer(spec, lambda texts: [list(text.encode()) for text in texts], 257, 256)
+        return Tokenizer(spec, lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts], 257, 256)
     if spec.endswith(".json"):
         return _hugging_face(Path(spec), eos)
     module, colon, function = spec.partition(":")
@@ -79,9 +80,8 @@ def _hugging_face(path: Path, eos: str | None) -> Tokenizer:
     if end is None:
         raise ConfigError(f"--tokenizer {path}: expected --eos-token to name one of its tokens, got {eos!r}")
 
-    def encode(texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        encoded = made.encode_batch(list(texts), add_special_tokens=False)
-        return [cast(Sequence[int], one.ids) for one in encoded]
+    def encode(texts: Sequence[str]) -> Sequence[npt.ArrayLike]:
+        return [one.ids for one in made.encode_batch(list(texts), add_special_tokens=False)]
 
     return Tokenizer(path.name, encode, made.get_vocab_size(), end)
 
@@ -101,7 +101,7 @@ def write_tokens(
             documents = _documents(file, key)
             while block := list(islice(documents, AT_ONCE)):
                 for ids in made.encode([text for text, _ in block]):
-                    row = np.array([*ids, made.eos], np.int64)
+                    row = np.append(np.asarray(ids, np.int64), made.eos)
                     if row.min() < 0 or row.max() >= made.vocabulary:
                         raise ConfigError(
                             f"{file}: {made.name} made token {row.max()}, expected below {made.vocabulary}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -17,6 +18,19 @@ from safetensors.numpy import save_file
 
 HERE = Path(__file__).parent
 TENSORS = {"a.weight": np.zeros((64, 32), np.float32), "b.weight": np.ones((16,), np.float32)}
+
+
+FACTORY = """
+import torch
+
+def build(width=32):
+    model = torch.nn.Module()
+    model.a, model.b = torch.nn.Linear(width, 64, bias=False), torch.nn.LayerNorm(16, bias=False)
+    return model
+
+def other():
+    return build(33)
+"""
 
 
 def load(name: str) -> ModuleType:
@@ -35,7 +49,8 @@ def check(directory: Path, content: dict[str, Any], *words: str) -> tuple[int, d
     path = directory / "cluster.yaml"
     path.write_text(yaml.safe_dump(content))
     command = [*harness.daemon("client"), "check", "--config", str(path), "--json", "--most-mib", "8", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=harness.ROOT)
+    environment = {**os.environ, "PYTHONPATH": str(harness.ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=directory, env=environment)
     rows = json.loads(done.stdout) if done.stdout else []
     return done.returncode, {row["what"]: row for row in rows}, done.stderr
 
@@ -77,6 +92,12 @@ def test_all_is_well_and_what_is_not_is_named(run: Any, tmp_path: Path) -> None:
     code, rows, _ = check(tmp_path, cluster(run), "--model", str(tmp_path / "wrong.safetensors"))
     assert (code, rows["model"]["verdict"]) == (78, "FAIL")
     assert rows["model"]["seen"] == "b.weight: expected shape (16,), got (17,)"
+
+    (tmp_path / "mymodel.py").write_text(FACTORY)
+    code, rows, _ = check(tmp_path, cluster(run), "--factory", "mymodel:build")
+    assert (code, rows["model"]["seen"]) == (0, "2 parameters, 0.00 M elements, as the run's")
+    code, rows, _ = check(tmp_path, cluster(run), "--factory", "mymodel:other")
+    assert code == 78 and "a.weight: expected shape (64, 32), got (64, 33)" in rows["model"]["seen"]
 
     shared = {**run.shared, "outer": {"lr": 0.5}}
     code, rows, _ = check(tmp_path, cluster(run, shared=shared))
