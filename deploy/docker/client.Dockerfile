@@ -1,6 +1,6 @@
 # A training image with Di-PS in it.   docker build -f deploy/docker/client.Dockerfile --build-arg BASE=my/training -t dips-client .
 # BASE brings Python and the torch that fits its accelerators; it is kept, nothing of CUDA is fetched here.
-ARG BASE=pytorch/pytorch:2.9.1-cuda12.8-cudnn9-runtime
+ARG BASE
 FROM python:3.12-slim AS wheel
 WORKDIR /src
 RUN pip install --no-cache-dir build

@@ -73,8 +73,8 @@ def source(spec: str) -> Source:
         raise ConfigError(f"--source: expected NAME=PATH, got {spec!r}")
     check_name(name, "source")
     path = Path(where)
-    found = [p for p in path.rglob("*") if p.is_file()] if path.is_dir() else [Path(p) for p in glob.glob(where)]
-    files = tuple(sorted(p for p in found if not _beside(p)))
+    found = path.rglob("*") if path.is_dir() else map(Path, glob.glob(where))
+    files = tuple(sorted(p for p in found if p.is_file() and not _beside(p)))
     if not files:
         raise ConfigError(f"--source {spec}: there is no file")
     return Source(name, files)

@@ -53,14 +53,14 @@ def deal(sources: Sequence[Documents], ranges: int, seed: int, cut: int = 0) -> 
     cut     documents of more tokens become several; 0: none is cut
     Errors  ConfigError if a source is empty or there are fewer tokens than ranges.
     """
-    if ranges < 1:
-        raise ConfigError(f"ranges: expected at least 1, got {ranges}")
+    sizes = [int(source.tokens.sum()) for source in sources]
+    if not 1 <= ranges <= sum(sizes):
+        raise ConfigError(f"ranges: expected 1 to {sum(sizes)}, as many as there are tokens, got {ranges}")
+    if 0 in sizes:
+        raise ConfigError(f"source number {sizes.index(0) + 1} has no token")
     pieces = [_cut(source, cut) if cut else source for source in sources]
     homes = []
     for index, source in enumerate(pieces):
-        total = int(source.tokens.sum())
-        if total < ranges:
-            raise ConfigError(f"source number {index + 1} has {total} tokens, too few for {ranges} ranges")
         homes.append(_homes(source.tokens, ranges, shuffled(len(source), seed, index)))
     count = [len(source) for source in pieces]
     home, source_of = np.concatenate(homes), np.repeat(np.arange(len(pieces)), count)
@@ -83,7 +83,7 @@ def deal_rows(count: int, ranges: int, seed: int, sources: Sequence[object] | No
     names = np.zeros(count, np.int64) if sources is None else np.unique(np.asarray(sources), return_inverse=True)[1]
     if len(names) != count:
         raise ConfigError(f"sources: expected one for each of {count} rows, got {len(names)}")
-    rows = [np.flatnonzero(names == source) for source in range(int(names.max()) + 1)]
+    rows = [np.flatnonzero(names == source) for source in np.unique(names)]
     documents = [Documents(np.zeros_like(r), r, np.ones_like(r)) for r in rows]
     dealt = deal(documents, ranges, seed)
     starts = dealt.documents["start"].astype(np.int64)

@@ -81,5 +81,19 @@ def test_rows_of_a_table_are_dealt_by_source() -> None:
 @pytest.mark.parametrize("ranges", [0, 500])
 def test_too_few_tokens_or_ranges(ranges: int) -> None:
     """An empty range would be a lie."""
-    with pytest.raises(ConfigError, match="ranges"):
+    with pytest.raises(ConfigError, match="ranges: expected 1 to 400"):
         deal([documents(*[10] * 40)], ranges, 0)
+
+
+def test_what_is_empty_is_named() -> None:
+    """A source without a token, and a table without a row."""
+    with pytest.raises(ConfigError, match="source number 2 has no token"):
+        deal([documents(5, 5), documents()], 2, 0)
+    with pytest.raises(ConfigError, match="ranges"):
+        deal_rows(0, 4, 0)
+
+
+def test_a_small_source_is_dealt_as_far_as_it_goes() -> None:
+    """Fewer rows than ranges: some ranges have one, none has two, and the balance is what it is."""
+    dealt = deal_rows(103, 10, 0, ["a"] * 100 + ["b"] * 3)
+    assert sorted((rows >= 100).sum() for rows in dealt) == [0] * 7 + [1] * 3
