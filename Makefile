@@ -28,13 +28,14 @@ test: $(VENV)/dev.stamp ## unit, transcript, simulation and integration tests (A
 test-slow: $(VENV)/dev.stamp ## the tests that make test leaves out: longer runs of real frameworks
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 
-check: $(VENV)/dev.stamp ## ruff, format, mypy --strict, generated stubs
+check: $(VENV)/dev.stamp ## ruff, format, mypy --strict, generated stubs, manifests
 	@echo "ruff check";          $(BIN)/ruff check -q .
 	@echo "ruff format --check"; $(BIN)/ruff format -q --check .
 	@echo "mypy --strict dips";  $(BIN)/mypy --no-error-summary
 	@echo "stubs of protos/";    out=$$(mktemp -d); trap 'rm -rf "$$out"' EXIT; \
 	  PYTHON="$(CURDIR)/$(BIN)/python" protos/generate "$$out/generated"; \
 	  diff -r -x __pycache__ dips/wire/generated "$$out/generated" || { echo "error: run make proto and commit"; exit 1; }
+	@echo "deploy/kubernetes";    PYTHON="$(CURDIR)/$(BIN)/python" deploy/kubernetes/check
 	@echo "all checks passed"
 
 sim: $(VENV)/dev.stamp ## the simulated world, SEEDS=N of them; a failing seed prints itself, a table what they met (ARGS="--days 33")

@@ -11,6 +11,7 @@ import typer
 
 from dips import __version__
 from dips.commands import demo, drain, export, history, init, readmit, status, verify
+from dips.data import app as data
 from dips.telemetry import exits
 
 cli = typer.Typer(
@@ -46,6 +47,8 @@ Keeping it going:
 Exit codes: 0 done; 1 not done, or a check failed; 2 wrong words on the command line; 65 corrupt bytes; 69 nobody
 answers; 78 the configuration is wrong. The message says what was expected, what came and what to do.""",
 )
+
+cli.add_typer(data.words, name="data")
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dips.errors import ConfigError
 from dips.ids import check_name
@@ -51,6 +51,12 @@ class Shared(Section):
     codec: Literal["fp32", "bf16", "int8"] = (
         "fp32"  # of pushes; lossy ones cost a rank 8 B more per parameter it pushes
     )
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _own_data(cls, value: Any) -> Any:
+        """`data: own` is the word for no ranges: clusters keep their loaders, and nobody tracks what they read."""
+        return {"ranges": 0} if value == "own" else value
 
     @property
     def digest(self) -> str:
@@ -90,6 +96,7 @@ class SlaveSection(Section):
     lanes: tuple[str, ...] = ()  # data lanes, host:port each; empty: lane_count free ports on the host of `listen`
     curve_key: Path | None = None  # ZeroMQ certificate with the lanes' secret key; null: they are plain
     lane_count: Annotated[int, Field(ge=0, le=MOST_LANES)] = 0  # without `lanes`; 0: by cores
+    advertise: str | None = None  # host by which master and clusters reach it; null: as `listen` and `lanes` spell it
     directory: Path  # snapshots; one slave each, locked for life
     initial_model: Path  # safetensors of `dips init`; read once, for v0@r0
     slots: Annotated[int, Field(ge=1)] = 2  # pushes that may move at once
@@ -98,12 +105,20 @@ class SlaveSection(Section):
     askers: Annotated[int, Field(ge=1)] = 4  # streams kept busy at once on a lane
     stall_s: Annotated[float, Field(gt=0)] = 30.0  # a transfer without a new byte for so long is over
     threads: Annotated[int, Field(ge=0)] = 0  # kernels; 0: all cores
+    metrics: str | None = None  # host:port where Prometheus scrapes; null: nowhere
     performer: Literal["external", "exec"] = "external"  # who starts it: systemd, Kubernetes, you; or the master, here
 
     @property
     def lock(self) -> Path:
         """Held by the slave's process for life, with its number in it."""
         return self.directory / ".lock"
+
+    def reached_at(self, address: str) -> str:
+        """What others are told of an address that this slave listens on."""
+        if self.advertise is None:
+            return address
+        host = f"[{self.advertise}]" if ":" in self.advertise else self.advertise
+        return f"{host}:{host_port(address)[1]}"
 
     def data_lanes(self, cores: int) -> tuple[str, ...]:
         """The address of each lane on a host with so many cores."""
@@ -185,6 +200,8 @@ class ClusterFile(Section):
     # streaming: one layer at a time, for hosts that have no room for that; a broken pull leaves a model that must pull
     # again before it can train, and pushes are read from the model while they travel. Needs the codec fp32.
     install: Literal["whole", "streaming"] = "whole"
+    metrics: str | None = None  # host:port where Prometheus scrapes; null: nowhere
+    relay: str | None = None  # host of this agent at which ranks without a way out reach the slaves; null: they dial
     insecure: bool = False  # plain text; only on loopback
 
 
@@ -205,6 +222,8 @@ def load_run(path: Path) -> RunFile:
         if s.lanes and s.lane_count:
             raise ConfigError(f"{path}: slaves.{s.name}: expected lanes or lane_count, got both; leave one out")
         keys = ("master", s.master), ("listen", s.listen), *(("lanes", lane) for lane in s.lanes)
+        keys += (("metrics", s.metrics),) if s.metrics else ()
+        keys += (("advertise", s.reached_at("x:0")),) if s.advertise else ()
         addresses += [(f"slaves.{s.name}.{key}", address) for key, address in keys]
     _check_loopback(path, config.insecure, addresses)
     return config
@@ -214,7 +233,10 @@ def load_cluster(path: Path) -> ClusterFile:
     """Read a cluster file; raise ConfigError naming file and key."""
     config = _load(path, ClusterFile)
     _check_names(path, [(config.shared.run, "run"), (config.cluster, "cluster")])
-    _check_loopback(path, config.insecure, [("master", config.master)])
+    addresses = [("master", config.master), *([("metrics", config.metrics)] if config.metrics else [])]
+    if config.relay:
+        addresses.append(("relay", f"[{config.relay}]:0" if ":" in config.relay else f"{config.relay}:0"))
+    _check_loopback(path, config.insecure, addresses)
     if config.install == "streaming" and config.shared.codec != "fp32":
         raise ConfigError(f"{path}: install: streaming needs shared.codec fp32, got {config.shared.codec}")
     if config.install == "streaming" and config.overlap == "full":

@@ -9,19 +9,20 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 from dips.client import local
 from dips.client.deeds import Ask, Deed, Hurry, Mark, Stop
-from dips.client.local import Bye, Wait, Welcome
+from dips.client.local import Bye, Failure, PullNow, PushNow, Wait, Welcome
 from dips.client.session import Session
 from dips.client.trainer import Trainer, kill_leftovers
 from dips.config import ClusterFile
 from dips.errors import Busy, DipsError, RemoteProtocolError, Unavailable
 from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer
-from dips.protocol.effects import Result
+from dips.protocol.effects import Grant, Result
 from dips.telemetry.logs import Log
 from dips.telemetry.timeline import Timeline
 
@@ -43,8 +44,18 @@ class Master(Protocol):
 class Agent:
     """One agent; `run` is its life, `serve` the life of one connection of rank 0."""
 
-    def __init__(self, config: ClusterFile, session: Session, master: Master, timeline: Timeline, log: Log) -> None:
+    def __init__(
+        self,
+        config: ClusterFile,
+        session: Session,
+        master: Master,
+        timeline: Timeline,
+        log: Log,
+        rewrite: Callable[[Grant], Grant] = lambda grant: grant,
+    ) -> None:
+        """`rewrite` turns a grant into the one that the ranks are given: a relay puts its own addresses in."""
         self._config, self._session, self._master = config, session, master
+        self._rewrite = rewrite
         self._timeline, self._log = timeline, log
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()  # replaced at each change
@@ -144,11 +155,19 @@ class Agent:
             answer, deeds = self._session.hear(message, time.monotonic())
             self._do(deeds)
             left = until - time.monotonic()
+            if isinstance(answer, PushNow | PullNow):
+                return self._routed(answer)
             if not isinstance(answer, Wait) or left <= 0 or getattr(message, "at_once", False):
                 return answer
             if changed is self._changed:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(changed.wait(), left)
+
+    def _routed(self, answer: PushNow | PullNow) -> local.Answer:
+        try:
+            return replace(answer, grant=self._rewrite(answer.grant))
+        except DipsError as error:
+            return Failure(type(error).__name__, str(error))
 
     # ---- the master ----------------------------------------------------------------------------------------------
 

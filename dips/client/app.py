@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import importlib
 import os
 import signal
+import sys
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from dips.client import metrics as agent_metrics
 from dips.client.agent import Agent
 from dips.client.deeds import Identity
 from dips.client.launch import PR_SET_CHILD_SUBREAPER, prctl
@@ -24,12 +28,14 @@ from dips.client.line import socket_path
 from dips.client.master_link import MasterLink
 from dips.client.orphan import AGENT_PID
 from dips.client.pace import Pace
+from dips.client.relay import Relay
 from dips.client.session import Session
-from dips.config import ClusterFile, load_cluster
+from dips.config import ClusterFile, host_port, load_cluster
 from dips.errors import ConfigError
-from dips.telemetry import exits, logs
+from dips.telemetry import exits, logs, metrics
 from dips.telemetry.timeline import Timeline
 
+SCRAPE_S = 5.0  # Prometheus waits for 10
 PATIENCE_BEATS = 5  # a trainer waits so long for a master that does not answer, then trains on
 
 command_line = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -48,15 +54,26 @@ def dips_client(
     The command's script makes an OuterLoop (dips.client), which finds this agent by its environment. The agent joins
     the run, keeps the cluster's lease, carries pushes and pulls through, starts the command anew when it crashes, and
     ends when it ends, with its exit code. SIGTERM ends both. Exit code 75: a newer life of this cluster took over.
+
+    `dips-client check --config cluster.yaml` looks at everything that is needed, before accelerators are held.
     """
     file = load_cluster(config)
     with _alone(file.directory):
         raise typer.Exit(asyncio.run(_life(file, config.resolve(), command, log_level)))
 
 
+# Words that are no training command; each is a command line of its own.
+WORDS = {"check": "dips.client.preflight.app"}
+
+
 def main() -> None:
     """Entry point of the console script."""
-    exits.run(command_line)
+    word = WORDS.get(sys.argv[1]) if len(sys.argv) > 1 else None
+    if word is None:
+        exits.run(command_line)
+    else:
+        sys.argv[:2] = [f"{sys.argv[0]} {sys.argv[1]}"]
+        exits.run(importlib.import_module(word).command_line)
 
 
 @contextmanager
@@ -92,19 +109,42 @@ async def _life(config: ClusterFile, path: Path, command: list[str], log_level: 
         Pace(**config.pace.model_dump()),
         config.overlap == "full",
     )
-    agent = Agent(config, session, master, timeline, log)
+    relay = Relay(config.relay, log) if config.relay else None
+    rewrite = relay.rewrite if relay else lambda grant: grant
+    agent = Agent(config, session, master, timeline, log, rewrite)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, agent.terminate)
     socket = socket_path(config)
     server = await _listen(agent, socket)
+    end_metrics = _serve_metrics(config, session, relay, log)
     environment = {"DIPS_CLUSTER_FILE": str(path), "DIPS_AGENT_SOCKET": str(socket), AGENT_PID: str(os.getpid())}
     try:
         return await agent.run(command, environment)
     finally:
+        await asyncio.to_thread(end_metrics)
         server.close()
         socket.unlink(missing_ok=True)
+        if relay:
+            await asyncio.to_thread(relay.close)
         await master.close()
         timeline.close()
+
+
+def _serve_metrics(config: ClusterFile, session: Session, relay: Relay | None, log: logs.Log) -> Callable[[], None]:
+    """Answer Prometheus, if the cluster file says where; scrapes come in threads, the session belongs to the loop."""
+    if config.metrics is None:
+        return lambda: None
+    loop, address = asyncio.get_running_loop(), host_port(config.metrics)
+
+    async def told() -> dict[str, Any]:
+        return {**agent_metrics.read(session, time.monotonic()), **agent_metrics.relayed(relay)}
+
+    def scraped() -> dict[str, Any]:
+        return asyncio.run_coroutine_threadsafe(told(), loop).result(SCRAPE_S)
+
+    port, end = metrics.serve(address, scraped, agent_metrics.collect)
+    log.info("metrics", address=f"{address[0]}:{port}")
+    return end
 
 
 async def _listen(agent: Agent, path: Path) -> asyncio.Server:

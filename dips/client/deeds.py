@@ -37,6 +37,23 @@ ACTIVITY: Mapping[Phase, str] = {
 }
 
 
+# Why a trainer that waits in a phase stands still (tally.CAUSES).
+STANDSTILL: Mapping[Phase, str] = {
+    Phase.UNJOINED: "join",
+    Phase.JOINING: "join",
+    Phase.RESTING: "join",
+    Phase.UNSURE: "join",
+    Phase.ASKING_PUSH: "slot",
+    Phase.PUSHING: "push",
+    Phase.FINISHING: "push",
+    Phase.ABORTING: "push",
+    Phase.AWAITING: "window",
+    Phase.ASKING_PULL: "pull",
+    Phase.PULLING: "pull",
+    Phase.CLOSING: "pull",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
     """Who this cluster is, and what it must agree on with the run."""

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import cast
 
 from dips.client.account import Account, RangeQueue
-from dips.client.deeds import Ask, Deed, Identity, Mark, Phase, Stop
+from dips.client.deeds import STANDSTILL, Ask, Deed, Identity, Mark, Phase, Stop
 from dips.client.local import Answer, Failure
 from dips.client.pace import Pace
+from dips.client.tally import Tally
 from dips.errors import DipsError, treatment
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant, Progress
@@ -32,6 +33,8 @@ class Life:
         self._identity, self._new_nonce, self._patience_s, self._pace = identity, new_nonce, patience_s, pace
         self._out: list[Deed] = []
         self._now = 0.0
+        self.tally = Tally()
+        self._starves = self._left = False  # the trainer waits for a data range; it said goodbye
         # this life at the master
         self.inc, self._nonce, self._term, self._manifest = 0, "", 0, ""
         self.account, self.ranges = Account(), RangeQueue()
@@ -112,6 +115,36 @@ class Life:
     def _mark(self, kind: str, **fields: object) -> None:
         self._out.append(Mark(kind, fields))
 
+    @property
+    def alive(self) -> bool:
+        """A trainer is attached."""
+        return self._alive
+
+    @property
+    def devices(self) -> int:
+        """Ranks of the present or last trainer that hold a part of the model."""
+        return self._pull_ranks
+
+    @property
+    def fraction(self) -> float:
+        """Accepted tokens of the run over its target, 0 to 1."""
+        return self._fraction()
+
+    def silent_s(self, now: float) -> float:
+        """For how long the master has not answered; 0 while it does."""
+        return 0.0 if self._unreachable_since is None else max(0.0, now - self._unreachable_since)
+
+    def _cause(self) -> str:
+        """What the cluster's time goes to now (tally.CAUSES)."""
+        if not self._alive:
+            return "ended" if self._left else "failure" if self.attempt else "start"
+        if self._waiting and not (self._overlap and self.base is not None and not self._resync):
+            return STANDSTILL[self.phase]
+        if self._starves:
+            return "data"
+        return "start" if self.base is None else "inner"
+
     def _flush(self) -> list[Deed]:
+        self.tally.turn(self._cause(), self._now)
         out, self._out = self._out, []
         return out

@@ -61,7 +61,7 @@ from dips.client.parallel import HostMemory, StreamedMemory, lay_out
 from dips.client.transfer import Base
 from dips.client.underway import Moved, Underway
 from dips.client.voice import Voice
-from dips.config import ClusterFile, load_cluster
+from dips.config import ClusterFile, Shared, load_cluster
 from dips.errors import ConfigError, DipsError, LocalProtocolError
 from dips.ids import VersionId
 
@@ -141,6 +141,11 @@ class OuterLoop:
         if not self._warms_up:
             return 1.0
         return min(1.0, (self.inner_steps + 1) / max(1, self._config.rejoin_warmup_steps))
+
+    @property
+    def shared(self) -> Shared:
+        """What all clusters of the run agree on: the section `shared` of the cluster file."""
+        return self._config.shared
 
     @property
     def finished(self) -> bool:

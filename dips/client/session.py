@@ -186,6 +186,7 @@ class Session(Checkpoints):
         self._number, self.base, self._pull_failures = 0, None, 0
         self._cut = False
         self._waiting, self._told, self._resync = False, None, False
+        self._starves = self._left = False
         self._push_ranks, self._pull_ranks = q.push_ranks, q.pull_ranks
         self._pace.cut(self._now)
         self.ranges.exhausted = False
@@ -211,13 +212,16 @@ class Session(Checkpoints):
             case PushWanted() | PushMoved() | PullWanted() | PullMoved():
                 return self._talk(message)
             case RangeWanted():
-                return self._range(message)
+                answer = self._range(message)
+                self._starves = isinstance(answer, Wait)
+                return answer
             case SaveWanted():
                 return self._save()
             case Resume():
                 return self._resume(message)
             case Bye():
                 self._bury("it is done")
+                self._left = True
                 return Heard()
             case _:
                 return Failure("RemoteProtocolError", f"{type(message).__name__} is not a word of rank 0")
@@ -227,6 +231,7 @@ class Session(Checkpoints):
         self.inner_steps += 1
         self._pace.stepped(self._now)
         self.tokens += notice.tokens
+        self.tally.earn(notice.tokens, self._now)
         self.loss = self.loss if notice.loss is None else notice.loss
         self.account.earn(notice.tokens, notice.loss)
         if not notice.finite and not self._sick:

@@ -142,6 +142,7 @@ class Talk(Life):
             self._tell(self._train_on(self.reason))
             return
         self._have_moved(q.nbytes, q.nbytes)
+        self.tally.moved["push"] += q.nbytes
         self.phase, self.reason = Phase.FINISHING, "its push waits to be committed"
         p = self.account.frozen
         self._ask(PushFinished(0, self._push_id(), p.tokens, p.inner_steps, p.ranges, p.loss))
@@ -152,6 +153,7 @@ class Talk(Life):
         self._mark("pull_end", seq=q.seq, version=str(version), installed=q.installed, nbytes=q.nbytes, reason=q.reason)
         if q.installed:
             self._have_moved(q.nbytes, q.nbytes)
+            self.tally.moved["pull"] += q.nbytes
             self.base, self._resync, self._pull_due, self._pull_failures = version, False, False, 0
             if not self._merge:
                 self.ranges.take_back_unserved(self.account.lose_carried())  # work that the pull has overwritten
@@ -197,6 +199,8 @@ class Talk(Life):
         if self.phase is Phase.AWAITING:
             self._mark("window_end", seq=self._seq)
         self._mark("outcome", outcome=result.kind, version=str(result.version), seq=self._seq, reason=result.reason)
+        self.tally.turn(self._cause(), self._now)
+        self.tally.updated(result.update_s)
         self._progressed(result.progress)
         if result.kind == "skipped":
             self._give_back()

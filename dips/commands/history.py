@@ -74,7 +74,7 @@ def _table(rounds: Sequence[Mapping[str, Any]]) -> Table:
             picture.count(r["tokens"]),
             _norm(r),
             _contributions(r),
-            runs([n for outcome in r["outcomes"] for n in outcome["ranges"]]),
+            runs([n for outcome in r["outcomes"] for n in outcome["ranges"]]) if r["outcomes"] else picture.NONE,
             undone or r["reason"] or ("not durable" if r["version"] and not r["durable"] else picture.NONE),
             style="dim" if undone else "",
         )
@@ -102,4 +102,4 @@ def runs(numbers: Sequence[int]) -> str:
         else:
             found.append([n, n])
     told = [str(a) if a == b else f"{a}–{b}" for a, b in found[:MOST_RANGES]]
-    return " ".join(told + (["…"] if len(found) > MOST_RANGES else [])) or picture.NONE
+    return " ".join(told + (["…"] if len(found) > MOST_RANGES else [])) or "not tracked"

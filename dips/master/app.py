@@ -98,7 +98,7 @@ async def serve(
     async with AsyncExitStack() as stack:
         ledger = Ledger.open(genesis.ledger_path(config), wall=time.time)
         stack.callback(ledger.close)
-        _check_agrees(config, ledger)
+        row = _check_agrees(config, ledger)
         timeline = Timeline(config.master.directory / "timeline.jsonl", "master")
         stack.callback(timeline.close)
         outside = _Outside(ledger)
@@ -108,7 +108,7 @@ async def serve(
         host, _ = config.master.listen.rsplit(":", 1)
         address = f"{host}:{control.bind(server, config.master.listen, KEY)}"
         runtime = _build(config, ledger, outside, log, timeline, stack)
-        checker = await _add_services(server, runtime)
+        checker = await _add_services(server, runtime, _agreed(config, row))
         await server.start()
         end_metrics = _serve_metrics(config, runtime, log)
         performer = _perform(config, file, runtime, log)
@@ -182,11 +182,17 @@ def _perform(config: RunFile, file: Path | None, runtime: Runtime, log: logs.Log
     return performer
 
 
-async def _add_services(server: aio.Server, runtime: Runtime) -> health.aio.HealthServicer:
+def _agreed(config: RunFile, row: RunRow) -> dict[str, Any]:
+    """What every cluster must agree with; `dips-client check` compares."""
+    shared = config.shared.model_dump(mode="json")
+    return {"run": row.run, "shared": shared, "config_digest": row.config_digest, "manifest": row.manifest}
+
+
+async def _add_services(server: aio.Server, runtime: Runtime, agreed: dict[str, Any]) -> health.aio.HealthServicer:
     add_ClusterServiceServicer_to_server(Clusters(runtime), server)
     add_SlaveServiceServicer_to_server(Slaves(runtime), server)
     add_OperatorServiceServicer_to_server(Operators(runtime), server)
-    add_StatusServiceServicer_to_server(Status(runtime, time.monotonic), server)
+    add_StatusServiceServicer_to_server(Status(runtime, time.monotonic, agreed), server)
     return await control.serve_health(server, SERVICES)
 
 
@@ -211,8 +217,8 @@ def _stop_on_signals(runtime: Runtime) -> None:
         loop.add_signal_handler(number, runtime.stop)
 
 
-def _check_agrees(config: RunFile, ledger: Ledger) -> None:
-    """The ledger and the run file must be of one run; raise ConfigError naming both."""
+def _check_agrees(config: RunFile, ledger: Ledger) -> RunRow:
+    """The ledger and the run file must be of one run; return its row, or raise ConfigError naming both."""
     path, row = genesis.ledger_path(config), ledger.run_row()
     if row.run != config.shared.run:
         raise ConfigError(
@@ -230,6 +236,7 @@ def _check_agrees(config: RunFile, ledger: Ledger) -> None:
             "placement is fixed for a run"
         )
     _check_manifest(config, row)
+    return row
 
 
 def _check_manifest(config: RunFile, row: RunRow) -> None:

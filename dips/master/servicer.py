@@ -7,7 +7,7 @@ wait. Which question is legal when, the Coordinator decides.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message
@@ -114,14 +114,20 @@ class Operators(OperatorServiceServicer):
 
 
 class Status(StatusServiceServicer):
-    """What `dips status` and the live view ask."""
+    """What `dips status`, the live view and `dips-client check` ask."""
 
-    def __init__(self, runtime: Runtime, clock: Callable[[], float]) -> None:
-        self._runtime, self._clock = runtime, clock
+    def __init__(self, runtime: Runtime, clock: Callable[[], float], agreed: Mapping[str, Any]) -> None:
+        """`agreed`: what never changes in a run: its name, shared options, their digest, the manifest."""
+        self._runtime, self._clock, self._agreed = runtime, clock, agreed
 
     async def Status(self, request: Any, context: Any) -> status_pb2.StatusReply:
         merged = status.status(self._runtime.view(), self._runtime.beats, self._clock())
         return status_pb2.StatusReply(json=status.to_json(merged))
+
+    async def Describe(self, request: Any, context: Any) -> status_pb2.DescribeReply:
+        view = self._runtime.view()
+        told = {key: view.get(key) for key in ("term", "head", "finished", "clusters", "slaves")}
+        return status_pb2.DescribeReply(json=status.to_json({**told, **self._agreed}))
 
 
 class _Asker:

@@ -275,6 +275,7 @@ class Outcome:
     reason: str
     pull: Grant | None
     progress: Progress
+    update_s: float = 0.0  # from the close of its window to the flip; the rest of the wait was window. For people
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,7 @@ class DataOptions:
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
     ranges: int = 0  # 0: clusters bring their own data
     epochs: int = 1  # range e·ranges + i is range i in epoch e: nothing is trained twice under one number
+    digest: str = ""  # of the data set, as `dips data build` printed it; "": nobody compares
 
     def __post_init__(self) -> None:
         _require(self.ranges >= 0, "data.ranges", "0 or more", self.ranges)

@@ -216,7 +216,9 @@ def _outcome(w: World, cluster: Cluster, push: PushId) -> Result:
     reason = row.reason
     if version in w.undone:
         reason = f"{reason}; undone since: the head is {w.head} again, which the next push is measured against"
-    return Outcome(row.kind, None if row.kind == "skipped" else version, reason, grant, w.progress())
+    skipped = row.kind == "skipped"
+    update_s = 0.0 if skipped else w.update_s
+    return Outcome(row.kind, None if skipped else version, reason, grant, w.progress(), update_s)
 
 
 def _why_gone(cluster: Cluster, push: PushId) -> str:

@@ -147,6 +147,7 @@ def _close_if_due(w: World, r: Round) -> None:
         skip(w, f"the norm of the averaged pseudo-gradient is {r.delta_norm}")
         return
     r.reason = f"applying {len(r.folded)} contributions"
+    w.closed_at = w.now
     version = VersionId(w.head.version + 1, r.number)
     o = w.options.outer
     order = Apply(r.number, version, r.scale, o.lr, o.momentum, durability.reserves(w))
@@ -345,6 +346,7 @@ def _flip(w: World, version: VersionId, opening: tuple[PullId, ...]) -> None:
 def flipped(w: World, chorus: Chorus) -> None:
     """Every slave that lives serves the version."""
     w.flipping = None
+    w.update_s = w.now - w.closed_at
     complete = not w.slaves_missing()
     for slave in w.ready_slaves():
         slave.memory, slave.reason = w.head, f"serves {w.head}"
@@ -383,6 +385,7 @@ def _end_unchanged(w: World, r: Round) -> None:
     w.record(RoundEnded(r.number, "unchanged", "all contributions were gated", outcomes, tuple(rows.values()), w.now))
     w.penalty.keep(rows, history)
     w.counts["unchanged"] += 1
+    w.update_s = 0.0
     w.round = None
     w.note("round_unchanged", round=r.number, gated=len(r.gated))
     w.order_all("done", r.number, Abort(r.number, "unchanged: all contributions were gated"), w.options.timing.order_s)

@@ -89,6 +89,7 @@ def _slave(w: World, s: Slave) -> dict[str, Any]:
         "state": str(s.state),
         "reason": s.reason,
         "address": s.address,
+        "lanes": list(s.lanes),
         "version": str(s.memory) if s.memory else None,
         "slots": s.slots,
         "slots_used": len(w.open_pushes()),

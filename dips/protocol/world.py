@@ -230,6 +230,8 @@ class World:
         self.durability = Durability("durable")
         self.proven = False  # a slave has registered: this ledger is not older than what the slaves hold
         self.rollback_waits = ""  # for whom, while some slave cannot offer the head
+        self.closed_at = now  # when the last window closed
+        self.update_s = 0.0  # from there to the last flip; 0 if the round left θ as it was
         self.counts = {"applied": 0, "unchanged": 0, "skipped": 0, **dict(state.rounds)}
         self.choruses: dict[int, tuple[Chorus, Order]] = {}  # unanswered orders by number
         self.last_number = 0

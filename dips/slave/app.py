@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,13 +24,14 @@ from dips.outer.pool import MemorySum
 from dips.outer.versions import Versions
 from dips.protocol.effects import Registered
 from dips.protocol.manifest import Manifest
+from dips.slave import metrics as slave_metrics
 from dips.slave.flow import ZmqFlow
 from dips.slave.owner import Owner
 from dips.slave.servicer import OrderServicer
 from dips.slave.session import Identity, Session, Traffic
 from dips.slave.shard import Shard
 from dips.slave.snapshots import Snapshots
-from dips.telemetry import exits, logs
+from dips.telemetry import exits, logs, metrics
 from dips.transport import control, curve
 from dips.transport.pipeline import cores
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServiceServicer_to_server
@@ -92,6 +93,26 @@ class Parts:
             self.flow.use(manifest, registered.layers)
         self.disk.bind(manifest, registered.layers, registered.genesis, registered.sinc)
 
+    def told(self) -> dict[str, Any]:
+        """What Prometheus is told; from any thread."""
+        standing, owner, (transit, limit) = self.owner.standing, self.owner, self.flow.transit
+        return {
+            "sinc": standing.sinc,
+            "version": standing.memory.version if standing.memory else None,
+            "round": standing.memory.round if standing.memory else None,
+            "pool_used": standing.pool_used,
+            "pool_limit": standing.pool_limit,
+            "transit_used": transit,
+            "transit_limit": limit,
+            "staged": len(standing.staged),
+            "persist_s": owner.persist_s,
+            "apply_s": owner.apply_s,
+            "orders": slave_metrics.spent(owner.spent),
+            "refused": dict(self.flow.refused),
+            **slave_metrics.kept(self.section.directory),
+            **self.flow.links(),
+        }
+
     def traffic(self) -> Traffic:
         return Traffic(self.flow.bytes_in, self.flow.bytes_out)
 
@@ -113,6 +134,11 @@ async def serve(
         await server.start()
         stack.push_async_callback(server.stop, GRACE_S)
         session = await _session(config, parts, address, stack)
+        if section.metrics is not None:
+            where = host_port(section.metrics)
+            port, end = metrics.serve(where, parts.told, slave_metrics.collect)
+            stack.callback(end)
+            log.info("metrics", address=f"{where[0]}:{port}")
         log.info("serving", address=address, lanes=parts.flow.addresses(), directory=str(section.directory))
         ready(address)
         await _until_stopped(asyncio.create_task(session.run()))
@@ -168,13 +194,15 @@ async def _session(config: RunFile, parts: Parts, address: str, stack: AsyncExit
     channel, beat_channel = control.channel(section.master), control.channel(section.master)
     stack.push_async_callback(channel.close)
     stack.push_async_callback(beat_channel.close)
+    lanes = tuple(section.reached_at(lane) for lane in parts.flow.addresses())
+    address = section.reached_at(address)
     return Session(
         Identity(
             config.shared.run,
             section.name,
             uuid.uuid4().hex,
             address,
-            parts.flow.addresses(),
+            lanes,
             section.master,
             parts.flow.public_key,
         ),

@@ -22,8 +22,10 @@ from dips.config import host_port
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.beats import Transfer
 from dips.protocol.manifest import Manifest
+from dips.slave.links import ByCluster
 from dips.slave.moves import Move, Moved, PushOver, Released, Say, Staged, Wake, error
 from dips.slave.ports import Arrays, FlowEvents
+from dips.slave.probes import Probes
 from dips.slave.receiver import Claim, Receiver
 from dips.slave.sender import Job, Sender
 from dips.transport.curve import KeyPair
@@ -34,7 +36,7 @@ from dips.transport.pool import Transit
 from dips.wire import codecs
 from dips.wire.chunks import Layout
 from dips.wire.frame import BadFrame, Header, Kind, check_body, message, run_id, unpack
-from dips.wire.streams import StreamName, decode_done, decode_hello, decode_want
+from dips.wire.streams import StreamName, decode_done, decode_hello, decode_probe, decode_want
 
 TICK_S = 0.05  # how often stalls, deadlines and trackers are looked at
 OUTGO_DEPTH = 4096  # chunks asked by all ranks of a lane and not yet checksummed; 16 streams at full credit
@@ -94,8 +96,10 @@ class ZmqFlow:
         self._intake: list[Stage[Claim]] = []
         self._outgo: list[Stage[Job]] = []
         self._started = self._over = False
+        self._probes: list[Probes] = [Probes(self._run) for _ in lanes]
         self.refused: Counter[str] = Counter()  # frames by reason (wire.frame.REASONS)
         self.bytes_in = 0  # staged, since the start of the process
+        self._received_from = ByCluster()
         try:
             for index, address in enumerate(lanes):
                 host, port = host_port(address)
@@ -113,6 +117,12 @@ class ZmqFlow:
     def transit(self) -> tuple[int, int]:
         """Bytes asked for and not yet in place, and their limit."""
         return self._pool.used, self._pool.limit
+
+    def links(self) -> dict[str, dict[str, int]]:
+        """Bytes by cluster, received (`in`) and sent (`out`), since the start of the process."""
+        with self._counting:
+            received = self._received_from.told()
+        return {"in": received, "out": self._sender.sent_by_cluster()}
 
     def addresses(self) -> tuple[str, ...]:
         """The host:port of each lane, as really bound."""
@@ -216,6 +226,8 @@ class ZmqFlow:
         elif header.kind is Kind.DONE:
             decode_done(body)
             self._sender.done(lane, peer, header.stream)
+        elif header.kind is Kind.PROBE:
+            self._lanes[lane].post(self._probes[lane].answer(peer, header.stream, decode_probe(body)))
         else:
             raise BadFrame("kind", f"a slave is not sent {header.kind.name}")
 
@@ -263,6 +275,7 @@ class ZmqFlow:
             raise
         with self._counting:
             self.bytes_in += claim.chunk.nbytes
+            self._received_from.add(claim.stream.push.push.cluster, claim.chunk.nbytes)
         self._do(moves)
 
     @_guarded

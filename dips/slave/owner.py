@@ -49,6 +49,7 @@ class Owner:
         self.standing = Standing(0, 0, None, (), 0, 0)
         self.apply_s = 0.0  # what the last Apply took
         self.persist_s = 0.0  # what the last snapshot took
+        self.spent: dict[str, tuple[float, int]] = {}  # seconds and number of orders, by kind
 
     def take(self, shard: Shard) -> None:
         """Own `shard` from now on; called once, before anything else."""
@@ -146,4 +147,7 @@ class Owner:
             self.apply_s = took
         elif isinstance(order.body, Persist):
             self.persist_s = took
+        kind = type(order.body).__name__.lower()
+        seconds, count = self.spent.get(kind, (0.0, 0))
+        self.spent = {**self.spent, kind: (seconds + took, count + 1)}  # replaced as a whole: others read it
         self._log.info("order", kind=type(order.body).__name__, number=order.number, term=order.term, took_s=took)

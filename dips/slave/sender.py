@@ -22,6 +22,7 @@ import numpy.typing as npt
 from dips.ids import PullId, VersionId
 from dips.protocol.beats import Transfer
 from dips.slave.checksums import Checksums
+from dips.slave.links import ByCluster
 from dips.slave.moves import Closed, Move, Moved, Released, Say, error
 from dips.slave.ports import Arrays
 from dips.transport.credit import MOST_BYTES, MOST_CHUNKS
@@ -135,6 +136,12 @@ class Sender:
         self._layout: Layout | None = None
         self.checksums = Checksums()
         self.bytes_out = 0
+        self._sent_to = ByCluster()
+
+    def sent_by_cluster(self) -> dict[str, int]:
+        """Bytes handed to libzmq for each cluster."""
+        with self._lock:
+            return self._sent_to.told()
 
     def use(self, layout: Layout) -> None:
         """Say which layers this slave holds."""
@@ -239,6 +246,7 @@ class Sender:
             self._unqueue(job)
             job.stream.held.append((tracker, job.body.nbytes, job.source))
             self.bytes_out += job.body.nbytes
+            self._sent_to.add(job.stream.pull.pull.cluster, job.body.nbytes)
             self._reap(job.stream, self._clock())
 
     def gone(self, job: Job) -> None:

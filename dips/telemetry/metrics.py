@@ -1,6 +1,7 @@
-"""Prometheus metrics: what the status says, read anew at each scrape, so that nothing is counted twice or forgotten.
+"""Prometheus metrics: what a daemon knows, read anew at each scrape, so that nothing is counted twice or forgotten.
 
-Tables say which number of the status becomes which metric. Labels are names of clusters and slaves, whose number is
+Tables say which number becomes which metric; those of the master are here, dips_shard_… and dips_agent_… stand beside
+the slave and the agent. Labels are names of clusters and slaves, whose number is
 bounded by the run; versions and reasons are never labels. Bytes and seconds, as the names' endings say.
 """
 
@@ -93,26 +94,30 @@ def collect(status: Status) -> Iterator[Metric]:
     """Turn the master's status into metric families; numbers that nobody has told yet are left out."""
     version, _, number = str(status.get("head", "")).partition("@r")
     flat = {**status, "head_version": _whole(version.lstrip("v")), "head_round": _whole(number)}
-    yield from _families(RUN, [((), flat)], ())
+    yield from families(RUN, [((), flat)], ())
     for rows, section, label in ((CLUSTER, "clusters", "cluster"), (SLAVE, "slaves", "slave")):
         peers = status.get(section, {})
-        yield from _families(rows, [((name,), peer) for name, peer in peers.items()], (label,))
+        yield from families(rows, [((name,), peer) for name, peer in peers.items()], (label,))
         yield _states(peers, label)
     moving = [
         ((slave, str(t["cluster"]), "push" if t["push"] else "pull"), t)
         for slave, peer in status.get("slaves", {}).items()
         for t in peer.get("transfers", ())
     ]
-    yield from _families(TRANSFER, moving, ("slave", "cluster", "direction"))
+    yield from families(TRANSFER, moving, ("slave", "cluster", "direction"))
 
 
-def serve(address: tuple[str, int], read: Callable[[], Status]) -> tuple[int, Callable[[], None]]:
+def serve(
+    address: tuple[str, int], read: Callable[[], Status], collect: Callable[[Status], Iterable[Metric]] = collect
+) -> tuple[int, Callable[[], None]]:
     """Answer scrapes at host, port (0 takes a free one) in threads that call `read`; return the port and what ends it.
+
+    `collect` turns what was read into metrics; by default it is the master's status.
 
     Raise ConfigError if the port cannot be had.
     """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Reader(read))
+    registry.register(_Reader(read, collect))
     host, port = address
     try:
         server, thread = start_http_server(port, host, registry)
@@ -128,14 +133,14 @@ def serve(address: tuple[str, int], read: Callable[[], Status]) -> tuple[int, Ca
 
 
 class _Reader(Collector):
-    def __init__(self, read: Callable[[], Status]) -> None:
-        self._read = read
+    def __init__(self, read: Callable[[], Status], families: Callable[[Status], Iterable[Metric]]) -> None:
+        self._read, self._families = read, families
 
     def collect(self) -> Iterable[Metric]:
-        return collect(self._read())
+        return self._families(self._read())
 
 
-def _families(
+def families(
     rows: Iterable[Row], peers: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]], labels: tuple[str, ...]
 ) -> Iterator[Metric]:
     for row in rows:

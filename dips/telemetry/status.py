@@ -26,8 +26,9 @@ def render(status: Status) -> RenderableType:
 
 
 def headline(status: Status) -> Text:
-    """The run in two lines: where θ is, and what the round does and why; a third, red, if snapshots fail."""
-    text = Text("\n".join((run_line(status), "round: " + round_line(status))), style="bold")
+    """The run in three lines: θ, the round and why it waits, the data; and a red one if snapshots fail."""
+    lines = run_line(status), "round: " + round_line(status), "data: " + data_line(status)
+    text = Text("\n".join(lines), style="bold")
     durability = status.get("durability", {})
     if durability.get("red"):
         text.append(f"\n{durability.get('state', NONE)}: {durability.get('reason') or NONE}", style="red")
@@ -52,6 +53,17 @@ def round_line(status: Status) -> str:
     round_ = status.get("round", {})
     number = f"r{round_['round']} " if round_.get("round") is not None else ""
     return f"{number}{round_.get('state', NONE)}: {round_.get('reason') or NONE}"
+
+
+def data_line(status: Status) -> str:
+    """Say how many data ranges are used up, or that clusters bring their own."""
+    ranges = status.get("ranges", {})
+    if ranges.get("total") is None:
+        return NONE
+    if not ranges["total"]:
+        return "the clusters' own, not tracked"
+    told = ", ".join(f"{ranges.get(kind, NONE)} {kind}" for kind in ("settled", "leased", "free"))
+    return f"{told} of {ranges['total']} ranges"
 
 
 def clusters_table(status: Status) -> Table:

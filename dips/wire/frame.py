@@ -61,6 +61,7 @@ class Kind(IntEnum):
     CHUNK = 4
     DONE = 5
     ERROR = 6
+    PROBE = 7  # outside any transfer: a measure of the way, and its answer
 
 
 class Dtype(IntEnum):
@@ -151,7 +152,7 @@ def unpack(part: Buffer, run: int, body_bytes: int, chunk_bytes: int) -> Header:
         raise BadFrame("header_checksum", "the header's checksum does not match the header")
     known = _KINDS.get(kind)
     if known is None:
-        raise BadFrame("kind", f"expected a kind from {Kind.HELLO} to {Kind.ERROR}, got {kind}")
+        raise BadFrame("kind", f"expected a kind from {Kind.HELLO} to {Kind.PROBE}, got {kind}")
     if _CODEC.get(dtype) != codec or (dtype and known is not Kind.CHUNK):
         raise BadFrame("type", f"a {known.name} of dtype {dtype}, codec {codec} is not known")
     if reserved:

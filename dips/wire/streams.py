@@ -1,4 +1,4 @@
-"""The messages of a stream, in msgpack: HELLO, WELCOME, WANT, DONE, ERROR; and the stream's name.
+"""The messages of a stream, in msgpack: HELLO, WELCOME, WANT, DONE, ERROR; and the stream's name. PROBE stands alone.
 
 A stream is one rank's share of one push or pull at one slave's lane in one life of both; a broken one is taken up by
 the same name with the next epoch. What is decoded is checked for type and size before anybody sees it; everything else
@@ -145,6 +145,19 @@ def decode_error(body: Buffer) -> ErrorMessage:
     code, text = _list(body, 2)
     _text(code, NAME_LIMIT)
     return ErrorMessage(code if code in CODES else "refused", _text(text, TEXT_LIMIT))
+
+
+def encode_probe(answer: int, nbytes: int = 0) -> bytes:
+    """Spell a PROBE that is to be answered by a PROBE of `answer` bytes; `nbytes` of padding measure the way there."""
+    return _packed([answer, bytes(nbytes)])
+
+
+def decode_probe(body: Buffer) -> int:
+    """Read a PROBE: how many bytes its answer is to have."""
+    answer, padding = _list(body, 2)
+    if not isinstance(padding, bytes) or _number(answer) > MESSAGE_LIMIT:
+        raise BadFrame("message", f"expected a PROBE for at most {MESSAGE_LIMIT} bytes and padding, got {answer}")
+    return int(answer)
 
 
 def _packed(value: Any) -> bytes:

@@ -30,15 +30,16 @@ MAY: dict[str, set[str]] = {
     "dips.transport": LOW | {"dips.protocol", "dips.wire"},
     "dips.master": BELOW_ROLES - {"dips.outer"},
     "dips.slave": BELOW_ROLES,
-    "dips.client": BELOW_ROLES - {"dips.outer"},
+    "dips.client": BELOW_ROLES - {"dips.outer"} | {"dips.data"},
     "dips.commands": BELOW_ROLES | ROLES | {"dips.demo"},
-    "dips.cli": BELOW_ROLES | {"dips.commands", "dips.__init__"},
+    "dips.cli": BELOW_ROLES | {"dips.commands", "dips.data", "dips.__init__"},
     # The real deciding, computing and holding parts, and nothing that has a socket or a thread.
     "dips.sim": LOW
     | {"dips.protocol", "dips.outer", "dips.wire.codecs", "dips.wire.chunks", "dips.wire.frame"}
     | {"dips.transport.shares", "dips.master.ledger"}
     | {f"dips.slave.{pure}" for pure in ("shard", "ports", "fences", "moving")}
     | {f"dips.client.{pure}" for pure in ("session", "account", "deeds", "local", "feedback", "pace")},
+    "dips.data": LOW,
     "dips.demo": {"dips"},
 }
 
@@ -54,6 +55,7 @@ NEVER: dict[str, set[str]] = {
     "dips.slave": {"torch"},
     "dips.wire": {"torch", "numba", "zmq"},
     "dips.transport": {"torch", "numba"},
+    "dips.data": {"torch", "numba", "zmq", "grpc", "pydantic"},
     "dips.telemetry": {"torch", "numba", "zmq", "grpc"},
     "dips.config": {"torch", "numpy", "numba", "zmq", "grpc"},
 }

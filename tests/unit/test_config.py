@@ -56,6 +56,41 @@ def test_presets_are_shared_sections(preset: str) -> None:
     assert (shared.outer.clip.norm, shared.penalty.rule) == {"paper": (1.0, "dips"), "diloco": (None, "none")}[preset]
 
 
+def test_own_data_is_the_word_for_no_ranges() -> None:
+    """`data: own` and `data: {ranges: 0}` agree; a data set's digest is agreed on."""
+    own, none = (Shared.model_validate({"run": "r", "data": data}) for data in ("own", {"ranges": 0}))
+    assert own.digest == none.digest and own.data.ranges == 0
+    named = Shared.model_validate({"run": "r", "data": {"ranges": 8, "digest": "d" * 64}})
+    assert named.digest != Shared.model_validate({"run": "r", "data": {"ranges": 8}}).digest
+
+
+@pytest.mark.parametrize(
+    ("advertise", "told"), [(None, "0.0.0.0:7811"), ("ps0.example", "ps0.example:7811"), ("::1", "[::1]:7811")]
+)
+def test_a_slave_is_reached_where_it_says(advertise: str | None, told: str) -> None:
+    """The port is that on which it listens, the host may be another."""
+    section = SlaveSection(
+        name="s", master="127.0.0.1:1", directory=Path("d"), initial_model=Path("m"), advertise=advertise
+    )
+    assert section.reached_at("0.0.0.0:7811") == told
+
+
+@pytest.mark.parametrize(("key", "value"), [("metrics", "10.0.0.1:9"), ("relay", "10.0.0.1"), ("relay", "fe80::1")])
+def test_a_cluster_listens_on_loopback_only(tmp_path: Path, key: str, value: str) -> None:
+    """Metrics and relay are plain text as well."""
+    with pytest.raises(ConfigError, match=f"{key}: plain text"):
+        load_cluster(write(tmp_path / "cluster.yaml", {**CLUSTER, key: value}))
+    good = "::1" if key == "relay" else "[::1]:9"
+    assert getattr(load_cluster(write(tmp_path / "cluster.yaml", {**CLUSTER, key: good})), key) == good
+
+
+@pytest.mark.parametrize(("key", "value"), [("metrics", "10.0.0.1:9"), ("advertise", "ps0.example")])
+def test_a_slave_is_on_loopback_only(tmp_path: Path, key: str, value: str) -> None:
+    """Nobody is told of an address that plain text may not go to."""
+    with pytest.raises(ConfigError, match=rf"slaves.s0.{key}: plain text"):
+        load_run(write(tmp_path / "dips.yaml", changed(RUN, f"slaves.0.{key}", value)))
+
+
 def test_commented_keys_of_the_examples_are_real() -> None:
     """A key that an example shows as a comment exists and has the default that it shows."""
     text = (CONFIGS / "cluster.yaml").read_text()

@@ -612,8 +612,10 @@ class Outcome(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     PULL_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    UPDATE_S_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     reason: _builtins.str
+    update_s: _builtins.float
     @_builtins.property
     def version(self) -> _names_pb2.VersionId: ...
     @_builtins.property
@@ -628,10 +630,11 @@ class Outcome(_message.Message):
         reason: _builtins.str = ...,
         pull: Global___Grant | None = ...,
         progress: Global___Progress | None = ...,
+        update_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "pull", b"pull", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "progress", b"progress", "pull", b"pull", "reason", b"reason", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "progress", b"progress", "pull", b"pull", "reason", b"reason", "update_s", b"update_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,17 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x64ips/v1/status.proto\x12\x07\x64ips.v1\"\x0f\n\rStatusRequest\"\x1b\n\x0bStatusReply\x12\x0c\n\x04json\x18\x01 \x01(\t2G\n\rStatusService\x12\x36\n\x06Status\x12\x16.dips.v1.StatusRequest\x1a\x14.dips.v1.StatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x64ips/v1/status.proto\x12\x07\x64ips.v1\"\x11\n\x0f\x44\x65scribeRequest\"\x1d\n\rDescribeReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x0f\n\rStatusRequest\"\x1b\n\x0bStatusReply\x12\x0c\n\x04json\x18\x01 \x01(\t2\x85\x01\n\rStatusService\x12\x36\n\x06Status\x12\x16.dips.v1.StatusRequest\x1a\x14.dips.v1.StatusReply\x12<\n\x08\x44\x65scribe\x12\x18.dips.v1.DescribeRequest\x1a\x16.dips.v1.DescribeReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dips.v1.status_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STATUSREQUEST']._serialized_start=33
-  _globals['_STATUSREQUEST']._serialized_end=48
-  _globals['_STATUSREPLY']._serialized_start=50
-  _globals['_STATUSREPLY']._serialized_end=77
-  _globals['_STATUSSERVICE']._serialized_start=79
-  _globals['_STATUSSERVICE']._serialized_end=150
+  _globals['_DESCRIBEREQUEST']._serialized_start=33
+  _globals['_DESCRIBEREQUEST']._serialized_end=50
+  _globals['_DESCRIBEREPLY']._serialized_start=52
+  _globals['_DESCRIBEREPLY']._serialized_end=81
+  _globals['_STATUSREQUEST']._serialized_start=83
+  _globals['_STATUSREQUEST']._serialized_end=98
+  _globals['_STATUSREPLY']._serialized_start=100
+  _globals['_STATUSREPLY']._serialized_end=127
+  _globals['_STATUSSERVICE']._serialized_start=130
+  _globals['_STATUSSERVICE']._serialized_end=263
 # @@protoc_insertion_point(module_scope)

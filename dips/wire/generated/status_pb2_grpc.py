@@ -39,6 +39,11 @@ class StatusServiceStub(object):
                 request_serializer=dips_dot_v1_dot_status__pb2.StatusRequest.SerializeToString,
                 response_deserializer=dips_dot_v1_dot_status__pb2.StatusReply.FromString,
                 _registered_method=True)
+        self.Describe = channel.unary_unary(
+                '/dips.v1.StatusService/Describe',
+                request_serializer=dips_dot_v1_dot_status__pb2.DescribeRequest.SerializeToString,
+                response_deserializer=dips_dot_v1_dot_status__pb2.DescribeReply.FromString,
+                _registered_method=True)
 
 
 class StatusServiceServicer(object):
@@ -50,6 +55,13 @@ class StatusServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Describe(self, request, context):
+        """What a cluster must agree with before it joins: changes nothing, and nobody is joined by it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StatusServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -57,6 +69,11 @@ def add_StatusServiceServicer_to_server(servicer, server):
                     servicer.Status,
                     request_deserializer=dips_dot_v1_dot_status__pb2.StatusRequest.FromString,
                     response_serializer=dips_dot_v1_dot_status__pb2.StatusReply.SerializeToString,
+            ),
+            'Describe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Describe,
+                    request_deserializer=dips_dot_v1_dot_status__pb2.DescribeRequest.FromString,
+                    response_serializer=dips_dot_v1_dot_status__pb2.DescribeReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,6 +103,33 @@ class StatusService(object):
             '/dips.v1.StatusService/Status',
             dips_dot_v1_dot_status__pb2.StatusRequest.SerializeToString,
             dips_dot_v1_dot_status__pb2.StatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Describe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dips.v1.StatusService/Describe',
+            dips_dot_v1_dot_status__pb2.DescribeRequest.SerializeToString,
+            dips_dot_v1_dot_status__pb2.DescribeReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,11 +32,15 @@ class StatusServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> StatusServiceAsyncStub: ...
     Status: _grpc.UnaryUnaryMultiCallable[_status_pb2.StatusRequest, _status_pb2.StatusReply]
+    Describe: _grpc.UnaryUnaryMultiCallable[_status_pb2.DescribeRequest, _status_pb2.DescribeReply]
+    """What a cluster must agree with before it joins: changes nothing, and nobody is joined by it."""
 
 @_typing.type_check_only
 class StatusServiceAsyncStub(StatusServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Status: _aio.UnaryUnaryMultiCallable[_status_pb2.StatusRequest, _status_pb2.StatusReply]  # type: ignore[assignment]
+    Describe: _aio.UnaryUnaryMultiCallable[_status_pb2.DescribeRequest, _status_pb2.DescribeReply]  # type: ignore[assignment]
+    """What a cluster must agree with before it joins: changes nothing, and nobody is joined by it."""
 
 class StatusServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -45,5 +49,13 @@ class StatusServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _status_pb2.StatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_status_pb2.StatusReply, _abc.Awaitable[_status_pb2.StatusReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Describe(
+        self,
+        request: _status_pb2.DescribeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_status_pb2.DescribeReply, _abc.Awaitable[_status_pb2.DescribeReply]]:
+        """What a cluster must agree with before it joins: changes nothing, and nobody is joined by it."""
 
 def add_StatusServiceServicer_to_server(servicer: StatusServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -224,6 +224,33 @@ def test_a_torn_model_pulls_until_it_succeeds(play: Play) -> None:
     assert play.s.base == V1
 
 
+def test_time_is_told_by_cause(play: Play) -> None:
+    """Slot, push, window, update and pull are told apart; a trainer that died is the cluster's own failure."""
+    play.begin()
+    begun = play.now
+    play.step(4)
+    play.now += 10
+    verdict = play.push_until_granted()  # at once
+    play.now += 3
+    moved = PushMoved(play.s.attempt, next(play.number), verdict.seq, True, "", 100)
+    play.say(moved)
+    play.master(Committed())
+    play.asked(RoundAwaited)
+    play.now += 5
+    play.master(replace(outcome("accepted"), update_s=2.0))
+    verdict = play.say(moved)
+    play.now += 4
+    play.say(PullMoved(1, next(play.number), verdict.seq, True, "", 9))
+    play.now += 7
+    play.do(play.s.trainer_gone("killed", play.now))
+    play.now += 6
+    spent = play.s.tally.spent(play.now)
+    told = {cause: seconds for cause, seconds in spent.items() if seconds and cause not in ("start", "join")}
+    assert told == {"inner": 17, "push": 3, "window": 3, "update": 2, "pull": 4, "failure": 6}
+    assert sum(told.values()) == play.now - begun
+    assert play.s.tally.moved == {"push": 100, "pull": 100 + 9}
+
+
 def test_push_is_told_what_was_earned_up_to_its_freeze(play: Play) -> None:
     """FinishPush carries tokens, inner steps, mean loss and used-up ranges since the last settled freeze."""
     play.begin(ranges=(5, 6))

@@ -56,6 +56,13 @@ def test_every_state_has_its_reason() -> None:
         assert part in text
 
 
+def test_data_is_tracked_or_said_not_to_be() -> None:
+    """Ranges are counted by fate; a run without them says that nobody tracks what is read."""
+    ranges = {"total": 100, "settled": 40, "leased": 4, "free": 56}
+    assert "data: 40 settled, 4 leased, 56 free of 100 ranges" in drawn({**STATUS, "ranges": ranges})
+    assert "data: the clusters' own, not tracked" in drawn({**STATUS, "ranges": {"total": 0}})
+
+
 @pytest.mark.parametrize("status", [{}, {"clusters": {"a": {}}, "slaves": {"s": {}}}, {**STATUS, "round": {}}])
 def test_what_is_missing_is_a_dash(status: dict[str, Any]) -> None:
     """A status of another version is drawn as far as it goes."""

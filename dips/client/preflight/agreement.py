@@ -1,0 +1,61 @@
+"""What must be equal: shared options and the model, ours against the run's, with the first differences."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from dips.errors import ConfigError
+from dips.protocol.manifest import Manifest
+
+MOST = 5  # differences that are told
+
+
+def differing_options(ours: Mapping[str, Any], runs: Mapping[str, Any]) -> list[str]:
+    """Say which keys of `shared` differ, at most MOST lines."""
+    lines = list(_differing("shared", ours, runs))
+    return lines if len(lines) <= MOST else [*lines[:MOST], f"and {len(lines) - MOST} more"]
+
+
+def _differing(key: str, ours: Any, runs: Any) -> Iterator[str]:
+    if isinstance(ours, Mapping) and isinstance(runs, Mapping):
+        for name in sorted({*ours, *runs}):
+            yield from _differing(f"{key}.{name}", ours.get(name), runs.get(name))
+    elif ours != runs:
+        yield f"{key}: the run has {runs!r}, this file {ours!r}"
+
+
+def manifest_of_file(path: Path) -> Manifest:
+    """Read names and shapes of a safetensors file; its bytes are not read."""
+    try:
+        with safe_open(path, framework="np") as file:
+            return Manifest.from_shapes((n, tuple(file.get_slice(n).get_shape())) for n in file.offset_keys())
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"--model {path}: expected a safetensors file: {error}") from error
+
+
+def manifest_of_factory(spec: str) -> Manifest:
+    """Call MODULE:FUNCTION without memory for its parameters (torch's meta device) and lay its model out."""
+    module, colon, function = spec.partition(":")
+    if not colon:
+        raise ConfigError(f"--factory: expected MODULE:FUNCTION, got {spec!r}")
+    sys.path.insert(0, "")  # a factory beside the cluster file is the usual case
+    try:
+        import torch
+
+        from dips.client.parallel import whole
+
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"--factory {spec}: {error}") from error
+    with torch.device("meta"):
+        made = make()
+    if not isinstance(made, torch.nn.Module):
+        raise ConfigError(f"--factory {spec}: expected a torch.nn.Module, got {type(made).__name__}")
+    parameters, _ = whole(made)
+    return Manifest.from_shapes((name, tuple(tensor.shape)) for name, tensor in parameters.items())

@@ -1,0 +1,104 @@
+"""`dips-client check`: asks, and prints the table."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dips.client.preflight import checks
+from dips.client.preflight.agreement import manifest_of_factory, manifest_of_file
+from dips.client.preflight.checks import FAIL, NOTE, OK, Row
+from dips.config import ClusterFile, load_cluster
+from dips.errors import ConfigError, DipsError, UnavailableMaster
+from dips.protocol.manifest import Manifest
+from dips.transport import control
+from dips.wire.generated.status_pb2 import DescribeRequest
+from dips.wire.generated.status_pb2_grpc import StatusServiceStub
+
+MASTER_S = 10.0  # for the master to describe the run
+MIB = 1 << 20
+STYLES = {OK: "green", FAIL: "bold red", NOTE: "yellow"}
+
+command_line = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@command_line.command()
+def check(
+    config: Annotated[Path, typer.Option("--config", "-c", help="The cluster file (cluster.yaml).")],
+    factory: Annotated[
+        str | None, typer.Option(metavar="MODULE:FUNCTION", help="Compare the model that it makes with the run's.")
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="Compare a safetensors file's names and shapes.")] = None,
+    most_mib: Annotated[int, typer.Option(min=0, help="Bytes of each measured transfer, in MiB; 0: none.")] = 64,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Longest measured transfer.")] = 2.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
+) -> None:
+    """Look at everything that a cluster needs, before its accelerators are held.
+
+    The file, names, the master, shared options, every lane of every slave, the rate to each slave in both directions,
+    and the model against the run's. Nothing is joined and nothing changes; a measured transfer moves at most --most-mib
+    each way, on one lane of one slave after another.
+
+    Exit codes: 0 all is well; 69 somebody does not answer; 78 something is configured wrongly.
+
+    \b
+    Example:
+      dips-client check --config cluster.yaml --factory mymodel:build
+    """
+    if factory and model:
+        raise ConfigError("which model: give --factory or --model, not both")
+    ours: Callable[[], Manifest] | None = None
+    if factory:
+        ours = lambda: manifest_of_factory(factory)  # noqa: E731 (a name of its own would say nothing more)
+    elif model:
+        ours = lambda: manifest_of_file(model)  # noqa: E731
+    rows = examine(load_cluster(config), ours, most_mib * MIB, seconds)
+    if as_json:
+        fields = ("what", "verdict", "seen", "todo")
+        print(json.dumps([{key: getattr(row, key) for key in fields} for row in rows], indent=1))
+    else:
+        Console().print(_table(rows))
+    raise typer.Exit(checks.exit_code(rows))
+
+
+def examine(config: ClusterFile, ours: Callable[[], Manifest] | None, most_bytes: int, seconds: float) -> list[Row]:
+    """Make all rows; what depends on the master is left out if it does not answer."""
+    rows = checks.host(config)
+    try:
+        told = asyncio.run(describe(config.master))
+    except DipsError as error:
+        return [*rows, checks.failed("master", error, "start the master, or mend the key `master`")]
+    rows += [*checks.run(config, told), checks.model(ours, told)]
+    return rows + checks.lanes(told, most_bytes, seconds)
+
+
+async def describe(address: str) -> dict[str, Any]:
+    """Ask the master what the run is; raise UnavailableMaster if nobody answers in time."""
+    channel = control.channel(address)
+    try:
+        reply = await control.call(
+            StatusServiceStub(channel).Describe,
+            DescribeRequest(),
+            deadline_s=MASTER_S,
+            peer=f"the master at {address}",
+            unavailable=UnavailableMaster,
+        )
+    finally:
+        await channel.close()
+    told: dict[str, Any] = json.loads(reply.json)
+    return told
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table("what", "", "seen", "to do", title_justify="left")
+    for row in rows:
+        table.add_row(row.what, Text(row.verdict, STYLES[row.verdict]), Text(row.seen), Text(row.todo))
+    return table

@@ -1,0 +1,115 @@
+"""Measures the way to one lane of a slave by PROBEs: round trip, and rate in both directions, within bounds.
+
+One DEALER, made for it and thrown away. It moves at most `most_bytes` and takes at most `seconds` in each direction.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import zmq
+
+from dips.errors import UnavailableSlave
+from dips.transport.lane import HANDSHAKE_MS
+from dips.wire import streams
+from dips.wire.frame import FRAME_LIMIT, MESSAGE_LIMIT, BadFrame, Kind, message, run_id, unpack
+
+ANSWER_S = 5.0  # for one probe to be answered
+ROUND_TRIPS = 5  # the shortest counts
+IN_FLIGHT = 16  # probes of a measured transfer not yet answered: 16 MiB, enough for 1 Gbit/s at 130 ms
+PADDING = MESSAGE_LIMIT - 64  # room for what msgpack adds
+STREAM = 0x50524F42  # of all probes: no transfer's number is looked up for it
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The way to one lane; bytes in a second."""
+
+    round_trip_s: float
+    up: float
+    down: float
+
+
+class Prober:
+    """A connection to one lane."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, run: str) -> None:
+        self._address, self._run = address, run_id(run)
+        self._socket = context.socket(zmq.DEALER)
+        for option, value in {
+            zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.LINGER: 0, zmq.IMMEDIATE: 1, zmq.IPV6: 1, zmq.RECONNECT_IVL: -1,
+            zmq.MAXMSGSIZE: FRAME_LIMIT, zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
+        }.items():  # fmt: skip
+            self._socket.setsockopt(option, value)
+        self._socket.connect(f"tcp://{address}")
+
+    def round_trip(self) -> float:
+        """Seconds for the shortest of some probes and their answers; raise UnavailableSlave if one is not answered."""
+        times = []
+        for _ in range(ROUND_TRIPS):
+            begun = time.monotonic()
+            self._ask(0)
+            self._answer(0)
+            times.append(time.monotonic() - begun)
+        return min(times)
+
+    def rate(self, answer: int, padding: int, most_bytes: int, seconds: float) -> float:
+        """Bytes in a second when each probe carries `padding` there and asks for `answer` back."""
+        each = max(answer, padding)
+        begun, flying, moved, asked = time.monotonic(), 0, 0, 0
+        while True:
+            while flying < IN_FLIGHT and asked < most_bytes and time.monotonic() - begun < seconds:
+                self._ask(answer, padding)
+                flying, asked = flying + 1, asked + each
+            if flying == 0:
+                return moved / max(time.monotonic() - begun, 1e-9)
+            self._answer(answer)
+            flying, moved = flying - 1, moved + each
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+    def _ask(self, answer: int, padding: int = 0) -> None:
+        if not self._socket.poll(int(ANSWER_S * 1000), zmq.POLLOUT):
+            raise UnavailableSlave(f"{self._address}: no connection within {ANSWER_S:g} s")
+        parts = message(Kind.PROBE, self._run, STREAM, streams.encode_probe(answer, padding))
+        self._socket.send_multipart(parts, zmq.NOBLOCK)
+
+    def _answer(self, expected: int) -> None:
+        if not self._socket.poll(int(ANSWER_S * 1000), zmq.POLLIN):
+            raise UnavailableSlave(
+                f"{self._address}: a probe was not answered within {ANSWER_S:g} s: another run's slave, an older "
+                "release, or no Di-PS at all"
+            )
+        parts = self._socket.recv_multipart(copy=False)
+        try:
+            if len(parts) != 2:
+                raise BadFrame("parts", f"{len(parts)} parts came")
+            header = unpack(parts[0].buffer, self._run, len(parts[1].buffer), MESSAGE_LIMIT)
+        except BadFrame as bad:
+            raise UnavailableSlave(f"{self._address}: what answers is no slave of this run: {bad}") from bad
+        if (header.kind, header.length) != (Kind.PROBE, expected):
+            raise UnavailableSlave(f"{self._address}: expected {expected} bytes, got {header.length}")
+
+
+def measure(address: str, run: str, most_bytes: int, seconds: float) -> Measured:
+    """Measure the way to `address`; raise UnavailableSlave saying what did not happen."""
+    with zmq.Context(io_threads=1) as context:
+        prober = Prober(context, address, run)
+        try:
+            trip = prober.round_trip()
+            up = prober.rate(0, PADDING, most_bytes, seconds)
+            return Measured(trip, up, prober.rate(PADDING, 0, most_bytes, seconds))
+        finally:
+            prober.close()
+
+
+def greets(address: str, run: str) -> float:
+    """Round trip to a lane without a measured transfer; raise as `measure` does."""
+    with zmq.Context(io_threads=1) as context:
+        prober = Prober(context, address, run)
+        try:
+            return prober.round_trip()
+        finally:
+            prober.close()

@@ -1,0 +1,192 @@
+"""A way out for ranks on nodes that have none: TCP from them to this host, and on to the slaves' lanes.
+
+Bytes are passed on as they come, so what ranks and slaves say to each other, encrypted or not, stays between them. The
+relay goes only where a grant goes: each granted lane gets a port of its own here, the grant is rewritten to name it,
+and it is closed when grants name the lane no more. Its own thread and loop: a transfer must not cost a heartbeat.
+
+Bounded: MOST_LANES ports, MOST_CONNECTIONS at once, BUFFER_BYTES in each direction of each; who reads slowly is sent
+slowly. Beyond that a connection is closed at once, and its rank comes again after a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from dips.config import host_port
+from dips.errors import Busy, ConfigError
+from dips.protocol.effects import Grant
+from dips.telemetry.logs import Log
+
+MOST_LANES = 1024  # ports of one relay: the lanes of all slaves of a run
+MOST_CONNECTIONS = 512  # ranks × lanes that move at once
+BUFFER_BYTES = 128 << 10  # read and not yet passed on, for each direction of a connection
+CONNECT_S = 10.0  # to reach a lane
+BACKLOG = 128
+UNACKNOWLEDGED_MS = 30_000  # a peer that acknowledges nothing for so long is gone
+
+
+@dataclass(eq=False)
+class Port:
+    """One granted lane and the socket that stands for it here."""
+
+    target: str
+    listener: socket.socket
+    address: str  # host:port that ranks are given
+    task: asyncio.Task[None] | None = None
+    connections: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class Relay:
+    """Passes connections on; `rewrite` is called from the agent's loop, the rest happens on the relay's thread."""
+
+    def __init__(self, host: str, log: Log, most_connections: int = MOST_CONNECTIONS) -> None:
+        """Take ports on `host`, an address of this machine; raise ConfigError if it is not one."""
+        self._host, self._log, self._most = host, log, most_connections
+        self._ports: dict[str, Port] = {}  # by target; the agent's side
+        self._connections = 0  # this and what follows: the relay's thread alone writes
+        self.passed_bytes = 0
+        self.refused = 0  # connections beyond the most
+        self._listen().close()  # a wrong host is told now, not in the middle of the first push
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="relay", daemon=True)
+        self._thread.start()
+
+    @property
+    def connections(self) -> int:
+        """Connections that are open now."""
+        return self._connections
+
+    def rewrite(self, grant: Grant) -> Grant:
+        """Return the grant with every lane's address replaced by one of ours; raise Busy if there are too many."""
+        wanted = {lane for slave in grant.slaves for lane in slave.lanes}
+        if len(wanted) > MOST_LANES:
+            raise Busy(f"the grant names {len(wanted)} lanes, the relay has at most {MOST_LANES} ports")
+        self._forget(target for target in list(self._ports) if target not in wanted)
+        slaves = tuple(replace(s, lanes=tuple(self._stands_for(lane) for lane in s.lanes)) for s in grant.slaves)
+        return replace(grant, slaves=slaves)
+
+    def close(self) -> None:
+        """End every connection and the thread."""
+        self._forget(list(self._ports))
+        asyncio.run_coroutine_threadsafe(self._drained(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    # ---- on the agent's side ---------------------------------------------------------------------------------------
+
+    def _stands_for(self, target: str) -> str:
+        port = self._ports.get(target)
+        if port is None:
+            listener = self._listen()
+            number = listener.getsockname()[1]
+            host = f"[{self._host}]" if ":" in self._host else self._host
+            port = self._ports[target] = Port(target, listener, f"{host}:{number}")
+            self._loop.call_soon_threadsafe(self._begin, port)
+            self._log.info("relay_port", address=port.address, target=target)
+        return port.address
+
+    def _forget(self, targets: Iterable[str]) -> None:
+        for target in targets:
+            port = self._ports.pop(target)
+            self._loop.call_soon_threadsafe(self._end, port)
+
+    def _listen(self) -> socket.socket:
+        try:
+            family = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0][0]
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                listener.bind((self._host, 0))
+                listener.listen(BACKLOG)
+            except OSError:
+                listener.close()
+                raise
+        except OSError as error:
+            raise ConfigError(f"relay: cannot listen on {self._host}: {error.strerror or error}") from error
+        listener.setblocking(False)
+        return listener
+
+    # ---- on the relay's thread -------------------------------------------------------------------------------------
+
+    def _begin(self, port: Port) -> None:
+        port.task = self._loop.create_task(self._accept(port))
+
+    def _end(self, port: Port) -> None:
+        """The grant is over: so is what still moves for it."""
+        for task in (port.task, *port.connections):
+            if task is not None:
+                task.cancel()
+        port.listener.close()
+
+    async def _drained(self) -> None:
+        while len(left := asyncio.all_tasks()) > 1:
+            await asyncio.wait(left - {asyncio.current_task()})
+
+    async def _accept(self, port: Port) -> None:
+        while True:
+            inner, _ = await self._loop.sock_accept(port.listener)
+            if self._connections >= self._most:
+                self.refused += 1
+                inner.close()
+                self._log.warning("relay_full", connections=self._connections, target=port.target)
+                continue
+            self._connections += 1
+            task = self._loop.create_task(self._serve(port, inner))
+            port.connections.add(task)
+            task.add_done_callback(port.connections.discard)
+
+    async def _serve(self, port: Port, inner: socket.socket) -> None:
+        """One connection of a rank, until either side ends it."""
+        outer: socket.socket | None = None
+        try:
+            _prepare(inner)
+            outer = await self._reach(port.target)
+            ways = [self._loop.create_task(self._pass(a, b)) for a, b in ((inner, outer), (outer, inner))]
+            try:
+                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for way in ways:
+                    way.cancel()
+                await asyncio.gather(*ways, return_exceptions=True)
+        except (OSError, TimeoutError) as error:
+            self._log.warning("relay_cannot_reach", target=port.target, error=str(error) or type(error).__name__)
+        finally:
+            self._connections -= 1
+            inner.close()
+            if outer is not None:
+                outer.close()
+
+    async def _reach(self, target: str) -> socket.socket:
+        host, number = host_port(target)
+        found = await self._loop.getaddrinfo(host, number, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        outer = socket.socket(family, kind, protocol)
+        try:
+            outer.setblocking(False)
+            await asyncio.wait_for(self._loop.sock_connect(outer, address), CONNECT_S)
+            _prepare(outer)
+        except BaseException:
+            outer.close()
+            raise
+        return outer
+
+    async def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        """Pass bytes on in one direction until it ends; what is not taken yet is not read on."""
+        buffer = bytearray(BUFFER_BYTES)
+        view = memoryview(buffer)
+        with suppress(OSError):  # the connection is over, whoever broke it
+            while count := await self._loop.sock_recv_into(source, buffer):
+                await self._loop.sock_sendall(sink, view[:count])
+                self.passed_bytes += count
+
+
+def _prepare(connection: socket.socket) -> None:
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS)

@@ -1,0 +1,74 @@
+"""Where a cluster's time goes, by cause (Figure 17 of Di-PS), and how fast it trains. Knows no clock and no message."""
+
+from __future__ import annotations
+
+from collections import deque
+
+# Inner steps, and why there are none: the first is the only one in which accelerators earn anything.
+CAUSES = (
+    "inner",  # between two calls of the outer loop
+    "slot",  # for a slot on all slaves
+    "push",  # for its own bytes to move, and to be committed
+    "window",  # for the round's other pushes
+    "update",  # for the outer step, its snapshots and the flip
+    "pull",  # for the new version to arrive and to be installed
+    "data",  # for a data range
+    "join",  # for the master to take it into the run
+    "start",  # for the trainer to import, build and attach
+    "failure",  # for a trainer that died to come back
+    "ended",  # after its own goodbye
+)
+RATE_S = 60.0  # the rate is a mean over so long
+
+
+class Tally:
+    """Seconds by cause and tokens by time of one agent's life."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(CAUSES, 0.0)
+        self.tokens = 0
+        self.moved = {"push": 0, "pull": 0}  # bytes of transfers that were carried through
+        self._cause, self._since = "start", -1.0
+        self._waited = 0.0  # in the present window
+        self._earned: deque[tuple[float, int]] = deque()
+
+    @property
+    def cause(self) -> str:
+        return self._cause
+
+    def turn(self, cause: str, now: float) -> None:
+        """From now on time goes to `cause`."""
+        if self._since >= 0:
+            passed = max(0.0, now - self._since)
+            self.seconds[self._cause] += passed
+            self._waited += passed if self._cause == "window" else 0.0
+        if cause != "window":
+            self._waited = 0.0
+        self._cause, self._since = cause, now
+
+    def updated(self, update_s: float) -> None:
+        """So much of the wait that ends now was no window any more, but the update."""
+        share = min(max(update_s, 0.0), self._waited)
+        self.seconds["window"] -= share
+        self.seconds["update"] += share
+        self._waited = 0.0
+
+    def earn(self, tokens: int, now: float) -> None:
+        """One inner step is done."""
+        self.tokens += tokens
+        self._earned.append((now, tokens))
+        self._forget(now)
+
+    def rate(self, now: float) -> float:
+        """Tokens in a second over the last RATE_S seconds, pauses included."""
+        self._forget(now)
+        return sum(tokens for _, tokens in self._earned) / RATE_S
+
+    def spent(self, now: float) -> dict[str, float]:
+        """Seconds by cause until now."""
+        passed = max(0.0, now - self._since) if self._since >= 0 else 0.0
+        return {**self.seconds, self._cause: self.seconds[self._cause] + passed}
+
+    def _forget(self, now: float) -> None:
+        while self._earned and self._earned[0][0] < now - RATE_S:
+            self._earned.popleft()

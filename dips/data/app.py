@@ -1,0 +1,115 @@
+"""`dips data`: the words that make a data set and look at one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from dips.data import index
+from dips.data.balance import Balance
+from dips.data.build import Plan, build, source
+from dips.data.deal import TOLERANCE
+from dips.data.reader import DataSet
+from dips.data.text import tokenizer as make_tokenizer
+
+words = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Make the data set of a run, and look at one.")
+
+
+@words.command("build")
+def build_command(
+    sources: Annotated[list[str], typer.Option("--source", metavar="NAME=PATH", help="Once for each source.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The directory to make.")],
+    ranges: Annotated[int, typer.Option(min=1, help="How many: hundreds for each cluster.")],
+    seed: Annotated[int, typer.Option(help="Of the order of the documents.")] = 0,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="For text: bytes, the path of a tokenizer.json, or MODULE:FUNCTION.")
+    ] = None,
+    eos_token: Annotated[str | None, typer.Option(help="What ends a document in that tokenizer.json.")] = None,
+    key: Annotated[str, typer.Option(help="Of the text in a line of JSON.")] = "text",
+    dtype: Annotated[str | None, typer.Option(help="Of raw .bin files: uint16 or uint32.")] = None,
+    eos: Annotated[int | None, typer.Option(help="Token that ends a document in .bin and .npy files.")] = None,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0001, max=1.0, help="How far a source's share of a range may be off.")
+    ] = TOLERANCE,
+    cut: Annotated[int | None, typer.Option(min=0, help="Cut documents of more tokens; 0: none.")] = None,
+) -> None:
+    """Deal documents into ranges, each a fair sample of all sources.
+
+    The master leases ranges to clusters, so there should be many more ranges than clusters. Documents of each source
+    are shuffled by the seed and dealt so that every range has its share of every source; long documents are cut where
+    that is needed. The check of balance is printed.
+
+    A source is a file, a directory or a pattern: .jsonl (also .gz), other text, Megatron's .bin with .idx, or .npy and
+    .bin of tokens with NAME.documents.npy beside it (where each document begins) or --eos. Text is tokenised into the
+    directory; files of tokens stay where they are and are read from there.
+
+    Put `ranges` and the printed digest under `shared.data` of the run. Exit code 1 if a range is off by more than the
+    tolerance.
+
+    \b
+    Example:
+      dips data build -o corpus --ranges 4096 --tokenizer tokenizer.json --eos-token "</s>" \\
+        --source web='web/*.jsonl.gz' --source code=code/
+      dips data build -o corpus --ranges 512 --dtype uint16 --eos 0 --source all=tokens.bin
+    """
+    made = make_tokenizer(tokenizer, eos_token) if tokenizer else None
+    chosen = tuple(source(spec) for spec in sources)
+    plan = Plan(chosen, output, ranges, seed, made, key, dtype, eos, tolerance, cut)
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("reading", total=sum(s.nbytes for s in chosen))
+        at = ""
+
+        def told(what: str, nbytes: int) -> None:
+            nonlocal at
+            if what != at:
+                at = what
+                text = (s.nbytes for s in chosen if what == f"tokens of {s.name}")
+                total = next(text, None)  # how long the tokens are that are read next, nobody has told
+                bar.reset(task, description=what, total=total)
+            bar.advance(task, nbytes)
+
+        built = build(plan, told)
+    Console().print(_table([s.name for s in chosen], built.sources, built.balance))
+    how = f"documents of more than {built.cut} tokens were cut" if built.cut else "no document was cut"
+    print(f"{sum(built.documents)} documents, {built.tokens} tokens, {ranges} ranges; {how}")
+    print(f"wrote {output}; in the run file:\n  shared:\n    data: {{ranges: {ranges}, digest: {built.digest}}}")
+    if built.balance.deviation > tolerance:
+        print(
+            f"NOT BALANCED: a share is off by {built.balance.deviation:.2%}, more than {tolerance:.2%} of a range: "
+            "take fewer ranges, or cut documents (--cut)"
+        )
+        raise typer.Exit(1)
+    print(f"balanced: no share is off by more than {built.balance.deviation:.2%} of a range")
+
+
+@words.command()
+def show(
+    directory: Annotated[Path, typer.Argument(help="A data set.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Compare every byte with its digest.")] = False,
+) -> None:
+    """Say what a data set holds, and whether it is whole."""
+    data = DataSet(directory, verify=verify)
+    manifest = index.read(directory).manifest
+    balance = manifest["balance"]
+    table = Table("source", "tokens", "share", title_justify="left")
+    for one, weight in zip(manifest["sources"], balance["sources"], strict=True):
+        table.add_row(one["name"], str(sum(f["tokens"] for f in one["files"])), f"{weight['share']:.2%}")
+    Console().print(table)
+    print(f"{manifest['tokens']} tokens, {data.ranges} ranges, digest {data.digest}")
+    print("every byte is as it was written" if verify else "sizes are right; --verify compares every byte")
+
+
+def _table(names: list[str], tokens: tuple[int, ...], balance: Balance) -> Table:
+    columns = ("source", "tokens", "share", "least in a range", "most in a range", "off by")
+    table = Table(*columns, title="balance", title_justify="left", title_style="bold")
+    for name, count, one in zip(names, tokens, balance.sources, strict=True):
+        shares = (f"{value:.2%}" for value in (one.share, one.least, one.most, one.deviation))
+        table.add_row(name, str(count), *shares)
+    table.add_row("a range", f"{balance.mean:.0f}", "", f"{balance.shortest}", f"{balance.longest}", "")
+    return table

@@ -1,0 +1,109 @@
+"""Deals documents into ranges so that every range is a fair sample of every source (§4.2).
+
+Each source is shuffled and laid end to end; range i gets the documents whose middle lies in the i-th of `ranges` equal
+parts. So a range's share of a source is off by at most one document, and documents that are longer than that allows
+are cut. Inside a range all sources are shuffled together. Pure; memory: about 60 bytes for a document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dips.data.order import I64, shuffled
+from dips.errors import ConfigError
+
+TOLERANCE = 0.02  # of a range's tokens: how far the share of a source may be from its share of the data set
+LEAST_CUT = 256  # tokens: shorter pieces teach little
+DOCUMENT = np.dtype([("file", "<u4"), ("tokens", "<u4"), ("start", "<u8")])  # 16 bytes, as in documents.npy
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where the documents of one source lie: arrays of equal length."""
+
+    file: I64  # index of the token file
+    start: I64  # its first token there
+    tokens: I64  # its length
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """The documents of all sources in the order of their ranges."""
+
+    documents: np.ndarray  # DOCUMENT[n]
+    source: I64  # of each document: index of its source
+    bounds: I64  # [ranges + 1]: range i has documents[bounds[i] : bounds[i + 1]]
+    shares: I64  # [ranges, sources] tokens
+
+
+def cut_of(tokens: int, ranges: int, tolerance: float) -> int:
+    """How long a document may be so that no range's shares are off by more than `tolerance`; in tokens."""
+    return max(LEAST_CUT, int(tolerance * tokens / ranges))
+
+
+def deal(sources: Sequence[Documents], ranges: int, seed: int, cut: int = 0) -> Dealt:
+    """Deal the documents of each source into `ranges` ranges.
+
+    cut     documents of more tokens become several; 0: none is cut
+    Errors  ConfigError if a source is empty or there are fewer tokens than ranges.
+    """
+    sizes = [int(source.tokens.sum()) for source in sources]
+    if not 1 <= ranges <= sum(sizes):
+        raise ConfigError(f"ranges: expected 1 to {sum(sizes)}, as many as there are tokens, got {ranges}")
+    if 0 in sizes:
+        raise ConfigError(f"source number {sizes.index(0) + 1} has no token")
+    pieces = [_cut(source, cut) if cut else source for source in sources]
+    homes = []
+    for index, source in enumerate(pieces):
+        homes.append(_homes(source.tokens, ranges, shuffled(len(source), seed, index)))
+    count = [len(source) for source in pieces]
+    home, source_of = np.concatenate(homes), np.repeat(np.arange(len(pieces)), count)
+    mixed = shuffled(len(home), seed, len(pieces))  # then gathered by range: sources mingle inside each
+    order = mixed[np.argsort(home[mixed], kind="stable")]
+    documents = np.empty(len(home), DOCUMENT)
+    for field in ("file", "tokens", "start"):
+        documents[field] = np.concatenate([getattr(source, field) for source in pieces])[order]
+    bounds = np.searchsorted(home[order], np.arange(ranges + 1)).astype(np.int64)
+    shares = np.zeros((ranges, len(pieces)), np.int64)
+    np.add.at(shares, (home[order], source_of[order]), documents["tokens"].astype(np.int64))
+    return Dealt(documents, source_of[order], bounds, shares)
+
+
+def deal_rows(count: int, ranges: int, seed: int, sources: Sequence[object] | None = None) -> list[I64]:
+    """Deal the rows of a table that lies elsewhere (a Hugging Face data set): the row numbers of each range.
+
+    sources  of each row, its source; None: all rows are of one
+    """
+    names = np.zeros(count, np.int64) if sources is None else np.unique(np.asarray(sources), return_inverse=True)[1]
+    if len(names) != count:
+        raise ConfigError(f"sources: expected one for each of {count} rows, got {len(names)}")
+    rows = [np.flatnonzero(names == source) for source in np.unique(names)]
+    documents = [Documents(np.zeros_like(r), r, np.ones_like(r)) for r in rows]
+    dealt = deal(documents, ranges, seed)
+    starts = dealt.documents["start"].astype(np.int64)
+    return [starts[a:b] for a, b in zip(dealt.bounds, dealt.bounds[1:], strict=False)]
+
+
+def _homes(tokens: I64, ranges: int, order: I64) -> I64:
+    """The range of each document: where its middle lies when the source is laid end to end in `order`."""
+    laid = tokens[order]
+    middles = np.cumsum(laid) - (laid + 1) // 2
+    homes = np.empty(len(tokens), np.int64)
+    homes[order] = np.minimum((middles.astype(np.float64) / laid.sum() * ranges).astype(np.int64), ranges - 1)
+    return homes
+
+
+def _cut(source: Documents, cut: int) -> Documents:
+    """Pieces of at most `cut` tokens, near equal within a document."""
+    parts = -(-source.tokens // cut)
+    which = np.repeat(np.arange(len(source)), parts)
+    place = np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)  # of a piece in its document
+    tokens, of = source.tokens[which], parts[which]
+    begin, end = tokens * place // of, tokens * (place + 1) // of
+    return Documents(source.file[which], source.start[which] + begin, end - begin)

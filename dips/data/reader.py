@@ -1,0 +1,86 @@
+"""Reads a data set: the tokens of a range, and batches of sequences cut from them, the same on every machine.
+
+Range e·ranges + i is range i in epoch e: the same tokens, its sequences in another order. A range lies in memory while
+it is read, nothing else does. Safe to copy into other processes: files are opened when they are first read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dips.data import index
+from dips.data.order import shuffled
+from dips.data.tokenfile import Tokens, open_tokens
+from dips.errors import ConfigError
+
+
+class DataSet:
+    """A directory made by `dips data build`."""
+
+    def __init__(self, directory: str | Path, *, verify: bool = False) -> None:
+        """Open it; `verify` compares every byte with its digest, which takes as long as reading it.
+
+        Errors  ConfigError: there is no data set, or a file of it is away. Corrupt: a file is not what it was.
+        """
+        self._index = index.read(Path(directory), verify)
+        self._maps: dict[int, Tokens] = {}
+        self._seed = int(self._index.manifest["seed"])
+
+    @property
+    def digest(self) -> str:
+        """Names tokens and ranges: equal on two clusters if they hold the same data set."""
+        return self._index.digest
+
+    @property
+    def ranges(self) -> int:
+        """How many ranges there are: the run's `data.ranges`."""
+        return len(self._index.bounds) - 1
+
+    def tokens(self, number: int) -> Tokens:
+        """Return the tokens of a range, its documents one after another: a row of whole numbers."""
+        place = number % self.ranges
+        documents = self._index.documents[self._index.bounds[place] : self._index.bounds[place + 1]]
+        if not len(documents):
+            return np.empty(0, np.uint16)
+        return np.concatenate([self._open(int(f))[s : s + n] for f, n, s in documents.tolist()])
+
+    def batches(
+        self, number: int, sequences: int, length: int, rank: int = 0, world: int = 1, start: int = 0
+    ) -> Iterator[Tokens]:
+        """Yield what one rank trains on in a range: [sequences, length + 1] tokens each, as many on every rank.
+
+        number     any range; above `ranges` it is one of a later epoch
+        sequences  of this rank in one inner step; the ranks' shares do not overlap
+        length     tokens predicted in a sequence; the one before the first is given too
+        start      the cursor: batches of this range that were trained already
+        """
+        if min(sequences, length, world) < 1 or not 0 <= rank < world or start < 0:
+            raise ConfigError(
+                "expected at least one sequence of at least one token, and a rank below world; "
+                f"got sequences={sequences}, length={length}, rank={rank}, world={world}, start={start}"
+            )
+        tokens = self.tokens(number)
+        order = shuffled(max(len(tokens) - 1, 0) // length, self._seed, number) * length
+        step = sequences * world
+        for first in range(start * step, len(order) - step + 1, step):
+            rows = order[first + rank : first + step : world]
+            yield tokens[rows[:, None] + np.arange(length + 1)]
+
+    def steps(self, number: int, sequences: int, length: int, world: int = 1) -> int:
+        """How many batches a rank gets from a range."""
+        place = number % self.ranges
+        documents = self._index.documents[self._index.bounds[place] : self._index.bounds[place + 1]]
+        return max(int(documents["tokens"].sum(dtype=np.int64)) - 1, 0) // length // (sequences * world)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_maps": {}}
+
+    def _open(self, file: int) -> Tokens:
+        if file not in self._maps:
+            listed = self._index.files[file]
+            self._maps[file] = open_tokens(listed.path, listed.dtype, listed.skip)
+        return self._maps[file]

@@ -1,0 +1,144 @@
+"""Text into tokens, a block at a time: .jsonl, .json.gz and plain files in, a raw token file and its documents out.
+
+A line of a .jsonl file is a document; any other file is one, and a long one becomes several. What ends a document is
+the tokenizer's `eos`, which is written after it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from dips.data.order import I64
+from dips.data.tokenfile import TokenFile
+from dips.errors import ConfigError
+
+TEXT_BLOCK = 16 << 20  # bytes of a plain file that become one document at most
+AT_ONCE = 256  # documents given to the tokenizer together
+_JSON_LINES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
+
+Encode = Callable[[Sequence[str]], Sequence[npt.ArrayLike]]
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Turns documents into token numbers below `vocabulary`; `eos` ends each."""
+
+    name: str
+    encode: Encode
+    vocabulary: int
+    eos: int
+
+    @property
+    def dtype(self) -> str:
+        return "<u2" if self.vocabulary <= 1 << 16 else "<u4"
+
+
+def tokenizer(spec: str, eos: str | None) -> Tokenizer:
+    """Make a tokenizer from what stands on the command line.
+
+    spec  `bytes` (numbers 0 to 255 are the bytes of UTF-8, 256 is eos); the path of a Hugging Face tokenizer.json, and
+          `eos` names its end token; or MODULE:FUNCTION, a function that returns a dips.data.text.Tokenizer
+    """
+    if spec == "bytes":
+        return Tokenizer(spec, lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts], 257, 256)
+    if spec.endswith(".json"):
+        return _hugging_face(Path(spec), eos)
+    module, colon, function = spec.partition(":")
+    if not colon:
+        raise ConfigError(f"--tokenizer: expected bytes, a tokenizer.json or MODULE:FUNCTION, got {spec!r}")
+    sys.path.insert(0, "")
+    try:
+        made = getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"--tokenizer {spec}: {error}") from error
+    if not isinstance(made, Tokenizer):
+        raise ConfigError(f"--tokenizer {spec}: expected a dips.data.text.Tokenizer, got {type(made).__name__}")
+    return made
+
+
+def _hugging_face(path: Path, eos: str | None) -> Tokenizer:
+    try:
+        library = importlib.import_module("tokenizers")
+    except ImportError as error:
+        raise ConfigError(f"--tokenizer {path} needs the package tokenizers: pip install tokenizers") from error
+    if not path.is_file():
+        raise ConfigError(f"--tokenizer {path}: no such file")
+    made = library.Tokenizer.from_file(str(path))
+    end = made.token_to_id(eos) if eos else None
+    if end is None:
+        raise ConfigError(f"--tokenizer {path}: expected --eos-token to name one of its tokens, got {eos!r}")
+
+    def encode(texts: Sequence[str]) -> Sequence[npt.ArrayLike]:
+        return [one.ids for one in made.encode_batch(list(texts), add_special_tokens=False)]
+
+    return Tokenizer(path.name, encode, made.get_vocab_size(), end)
+
+
+def is_text(path: Path) -> bool:
+    return path.suffix not in (".npy", ".bin", ".idx")
+
+
+def write_tokens(
+    files: Sequence[Path], key: str, made: Tokenizer, output: Path, progress: Callable[[int], None]
+) -> TokenFile:
+    """Tokenise `files` one after another into `output`; `progress` is told bytes of text as they are done."""
+    lengths = array("q")  # 8 bytes for a document, where a list takes 40
+    with output.open("wb") as out:
+        for file in files:
+            done = 0
+            documents = _documents(file, key)
+            while block := list(islice(documents, AT_ONCE)):
+                for ids in made.encode([text for text, _ in block]):
+                    row = np.append(np.asarray(ids, np.int64), made.eos)
+                    if row.min() < 0 or row.max() >= made.vocabulary:
+                        raise ConfigError(
+                            f"{file}: {made.name} made token {row.max()}, expected below {made.vocabulary}"
+                        )
+                    out.write(row.astype(made.dtype).tobytes())
+                    lengths.append(len(row))
+                progress(block[-1][1] - done)
+                done = block[-1][1]
+    tokens: I64 = np.array(lengths, np.int64)
+    return TokenFile(output, made.dtype, 0, np.cumsum(tokens) - tokens, tokens)
+
+
+def _documents(path: Path, key: str) -> Iterator[tuple[str, int]]:
+    """Yield (text, bytes of the file read so far)."""
+    with path.open("rb") as raw:
+        lines = cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else raw
+        try:
+            yield from _json_lines(path, lines, raw, key) if path.name.endswith(_JSON_LINES) else _blocks(lines, raw)
+        except (OSError, EOFError) as error:
+            raise ConfigError(f"{path}: cannot be read to its end: {error}") from error
+
+
+def _json_lines(path: Path, lines: IO[bytes], raw: IO[bytes], key: str) -> Iterator[tuple[str, int]]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            text: Any = json.loads(line)[key]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}, line {number}: expected an object with the key {key!r}: {error!r}") from error
+        if not isinstance(text, str):
+            raise ConfigError(f"{path}, line {number}: expected text under {key!r}, got {type(text).__name__}")
+        if text:
+            yield text, raw.tell()
+
+
+def _blocks(lines: IO[bytes], raw: IO[bytes]) -> Iterator[tuple[str, int]]:
+    while block := lines.read(TEXT_BLOCK):
+        block += lines.readline(TEXT_BLOCK)  # not in the middle of a line, nor of a character
+        yield block.decode(errors="replace"), raw.tell()

@@ -1,0 +1,132 @@
+"""A file of tokens, and where its documents begin: the forms in which tokenised text comes.
+
+    corpus.bin + corpus.idx             Megatron's indexed data set
+    corpus.npy + corpus.documents.npy   one array of tokens, and where each document begins
+    corpus.bin + corpus.documents.npy   the same as raw little-endian numbers of a named dtype
+    … without .documents.npy            documents end with the token `eos`, which is looked for
+
+Nothing is copied: a file is read through a map of its pages. What a token means this file does not know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dips.data.order import I64
+from dips.errors import ConfigError
+
+Tokens = npt.NDArray[Any]
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats: no tokens
+_SCAN = 1 << 24  # tokens looked through at once for `eos`
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """One file and its documents; `starts` and `tokens` count tokens, not bytes."""
+
+    path: Path
+    dtype: str
+    skip: int  # bytes before the first token
+    starts: I64
+    tokens: I64
+
+    def open(self) -> Tokens:
+        return open_tokens(self.path, self.dtype, self.skip)
+
+
+def open_tokens(path: Path, dtype: str, skip: int) -> Tokens:
+    """Map a file's tokens into memory, read-only; raise ConfigError if it is not there or not whole tokens."""
+    try:
+        size = path.stat().st_size - skip
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    kind = np.dtype(dtype)
+    if size % kind.itemsize:
+        raise ConfigError(f"{path}: expected whole tokens of {kind.itemsize} bytes, got {size} bytes")
+    if size == 0:
+        return np.empty(0, kind)
+    return np.memmap(path, kind, "r", skip)
+
+
+def find(path: Path, dtype: str | None, eos: int | None) -> TokenFile:
+    """Recognise the form of a token file; raise ConfigError saying what is missing."""
+    if path.suffix == ".idx":
+        return _megatron(path)
+    if path.suffix == ".bin" and path.with_suffix(".idx").exists():
+        return _megatron(path.with_suffix(".idx"))
+    dtype, skip = _numpy_header(path) if path.suffix == ".npy" else (dtype, 0)
+    if dtype is None:
+        raise ConfigError(f"{path}: the type of its tokens is not known: give --dtype uint16 or uint32")
+    kind = np.dtype(dtype)
+    if kind.kind not in "iu":
+        raise ConfigError(f"{path}: expected whole numbers as tokens, got {kind}")
+    tokens = open_tokens(path, kind.str, skip)
+    starts = _starts(path, tokens, eos)
+    return TokenFile(path, kind.str, skip, starts, np.diff(starts, append=len(tokens)))
+
+
+def _numpy_header(path: Path) -> tuple[str, int]:
+    try:
+        with path.open("rb") as file:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, _, kind = read(file)
+            if len(shape) != 1:
+                raise ConfigError(f"{path}: expected one row of tokens, got an array of shape {shape}")
+            return kind.str, file.tell()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not a .npy file: {error}") from error
+
+
+def _starts(path: Path, tokens: Tokens, eos: int | None) -> I64:
+    beside = path.with_suffix(".documents.npy")
+    if beside.exists():
+        return _checked(beside, np.load(beside), len(tokens))
+    if eos is None:
+        raise ConfigError(f"{path}: where its documents begin is not known: expected {beside.name} beside it, or --eos")
+    ends = [np.flatnonzero(tokens[at : at + _SCAN] == eos) + at + 1 for at in range(0, len(tokens), _SCAN)]
+    starts = np.concatenate([np.zeros(1, np.int64), *ends]).astype(np.int64)
+    return starts[starts < len(tokens)]
+
+
+def _checked(path: Path, starts: Tokens, tokens: int) -> I64:
+    if starts.ndim != 1 or starts.dtype.kind not in "iu" or not len(starts):
+        raise ConfigError(f"{path}: expected one row of whole numbers, got {starts.dtype}{list(starts.shape)}")
+    starts = starts.astype(np.int64)
+    if starts[-1] == tokens:  # some tools write the end as well
+        starts = starts[:-1]
+    if not len(starts) or starts[0] != 0 or (np.diff(starts) <= 0).any() or starts[-1] >= tokens:
+        raise ConfigError(f"{path}: expected numbers that rise from 0 and stay below {tokens}, the tokens of its file")
+    return starts
+
+
+def _megatron(index: Path) -> TokenFile:
+    """Read Megatron's .idx: magic, version, dtype, counts, then lengths, byte offsets and documents of sequences."""
+    try:
+        raw = index.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{index}: cannot be read: {error.strerror}") from error
+    if raw[:9] != _MAGIC or len(raw) < 34 or int.from_bytes(raw[9:17], "little") != 1:
+        raise ConfigError(f"{index}: expected a Megatron index of version 1, it begins with {raw[:17]!r}")
+    dtype = _MEGATRON_DTYPES.get(raw[17])
+    sequences, documents = (int.from_bytes(raw[a : a + 8], "little") for a in (18, 26))
+    if dtype is None or len(raw) < 34 + 12 * sequences + 8 * documents:
+        raise ConfigError(f"{index}: a dtype of code {raw[17]}, or an index that ends early: not readable as tokens")
+    lengths = np.frombuffer(raw, "<i4", sequences, 34).astype(np.int64)
+    offsets = np.frombuffer(raw, "<i8", sequences, 34 + 4 * sequences)
+    bounds = np.frombuffer(raw, "<i8", documents, 34 + 12 * sequences)  # first sequence of each document, and the end
+    item, data = np.dtype(dtype).itemsize, index.with_suffix(".bin")
+    first = bounds[:-1][np.diff(bounds) > 0]
+    if not len(first) or bounds[0] != 0 or bounds[-1] != sequences:
+        raise ConfigError(f"{index}: its documents do not hold each of its {sequences} sequences once")
+    starts, tokens = offsets[first] // item, np.add.reduceat(lengths, first)
+    if int((starts + tokens).max()) > len(open_tokens(data, dtype, 0)):
+        raise ConfigError(f"{data}: it is shorter than {index.name} says")
+    return TokenFile(data, dtype, 0, starts[tokens > 0], tokens[tokens > 0])

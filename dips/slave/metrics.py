@@ -1,0 +1,71 @@
+"""What a slave tells Prometheus of itself: dips_shard_…; the master tells dips_slave_… of what it hears from all.
+
+Labels are names of clusters whose push or pull the master opened here, kinds of orders and reasons of refusals: all
+bounded by the run or by a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.core import Metric
+
+from dips.telemetry.metrics import Row, Status, families
+
+SELF = (
+    Row("dips_shard_incarnation", "sinc", "Lives of this slave so far, as its master counts."),
+    Row("dips_shard_version", "version", "Outer steps of the version in memory."),
+    Row("dips_shard_version_round", "round", "The round that made the version in memory."),
+    Row("dips_shard_pool_bytes", "pool_used", "Memory pool in use."),
+    Row("dips_shard_pool_limit_bytes", "pool_limit", "The pool's written sum."),
+    Row("dips_shard_transit_bytes", "transit_used", "Asked for and not yet in place."),
+    Row("dips_shard_transit_limit_bytes", "transit_limit", "Most that may be asked for and not yet in place."),
+    Row("dips_shard_staged", "staged", "Pushes that lie whole here and wait for the master."),
+    Row("dips_shard_persist_seconds", "persist_s", "Its last snapshot took."),
+    Row("dips_shard_apply_seconds", "apply_s", "Its last outer step took."),
+    Row("dips_shard_snapshots", "snapshots", "Versions in its directory."),
+    Row("dips_shard_snapshot_bytes", "snapshot_bytes", "Size of all of them."),
+)
+LINK = (Row("dips_shard_link_bytes", "nbytes", "Moved from (in) or to (out) a cluster.", counter=True),)
+ORDER = (
+    Row("dips_shard_order_seconds", "seconds", "Spent on orders of a kind.", counter=True),
+    Row("dips_shard_orders", "count", "Orders of a kind.", counter=True),
+)
+REFUSED = (Row("dips_shard_frames_refused", "count", "Frames that were refused, by reason.", counter=True),)
+
+
+def collect(told: Status) -> Iterator[Metric]:
+    """Turn what app.py reads (see the keys below) into metric families."""
+    yield from families(SELF, [((), told)], ())
+    links = [
+        ((name, direction), {"nbytes": nbytes})
+        for direction in ("in", "out")
+        for name, nbytes in told.get(direction, {}).items()
+    ]
+    yield from families(LINK, links, ("cluster", "direction"))
+    yield from families(ORDER, [((kind,), spent) for kind, spent in told.get("orders", {}).items()], ("order",))
+    refused = [((reason,), {"count": count}) for reason, count in told.get("refused", {}).items()]
+    yield from families(REFUSED, refused, ("reason",))
+
+
+def kept(directory: Path) -> dict[str, int]:
+    """Count the snapshots in a slave's directory and their bytes; what is removed meanwhile is passed over."""
+    versions, nbytes = 0, 0
+    for path in directory.glob("v*@r*"):
+        versions += 1
+        nbytes += sum(_sizes(path.iterdir()))
+    return {"snapshots": versions, "snapshot_bytes": nbytes}
+
+
+def _sizes(files: Iterable[Path]) -> Iterator[int]:
+    with suppress(FileNotFoundError):  # retired while we look
+        for file in files:
+            yield file.stat().st_size
+
+
+def spent(orders: dict[str, tuple[float, int]]) -> dict[str, Any]:
+    """Seconds and counts by kind of order, as `collect` reads them."""
+    return {kind: {"seconds": seconds, "count": count} for kind, (seconds, count) in orders.items()}

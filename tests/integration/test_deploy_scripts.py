@@ -1,0 +1,133 @@
+"""The launch scripts of deploy/ start a real cluster: preflight first, then the agent, and its exit code is theirs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+HERE = Path(__file__).parent
+SLURM = HERE.parents[1] / "deploy" / "slurm"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+harness, script = load("cluster_harness"), load("train_constant")
+TENSORS = {n: np.full(tuple(p.shape), script.START, np.float32) for n, p in script.Model().named_parameters()}
+
+# What Slurm and the package put on the path; srun of one node is its command.
+PROGRAMS = {
+    "dips-client": '"$PYTHON" -c "from dips.client.app import main; main()" "$@"',
+    "torchrun": '"$PYTHON" -m torch.distributed.run "$@"',
+    "srun": 'while [[ "$1" == --* ]]; do shift; done; exec "$@"',
+}
+
+
+@pytest.fixture(name="environment")
+def made_environment(tmp_path: Path) -> dict[str, str]:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, body in PROGRAMS.items():
+        (programs / name).write_text(f"#!/bin/bash\n{body if name == 'srun' else 'exec ' + body}\n")
+        (programs / name).chmod(0o755)
+    return {
+        **os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHON": sys.executable,
+        "PYTHONPATH": str(harness.ROOT),
+        "GPUS": "1", "SLURM_NNODES": "1", "SLURM_NODEID": "0", "MASTER_PORT": str(harness.free_port()),
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+
+
+@pytest.fixture(name="run")
+def made_run(tmp_path: Path) -> Iterator[Any]:
+    with harness.Run(tmp_path, TENSORS, shared={"stop": {"versions": 3}, "penalty": {"rule": "none"}}) as run:
+        yield run
+
+
+def cluster_file(run: Any, **changes: Any) -> Path:
+    content = {
+        "shared": run.shared, "cluster": "slow", "master": run.address, "pace": {"steps": 1}, "directory": "slow",
+        "insecure": True, "beat_s": 0.5, **changes,
+    }  # fmt: skip
+    path: Path = run.directory / "slow.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def ready(run: Any) -> None:
+    run.start_master()
+    for slave in run.start_slaves():
+        run.until(lambda s=slave: '"ready"' in s.log.read_text(), 60, f"{slave.name} is ready")
+
+
+def words(run: Any) -> list[str]:
+    return [str(HERE / "train_constant.py"), "slow", "24", "1", str(run.directory / "slow.out")]
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(240)
+def test_a_cluster_trains_to_the_end(run: Any, environment: dict[str, str]) -> None:
+    """torchrun.sh: preflight, agent, torchrun, three versions, exit code 0."""
+    ready(run)
+    done = subprocess.run(
+        ["bash", str(SLURM / "torchrun.sh"), str(cluster_file(run)), *words(run)],
+        env=environment, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "slave ps0" in done.stdout  # the table of the preflight
+    assert (run.directory / "slow.out.0").exists()
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(240)
+def test_slurm_ends_the_job(run: Any, environment: dict[str, str]) -> None:
+    """SIGTERM to the batch script, as --signal sends it: the ranks end, the cluster leaves, nothing stays behind."""
+    ready(run)
+    path = cluster_file(run)
+    wait_for_two = [*words(run)[:3], "2", str(run.directory / "slow.out")]  # trains never: it waits for another cluster
+    with (run.directory / "job.log").open("w") as log:
+        job = subprocess.Popen(
+            ["bash", str(SLURM / "cluster.sbatch"), *wait_for_two],
+            env={**environment, "DIPS_CLUSTER": str(path)}, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    try:
+        run.until(lambda: (run.directory / "slow.out.ready.0").exists(), 120, "the rank has joined")
+        agent = int((run.directory / "slow" / "agent.pid").read_text())
+        job.send_signal(signal.SIGTERM)
+        code = job.wait(60)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+    assert code not in (0, 127), (run.directory / "job.log").read_text()
+    assert not Path(f"/proc/{agent}").exists()
+    run.until(lambda: "cluster_gone" in (run.directory / "master.log").read_text(), 10, "the cluster has left")
+
+
+def test_a_preflight_that_fails_starts_nothing(run: Any, environment: dict[str, str]) -> None:
+    """No master: exit code 69, and no agent ever ran."""
+    path = cluster_file(run)
+    done = subprocess.run(
+        ["bash", str(SLURM / "cluster.sbatch"), *words(run)],
+        env={**environment, "DIPS_CLUSTER": str(path)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 69, done.stdout + done.stderr
+    assert "start the master" in done.stdout
+    assert not (run.directory / "slow" / "agent.pid").exists()

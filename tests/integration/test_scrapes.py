@@ -1,0 +1,101 @@
+"""Every daemon's metrics, scraped for real from a run: they parse, promtool has nothing to say, and the numbers fit."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+HERE = Path(__file__).parent
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+harness, script = load("cluster_harness"), load("train_constant")
+
+
+def scrape(port: int) -> tuple[str, Samples]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    return text, {(s.name, tuple(sorted(s.labels.items()))): s.value for s in samples}
+
+
+def held_by_promtool(text: str) -> None:
+    """Names, types and help as Prometheus wants them."""
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not here (Debian: prometheus): the names were not held against it")
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.timeout(240)
+def test_every_daemon_is_scraped_while_a_run_goes_on(tmp_path: Path) -> None:
+    """One cluster behind a relay, two slaves: bytes, seconds and tokens of the three kinds of daemons agree."""
+    tensors = {n: np.full(tuple(p.shape), script.START, np.float32) for n, p in script.Model().named_parameters()}
+    nbytes = 4 * sum(t.size for t in tensors.values())
+    ports = {name: harness.free_port() for name in ("master", "ps0", "ps1", "slow")}
+    with harness.Run(tmp_path, tensors, shared={"penalty": {"rule": "none"}}) as run:
+        content = yaml.safe_load(run.file.read_text())
+        for section in (content["master"], *content["slaves"]):
+            section["metrics"] = f"127.0.0.1:{ports[section.get('name', 'master')]}"
+        run.file.write_text(yaml.safe_dump(content))
+        run.start_master()
+        run.start_slaves()
+        command = [sys.executable, str(HERE / "train_constant.py"), "slow", "24", "1", str(tmp_path / "slow.out")]
+        run.start_cluster("slow", command, steps=1, relay="127.0.0.1", metrics=f"127.0.0.1:{ports['slow']}")
+
+        def pushes() -> float:
+            try:
+                told = scrape(ports["slow"])[1]
+            except OSError:
+                return 0.0
+            return told.get(("dips_agent_moved_bytes_total", (("direction", "push"),)), 0.0) / nbytes
+
+        run.until(lambda: pushes() >= 5, 120, "five pushes of the cluster")
+        texts, told = {}, {}
+        for name in ("slow", "ps0", "ps1", "master"):  # later ones can only know more
+            texts[name], told[name] = scrape(ports[name])
+
+    agent = told["slow"]
+    assert agent["dips_agent_tokens_total", ()] >= 5 * 24
+    assert agent["dips_agent_inner_steps_total", ()] * 24 == agent["dips_agent_tokens_total", ()]
+    assert agent["dips_agent_tokens_per_second", ()] > 0 and agent["dips_agent_devices", ()] == 1
+    spent = {dict(labels)["cause"]: v for (name, labels), v in agent.items() if name == "dips_agent_seconds_total"}
+    assert spent["push"] > 0 and spent["window"] > 0 and spent["update"] > 0 and spent["pull"] > 0
+    assert spent["failure"] == spent["ended"] == 0
+    link = {
+        way: sum(
+            told[ps]["dips_shard_link_bytes_total", (("cluster", "slow"), ("direction", way))] for ps in run.slaves
+        )
+        for way in ("in", "out")
+    }
+    for way, direction in (("in", "push"), ("out", "pull")):
+        assert link[way] >= agent["dips_agent_moved_bytes_total", (("direction", direction),)]
+    moved = sum(v for (name, _), v in agent.items() if name == "dips_agent_moved_bytes_total")
+    assert agent["dips_agent_relayed_bytes_total", ()] >= moved, "the ranks went past the relay"
+    for slave in run.slaves:
+        shard = told[slave]
+        assert 0 < shard["dips_shard_pool_bytes", ()] <= shard["dips_shard_pool_limit_bytes", ()]
+        assert shard["dips_shard_orders_total", (("order", "persist"),)] >= 4
+        assert shard["dips_shard_order_seconds_total", (("order", "persist"),)] > 0
+        assert shard["dips_shard_snapshots", ()] >= 1 and shard["dips_shard_snapshot_bytes", ()] > 0
+    assert told["master"]["dips_cluster_accepted_total", (("cluster", "slow"),)] >= 4
+    for text in texts.values():
+        held_by_promtool(text)

@@ -1,0 +1,190 @@
+"""The relay passes bytes on, only where a grant goes, and never more than its bounds. Real sockets on loopback."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from dips.client.relay import Relay
+from dips.errors import Busy, ConfigError
+from dips.ids import GENESIS
+from dips.protocol.effects import Grant, SlaveAddress
+
+
+class Target:
+    """A lane as the relay sees it: says every byte back, or keeps silent and reads nothing."""
+
+    def __init__(self, echo: bool = True) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = "127.0.0.1:{1}".format(*self._listener.getsockname())
+        self.accepted: list[socket.socket] = []
+        self._threads: list[threading.Thread] = [threading.Thread(target=self._serve, args=(echo,), daemon=True)]
+        self._threads[0].start()
+
+    def _serve(self, echo: bool) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self.accepted.append(connection)
+            if echo:
+                thread = threading.Thread(target=self._echo, args=(connection,), daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _echo(self, connection: socket.socket) -> None:
+        try:
+            while data := connection.recv(1 << 16):
+                connection.sendall(data)
+        except OSError:
+            pass  # closed under us
+        connection.close()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for connection in self.accepted:
+            connection.close()
+
+
+@pytest.fixture(name="target")
+def made_target() -> Iterator[Target]:
+    target = Target()
+    yield target
+    target.close()
+
+
+def relay(most: int = 8) -> Relay:
+    return Relay("127.0.0.1", structlog.get_logger(), most)
+
+
+def grant(*lanes: str) -> Grant:
+    return Grant(GENESIS, (SlaveAddress("s0", 1, lanes, (0,)),), ((0,),), 30.0)
+
+
+def dial(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host, int(port)), 10)
+    connection.settimeout(10)
+    return connection
+
+
+def receive(connection: socket.socket, count: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < count and (part := connection.recv(count - len(parts))):
+        parts += part
+    return bytes(parts)
+
+
+def lane(made: Relay, *targets: str) -> list[str]:
+    return list(made.rewrite(grant(*targets)).slaves[0].lanes)
+
+
+def test_bytes_are_passed_on_both_ways(target: Target) -> None:
+    """Four megabytes there and back are the same bytes; the relay counts them; the port stays that of its lane."""
+    made = relay()
+    try:
+        (address,) = lane(made, target.address)
+        assert address != target.address and [address] == lane(made, target.address)
+        sent = bytes(range(256)) * (1 << 14)
+        with dial(address) as connection:
+            writer = threading.Thread(target=connection.sendall, args=(sent,))
+            writer.start()
+            assert receive(connection, len(sent)) == sent
+            writer.join()
+        assert made.passed_bytes == 2 * len(sent)
+    finally:
+        made.close()
+    assert made.connections == 0
+
+
+def test_connections_are_bounded(target: Target) -> None:
+    """One more than the most is closed at once, and is served when there is room again."""
+    made = relay(most=2)
+    try:
+        (address,) = lane(made, target.address)
+        first, second = dial(address), dial(address)
+        for connection in (first, second):
+            connection.sendall(b"x")
+            assert receive(connection, 1) == b"x"
+        with dial(address) as third:
+            assert third.recv(1) == b""
+        assert (made.refused, made.connections) == (1, 2)
+        first.close()
+        while made.connections == 2:
+            pass
+        with dial(address) as fourth:
+            fourth.sendall(b"y")
+            assert receive(fourth, 1) == b"y"
+        second.close()
+    finally:
+        made.close()
+
+
+def test_a_peer_that_reads_nothing_is_sent_nothing_more() -> None:
+    """Back-pressure reaches the sender: what the relay holds is its buffer, not the transfer."""
+    silent, made = Target(echo=False), relay()
+    try:
+        (address,) = lane(made, silent.address)
+        with dial(address) as connection:
+            connection.settimeout(1.0)
+            sent = 0
+            try:
+                while sent < 1 << 30:
+                    sent += connection.send(bytes(1 << 20))
+            except TimeoutError:
+                pass  # nobody takes more
+            assert 0 < sent < 64 << 20  # the kernel's four buffers, and ours
+    finally:
+        made.close()
+        silent.close()
+
+
+def test_a_lane_that_is_granted_no_more_is_closed(target: Target) -> None:
+    """A slave that came back has other ports: the old one leads nowhere, and its connection ends."""
+    other, made = Target(), relay()
+    try:
+        (old,) = lane(made, target.address)
+        with dial(old) as connection:
+            connection.sendall(b"x")
+            assert receive(connection, 1) == b"x"
+            (new,) = lane(made, other.address)
+            assert connection.recv(1) == b""
+        with pytest.raises(OSError):
+            dial(old)
+        with dial(new) as connection:
+            connection.sendall(b"y")
+            assert receive(connection, 1) == b"y"
+    finally:
+        made.close()
+        other.close()
+
+
+def test_a_lane_that_cannot_be_reached_ends_the_connection() -> None:
+    """The rank sees its connection end, as it would without a relay."""
+    made = relay()
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as gone:
+            port = gone.getsockname()[1]
+        (address,) = lane(made, f"127.0.0.1:{port}")
+        with dial(address) as connection:
+            assert connection.recv(1) == b""
+    finally:
+        made.close()
+
+
+def test_too_many_lanes_and_a_foreign_host() -> None:
+    """Both are refused before anything is opened."""
+    with pytest.raises(ConfigError, match=r"relay: cannot listen on 192.0.2.1"):
+        Relay("192.0.2.1", structlog.get_logger())
+    made = relay()
+    try:
+        with pytest.raises(Busy, match="2000 lanes"):
+            made.rewrite(grant(*(f"127.0.0.1:{port}" for port in range(1, 2001))))
+    finally:
+        made.close()

@@ -1,0 +1,65 @@
+"""A cluster's time goes to exactly one cause at each moment, and its tokens make a rate."""
+
+from __future__ import annotations
+
+import pytest
+
+from dips.client import metrics
+from dips.client.deeds import STANDSTILL, Identity, Phase
+from dips.client.pace import Pace
+from dips.client.session import Session
+from dips.client.tally import CAUSES, RATE_S, Tally
+
+
+def test_time_goes_to_one_cause() -> None:
+    """The parts are the whole, also in the middle of one."""
+    tally = Tally()
+    for cause, at in (("start", 0.0), ("pull", 4.0), ("inner", 6.0), ("slot", 16.0), ("push", 17.0), ("window", 20.0)):
+        tally.turn(cause, at)
+    spent = tally.spent(23.0)
+    expected = {"start": 4.0, "pull": 2.0, "inner": 10.0, "slot": 1.0, "push": 3.0, "window": 3.0}
+    assert {cause: seconds for cause, seconds in spent.items() if seconds} == expected
+    assert sum(spent.values()) == 23.0
+
+
+def test_the_end_of_a_window_is_the_update() -> None:
+    """What the master says of its update is taken from the wait, and never more than was waited."""
+    tally = Tally()
+    tally.turn("window", 0.0)
+    tally.turn("window", 5.0)
+    tally.updated(2.0)
+    tally.turn("pull", 5.0)
+    assert (tally.seconds["window"], tally.seconds["update"]) == (3.0, 2.0)
+    tally.turn("window", 6.0)
+    tally.turn("window", 7.0)
+    tally.updated(100.0)
+    tally.turn("inner", 7.0)
+    tally.updated(100.0)  # told of a round that nobody waited for
+    assert (tally.seconds["window"], tally.seconds["update"]) == (3.0, 3.0)
+
+
+def test_the_rate_forgets() -> None:
+    """Tokens of the last minute over a minute."""
+    tally = Tally()
+    for second in range(120):
+        tally.earn(30, float(second))
+    assert tally.rate(119.0) == pytest.approx(30 * 61 / RATE_S)
+    assert tally.rate(119.0 + 2 * RATE_S) == 0.0
+    assert tally.tokens == 3600
+
+
+def test_every_phase_has_a_cause() -> None:
+    """A trainer that stands still does so for a cause that the metrics know."""
+    assert set(STANDSTILL) == set(Phase)
+    assert set(STANDSTILL.values()) <= set(CAUSES)
+
+
+def test_an_agent_without_a_trainer_tells_what_it_knows() -> None:
+    """Before anything happened there are no losses and bases, and every name is said once."""
+    session = Session(Identity("r", "c", "d"), lambda: "nonce", 10.0, Pace(steps=1))
+    found = list(metrics.collect(metrics.read(session, 5.0)))
+    assert len({family.name for family in found}) == len(found)
+    empty = {f.name for f in found if not f.samples and "relay" not in f.name}
+    assert empty == {"dips_agent_loss", "dips_agent_base_version"}
+    spent = next(f for f in found if f.name == "dips_agent_seconds")
+    assert {s.labels["cause"] for s in spent.samples} == set(CAUSES)

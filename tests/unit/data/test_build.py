@@ -1,0 +1,175 @@
+"""A data set holds every token of its sources once, says so when it does not, and reads the same everywhere."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from dips.data import DataSet, app
+from dips.data.build import Plan, build, source
+from dips.data.text import Tokenizer, tokenizer
+from dips.errors import ConfigError, Corrupt
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "naïve", "café", "résumé"]
+
+
+def text(seed: int, words: int) -> str:
+    return " ".join(np.random.default_rng(seed).choice(WORDS, words))
+
+
+@pytest.fixture(name="corpus")
+def made_corpus(tmp_path: Path) -> Path:
+    """Three sources in three forms: JSON lines (one file packed), plain files, and tokens with their boundaries."""
+    for name in ("web", "code"):
+        (tmp_path / name).mkdir()
+    lines = [json.dumps({"text": text(i, 40 + i % 100)}) for i in range(300)]
+    (tmp_path / "web" / "a.jsonl").write_text("\n".join(lines[:150]))
+    (tmp_path / "web" / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(lines[150:]).encode()))
+    for i in range(60):
+        (tmp_path / "code" / f"{i:02}.py").write_text(text(1000 + i, 80))
+    tokens = np.random.default_rng(5).integers(0, 256, 20_000).astype("<u2")
+    np.save(tmp_path / "books.npy", tokens)
+    np.save(tmp_path / "books.documents.npy", np.arange(0, 20_000, 500))
+    return tmp_path
+
+
+def sources(corpus: Path) -> tuple[str, ...]:
+    return f"web={corpus}/web/*", f"code={corpus}/code", f"books={corpus}/books.npy"
+
+
+def plan(corpus: Path, output: str = "set", ranges: int = 20, seed: int = 1, tolerance: float = 0.04) -> Plan:
+    made = tokenizer("bytes", None)
+    chosen = tuple(source(spec) for spec in sources(corpus))
+    return Plan(chosen, corpus / output, ranges, seed, made, tolerance=tolerance)
+
+
+def all_tokens(data: DataSet) -> Counter[int]:
+    return Counter(token for number in range(data.ranges) for token in data.tokens(number).tolist())
+
+
+def test_every_token_is_there_once(corpus: Path) -> None:
+    """Over all ranges the tokens are those of the sources, with an end after each document of text."""
+    build(plan(corpus))
+    expected: Counter[int] = Counter(np.load(corpus / "books.npy").tolist())
+    for i in range(300):
+        expected.update([*text(i, 40 + i % 100).encode(), 256])
+    for i in range(60):
+        expected.update([*text(1000 + i, 80).encode(), 256])
+    assert all_tokens(DataSet(corpus / "set", verify=True)) == expected
+
+
+def test_the_balance_holds_for_what_is_read(corpus: Path) -> None:
+    """The printed lengths are those of what a reader gets, and ends of text are in every range."""
+    built = build(plan(corpus))
+    assert built.balance.deviation <= 0.04
+    data = DataSet(corpus / "set")
+    lengths = [len(data.tokens(number)) for number in range(data.ranges)]
+    assert (min(lengths), max(lengths)) == (built.balance.shortest, built.balance.longest)
+    ends = [int((data.tokens(number) == 256).sum()) for number in range(data.ranges)]
+    assert min(ends) >= 10  # of 360: text is in every range
+
+
+def test_the_same_seed_gives_the_same_bytes_elsewhere(corpus: Path) -> None:
+    """Same sources and seed: same digest and batches in another directory; another seed: another data set."""
+    digests = [build(plan(corpus, name, seed=seed)).digest for name, seed in (("x", 1), ("y", 1), ("z", 2))]
+    assert digests[0] == digests[1] != digests[2]
+    one, two = (list(DataSet(corpus / name).batches(3, 2, 64)) for name in ("x", "y"))
+    assert all((a == b).all() for a, b in zip(one, two, strict=True))
+
+
+def test_ranks_share_a_range_and_a_cursor_goes_on(corpus: Path) -> None:
+    """The ranks' sequences are disjoint and together those of one rank; `start` skips exactly what was trained."""
+    build(plan(corpus))
+    data = pickle.loads(pickle.dumps(DataSet(corpus / "set")))
+    whole = list(data.batches(7, 4, 32))
+    assert len(whole) == data.steps(7, 4, 32) > 10
+    halves = [list(data.batches(7, 2, 32, rank, 2)) for rank in (0, 1)]
+    for i, batch in enumerate(whole):
+        assert (batch[0::2] == halves[0][i]).all() and (batch[1::2] == halves[1][i]).all()
+    rest = list(data.batches(7, 4, 32, start=10))
+    assert len(rest) == len(whole) - 10 and (rest[0] == whole[10]).all()
+
+
+def test_an_epoch_has_the_same_tokens_in_another_order(corpus: Path) -> None:
+    """Range ranges + 7 is range 7 in the second epoch."""
+    build(plan(corpus))
+    data = DataSet(corpus / "set")
+    first, second = (np.concatenate(list(data.batches(n, 1, 32))) for n in (7, 7 + data.ranges))
+    assert not np.array_equal(first, second)
+    assert sorted(map(tuple, first)) == sorted(map(tuple, second))
+
+
+def test_what_was_changed_is_found(corpus: Path) -> None:
+    """A token file of another size, of other bytes, an edited manifest, a missing file: each is named."""
+    build(plan(corpus))
+    directory, web = corpus / "set", corpus / "set" / "tokens" / "web.bin"
+    good = web.read_bytes()
+    web.write_bytes(good[:-2])
+    with pytest.raises(Corrupt, match=r"web.bin: expected \d+ bytes"):
+        DataSet(directory)
+    web.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    DataSet(directory)  # a look at sizes is quick and sees nothing
+    with pytest.raises(Corrupt, match=r"web.bin: its checksum"):
+        DataSet(directory, verify=True)
+    web.write_bytes(good)
+    manifest = directory / "dataset.json"
+    manifest.write_text(manifest.read_text().replace('"seed": 1', '"seed": 2'))
+    with pytest.raises(Corrupt, match="edited"):
+        DataSet(directory)
+    with pytest.raises(ConfigError, match="no data set"):
+        DataSet(corpus / "elsewhere")
+
+
+def test_bad_sources_are_refused(corpus: Path) -> None:
+    """Each message names the file and what was expected."""
+    (corpus / "bad.jsonl").write_text('{"text": "good"}\n{"body": "bad"}\n')
+    (corpus / "raw.bin").write_bytes(bytes(100))
+    np.save(corpus / "floats.npy", np.zeros(10))
+    np.save(corpus / "few.npy", np.zeros(10, np.uint16))
+    for spec, words in (
+        ("x=nowhere/*", "there is no file"),
+        ("nowhere", "NAME=PATH"),
+        (f"x={corpus}/bad.jsonl", r"bad.jsonl, line 2"),
+        (f"x={corpus}/raw.bin", "--dtype"),
+        (f"x={corpus}/floats.npy", "whole numbers as tokens"),
+        (f"x={corpus}/few.npy", "few.documents.npy beside it, or --eos"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            build(Plan((source(spec),), corpus / "bad", 2, 0, tokenizer("bytes", None)))
+    with pytest.raises(ConfigError, match="give --tokenizer"):
+        build(Plan((source(f"x={corpus}/code"),), corpus / "bad", 2, 0))
+    liar = Tokenizer("liar", lambda texts: [[7] for _ in texts], 5, 0)
+    with pytest.raises(ConfigError, match="token 7, expected below 5"):
+        build(Plan((source(f"x={corpus}/code"),), corpus / "bad", 2, 0, liar))
+
+
+def test_documents_that_end_with_a_token(corpus: Path) -> None:
+    """Without boundaries beside it, a raw file is split after each end token; nothing of it is copied."""
+    rows = [*[[5, 6, 0]] * 50, *[[7, 0]] * 50]
+    (corpus / "raw.bin").write_bytes(np.concatenate(rows).astype("<u4").tobytes())
+    built = build(Plan((source(f"x={corpus}/raw.bin"),), corpus / "raw", 5, 0, dtype="uint32", eos=0))
+    assert (built.documents, built.tokens) == ((100,), 250)
+    assert not (corpus / "raw" / "tokens").exists()
+    assert all_tokens(DataSet(corpus / "raw")) == Counter({0: 100, 5: 50, 6: 50, 7: 50})
+
+
+def test_the_word_prints_the_balance(corpus: Path) -> None:
+    """`dips data build` ends 0 when the ranges are fair and 1 when they are not, and says by how much."""
+    words = [word for spec in sources(corpus) for word in ("--source", spec)]
+    wanted = ["build", *words, "--tokenizer", "bytes", "--ranges", "20"]
+    fair = CliRunner().invoke(app.words, [*wanted, "-o", str(corpus / "fair"), "--tolerance", "0.04"])
+    assert fair.exit_code == 0, fair.output
+    assert "balanced: no share is off by more than" in fair.stdout and "books" in fair.stdout
+    unfair = CliRunner().invoke(
+        app.words, [*wanted, "-o", str(corpus / "unfair"), "--cut", "0", "--tolerance", "0.002"]
+    )
+    assert unfair.exit_code == 1 and "NOT BALANCED" in unfair.stdout
+    shown = CliRunner().invoke(app.words, ["show", str(corpus / "fair"), "--verify"])
+    assert shown.exit_code == 0 and DataSet(corpus / "fair").digest in shown.stdout

@@ -1,0 +1,82 @@
+"""Data sets that other libraries wrote are read as those libraries read them."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dips.data import DataSet
+from dips.data.build import Plan, build, source
+from dips.data.text import tokenizer
+from dips.data.tokenfile import find
+from dips.errors import ConfigError
+
+SEQUENCES = [np.arange(10 * i, 10 * i + 3 + i, dtype=np.uint16) for i in range(40)]
+
+
+def megatron(path: Path) -> Path:
+    """Write Megatron's indexed data set byte for byte, with two sequences in every document."""
+    path.with_suffix(".bin").write_bytes(b"".join(s.tobytes() for s in SEQUENCES))
+    lengths = [len(s) for s in SEQUENCES]
+    starts = [2 * (sum(lengths[:i])) for i in range(len(lengths))]
+    documents = range(0, 41, 2)
+    with path.with_suffix(".idx").open("wb") as index:
+        index.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(lengths), len(documents)))
+        index.write(np.array(lengths, "<i4").tobytes() + np.array(starts, "<i8").tobytes())
+        index.write(np.array(documents, "<i8").tobytes())
+    return path
+
+
+def test_a_megatron_data_set_is_read_where_it_lies(tmp_path: Path) -> None:
+    """Its documents are dealt whole, and over all ranges every token is there once."""
+    found = find(megatron(tmp_path / "corpus").with_suffix(".bin"), None, None)
+    assert found.tokens.tolist() == [len(SEQUENCES[i]) + len(SEQUENCES[i + 1]) for i in range(0, 40, 2)]
+    build(Plan((source(f"m={tmp_path}/corpus.*"),), tmp_path / "set", 4, 0, cut=0))
+    data = DataSet(tmp_path / "set")
+    read = np.concatenate([data.tokens(number) for number in range(4)])
+    assert sorted(read) == sorted(np.concatenate(SEQUENCES))
+    assert read.dtype == np.uint16
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Megatron's own
+def test_megatron_itself_wrote_it(tmp_path: Path) -> None:
+    """megatron.core's own builder writes what we read."""
+    library = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    torch = pytest.importorskip("torch")
+    builder = library.IndexedDatasetBuilder(str(tmp_path / "real.bin"), dtype=np.int32)
+    for first, second in zip(SEQUENCES[0::2], SEQUENCES[1::2], strict=True):
+        builder.add_document(
+            torch.from_numpy(np.concatenate([first, second]).astype(np.int32)), [len(first), len(second)]
+        )
+    builder.finalize(str(tmp_path / "real.idx"))
+    found = find(tmp_path / "real.bin", None, None)
+    assert found.tokens.tolist() == [len(SEQUENCES[i]) + len(SEQUENCES[i + 1]) for i in range(0, 40, 2)]
+    assert found.open()[int(found.starts[3]) :][:4].tolist() == SEQUENCES[6][:4].tolist()
+
+
+@pytest.mark.parametrize("at", [0, 9, 17, -4])
+def test_a_megatron_index_that_is_wrong(tmp_path: Path, at: int) -> None:
+    """A wrong magic, version, dtype or document list is refused by name."""
+    path = megatron(tmp_path / "corpus").with_suffix(".idx")
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 0xFF
+    path.write_bytes(raw)
+    with pytest.raises(ConfigError, match=r"corpus.idx"):
+        find(path, None, None)
+
+
+def test_a_tokenizer_of_hugging_face(tmp_path: Path) -> None:
+    """A tokenizer.json is used, and its end token ends each document."""
+    library = pytest.importorskip("tokenizers")
+    made = library.Tokenizer(library.models.WordLevel({"a": 0, "b": 1, "?": 2, "</s>": 3}, unk_token="?"))
+    made.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "t.txt").write_text("a b x " * 30)
+    with pytest.raises(ConfigError, match="--eos-token"):
+        tokenizer(str(tmp_path / "tokenizer.json"), None)
+    reader = tokenizer(str(tmp_path / "tokenizer.json"), "</s>")
+    build(Plan((source(f"x={tmp_path}/t.txt"),), tmp_path / "set", 1, 0, reader))
+    assert DataSet(tmp_path / "set").tokens(0).tolist() == [0, 1, 2] * 30 + [3]

@@ -1,0 +1,78 @@
+"""Images and units: daemons without torch and without rights, and exit codes that mean what errors.py says."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dips.errors import TREATMENTS, ConfigError, Corrupt, DipsError, Stale
+
+DEPLOY = Path(__file__).parents[3] / "deploy"
+UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+IMAGES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
+
+
+def code(cls: type[DipsError]) -> int:
+    return next(t.exit_code for c, t in TREATMENTS if issubclass(cls, c))
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda p: p.name)
+def test_images_end_as_a_user(image: Path) -> None:
+    """The last word on the user is one without rights, by number, so that runAsNonRoot can see it."""
+    users = re.findall(r"^USER (\S+)", image.read_text(), re.MULTILINE)
+    assert users and re.fullmatch(r"[1-9]\d+:[1-9]\d+", users[-1])
+
+
+def test_images_copy_what_is_there() -> None:
+    """Every file that is copied exists and is not ignored."""
+    root = DEPLOY.parent
+    kept = {line[1:] for line in (root / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    for image in IMAGES:
+        for words in re.findall(r"^COPY (?!--from)(.+) \S+$", image.read_text(), re.MULTILINE):
+            for name in words.split():
+                assert (root / name).exists() and name in kept, f"{image.name} copies {name}"
+
+
+def test_the_image_of_the_daemons_has_no_torch() -> None:
+    """The wheel is installed without extras."""
+    text = (DEPLOY / "docker" / "daemons.Dockerfile").read_text()
+    assert "/wheels/*.whl" in text and "[client]" not in text
+    assert "torch" not in "".join(line for line in text.splitlines() if not line.startswith("#"))
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda p: p.name)
+def test_units_do_not_restart_what_cannot_help(unit: Path) -> None:
+    """A wrong configuration stays wrong; a master or cluster that was superseded stays away; nobody runs as root."""
+    text = unit.read_text()
+    prevented = {int(n) for n in re.search(r"^RestartPreventExitStatus=(.+)$", text, re.MULTILINE)[1].split()}  # type: ignore[index]
+    assert code(ConfigError) in prevented
+    if unit.name != "dips-slave@.service":
+        assert code(Stale) in prevented
+    if "client" not in unit.name:
+        assert code(Corrupt) in prevented
+    assert re.search(r"^User=(?!root)\w+", text, re.MULTILINE) and "NoNewPrivileges=true" in text
+
+
+def test_systemd_understands_the_units(tmp_path: Path) -> None:
+    """systemd-analyze finds nothing but the programs that are not installed here."""
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not here: the units were not held against it")
+    for unit in UNITS:
+        text = re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", unit.read_text(), flags=re.MULTILINE)
+        (tmp_path / unit.name).write_text(text)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", *(f"./{u.name}" for u in UNITS)],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    told = [line for line in done.stderr.splitlines() if any(u.name.partition("@")[0] in line for u in UNITS)]
+    assert not told, told
+
+
+@pytest.mark.parametrize("script", ["slurm/cluster.sbatch", "slurm/torchrun.sh", "kubernetes/check"])
+def test_scripts_are_shell(script: str) -> None:
+    """bash can read them."""
+    subprocess.run(["bash", "-n", str(DEPLOY / script)], check=True)
