@@ -21,7 +21,9 @@ from dips.slave import tensorfile
 from dips.slave.export import export
 from dips.slave.snapshots import Snapshots
 
-MANIFEST = Manifest.from_shapes([("a.0.w", (2, 3)), ("a.0.b", (2,)), ("b.w", (4, 1)), ("empty.w", (0,)), ("scale", ())])
+MANIFEST = Manifest.from_shapes(
+    [("a.0.10.w", (2, 3)), ("a.0.2.b", (2,)), ("b.w", (4, 1)), ("empty.w", (0,)), ("scale", ())]
+)
 V1, V2 = VersionId(1, 1), VersionId(2, 5)
 Arrays = dict[int, np.ndarray]
 
@@ -81,7 +83,7 @@ def test_what_is_written_is_read_by_the_next_process(tmp_path: Path) -> None:
     assert same(theta_read, theta)
     assert same(momentum_read, momentum)
     stored = load_file(path / "v1@r1" / "model.safetensors")
-    np.testing.assert_array_equal(stored["theta.a.0.b"], tensors(theta)["a.0.b"])
+    np.testing.assert_array_equal(stored["theta.a.0.2.b"], tensors(theta)["a.0.2.b"])
     np.testing.assert_array_equal(stored["momentum.b.w"], tensors(momentum)["b.w"])
     assert stored["theta.scale"].shape == ()
     again.close()
@@ -280,7 +282,7 @@ def test_version_zero_is_mapped_where_its_layers_lie_whole(tmp_path: Path) -> No
     assert mapped is not None
     assert same(mapped, {1: arrays((0, 1, 2, 3), 0)[1]})
     snapshots.close()
-    scattered = opened(tmp_path / "s", layers=(0,))  # the library sorts a.0.b before a.0.w, the model does not
+    scattered = opened(tmp_path / "s", layers=(0,))  # the library puts a.0.10.w before a.0.2.b, the manifest does not
     with capture_logs() as logs:
         assert scattered.map(GENESIS) is None
     assert [line["event"] for line in logs] == ["snapshot_not_mapped"]
