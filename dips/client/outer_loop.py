@@ -17,32 +17,19 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
-from dips import errors
-from dips.client import local
-from dips.client.line import Line, socket_path
 from dips.client.local import (
-    Answer,
     Attach,
     Bye,
-    Failure,
     Healed,
-    Heard,
-    Moving,
-    Over,
-    PullMoved,
-    PullNow,
     PullWanted,
-    PushMoved,
-    PushNow,
     PushWanted,
-    Question,
     RangeGiven,
     RangesEnded,
     RangeWanted,
@@ -51,27 +38,22 @@ from dips.client.local import (
     Saved,
     SaveWanted,
     Stepped,
-    TrainOn,
-    Wait,
     Welcome,
 )
+from dips.client.mouth import Mouth
 from dips.client.mover import Mover
 from dips.client.orphan import watch_agent
 from dips.client.parallel import HostMemory, StreamedMemory, lay_out
-from dips.client.transfer import Base
-from dips.client.underway import Moved, Underway
+from dips.client.rounds import Rounds
 from dips.client.voice import Voice
-from dips.config import ClusterFile, Shared, load_cluster
-from dips.errors import ConfigError, DipsError, LocalProtocolError
+from dips.config import Shared, load_cluster
+from dips.errors import ConfigError, LocalProtocolError
 from dips.ids import VersionId
-
-Talk = PushWanted | PushMoved | PullWanted | PullMoved
-
 
 STATE_FORMAT = 1  # of state_dict; another number is refused, never guessed at
 
 
-class OuterLoop:
+class OuterLoop(Rounds):
     """Takes part in the run for one rank of the training job."""
 
     def __init__(
@@ -97,23 +79,14 @@ class OuterLoop:
         if path is None:
             raise ConfigError("no cluster file: start this script as `dips-client --config cluster.yaml -- …`")
         watch_agent()
-        self._config = load_cluster(Path(path))
-        self._voice = Voice(self._config.collective_s)
-        self._pid = os.getpid()
-        self._line: Line | None = None
-        layout = lay_out(model, self._voice, optimizer, self._config.speakers)
-        kind = StreamedMemory if self._config.install == "streaming" else HostMemory
-        memory = kind(layout.adapter, layout.held, layout.plan, self._voice)
-        self._mover = Mover(memory, self._voice, self._config.poll_s, self._config.stall_s, self._config.shared.codec)
-        self._attempt = self._number = self._ranges_asked = self._look_in = 0
-        self._soon = 1  # inner steps until the next look at what is out
-        self._overlaps = self._config.overlap == "full"
-        # Under `overlap: full`: what moves and the verdict that began it; what the agent is still to answer.
-        self._out: tuple[Answer, Underway] | None = None
-        self._talk: Talk | None = None
-        self._finished = self._closed = self._torn = False
-        self._progress = 0.0
-        self._version: VersionId | None = None
+        config_file = load_cluster(Path(path))
+        voice = Voice(config_file.collective_s)
+        layout = lay_out(model, voice, optimizer, config_file.speakers)
+        kind = StreamedMemory if config_file.install == "streaming" else HostMemory
+        memory = kind(layout.adapter, layout.held, layout.plan, voice)
+        mover = Mover(memory, voice, config_file.poll_s, config_file.stall_s, config_file.shared.codec)
+        super().__init__(config_file, voice, Mouth(voice, config_file), mover)
+        self._pid, self._closed, self._ranges_asked = os.getpid(), False, 0
         self.inner_steps = 0  # taken since this object was made
         self._attach(layout.plan.manifest.to_json())
         self._obey(PullWanted(self._attempt, self._next()))
@@ -152,11 +125,6 @@ class OuterLoop:
         """The run is over: leave the training loop. `step` does nothing from now on, `ranges` ends."""
         return self._finished
 
-    @property
-    def moving(self) -> bool:
-        """Under `overlap: full`: a push or pull of this cluster is out, and training goes on beside it."""
-        return self._out is not None or self._talk is not None
-
     def step(self, *, tokens: int, loss: Any = None) -> None:
         """Say that one inner step is done; when a push is due it takes part in an outer step before it returns.
 
@@ -171,9 +139,9 @@ class OuterLoop:
             raise LocalProtocolError(f"tokens: expected 0 or more, got {tokens}")
         self.inner_steps += 1
         self._look_in -= 1
-        if self._line:
+        if self._voice.rank == 0:
             shown = _finite(loss)
-            self._line.tell(Stepped(self._attempt, int(tokens), shown, loss is None or shown is not None))
+            self._mouth.tell(Stepped(self._attempt, int(tokens), shown, loss is None or shown is not None))
         if self._look_in <= 0:
             self._look_at(demanded=False)
 
@@ -199,16 +167,15 @@ class OuterLoop:
             self._check()
             self._voice.meet("OuterLoop.ranges")
             self._ranges_asked += 1
-            answer = self._persist(RangeWanted(self._attempt, self._ranges_asked))
+            answer = self._mouth.persist(RangeWanted(self._attempt, self._ranges_asked))
             if isinstance(answer, RangeGiven):
                 yield answer.range
                 continue
             if isinstance(answer, RangesEnded) and answer.finished:
                 self._settle()
                 if not self._finished:
-                    self._obey(
-                        PushWanted(self._attempt, self._next())
-                    )  # nothing is pushed: the final version is pulled
+                    # nothing is pushed: the final version is pulled
+                    self._obey(PushWanted(self._attempt, self._next()))
             return
 
     def state_dict(self) -> dict[str, Any]:
@@ -220,7 +187,7 @@ class OuterLoop:
         """
         self._check()
         self._voice.meet("OuterLoop.state_dict")
-        saved = self._hear(SaveWanted(self._attempt))
+        saved = self._mouth.hear(SaveWanted(self._attempt))
         if not isinstance(saved, Saved):
             raise LocalProtocolError(f"expected Saved from the agent, got {saved!r}")
         own = {f"{name}.rank{self._voice.rank}": tensor for name, tensor in self._mover.saved().items()}
@@ -239,7 +206,7 @@ class OuterLoop:
             raise LocalProtocolError(f"expected an outer state of format {STATE_FORMAT}, got {state.get('format')!r}")
         saved = Saved(**{f.name: _plain(state[f.name]) for f in fields(Saved)})
         self._voice.meet("OuterLoop.load_state_dict")
-        answer = self._persist(Resume(self._attempt, saved))
+        answer = self._mouth.persist(Resume(self._attempt, saved))
         if isinstance(answer, Healed):
             self._obey(PullWanted(self._attempt, self._next()))
             self._warms_up = False
@@ -261,7 +228,7 @@ class OuterLoop:
         self._voice.meet("OuterLoop.close")
         if self._out is not None:
             self._out[1].cancel()
-        self._hear(Bye(self._attempt))
+        self._mouth.hear(Bye(self._attempt))
         self._end()
 
     def __enter__(self) -> OuterLoop:
@@ -272,134 +239,18 @@ class OuterLoop:
     ) -> None:
         if kind is None:
             self.close()
-        elif self._line:  # no goodbye: the agent sees the line end, and ends what is open
-            self._line.close()
+        else:
+            self._mouth.hang_up()
 
     # ---- the talk ----------------------------------------------------------------------------------------------------
 
     def _attach(self, manifest: str) -> None:
         life, restart = (int(os.environ.get(key, "0")) for key in ("DIPS_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
         question = Attach(life, restart, os.getpid(), manifest, self._mover.ranks, self._mover.ranks)
-        welcome = self._persist(question)
+        welcome = self._mouth.persist(question)
         if not isinstance(welcome, Welcome):
             raise LocalProtocolError(f"expected Welcome from the agent, got {welcome!r}")
         self._attempt, self._progress = welcome.attempt, welcome.progress
-
-    def _obey(self, talk: Talk) -> None:
-        """Do what the agent says, on all ranks, standing still until it says to train on."""
-        while True:
-            verdict = self._persist(talk)
-            underway = self._begin(verdict)
-            if underway is None:
-                return
-            talk = self._land(verdict, underway.finish(self._config.poll_s))
-
-    def _look_at(self, demanded: bool) -> None:
-        if not self.moving:
-            self._voice.meet("OuterLoop.step")
-        question = PushWanted(self._attempt, 0 if self._out or self._talk else self._next(), demanded)
-        if self._overlaps:
-            self._look(question)
-        else:
-            self._obey(question)
-
-    def _look(self, question: PushWanted) -> None:
-        """Go on with what is out, or ask the agent what is due; in neither case stand still for it."""
-        if self._out is not None:
-            verdict, underway = self._out
-            moved = underway.look()
-            if moved is None:
-                self._look_in = self._soon
-                return
-            self._out, self._talk = None, self._land(verdict, moved)
-        self._talk = self._talk or question
-        answer = self._hear(replace(self._talk, at_once=True))
-        if isinstance(answer, Wait):
-            self._look_in = self._soon = answer.steps
-            return
-        self._talk, begun = None, self._begin(answer)
-        if begun is not None and isinstance(answer, PullNow) and not answer.merge:  # no step before it is worth taking
-            self._obey(self._land(answer, begun.finish(self._config.poll_s)))
-        elif begun is not None:
-            self._out, self._look_in = (answer, begun), self._soon
-
-    def _settle(self) -> None:
-        """Stand still until nothing is out."""
-        if self._out is not None:
-            verdict, underway = self._out
-            self._out, self._talk = None, self._land(verdict, underway.finish(self._config.poll_s))
-        if self._talk is not None:
-            talk, self._talk = self._talk, None
-            self._obey(talk)
-
-    def _begin(self, verdict: Answer) -> Underway | None:
-        """Begin the transfer that the agent ordered, or note that there is none to begin."""
-        match verdict:
-            case PushNow():
-                base = self._base(verdict, self._mover.rank)
-                return self._mover.push(verdict.grant, base, self._share, verdict.accepted, keep=self._overlaps)
-            case PullNow():
-                base = self._base(verdict, self._mover.rank)
-                return self._mover.pull(verdict.grant, base, self._share, verdict.accepted)
-            case TrainOn():
-                self._progress, self._look_in = verdict.progress, verdict.steps
-            case Over():
-                self._progress, self._finished = verdict.progress, True
-            case _:
-                raise LocalProtocolError(f"expected a verdict from the agent, got {verdict!r}")
-        return None
-
-    def _land(self, verdict: Answer, moved: Moved) -> Talk:
-        """The transfer is over on all ranks: put what was pulled into the model, and say so."""
-        if isinstance(verdict, PushNow):
-            return PushMoved(self._attempt, self._next(), verdict.seq, moved.ok, moved.reason, moved.nbytes)
-        assert isinstance(verdict, PullNow)
-        self._torn = moved.torn or (self._torn and not moved.ok)
-        if moved.ok:  # on all ranks
-            install = self._mover.merge if verdict.merge else self._mover.install
-            install(verdict.grant.version)
-            self._version, self._progress = verdict.grant.version, verdict.progress
-        return PullMoved(self._attempt, self._next(), verdict.seq, moved.ok, moved.reason, moved.nbytes, self._torn)
-
-    def _base(self, verdict: PushNow | PullNow, rank: int) -> Base:
-        return Base(self._config.shared.run, self._config.cluster, verdict.inc, verdict.seq, rank)
-
-    def _share(self, moved: int, total: int) -> str:
-        """Tell the agent how far the transfer is; return why it is to be ended, "" to go on. Only rank 0 has a line."""
-        if not self._line:
-            return ""
-        try:
-            answer = self._line.ask(Moving(self._attempt, moved, total))
-        except DipsError as error:  # the other ranks are waiting in a collective: they must hear of it there
-            return str(error)
-        return "" if isinstance(answer, Heard) else getattr(answer, "reason", str(answer))
-
-    def _persist(self, question: Question) -> Answer:
-        """Ask until there is an answer; each Wait reaches all ranks, so no collective lasts longer than a poll."""
-        while isinstance(answer := self._hear(question), Wait):
-            pass
-        return answer
-
-    def _hear(self, question: Question) -> Answer:
-        """Rank 0 asks the agent; all ranks hear the answer, and raise the same error if it is one."""
-        words = local.encode(self._speak(question)) if self._voice.rank == 0 else None
-        answer = cast(Answer, local.decode(self._voice.share(words)[local.LENGTH.size :]))
-        if isinstance(answer, Failure):
-            raised = getattr(errors, answer.error, DipsError)
-            raise raised(answer.message)
-        return answer
-
-    def _speak(self, question: Question) -> Answer:
-        try:
-            if self._line is None:
-                self._line = Line(_agent_socket(self._config), self._config.poll_s)
-            return self._line.ask(question)
-        except DipsError as error:
-            return Failure(type(error).__name__, str(error))
-
-    def _next(self) -> int:
-        self._number += 1
-        return self._number
 
     def _check(self) -> None:
         if self._closed:
@@ -411,14 +262,8 @@ class OuterLoop:
 
     def _end(self) -> None:
         self._closed = True
-        if self._line:
-            self._line.close()
+        self._mouth.hang_up()
         self._voice.close()
-
-
-def _agent_socket(config: ClusterFile) -> Path:
-    named = os.environ.get("DIPS_AGENT_SOCKET")
-    return Path(named) if named else socket_path(config)
 
 
 def _finite(loss: Any) -> float | None:

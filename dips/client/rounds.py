@@ -1,0 +1,145 @@
+"""A rank's part in outer steps: what the agent orders is begun, moved and put into the model, on all ranks alike.
+
+Either the training stands still from the question to the verdict (`_obey`), or it goes on and the ranks look at what is
+out now and then (`_look`, under `overlap: full`; why.md 36). Collective throughout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from dips.client.local import (
+    Answer,
+    Over,
+    PullMoved,
+    PullNow,
+    PullWanted,
+    PushMoved,
+    PushNow,
+    PushWanted,
+    TrainOn,
+    Wait,
+)
+from dips.client.mouth import Mouth
+from dips.client.mover import Mover
+from dips.client.transfer import Base
+from dips.client.underway import Moved, Underway
+from dips.client.voice import Voice
+from dips.config import ClusterFile
+from dips.errors import LocalProtocolError
+from dips.ids import VersionId
+
+Talk = PushWanted | PushMoved | PullWanted | PullMoved
+
+
+class Rounds:
+    """What an OuterLoop does beside what its training script sees of it."""
+
+    def __init__(self, config: ClusterFile, voice: Voice, mouth: Mouth, mover: Mover) -> None:
+        self._config, self._voice, self._mouth, self._mover = config, voice, mouth, mover
+        self._attempt = self._number = self._look_in = 0
+        self._soon = 1  # inner steps until the next look at what is out
+        self._overlaps = config.overlap == "full"
+        # Under `overlap: full`: what moves and the verdict that began it; what the agent is still to answer.
+        self._out: tuple[Answer, Underway] | None = None
+        self._talk: Talk | None = None
+        self._finished = self._torn = False
+        self._progress = 0.0
+        self._version: VersionId | None = None
+
+    @property
+    def moving(self) -> bool:
+        """Under `overlap: full`: a push or pull of this cluster is out, and training goes on beside it."""
+        return self._out is not None or self._talk is not None
+
+    def _obey(self, talk: Talk) -> None:
+        """Do what the agent says, on all ranks, standing still until it says to train on."""
+        while True:
+            verdict = self._mouth.persist(talk)
+            underway = self._begin(verdict)
+            if underway is None:
+                return
+            talk = self._land(verdict, underway.finish(self._config.poll_s))
+
+    def _look_at(self, demanded: bool) -> None:
+        if not self.moving:
+            self._voice.meet("OuterLoop.step")
+        question = PushWanted(self._attempt, 0 if self._out or self._talk else self._next(), demanded)
+        if self._overlaps:
+            self._look(question)
+        else:
+            self._obey(question)
+
+    def _look(self, question: PushWanted) -> None:
+        """Go on with what is out, or ask the agent what is due; in neither case stand still for it."""
+        if self._out is not None:
+            verdict, underway = self._out
+            moved = underway.look()
+            if moved is None:
+                self._look_in = self._soon
+                return
+            self._out, self._talk = None, self._land(verdict, moved)
+        self._talk = self._talk or question
+        answer = self._mouth.hear(replace(self._talk, at_once=True))
+        if isinstance(answer, Wait):
+            self._look_in = self._soon = answer.steps
+            return
+        self._talk, begun = None, self._begin(answer)
+        if begun is not None and isinstance(answer, PullNow) and not answer.merge:  # no step before it is worth taking
+            self._obey(self._land(answer, begun.finish(self._config.poll_s)))
+        elif begun is not None:
+            self._out, self._look_in = (answer, begun), self._soon
+
+    def _settle(self) -> None:
+        """Stand still until nothing is out."""
+        if self._out is not None:
+            verdict, underway = self._out
+            self._out, self._talk = None, self._land(verdict, underway.finish(self._config.poll_s))
+        if self._talk is not None:
+            talk, self._talk = self._talk, None
+            self._obey(talk)
+
+    def _begin(self, verdict: Answer) -> Underway | None:
+        """Begin the transfer that the agent ordered, or note that there is none to begin."""
+        match verdict:
+            case PushNow():
+                base = self._base(verdict, self._mover.rank)
+                return self._mover.push(
+                    verdict.grant,
+                    base,
+                    partial(self._mouth.share, self._attempt),
+                    verdict.accepted,
+                    keep=self._overlaps,
+                )
+            case PullNow():
+                base = self._base(verdict, self._mover.rank)
+                return self._mover.pull(
+                    verdict.grant, base, partial(self._mouth.share, self._attempt), verdict.accepted
+                )
+            case TrainOn():
+                self._progress, self._look_in = verdict.progress, verdict.steps
+            case Over():
+                self._progress, self._finished = verdict.progress, True
+            case _:
+                raise LocalProtocolError(f"expected a verdict from the agent, got {verdict!r}")
+        return None
+
+    def _land(self, verdict: Answer, moved: Moved) -> Talk:
+        """The transfer is over on all ranks: put what was pulled into the model, and say so."""
+        if isinstance(verdict, PushNow):
+            return PushMoved(self._attempt, self._next(), verdict.seq, moved.ok, moved.reason, moved.nbytes)
+        assert isinstance(verdict, PullNow)
+        self._torn = moved.torn or (self._torn and not moved.ok)
+        if moved.ok:  # on all ranks
+            install = self._mover.merge if verdict.merge else self._mover.install
+            install(verdict.grant.version)
+            self._version, self._progress = verdict.grant.version, verdict.progress
+        return PullMoved(self._attempt, self._next(), verdict.seq, moved.ok, moved.reason, moved.nbytes, self._torn)
+
+    def _base(self, verdict: PushNow | PullNow, rank: int) -> Base:
+        return Base(self._config.shared.run, self._config.cluster, verdict.inc, verdict.seq, rank)
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
