@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dips.errors import CorruptManifest
 from dips.protocol import pulls, pushes
-from dips.protocol.effects import Acknowledged, Failed, Joined, Ranges
+from dips.protocol.effects import Acknowledged, Failed, Finished, Joined, Ranges
 from dips.protocol.events import BandwidthMeasured, ClusterJoined, RangesRequested, TrainerChanged
 from dips.protocol.manifest import Manifest
 from dips.protocol.moves import ClusterState
@@ -125,7 +125,7 @@ def ranges_requested(w: World, event: RangesRequested) -> None:
         )
         return
     if w.finished:
-        w.reply(event.req, Ranges((), True))
+        w.reply(event.req, Finished(w.finished))
         return
     taken, new = w.ranges.lease(cluster.name, cluster.inc, event.seq, event.count, event.claims)
     if new and taken:

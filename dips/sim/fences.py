@@ -169,7 +169,10 @@ class Memory(Invariant):
 
 
 class Liveness(Invariant):
-    """Once the faults have stopped, every live trainer hears an Outcome in time, the head advances, pulls succeed."""
+    """Once the faults have stopped, every live trainer hears an Outcome in time, the head advances, pulls succeed.
+
+    B1 and B2 hold for the deadlines of a seed: a lease of 7.5 s, orders 4 s, Apply and Persist 8 s, transfers 12 s.
+    """
 
     number = 12
     OUTCOME_S = 45.0  # B1: for a trainer, from when faults stop or from its last Outcome

@@ -126,7 +126,11 @@ class Commit(Invariant):
 
 
 class Durable(Invariant):
-    """Every disk holds a whole snapshot of the newest row until a newer row exists."""
+    """Every disk holds a whole snapshot of the newest durable version of the lineage until a newer one is durable.
+
+    Excepted is exactly a snapshot that rotted on this disk, or that its directory lost when an old copy was put back:
+    then the head may go back by a row (RolledBack), and what that row undoes is no longer of the lineage.
+    """
 
     number = 3
 
@@ -154,7 +158,10 @@ class Durable(Invariant):
 
 
 class Once(Invariant):
-    """Each push is in at most one row; "accepted" is told if and only if it is in that row."""
+    """Each push is in at most one row; "accepted" is told if and only if it is in that row, "dropped" if it is in none.
+
+    The row of an undone version counts: its clusters still carry that work in their parameters (why.md 26).
+    """
 
     number = 4
 
@@ -361,7 +368,10 @@ class Tokens(Invariant):
 
 
 class Data(Invariant):
-    """Each data range is in one fate: nothing is leased to two lives, nothing is trained twice in the lineage."""
+    """Each data range is in one fate: nothing is leased to two lives, nothing is trained twice in the lineage.
+
+    What an undone version trained is leased again with `requeue: undone` only. A row names what its push used up.
+    """
 
     number = 10
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dips.sim.month import TABLE_1, Month
 
 
@@ -12,12 +14,13 @@ def test_the_table_is_the_papers() -> None:
     assert [round(33 * kind.active, 1) for kind in TABLE_1] == [33.0, 33.0, 29.2, 6.0, 27.9]
 
 
-def test_two_days_cost_each_cluster_its_own_failures_only() -> None:
+@pytest.mark.timeout(300)
+def test_a_day_costs_each_cluster_its_own_failures_only() -> None:
     """Guards 3 and 9 with 9 clusters and 16 slaves, while clusters, slaves and the master fail."""
-    month = Month(2.0, seed=1)
+    month = Month(1.0, seed=1)
     failure = month.run()
     assert failure is None, failure
-    assert month.notes["version_committed"] > 50
+    assert month.notes["version_committed"] > 30
     assert month.kinds["a slave"] + month.kinds["the master"] == 2
     assert sum(month.kinds.values()) >= 6
     assert all(month.lost(m.name) == {} for m in month.members if m.failures == 0 and m.ends >= month.lasts_s)

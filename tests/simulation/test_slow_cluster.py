@@ -20,6 +20,7 @@ from dips.sim.work import Frozen
 from dips.sim.world import Scenario, Settings, World
 
 SLOWNESS = 30.0
+LINK = 2.5  # times slower than the links of the seeds: a transfer of the slow one takes longer than its inner steps
 LASTS_S = 1200.0
 
 
@@ -58,7 +59,7 @@ def lived(seed: int, clusters: int, slots: int, pinned: int, window_s: float | N
     options = Options(penalty=PenaltyOptions(rule="none"), data=DataOptions(ranges=20_000), timing=timing)
     settings = Settings(
         slaves=2, layers=4, ranks=(2, 2, 2)[:clusters], step_s=(0.5, 0.5, 0.5)[:clusters], slots=slots, pinned=pinned,
-        inner_steps=40, slowness=(1.0, 1.0, SLOWNESS)[:clusters],
+        inner_steps=40, slowness=(LINK, LINK, LINK * SLOWNESS)[:clusters],
     )  # fmt: skip
     world = World(seed, Scenario(settings, options, LASTS_S, patience=8.0, listeners=(diary,)))
     result = world.run()
