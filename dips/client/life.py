@@ -31,7 +31,7 @@ class Life:
         self.progress = Progress(0, 0, None)
         self._seq = self._ranges_seq = 0
         self._ranges_asked = False
-        self._former_lost = 0  # tokens that died with the life before, until the master says what he knows of them
+        self._former = 0  # tokens consumed in the life before, until the master says what he knows of them
         # the trainer
         self.attempt, self._alive, self._key = 0, False, (0, 0, 0)
         self.inner_steps = self.tokens = 0  # since the agent's start
