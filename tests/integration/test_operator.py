@@ -66,16 +66,16 @@ def trained(run: Any, tmp_path: Path, within_s: float = 60) -> Any:
 @pytest.mark.timeout(180)
 def test_a_whole_run_is_decided_again(tmp_path: Path) -> None:
     """The journal of a real master gives the same effects, while it runs and after it was killed and replaced."""
-    shared = {"penalty": {"rule": "none"}, "stop": {"versions": 40}}
-    with harness.Run(tmp_path, tensors(), shared=shared) as run, run.ledger() as ledger:
+    with harness.Run(tmp_path, tensors(), shared={"penalty": {"rule": "none"}}) as run, run.ledger() as ledger:
         master = run.start_master()
         run.start_slaves()
         west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")])
         run.until(lambda: len(ledger.history(100)) >= 3, 60, "three rounds")
         assert "the same effects" in say("dips-master", "replay", str(tmp_path / "master" / "journal-1-1.jsonl"))
         master.kill()
-        second = run.start_master()
-        run.wait(west, 90)
+        second, at = run.start_master(), len(made(ledger))
+        run.until(lambda: len(made(ledger)) >= at + 3, 90, "three versions of the second master")
+        west.terminate()
         assert second.terminate() == 0
     done = replay(tmp_path / "master")
     assert [one.term for one in done] == [1, 2]
