@@ -45,7 +45,7 @@ class Life:
         self._sick = False  # the loss was not finite since the last freeze, and that was said
         self._claimed: tuple[int, ...] = ()  # ranges of a checkpoint that were asked for
         self.settled = 0  # pushes of this cluster that were accepted or gated, in all its lives
-        self._former_lost = 0  # tokens that died with the life before, until the master says what he knows of them
+        self._former = 0  # tokens consumed in the life before, until the master says what he knows of them
         # the trainer
         self.attempt, self._alive, self._key = 0, False, (0, 0, 0)
         self.inner_steps = self.tokens = 0  # since the agent's start

@@ -299,8 +299,9 @@ class Session(Checkpoints):
             return
         self._term, self.inc = result.term, result.inc
         self.account.lose_carried()
-        # What the master has not accounted for of the former life (beats that it never heard) is told under this one.
-        unheard, self._former_lost = max(0, self._former_lost - result.accounted), 0
+        # What the master has not accounted for of the former life (beats that it never heard) is told under this one;
+        # a push whose Outcome never came is lost here, and may be accepted there.
+        unheard, self._former = max(0, self._former - result.accounted), 0
         self.account, self.ranges = Account(lost=self.account.lost + unheard), RangeQueue()
         self.ranges.lease(result.ranges, False)
         self.settled, self._claimed = result.settled, ()
@@ -316,7 +317,7 @@ class Session(Checkpoints):
         self.account.lose_carried()
         self.account.lose_frozen()
         self._mark("life_ended", inc=self.inc, tokens_lost=self.account.lost)
-        self._former_lost, self.account = self.account.lost, Account()
+        self._former, self.account = self.account.consumed, Account()
         self._join("its lease at the master ran out: it joins again")
 
     def _ranges_again(self, result: Result) -> None:

@@ -179,14 +179,26 @@ def _lineage(rows: dict[VersionId, VersionRow]) -> tuple[VersionRow, ...]:
 
 
 def _peers(db: sqlite3.Connection, role: str) -> tuple[PeerRow, ...]:
-    query = """SELECT i.name, max(i.inc), i.nonce, e.inc IS NOT NULL, coalesce(e.tokens_lost, f.tokens_lost, 0)
+    query = """SELECT i.name, max(i.inc), i.nonce, e.inc IS NOT NULL, e.tokens_lost, f.tokens_lost
                FROM incarnations i
                LEFT JOIN lives_ended e ON i.role = 'cluster' AND e.cluster = i.name AND e.inc = i.inc
                LEFT JOIN lives_ended f ON i.role = 'cluster' AND f.cluster = i.name AND f.inc = i.inc - 1
                WHERE i.role = ? GROUP BY i.name ORDER BY i.name"""  # a bare column goes with its max in SQLite
+    rows = db.execute(query, (role,)).fetchall()
+    settled = _settled_tokens(db) if role == "cluster" else {}
     return tuple(
-        PeerRow(name, inc, nonce, bool(ended), lost) for name, inc, nonce, ended, lost in db.execute(query, (role,))
-    )
+        PeerRow(
+            name, inc, nonce, bool(ended), settled.get((name, inc), 0),
+            settled.get((name, inc if ended else inc - 1), 0) + ((lost if ended else lost_before) or 0),
+        )
+        for name, inc, nonce, ended, lost, lost_before in rows
+    )  # fmt: skip
+
+
+def _settled_tokens(db: sqlite3.Connection) -> dict[tuple[str, int], int]:
+    """Tokens accepted or gated, of each life of each cluster."""
+    query = "SELECT cluster, inc, sum(tokens) FROM outcomes WHERE kind != 'skipped' GROUP BY cluster, inc"
+    return {(cluster, inc): tokens for cluster, inc, tokens in db.execute(query)}
 
 
 _OUTCOME = "o.cluster, o.inc, o.seq, o.kind, o.reason, o.tokens, o.inner_steps, o.norm, o.score, o.ranges"

@@ -205,7 +205,7 @@ class Joined:
     head: VersionId
     progress: Progress
     ranges: tuple[int, ...]  # still leased to this cluster, in order
-    accounted: int = 0  # tokens of the life before this one that are written off, or went with its last push
+    accounted: int = 0  # tokens of the life before this one: accepted, gated, written off, or with its last push
     settled: int = 0  # pushes of this cluster that were accepted or gated, in all its lives; with one in a window
 
 

@@ -215,7 +215,8 @@ class PeerRow:
     inc: int
     nonce: str
     ended: bool
-    tokens_lost: int = 0  # of a cluster: written off when the newest life that is over ended
+    tokens_settled: int = 0  # of a cluster's newest life: accepted or gated
+    tokens_accounted: int = 0  # of a cluster's newest life that is over: accepted, gated or written off
 
 
 @dataclass(frozen=True, slots=True)

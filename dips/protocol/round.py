@@ -314,6 +314,7 @@ def _settle(w: World, push: Push, version: VersionId | None, kind: str = "", rea
     if kind != "skipped":
         w.ranges.settle(push.id.cluster, push.id.inc, push.ranges)
         cluster.tokens[kind] += push.tokens
+        cluster.settled += push.tokens if push.id.inc == cluster.inc else 0
     elif not (same_life and cluster.live):
         cluster.tokens["lost"] += push.tokens
     cluster.counts[kind] += 1

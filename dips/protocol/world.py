@@ -103,7 +103,8 @@ class Cluster:
     ranks: int = 1
     moving: bool = True  # its inner steps are seen moving
     unsettled: int = 0  # tokens that die with this life, as last told by the judge
-    accounted: int = 0  # tokens of the life before this one, or of this one if it is over: lost, or with its last push
+    settled: int = 0  # tokens of this life that were accepted or gated
+    accounted: int = 0  # tokens of the newest life that is over: settled, lost, or with its last push
     push: Push | None = None
     pull: Pull | None = None
     dropped_push: tuple[int, str] = (0, "")  # (seq, reason) of the last that was dropped
@@ -135,7 +136,8 @@ class Cluster:
         """A new life under the same name: counters stay, everything that moves is gone."""
         self.inc, self.nonce = inc, nonce
         self.state, self.reason = ClusterState.JOINING, "joined"
-        self.seq_high, self.base, self.moving, self.unsettled = 0, None, True, 0
+        self.seq_high, self.base, self.moving = 0, None, True
+        self.unsettled = self.settled = 0
         self.push = self.pull = self.outcome = self.outcome_version = self.requested_at = None
         self.dropped_push = self.closed_pull = (0, "")
 
@@ -202,7 +204,10 @@ class World:
             if peer.name in self.slaves:
                 self.slaves[peer.name].sinc, self.slaves[peer.name].nonce = peer.inc, peer.nonce
         self.clusters = {
-            peer.name: Cluster(peer.name, peer.inc, peer.nonce, accounted=peer.tokens_lost) for peer in state.clusters
+            peer.name: Cluster(
+                peer.name, peer.inc, peer.nonce, settled=peer.tokens_settled, accounted=peer.tokens_accounted
+            )
+            for peer in state.clusters
         }
         for peer in state.clusters:
             cluster = self.clusters[peer.name]

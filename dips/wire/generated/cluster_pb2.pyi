@@ -339,7 +339,7 @@ class Joined(_message.Message):
     term: _builtins.int
     inc: _builtins.int
     accounted: _builtins.int
-    """tokens of the life before: written off, or with its last push"""
+    """tokens of the life before: accepted, gated, written off, or with its last push"""
     settled: _builtins.int
     @_builtins.property
     def head(self) -> _names_pb2.VersionId: ...

@@ -97,7 +97,7 @@ def test_the_story_of_two_versions(ledger: Ledger) -> None:
         (V2, V1, 10, False),
     ]
     assert state.next_round == 4
-    assert state.clusters == (PeerRow("a", 1, "na", False), PeerRow("b", 1, "nb", False))
+    assert state.clusters == (PeerRow("a", 1, "na", False, 10), PeerRow("b", 1, "nb", False, 20))
     assert state.slaves == (PeerRow("s0", 1, "ns", False),)
     assert state.outcomes == (
         (outcome(A2, "skipped"), None),
@@ -119,9 +119,9 @@ def test_ranges_of_a_life(ledger: Ledger) -> None:
     state = ledger.state()
     assert state.leased == (("b", 1, 1, (2,)),)
     assert state.settled == (1,)
-    assert state.clusters[0] == PeerRow("a", 1, "n", True, 7)
+    assert state.clusters[0] == PeerRow("a", 1, "n", True, 10, 17)
     ledger.write([IncarnationGiven("cluster", "a", 2, "m")])
-    assert ledger.state().clusters[0] == PeerRow("a", 2, "m", False, 7)
+    assert ledger.state().clusters[0] == PeerRow("a", 2, "m", False, 0, 17)
     assert ledger.tokens() == {
         "a": {"accepted": 0, "gated": 10, "lost": 7, "undone": 0},
         "b": {"accepted": 0, "gated": 0, "lost": 0, "undone": 0},
