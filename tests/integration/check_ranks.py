@@ -138,10 +138,10 @@ def one_rank_tears(voice: Voice, model: nn.Module) -> dict[str, Any]:
         return Stats(0, 0.0, 1)
 
     transfer.pull = pull
-    torn = mover.pull(GRANT, Base("run", "c", 1, 3, mover.rank), lambda _moved, _total: "")
+    torn = mover.pull(GRANT, Base("run", "c", 1, 3, mover.rank), lambda _moved, _total: "").finish(0.2)
     nines = {name: bool((local(p) == 9.0).all()) for name, p in model.named_parameters()}
     broken[0] = False
-    again = mover.pull(GRANT, Base("run", "c", 1, 4, mover.rank), lambda _moved, _total: "")
+    again = mover.pull(GRANT, Base("run", "c", 1, 4, mover.rank), lambda _moved, _total: "").finish(0.2)
     whole = all(bool((local(p) == 9.0).all()) for p in model.parameters())
     return {"torn": [torn.ok, torn.torn], "nines": nines, "again": [again.ok, again.torn], "whole": whole}
 
