@@ -16,6 +16,7 @@ from tests.chaos.house import House
 from tests.chaos.wires import Loop
 
 HERE = Path(__file__).parent
+LIMIT_S = 300  # of a test with the start and the check of its house, on two cores that others use, too
 TAIL = 30  # lines of each log, below a failure
 
 
@@ -23,6 +24,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.chaos)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(LIMIT_S))
 
 
 @pytest.hookimpl(wrapper=True)
