@@ -40,6 +40,7 @@ from dips.protocol.effects import (
 from dips.protocol.events import PullFinished, PullRequested, PushAborted, PushFinished, PushRequested, RoundAwaited
 
 PULL_TRIES = 3  # a pull that fails so often in a row is given up, unless the trainer cannot train without it
+STAND_S = 1.0  # slots that are free are reserved in milliseconds; for others no trainer stands still
 RETRY_S = 0.5  # before a failed pull is asked for anew
 
 
@@ -48,13 +49,31 @@ class Talk(Life):
 
     def _talk(self, q: PushWanted | PushMoved | PullWanted | PullMoved) -> Answer:
         if q.number > self._number:
-            if isinstance(q, PushWanted | PullWanted) and self.phase is not Phase.RESTING:
+            if isinstance(q, PushWanted) and self._reserving():
+                self._take(q.number)  # it asks again, after it trained on for a while
+            elif isinstance(q, PushWanted | PullWanted) and self.phase is not Phase.RESTING:
                 # The last talk is still being settled; a trainer that has parameters stands still for so long only.
                 late = isinstance(q, PushWanted) and self._unreachable()
                 return self._train_on(self.reason, again=True) if late else Wait(self.reason)
-            self._number, self._waiting, self._told = q.number, True, None
-            self._open(q)
-        return self._verdict()
+            else:
+                self._take(q.number)
+                self._open(q)
+        verdict = self._verdict()
+        if isinstance(verdict, Wait) and self.phase is Phase.ASKING_PUSH and self._stands_long():
+            self._waiting = False  # nobody is asked for less because of it: what is granted waits for the next look
+            return TrainOn(self.reason, self._pace.soon, self._fraction())
+        return verdict
+
+    def _take(self, number: int) -> None:
+        """Rank 0 waits for the verdict on this question."""
+        self._number, self._waiting, self._told, self._stands_since = number, True, None, self._now
+
+    def _reserving(self) -> bool:
+        """A push is asked for, or granted, and the ranks were not yet told to freeze."""
+        return self.phase is Phase.ASKING_PUSH or (self.phase is Phase.PUSHING and not self._cut)
+
+    def _stands_long(self) -> bool:
+        return not self._overlap and self._now - self._stands_since >= STAND_S
 
     def _open(self, q: PushWanted | PushMoved | PullWanted | PullMoved) -> None:
         if isinstance(q, PushMoved) and self.phase is Phase.PUSHING and q.seq == self._seq:
@@ -179,8 +198,6 @@ class Talk(Life):
         self.phase, self.reason, self._grant = Phase.PUSHING, "its push is moving", grant
         self._mark_inner()
         self._cut = False
-        if not self._overlap:  # the trainer stands still since it asked
-            self._freeze()
 
     def _refused(self, result: Refused) -> None:
         if self.phase is Phase.ASKING_PULL:
@@ -225,7 +242,7 @@ class Talk(Life):
         if self.phase in (Phase.ASKING_PUSH, Phase.FINISHING, Phase.AWAITING):
             self._mark("outcome", outcome="dropped", version="", seq=self._seq, reason=result.reason)
         self._give_back()
-        self._rest(result.reason, delay_s=RETRY_S)
+        self._rest(result.reason, again=self.phase is Phase.ASKING_PUSH, delay_s=RETRY_S)
 
     def _pull_granted(self, grant: Grant, after_push: bool = False) -> None:
         if not self._waiting:  # the trainer was told to train on, or died

@@ -661,3 +661,46 @@ def test_goodbye_loses_what_was_not_pushed(play: Play) -> None:
     play.step(3)
     play.say(Bye(1))
     assert play.s.leave() == ClusterLeft(0, "west", 1, 30)
+
+
+def test_a_slot_that_is_long_in_coming_holds_nobody_up(play: Play) -> None:
+    """A slave that does not answer costs the asker a second: it trains on, and freezes when the grant is there."""
+    play.begin()
+    play.step(4)
+    want = play.want_push()
+    assert isinstance(play.say(want), Wait)
+    play.now += 1.0
+    told = play.say(want)
+    assert isinstance(told, TrainOn) and told.steps == 1
+    play.step(3)
+    again = play.want_push()
+    assert isinstance(play.say(again), Wait), "the question at the master is the same"
+    play.master(grant())
+    assert isinstance(play.say(again), PushNow)
+    assert play.s.account.frozen.inner_steps == 7
+    play.say(PushMoved(1, next(play.number), 2, True, "", 1))
+    assert play.asked(PushFinished).inner_steps == 7
+
+
+def test_a_grant_that_comes_while_it_trains_is_taken_at_the_next_look(play: Play) -> None:
+    """What is trained until then goes with the push."""
+    play.begin()
+    play.step(1)
+    want = play.want_push()
+    play.say(want)
+    play.now += 1.0
+    assert isinstance(play.say(want), TrainOn)
+    play.master(grant())
+    play.step(5)
+    assert isinstance(play.say(play.want_push()), PushNow)
+    assert play.s.account.frozen.inner_steps == 6
+
+
+def test_a_push_dropped_while_it_is_opened_is_asked_for_again_soon(play: Play) -> None:
+    """A slave was lost: the next boundary asks anew, not another H."""
+    play.begin()
+    play.step(1)
+    want = play.want_push()
+    play.say(want)
+    play.master(Dropped("ps1 was lost"))
+    assert play.say(want) == TrainOn("ps1 was lost", 1, 0.0)
