@@ -133,7 +133,7 @@ class Coverage(Listener):
     def judged(self, verdict: Event) -> None:
         if isinstance(verdict, ClusterSilent):
             self.met("cluster")
-        elif isinstance(verdict, TrainerChanged) and verdict.reason.startswith("no inner step"):
+        elif isinstance(verdict, TrainerChanged) and "trainer hangs" in verdict.reason:
             self.met("hung")
 
     # ---- slaves ----------------------------------------------------------------------------------------------------
