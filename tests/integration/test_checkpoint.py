@@ -37,7 +37,7 @@ def ran(directory: Path, save_at: int, crash_at: int, codec: str = "fp32") -> tu
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+@pytest.mark.parametrize("codec", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_resuming_from_a_checkpoint_is_exact(tmp_path: Path, codec: str) -> None:
     """Saved in the middle of a range and of H, crashed later: the same batches, pushes, norms and snapshots follow."""
     whole, pushes, digests = ran(tmp_path / "whole", 0, 0, codec)

@@ -29,7 +29,7 @@ harness, constant, script = load("cluster_harness"), load("train_constant"), loa
 
 @pytest.mark.torchrun
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_is_trained_beside_a_push_is_neither_lost_nor_counted_twice(tmp_path: Path, ranks: int) -> None:
     """One cluster, lr 1, no momentum: θ is the sum of all inner steps on every rank at every step; tokens add up."""
     tensors = {n: np.zeros(tuple(p.shape), np.float32) for n, p in constant.Model().named_parameters()}
