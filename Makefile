@@ -22,8 +22,8 @@ help: ## list these words
 demo: $(VENV)/demo.stamp ## two unequal clusters train one model through a master and two slaves, with a crash of each kind
 	@$(BIN)/dips demo $(ARGS)
 
-test: $(VENV)/dev.stamp ## unit, transcript, simulation and integration tests (ARGS="-k word" picks some)
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/dev.stamp ## unit, transcript, simulation and integration tests, two files at a time (ARGS="-k word" picks some)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-slow: $(VENV)/dev.stamp ## the tests that make test leaves out: longer runs of real frameworks
 	@$(BIN)/python -m pytest -m slow $(ARGS)
