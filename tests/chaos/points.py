@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from dips.client import mover, outer_loop, transfer
+from dips.client import mover, transfer
 from dips.client.line import Line
 from dips.client.local import PullMoved, PullWanted, PushMoved, PushWanted
+from dips.client.parallel import HostMemory
 from tests.chaos.train_chaos import LAYERS, SHAPES
 
 CHUNK_BYTES = 4096
@@ -55,7 +56,7 @@ def die_at(kind: str, life: int, died: Path) -> None:
 
 def _watch_push(reach: Callable[[str], None]) -> None:
     cls = transfer._Push
-    _before(outer_loop.OuterLoop, "_push", lambda *_: reach("granted"))
+    _before(mover.Mover, "push", lambda *_: reach("granted"))
     _before(mover.transfer, "push", lambda *_: reach("frozen"))
     _after(cls, "welcome", lambda *_: _by_slave("welcome", reach, "welcomed by {}"))
     _before(cls, "want", lambda *_: reach("first WANT"))
@@ -68,7 +69,7 @@ def _watch_push(reach: Callable[[str], None]) -> None:
 
 def _watch_pull(reach: Callable[[str], None]) -> None:
     cls = transfer._Pull
-    _before(outer_loop.OuterLoop, "_pull", lambda *_: reach("granted"))
+    _before(mover.Mover, "pull", lambda *_: reach("granted"))
     _before(mover.transfer, "pull", lambda *_: reach("begun"))
     _after(cls, "welcome", lambda *_: _by_slave("welcome", reach, "welcomed by {}"))
     _before(cls, "chunk", lambda *_: reach("first WANT"))
@@ -80,16 +81,17 @@ def _watch_pull(reach: Callable[[str], None]) -> None:
 
 
 def _half_install(reach: Callable[[str], None]) -> None:
-    own = mover.Mover.install
+    own = HostMemory.install
 
-    def install(self: Any, version: Any) -> None:
+    def install(self: Any) -> None:
+        copies = [copy for layer in self._params for copy in layer]
         with torch.no_grad():
-            for local, piece in self._own[: len(self._own) // 2]:
-                local.view.copy_(torch.from_numpy(piece.array))
+            for copy in copies[: len(copies) // 2]:
+                copy.view.copy_(copy.host)
         reach("half installed")
-        own(self, version)
+        own(self)
 
-    mover.Mover.install = install  # type: ignore[method-assign]
+    HostMemory.install = install  # type: ignore[method-assign]
 
 
 def _by_slave(key: str, reach: Callable[[str], None], name: str) -> None:
