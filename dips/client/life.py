@@ -61,11 +61,8 @@ class Life:
         self._accepted = 0  # seq of this life's last push that was
         self._frozen_by = 0  # the attempt whose progress the open push carries
         self._grant = cast("Grant | None", None)
-        self._overlap, self._cut, self._merge = (
-            overlap,
-            False,
-            False,
-        )  # cut: the ranks were told to freeze; merge: the pull
+        self._overlap = overlap
+        self._cut = self._merge = False  # the ranks were told to freeze; the present pull is merged
         self._beat_moving = cast("PushId | PullId | None", None)  # what was moving when the last beat left
         self._halt = ""  # why the ranks should end the present transfer
         self._pull_due = self._resync = self._final_tried = False
@@ -135,11 +132,15 @@ class Life:
         """For how long the master has not answered; 0 while it does."""
         return 0.0 if self._unreachable_since is None else max(0.0, now - self._unreachable_since)
 
+    def _trains_on(self) -> bool:
+        """Whatever it waits for, its trainer does not stand still: it overlaps, and has parameters to train."""
+        return self._overlap and self.base is not None and not self._resync
+
     def _cause(self) -> str:
         """What the cluster's time goes to now (tally.CAUSES)."""
         if not self._alive:
             return "ended" if self._left else "failure" if self.attempt else "start"
-        if self._waiting and not (self._overlap and self.base is not None and not self._resync):
+        if self._waiting and not self._trains_on():
             return STANDSTILL[self.phase]
         if self._starves:
             return "data"

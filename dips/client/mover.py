@@ -36,9 +36,9 @@ Share = Callable[[int, int], str]
 class Mover:
     """This rank's share of every transfer of the job."""
 
-    def __init__(self, memory: HostMemory, voice: Voice, poll_s: float, stall_s: float, codec: str = "fp32") -> None:
+    def __init__(self, memory: HostMemory, voice: Voice, stall_s: float, codec: str = "fp32") -> None:
         """`codec` is the run's: a lossy one takes 8 B more for each parameter that this rank pushes."""
-        self._voice, self._poll_s, self._stall_s = voice, poll_s, stall_s
+        self._voice, self._stall_s = voice, stall_s
         self._memory = memory
         self._feedback = None if codec == "fp32" else Feedback(memory.pieces)
         self.rank, self.ranks = voice.numbered(bool(memory.pieces))  # among those that move bytes, in both directions
@@ -87,9 +87,7 @@ class Mover:
         """
         if isinstance(self._memory, StreamedMemory):
             return  # layer by layer, while it was pulled
-        if self._feedback is not None:
-            self._feedback.installed(version)
-        self._memory.spread()
+        self._landed(version)
         self._memory.install()
 
     def merge(self, version: VersionId) -> None:
@@ -97,10 +95,14 @@ class Mover:
 
         Legal after a push that was kept (why.md 36). Collective, as `install`.
         """
+        self._landed(version)
+        self._memory.merge()
+
+    def _landed(self, version: VersionId) -> None:
+        """The pieces hold `version`: differences are to it from now on, and each rank is given its whole shard."""
         if self._feedback is not None:
             self._feedback.installed(version)
         self._memory.spread()
-        self._memory.merge()
 
     def saved(self) -> dict[str, torch.Tensor]:
         """What this rank owes by lossy pushes, and the base that they are to; empty in fp32 runs."""

@@ -84,7 +84,7 @@ class OuterLoop(Rounds):
         layout = lay_out(model, voice, optimizer, config_file.speakers)
         kind = StreamedMemory if config_file.install == "streaming" else HostMemory
         memory = kind(layout.adapter, layout.held, layout.plan, voice)
-        mover = Mover(memory, voice, config_file.poll_s, config_file.stall_s, config_file.shared.codec)
+        mover = Mover(memory, voice, config_file.stall_s, config_file.shared.codec)
         super().__init__(config_file, voice, Mouth(voice, config_file), mover)
         self._pid, self._closed, self._ranges_asked = os.getpid(), False, 0
         self.inner_steps = 0  # taken since this object was made

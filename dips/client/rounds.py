@@ -104,19 +104,11 @@ class Rounds:
         """Begin the transfer that the agent ordered, or note that there is none to begin."""
         match verdict:
             case PushNow():
-                base = self._base(verdict, self._mover.rank)
-                return self._mover.push(
-                    verdict.grant,
-                    base,
-                    partial(self._mouth.share, self._attempt),
-                    verdict.accepted,
-                    keep=self._overlaps,
-                )
+                base, share = self._base(verdict), partial(self._mouth.share, self._attempt)
+                return self._mover.push(verdict.grant, base, share, verdict.accepted, keep=self._overlaps)
             case PullNow():
-                base = self._base(verdict, self._mover.rank)
-                return self._mover.pull(
-                    verdict.grant, base, partial(self._mouth.share, self._attempt), verdict.accepted
-                )
+                base, share = self._base(verdict), partial(self._mouth.share, self._attempt)
+                return self._mover.pull(verdict.grant, base, share, verdict.accepted)
             case TrainOn():
                 self._progress, self._look_in = verdict.progress, verdict.steps
             case Over():
@@ -137,8 +129,8 @@ class Rounds:
             self._version, self._progress = verdict.grant.version, verdict.progress
         return PullMoved(self._attempt, self._next(), verdict.seq, moved.ok, moved.reason, moved.nbytes, self._torn)
 
-    def _base(self, verdict: PushNow | PullNow, rank: int) -> Base:
-        return Base(self._config.shared.run, self._config.cluster, verdict.inc, verdict.seq, rank)
+    def _base(self, verdict: PushNow | PullNow) -> Base:
+        return Base(self._config.shared.run, self._config.cluster, verdict.inc, verdict.seq, self._mover.rank)
 
     def _next(self) -> int:
         self._number += 1

@@ -98,10 +98,9 @@ class Session(Checkpoints):
             self._unreachable_since = now
         if self._told is None:
             self.reason = reason
-        if self._unreachable() and self._waiting and self.base is not None and not self._resync:
-            if self._overlap:
-                pass  # nobody stands still
-            elif self.phase is Phase.ASKING_PUSH:
+        stands_in_vain = self._waiting and not self._overlap and self.base is not None and not self._resync
+        if self._unreachable() and stands_in_vain:
+            if self.phase is Phase.ASKING_PUSH:
                 self._give_back()
                 self._abort(reason)
                 self._tell(self._train_on(reason, again=True))
@@ -115,7 +114,7 @@ class Session(Checkpoints):
         if self.inc == 0:
             return None
         trainer = "dead" if not self._alive else "training" if self.base is not None else "starting"
-        standing = self._alive and not self._told and not (self._overlap and self.base is not None and not self._resync)
+        standing = self._alive and not self._told and not self._trains_on()
         activity = ACTIVITY.get(self.phase, "inner") if standing else "inner"
         self._beat_moving = self._moving_id()
         return ClusterBeat(

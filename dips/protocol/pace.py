@@ -104,10 +104,13 @@ class Meetings:
 
     def _follow(self, gathering: Gathering, now: float) -> None:
         """Move the grid to the last window, and the period a little towards what the members want."""
+        opened = gathering.opened_at is not None and gathering.opened_at != self._opened_at
+        if self._anchor is not None and not opened:
+            return  # asked at every beat of every member, and news only with a window
         wanted = median(m.period_s for m in self._members.values())
-        if self._anchor is None or self.period_s <= 0:
+        if self._anchor is None:
             self.period_s, self._anchor = wanted, now + wanted
-        if gathering.opened_at is not None and gathering.opened_at != self._opened_at:
+        if opened:
             self._anchor = self._opened_at = gathering.opened_at
             self.period_s = min(max(wanted, self.period_s / MOST_CHANGE), self.period_s * MOST_CHANGE)
 

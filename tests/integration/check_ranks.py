@@ -52,7 +52,7 @@ def facts(layout: Laid, model: nn.Module) -> dict[str, Any]:
 
 def moving(model: nn.Module, voice: Voice) -> Mover:
     layout = lay_out(model, voice)
-    return Mover(HostMemory(layout.adapter, layout.held, layout.plan, voice), voice, poll_s=0.1, stall_s=5.0)
+    return Mover(HostMemory(layout.adapter, layout.held, layout.plan, voice), voice, stall_s=5.0)
 
 
 def refused(model: nn.Module, voice: Voice) -> str:
@@ -123,7 +123,7 @@ def all_ranks_pull(voice: Voice, model: nn.Module) -> dict[str, Any]:
 def one_rank_tears(voice: Voice, model: nn.Module) -> dict[str, Any]:
     """Layer by layer: rank 1 cannot pull the second one, after the first is installed on both; then all goes well."""
     layout = lay_out(model, voice)
-    mover = Mover(StreamedMemory(layout.adapter, layout.held, layout.plan, voice), voice, poll_s=0.1, stall_s=5.0)
+    mover = Mover(StreamedMemory(layout.adapter, layout.held, layout.plan, voice), voice, stall_s=5.0)
     calls, broken = [0], [True]
 
     def pull(grant: Grant, base: Base, pieces: Any, *, cancel: threading.Event, **_: Any) -> Stats:
