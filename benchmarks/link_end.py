@@ -1,7 +1,7 @@
 """One end of a shaped link, as a process in its network namespace, driven by lines on its standard input.
 
-python -m benchmarks.link_end slave IP LANES MIB     says its lanes' addresses; then push N | pull N | end N
-python -m benchmarks.link_end rank ADDRESSES MIB     push N | pull N, answered with the seconds that it took
+python -m benchmarks.link_end slave IP LANES MIB     says its lanes' addresses; then [push | pull | end, N]
+python -m benchmarks.link_end rank ADDRESSES MIB     [push | pull, N], answered with the seconds that it took
 
 The slave's end is the data flow of a `dips-slave` without its control server: plain text leaves loopback only here.
 """
@@ -14,6 +14,7 @@ import time
 
 import numpy as np
 
+from benchmarks.told import heard, say
 from dips.client import transfer
 from dips.client.transfer import Base, Piece
 from dips.ids import GENESIS, PullId, PushId
@@ -60,11 +61,10 @@ def slave(ip: str, lanes: int, mib: int) -> None:
     flow.start(SINC, events)
     source = {i: np.full(layer.numel, 1.5, np.float32) for i, layer in enumerate(model.layers)}
     slot = {i: np.ones_like(array) for i, array in source.items()}
-    print(",".join(flow.addresses()), flush=True)
+    say(",".join(flow.addresses()))
     last = ""
-    for line in sys.stdin:
-        word, number = line.split()
-        push, pull = PushId(CLUSTER, 1, int(number)), PullId(CLUSTER, 1, int(number))
+    for word, number in heard():
+        push, pull = PushId(CLUSTER, 1, number), PullId(CLUSTER, 1, number)
         if word == "push":
             flow.open_push(push, (0,), slot, WAIT_S)
         elif word == "pull":
@@ -76,7 +76,7 @@ def slave(ip: str, lanes: int, mib: int) -> None:
             flow.close_pull(pull)
             events.wait()
         last = word
-        print("ok", flush=True)
+        say("ok")
     if flow.refused:
         print(f"refused frames: {dict(flow.refused)}", file=sys.stderr)
     flow.close()
@@ -88,12 +88,11 @@ def rank(addresses: str, mib: int) -> None:
     pieces = [Piece(i, 0, 0, x.numel, np.ones(x.numel, np.float32)) for i, x in enumerate(model.layers)]
     there = SlaveAddress(SLAVE, SINC, tuple(addresses.split(",")), tuple(range(LAYERS)))
     grant = Grant(GENESIS, (there,), ((0,),), WAIT_S)
-    print("ok", flush=True)
-    for line in sys.stdin:
-        word, number = line.split()
+    say("ok")
+    for word, number in heard():
         begun = time.perf_counter()
-        getattr(transfer, word)(grant, Base(RUN, CLUSTER, 1, int(number), 0), pieces)
-        print(time.perf_counter() - begun, flush=True)
+        getattr(transfer, word)(grant, Base(RUN, CLUSTER, 1, number, 0), pieces)
+        say(time.perf_counter() - begun)
 
 
 if __name__ == "__main__":

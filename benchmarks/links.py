@@ -8,14 +8,13 @@ count once; the line carries frames, TCP, IP and (veth) Ethernet headers besides
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from benchmarks.harness import Bench, Seconds, main
-from benchmarks.namespaces import End, missing, wire
+from benchmarks.namespaces import missing, wire
+from benchmarks.told import company
 
 LEAST_NEAR, LEAST_FAR = 0.95, 0.9
 
@@ -37,58 +36,22 @@ class Line:
 LINES = (Line(100, 0, 24), Line(1000, 0, 256), Line(1000, 0, 256, lanes=2), Line(100, 20, 64))
 
 
-class Told:
-    """A process that answers each line with a line."""
-
-    def __init__(self, end: End, *words: str) -> None:
-        command = end.command(sys.executable, "-m", "benchmarks.link_end", *words)
-        self._popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.first = self._answer()
-
-    def ask(self, line: str) -> str:
-        assert self._popen.stdin is not None
-        self._popen.stdin.write(line + "\n")
-        self._popen.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> str:
-        assert self._popen.stdout is not None
-        answer = self._popen.stdout.readline().strip()
-        if not answer:
-            raise RuntimeError(f"an end of the link died with exit code {self._popen.wait(30)}")
-        return answer
-
-    def close(self) -> None:
-        """End it: its input is over."""
-        try:
-            self._popen.communicate(timeout=30)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            self._popen.communicate()
-
-
 @contextmanager
 def ends(line: Line) -> Iterator[Callable[[str], Seconds]]:
     """Both processes on their link; what is yielded moves everything once and returns the seconds."""
-    with wire(line.mbit, line.delay_ms) as (near, far):
-        slave = Told(far, "slave", far.ip, str(line.lanes), str(line.mib))
-        try:
-            rank = Told(near, "rank", slave.first, str(line.mib))
-            try:
-                numbers = itertools.count(1)
+    with wire(line.mbit, line.delay_ms) as (near, far), company() as start:
+        slave = start(far, "link_end", "slave", far.ip, str(line.lanes), str(line.mib))
+        rank = start(near, "link_end", "rank", slave.first, str(line.mib))
+        numbers = itertools.count(1)
 
-                def move(kind: str) -> Seconds:
-                    number = next(numbers)
-                    slave.ask(f"{kind} {number}")
-                    seconds = Seconds(rank.ask(f"{kind} {number}"))
-                    slave.ask(f"end {number}")
-                    return seconds
+        def move(kind: str) -> Seconds:
+            number = next(numbers)
+            slave.ask(kind, number)
+            seconds = Seconds(rank.ask(kind, number))
+            slave.ask("end", number)
+            return seconds
 
-                yield move
-            finally:
-                rank.close()
-        finally:
-            slave.close()
+        yield move
 
 
 def measure(bench: Bench) -> None:
