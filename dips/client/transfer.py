@@ -328,10 +328,15 @@ class _Transfer(ABC):
     def _heavy(self, job: _Job) -> None:
         """On the stage's thread."""
         try:
-            self._results.append((job, self.heavy(job)))
+            value = self.heavy(job)
         except Exception as failure:  # noqa: BLE001  raised again on the caller's thread
             self._failure = failure
-        if not self._alone:
+            self._waker.wake()
+            return
+        if self._alone:
+            self.result(job, value)  # at once: libzmq sends the chunk while the next one is read
+        else:
+            self._results.append((job, value))
             self._waker.wake()
 
     @abstractmethod
@@ -403,6 +408,7 @@ class _Push(_Transfer):
         stream = job.part.stream
         if job.stream == stream.id and not job.part.done:
             stream.post(pack(stream.header(self._codec.range(*job.chunk), value)), job.body)
+            stream.flush()
             job.part.posted += len(job.body)
 
     def _moved(self) -> int:
