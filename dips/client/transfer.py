@@ -62,7 +62,8 @@ def push(
     The arrays must not change until this returns. Legal after the push was granted; every rank calls it, also one
     that holds nothing. Under a grant in a lossy codec the pieces hold differences to the grant's base.
 
-    encode  makes the body of each chunk, on another thread if cores are there, the same whenever it is asked again; None: the codec does
+    encode  makes the body of each chunk, on another thread where cores are to be had, the same whenever it is asked
+            again; None: the codec does
     Errors  UnavailableSlave: deadline passed, or a slave gave the push up. StaleIncarnation: a slave was restarted.
             StalePush: the push is over. LocalProtocolError: all ranks together do not hold each element exactly once.
             TransferCancelled.
