@@ -94,21 +94,20 @@ class Session(Checkpoints):
         return self._flush()
 
     def hindered(self, reason: str, now: float) -> list[Deed]:
-        """The master does not answer; after `patience_s` the trainer trains on, the talk goes on without it."""
+        """The master does not answer; after `patience_s` the trainer trains on, the talk goes on without it.
+
+        For a slot it does not wait at all (talk.py).
+        """
         self._now = now
         if self._unreachable_since is None:
             self._unreachable_since = now
         if self._told is None:
             self.reason = reason
         stands_in_vain = self._waiting and not self._overlap and self.base is not None and not self._resync
-        if self._unreachable() and stands_in_vain:
-            if self.phase is Phase.ASKING_PUSH:
-                self._give_back()
-                self._abort(reason)
-                self._tell(self._train_on(reason, again=True))
-            elif self.phase in (Phase.FINISHING, Phase.AWAITING, Phase.ASKING_PULL):
-                self._pull_due = False
-                self._tell(self._train_on(reason))
+        moved = self.phase in (Phase.FINISHING, Phase.AWAITING, Phase.ASKING_PULL)
+        if self._unreachable() and stands_in_vain and moved:
+            self._pull_due = False
+            self._tell(self._train_on(reason))
         return self._flush()
 
     def beat(self) -> ClusterBeat | None:

@@ -608,20 +608,39 @@ def test_answers_to_old_questions_change_nothing(play: Play) -> None:
     assert play.s.phase is Phase.ABORTING
 
 
-def test_unreachable_master_holds_nobody_longer_than_patience(play: Play) -> None:
-    """While it asks for a push the trainer waits for 10 s, then trains on and asks again at each boundary."""
+def test_an_unreachable_master_holds_nobody_who_asks_for_a_push(play: Play) -> None:
+    """The trainer trains on from the first failure; the question goes on, and the look after its grant freezes."""
     play.begin()
     play.step()
     want = play.want_push()
-    play.say(want)
-    play.do(play.s.hindered("no answer", 0.0))
     assert isinstance(play.say(want), Wait)
-    play.now = 10.0
-    play.do(play.s.hindered("no answer", 10.0))
+    play.do(play.s.hindered("no answer", 0.0))
     assert play.say(want) == TrainOn("no answer", 1, 0.0)
     play.step()
     assert play.say(play.want_push()) == TrainOn("no answer", 1, 0.0)
     assert play.s.account.carried.tokens == 20
+    play.now = 60.0
+    play.do(play.s.hindered("no answer", 60.0))
+    play.master(grant())
+    assert isinstance(play.say(play.want_push()), PushNow)
+    assert play.s.account.frozen.tokens == 20
+
+
+def test_who_was_told_to_train_on_does_not_wait_for_an_absent_master_to_close_the_last_talk(play: Play) -> None:
+    """It pulled, and the answer to FinishPull is lost with the master: the next push waits for him, the trainer not."""
+    play.begin()
+    moved = play.push_until_committed()
+    play.master(outcome("accepted"))
+    verdict = play.say(moved)
+    assert isinstance(verdict, PullNow)
+    play.say(PullMoved(1, next(play.number), verdict.seq, True, "", 9))
+    play.step()
+    assert isinstance(play.say(play.want_push()), Wait), "he answers: it is a matter of milliseconds"
+    play.do(play.s.hindered("no answer", 0.0))
+    assert isinstance(play.say(play.want_push()), TrainOn)
+    play.master(Acknowledged())
+    play.step()
+    assert play.push_until_granted().seq == 3
 
 
 def test_unreachable_master_after_commit_settles_later(play: Play) -> None:
@@ -689,13 +708,13 @@ def test_a_slot_that_is_long_in_coming_holds_nobody_up(play: Play) -> None:
     told = play.say(want)
     assert isinstance(told, TrainOn) and told.steps == 1
     play.step(3)
-    again = play.want_push()
-    assert isinstance(play.say(again), Wait), "the question at the master is the same"
+    assert isinstance(play.say(play.want_push()), TrainOn), "the question at the master is the same: no second stand"
     play.master(grant())
-    assert isinstance(play.say(again), PushNow)
-    assert play.s.account.frozen.inner_steps == 7
+    play.step(1)
+    assert isinstance(play.say(play.want_push()), PushNow)
+    assert play.s.account.frozen.inner_steps == 8
     play.say(PushMoved(1, next(play.number), 2, True, "", 1))
-    assert play.asked(PushFinished).inner_steps == 7
+    assert play.asked(PushFinished).inner_steps == 8
 
 
 def test_a_grant_that_comes_while_it_trains_is_taken_at_the_next_look(play: Play) -> None:
