@@ -38,6 +38,9 @@ from dips.telemetry.timeline import Timeline
 
 SCRAPE_S = 5.0  # Prometheus waits for 10
 PATIENCE_BEATS = 5  # a trainer waits so long for a master that does not answer, then trains on
+# Ranks of torchrun meet at a store that outlives restarts: there the next ones find addresses of the dead, dial them
+# and end, too (pytorch/pytorch#135712, seen with torch 2.13 on gloo). With this each restart has a store of its own.
+RESTARTS_ANEW = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 command_line = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -130,6 +133,7 @@ async def _life(config: ClusterFile, path: Path, command: list[str], log_level: 
         asyncio.get_running_loop().add_signal_handler(number, agent.terminate)
     end_metrics = _serve_metrics(config, session, relay, log)
     known = {"DIPS_CLUSTER_FILE": str(path), AGENT_PID: str(os.getpid()), AGENT_HOME: home()}
+    known |= {name: os.environ.get(name, value) for name, value in RESTARTS_ANEW.items()}
     try:
         async with listening(config, agent, log) as found:
             return await agent.run(command, {**known, **found})
