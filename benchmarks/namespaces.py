@@ -83,14 +83,14 @@ def _carried(near: End, far: End, mbit: float, delay_ms: float) -> Iterator[None
 
 
 @contextmanager
-def network(links: Mapping[str, float | None]) -> Iterator[dict[str, End]]:
+def network(links: Mapping[str, float | None], subnet: str = "127.9.0") -> Iterator[dict[str, End]]:
     """Hosts by name, all on one switch; a host's link takes so many Mbit/s each way, None: as many as come.
 
-    Their addresses are loopback addresses of a loopback network that spans the namespaces, since daemons that speak
-    plain text take no others.
+    Their addresses are by default those of a loopback network that spans the namespaces, since daemons that speak plain
+    text take no others.
     """
     switch = f"dips-{os.getpid()}-switch"
-    hosts = {name: End(f"dips-{os.getpid()}-{name}", f"127.9.0.{k}") for k, name in enumerate(links, 1)}
+    hosts = {name: End(f"dips-{os.getpid()}-{name}", f"{subnet}.{k}") for k, name in enumerate(links, 1)}
     with ExitStack() as stack:
         for namespace in (switch, *(host.namespace for host in hosts.values())):
             _run(f"ip netns add {namespace}")

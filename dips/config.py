@@ -187,6 +187,11 @@ class ClusterFile(Section):
     rejoin_warmup_steps: Annotated[int, Field(ge=0)] = 100  # inner steps; AdamW's moments are empty after a join
     collective_s: Annotated[float, Field(gt=0)] = 600.0  # ranks that do not come to a call so long end the job
     socket: Path | None = None  # Unix socket between agent and rank 0; default beside the cluster file's directory
+    # host:port at which ranks of other hosts find the agent; `$MASTER_ADDR:29410` takes the host from that variable.
+    # The variable DIPS_AGENT comes before it. null: ranks are on the agent's host, and it listens to nobody else. What
+    # is said there is signed and is neither parameters nor secrets: it need not be loopback.
+    agent: str | None = None
+    token: Path | None = None  # file with the job's token, for ranks that the agent did not start; or DIPS_AGENT_TOKEN
     directory: Path = Path(".")  # logs, timeline, socket
     beat_s: Annotated[float, Field(gt=0)] = 2.0
     poll_s: Annotated[float, Field(gt=0)] = 2.0  # no collective waits longer for anybody outside the cluster
@@ -201,7 +206,9 @@ class ClusterFile(Section):
     # again before it can train, and pushes are read from the model while they travel. Needs the codec fp32.
     install: Literal["whole", "streaming"] = "whole"
     metrics: str | None = None  # host:port where Prometheus scrapes; null: nowhere
-    relay: str | None = None  # host of this agent at which ranks without a way out reach the slaves; null: they dial
+    # Host of this agent at which ranks without a way out reach the slaves; null: they dial them. If it is not loopback
+    # the slaves' lanes must be encrypted (`curve_key`): the relay passes on what it is given.
+    relay: str | None = None
     insecure: bool = False  # plain text; only on loopback
 
 
@@ -234,8 +241,6 @@ def load_cluster(path: Path) -> ClusterFile:
     config = _load(path, ClusterFile)
     _check_names(path, [(config.shared.run, "run"), (config.cluster, "cluster")])
     addresses = [("master", config.master), *([("metrics", config.metrics)] if config.metrics else [])]
-    if config.relay:
-        addresses.append(("relay", f"[{config.relay}]:0" if ":" in config.relay else f"{config.relay}:0"))
     _check_loopback(path, config.insecure, addresses)
     if config.install == "streaming" and config.shared.codec != "fp32":
         raise ConfigError(f"{path}: install: streaming needs shared.codec fp32, got {config.shared.codec}")
@@ -252,6 +257,11 @@ def host_port(address: str) -> tuple[str, int]:
     if not colon or not host or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"expected an address like 127.0.0.1:7800, got {address!r}")
     return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """What is sent there stays on this machine."""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _load(path: Path, model: type[Model]) -> Model:
@@ -279,7 +289,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return raw
 
 
-_PATH_KEYS = frozenset({"directory", "initial_model", "socket", "curve_key"})
+_PATH_KEYS = frozenset({"directory", "initial_model", "socket", "curve_key", "token"})
 
 
 def _resolve(raw: Any, base: Path) -> Any:
@@ -324,7 +334,7 @@ def _check_loopback(path: Path, insecure: bool, addresses: list[tuple[str, str]]
             host, _ = host_port(address)
         except ConfigError as error:
             raise ConfigError(f"{path}: {key}: {error}") from error
-        if host != "localhost" and not host.startswith("127.") and host != "::1":
+        if not is_loopback(host):
             raise ConfigError(
                 f"{path}: {key}: plain text (`insecure: true`) is allowed on loopback only, got {address!r}"
             )

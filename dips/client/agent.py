@@ -9,18 +9,19 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
 from dips.client import local
+from dips.client.connection import Connection
 from dips.client.deeds import Ask, Deed, Hurry, Mark, Stop
-from dips.client.local import Bye, Failure, PullNow, PushNow, Wait, Welcome
+from dips.client.local import Bye, Failure, Heard, PullNow, PushNow, Wait, Welcome
 from dips.client.session import Session
 from dips.client.trainer import Trainer, kill_leftovers
 from dips.config import ClusterFile
-from dips.errors import Busy, DipsError, RemoteProtocolError, Unavailable
+from dips.errors import Busy, Denied, DipsError, RemoteProtocolError, Unavailable
 from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer
 from dips.protocol.effects import Grant, Result
 from dips.telemetry.logs import Log
@@ -30,6 +31,7 @@ FIRST_PAUSE_S = 0.2  # before the second try to reach the master; doubles up to 
 END_GRACE_S = 20.0  # between SIGTERM and SIGKILL of a trainer
 FAILURE_GRACE_S = 10.0  # for a trainer to report why it cannot go on, before it is ended
 LEAVE_S = 3.0  # to say goodbye to a master that may be gone
+MOST_REMOTE = 8192  # connections of ranks on other hosts, one each: ranks of the largest job
 RESTART_PAUSE_S = 1.0  # a trainer that crashes at once does not spin
 
 
@@ -60,18 +62,22 @@ class Agent:
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()  # replaced at each change
         self._hurry, self._reachable = asyncio.Event(), asyncio.Event()
-        self._terminated, self._stopped = asyncio.Event(), asyncio.Event()
+        self._terminated, self._stopped, self._goodbye = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._stop: Stop | None = None
+        self._remote = 0  # connections over the network
 
     def terminate(self) -> None:
         """SIGTERM: end the trainer, leave, return from `run`."""
         self._terminated.set()
 
     async def run(self, command: Sequence[str], environment: dict[str, str]) -> int:
-        """Keep the trainer going until it ends, cannot go on, or we are told to stop; return the exit code."""
+        """Keep the trainer going until it ends, cannot go on, or we are told to stop; return the exit code.
+
+        Without a command others start the trainer: it is served, as often as it begins anew, until it says goodbye.
+        """
         beats = self._spawn(self._beat())
         try:
-            code = await self._live(command, environment)
+            code = await (self._live(command, environment) if command else self._serve_others())
         finally:
             tasks = [beats, *self._asking.values()]
             for task in tasks:
@@ -99,6 +105,19 @@ class Agent:
         self._log.error("trainer crashed too often", code=code, max_restarts=self._config.max_restarts)
         return code
 
+    async def _serve_others(self) -> int:
+        ends = [asyncio.create_task(end.wait()) for end in (self._goodbye, self._terminated, self._stopped)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        if self._stop is None:
+            return 0
+        self._log.error("stopped", reason=self._stop.reason)
+        until = time.monotonic() + FAILURE_GRACE_S
+        while self._session.alive and time.monotonic() < until:  # it is being told why
+            await asyncio.sleep(0.1)
+        return self._stop.code
+
     async def _one_life(self, life: int, command: Sequence[str], environment: dict[str, str]) -> int:
         trainer = await Trainer.start(command, {**environment, "DIPS_ATTEMPT": str(life)})
         self._do([Mark("trainer_start", {"attempt": life, "pid": trainer.pid})])
@@ -124,28 +143,55 @@ class Agent:
     # ---- rank 0 --------------------------------------------------------------------------------------------------
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one connection of rank 0 until it ends; its end without Bye is the end of its attempt."""
+        """Serve a rank on this host."""
+        await self._converse(Connection(reader, writer))
+
+    def admitting(self, token: bytes) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+        """What serves ranks that dial over the network, if they know the token."""
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if self._remote >= MOST_REMOTE:
+                self._log.warning("agent_line_full", connections=self._remote)
+                writer.close()
+                return
+            self._remote += 1
+            try:
+                await self._converse(await Connection.admit(reader, writer, token))
+            except (Denied, TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
+                peer = writer.get_extra_info("peername")
+                self._log.warning("agent_line_refused", peer=str(peer), error=str(error) or type(error).__name__)
+                writer.close()
+            finally:
+                self._remote -= 1
+
+        return serve
+
+    async def _converse(self, rank: Connection) -> None:
+        """Answer one connection until it ends; the end of rank 0's without Bye is the end of its attempt.
+
+        Other ranks of other hosts say nothing: they hold the line to see us end (orphan.py).
+        """
         attempt = 0
         try:
             while True:
-                head = await reader.readexactly(local.LENGTH.size)
-                message = local.decode(await reader.readexactly(local.body_length(head)))
+                message = await rank.read()
                 answer = await self._answer(message)
                 if isinstance(answer, Welcome):
                     attempt = answer.attempt
-                if isinstance(message, Bye):
-                    attempt = 0
                 if answer is not None:
-                    writer.write(local.encode(answer))
-                    await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            self._log.info("rank 0 hung up", attempt=attempt)
+                    await rank.write(answer)
+                if isinstance(message, Bye) and isinstance(answer, Heard):
+                    attempt = 0
+                    self._goodbye.set()
+        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+            if attempt:
+                self._log.info("rank 0 hung up", attempt=attempt)
         except RemoteProtocolError as error:
             self._log.warning("rank 0 was not understood", error=str(error))
         finally:
             if attempt and attempt == self._session.attempt:
                 self._do(self._session.trainer_gone("rank 0 is gone", time.monotonic()))
-            writer.close()
+            rank.close()
 
     async def _answer(self, message: local.Message) -> local.Answer | None:
         """Ask the session until it has an answer, for at most poll_s (half of it: rank 0 must not wait longer)."""

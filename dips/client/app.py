@@ -21,12 +21,13 @@ from typing import Annotated, Any
 import typer
 
 from dips.client import metrics as agent_metrics
+from dips.client.address import over_network
 from dips.client.agent import Agent
 from dips.client.deeds import Identity
 from dips.client.launch import PR_SET_CHILD_SUBREAPER, prctl
-from dips.client.line import socket_path
+from dips.client.listen import listening
 from dips.client.master_link import MasterLink
-from dips.client.orphan import AGENT_PID
+from dips.client.orphan import AGENT_HOME, AGENT_PID, home
 from dips.client.pace import Pace
 from dips.client.relay import Relay
 from dips.client.session import Session
@@ -37,14 +38,20 @@ from dips.telemetry.timeline import Timeline
 
 SCRAPE_S = 5.0  # Prometheus waits for 10
 PATIENCE_BEATS = 5  # a trainer waits so long for a master that does not answer, then trains on
+# Ranks of torchrun meet at a store that outlives restarts: there the next ones find addresses of the dead, dial them
+# and end, too (pytorch/pytorch#135712, seen with torch 2.13 on gloo). With this each restart has a store of its own.
+RESTARTS_ANEW = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 command_line = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @command_line.command(context_settings={"allow_interspersed_args": False})
 def dips_client(
-    command: Annotated[list[str], typer.Argument(help="The training command, after `--`.", metavar="-- COMMAND...")],
     config: Annotated[Path, typer.Option(help="The cluster file (cluster.yaml).")],
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(help="The training command, after `--`; none: others start it.", metavar="-- COMMAND..."),
+    ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Run a training command as one cluster of a Di-PS run, and speak for it at the master.
@@ -55,11 +62,21 @@ def dips_client(
     the run, keeps the cluster's lease, carries pushes and pulls through, starts the command anew when it crashes, and
     ends when it ends, with its exit code. SIGTERM ends both. Exit code 75: a newer life of this cluster took over.
 
+    A job of several hosts has one agent, on any of them: with `agent: HOST:PORT` in the cluster file, or with
+    DIPS_AGENT=tcp://HOST:PORT, ranks of other hosts find it there by the job's token (DIPS_AGENT_TOKEN, or the file
+    `token`). What the command starts is handed both. Without a command the agent serves ranks that others start, until
+    they say goodbye.
+
     `dips-client check --config cluster.yaml` looks at everything that is needed, before accelerators are held.
     """
     file = load_cluster(config)
+    if not command and over_network(file) is None:
+        raise ConfigError(
+            "no training command: write it after `--`; an agent whose ranks are started by others needs the key "
+            "`agent`, or DIPS_AGENT=tcp://HOST:PORT, where they find it"
+        )
     with _alone(file.directory):
-        raise typer.Exit(asyncio.run(_life(file, config.resolve(), command, log_level)))
+        raise typer.Exit(asyncio.run(_life(file, config.resolve(), command or [], log_level)))
 
 
 # Words that are no training command; each is a command line of its own.
@@ -114,16 +131,14 @@ async def _life(config: ClusterFile, path: Path, command: list[str], log_level: 
     agent = Agent(config, session, master, timeline, log, rewrite)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, agent.terminate)
-    socket = socket_path(config)
-    server = await _listen(agent, socket)
     end_metrics = _serve_metrics(config, session, relay, log)
-    environment = {"DIPS_CLUSTER_FILE": str(path), "DIPS_AGENT_SOCKET": str(socket), AGENT_PID: str(os.getpid())}
+    known = {"DIPS_CLUSTER_FILE": str(path), AGENT_PID: str(os.getpid()), AGENT_HOME: home()}
+    known |= {name: os.environ.get(name, value) for name, value in RESTARTS_ANEW.items()}
     try:
-        return await agent.run(command, environment)
+        async with listening(config, agent, log) as found:
+            return await agent.run(command, {**known, **found})
     finally:
         await asyncio.to_thread(end_metrics)
-        server.close()
-        socket.unlink(missing_ok=True)
         if relay:
             await asyncio.to_thread(relay.close)
         await master.close()
@@ -145,18 +160,6 @@ def _serve_metrics(config: ClusterFile, session: Session, relay: Relay | None, l
     port, end = metrics.serve(address, scraped, agent_metrics.collect)
     log.info("metrics", address=f"{address[0]}:{port}")
     return end
-
-
-async def _listen(agent: Agent, path: Path) -> asyncio.Server:
-    """Open the Unix socket for rank 0, readable by this user only."""
-    path.unlink(missing_ok=True)  # of an agent that was killed; the pid file's lock says that none lives
-    mask = os.umask(0o177)
-    try:
-        return await asyncio.start_unix_server(agent.serve, path)
-    except OSError as error:
-        raise ConfigError(f"socket: cannot listen on {path}: {error.strerror or error}") from error
-    finally:
-        os.umask(mask)
 
 
 if __name__ == "__main__":

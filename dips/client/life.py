@@ -47,7 +47,8 @@ class Life:
         self.settled = 0  # pushes of this cluster that were accepted or gated, in all its lives
         self._former = 0  # tokens consumed in the life before, until the master says what he knows of them
         # the trainer
-        self.attempt, self._alive, self._key = 0, False, (0, 0, 0)
+        self.attempt, self._alive, self._process = 0, False, ""  # the last names rank 0
+        self._buried, self._started = set[str](), 0  # rank 0 of former attempts; the newest life that we started
         self.inner_steps = self.tokens = 0  # since the agent's start
         self.loss, self.base = 0.0, cast("VersionId | None", None)
         self._push_ranks = self._pull_ranks = 1

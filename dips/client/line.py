@@ -1,71 +1,129 @@
-"""Rank 0's line to its agent: a blocking Unix socket, one question at a time.
+"""A rank's line to its agent: a blocking socket, one question at a time; sealed when it leads to another host.
 
-An agent that is gone ends the training (the socket is closed): nobody else may speak for this cluster. Knows no torch.
+An agent that is gone ends the training (the line is closed): nobody else may speak for this cluster. Knows no torch.
 """
 
 from __future__ import annotations
 
 import socket
-from pathlib import Path
+import time
 
 from dips.client import local
-from dips.config import ClusterFile
-from dips.errors import ConfigError, RemoteProtocolError, Unavailable
+from dips.client.address import AGENT, Address, OnThisHost
+from dips.client.connection import keep_alive
+from dips.client.seal import GREETING, PROOF, TAG, Guest, Seal
+from dips.errors import Denied, DipsError, RemoteProtocolError, Unavailable
 
-MOST_PATH = 107  # bytes of a Unix socket's path, a limit of Linux
 GRACE_S = 30.0  # an agent that does not answer for poll_s and so long is hung
-
-
-def socket_path(config: ClusterFile) -> Path:
-    """Where agent and rank 0 meet; raise ConfigError if the kernel cannot take the path."""
-    path = (config.socket or config.directory / "agent.sock").absolute()
-    if len(str(path).encode()) > MOST_PATH:
-        raise ConfigError(f"socket: {path} is longer than {MOST_PATH} bytes: name a shorter one under the key `socket`")
-    return path
+CONNECT_S = 10.0  # to another host, handshake included
+AGAIN_S = 0.5
 
 
 class Line:
     """A connection to the agent."""
 
-    def __init__(self, path: Path, poll_s: float) -> None:
-        self._path = path
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(poll_s + GRACE_S)
+    def __init__(self, address: Address, poll_s: float) -> None:
+        """Raise Unavailable if nobody is there, Denied if it is not our agent."""
+        self._address = address
+        self._seal: Seal | None = None
         try:
-            self._socket.connect(str(path))
+            self._socket = _dial(address)
         except OSError as error:
-            self._socket.close()
             raise Unavailable(
-                f"no agent answers at {path} ({error.strerror}): start this script as `dips-client --config … -- …`"
+                f"no agent answers: tried {address} (from {address.said_by}): {error.strerror or error}. Start this "
+                f"script as `dips-client --config … -- …`; on another host than the agent's, name it in {AGENT}"
             ) from error
+        if not isinstance(address, OnThisHost):
+            try:
+                self._seal = self._introduce(address.token)
+            except Unavailable as error:  # it hung up: to whoever does not know the token it says no more
+                self._socket.close()
+                raise Denied(
+                    f"{address} (from {address.said_by}) hung up on us: is it the agent of this job, and have both the "
+                    "same token?"
+                ) from error
+            except (OSError, DipsError) as error:
+                self._socket.close()
+                if isinstance(error, DipsError):
+                    raise
+                raise Unavailable(f"{address} (from {address.said_by}) does not greet us: {error}") from error
+        self._socket.settimeout(poll_s + GRACE_S)
+
+    @classmethod
+    def wait_for(cls, address: Address, poll_s: float, within_s: float) -> Line:
+        """As the constructor, but an agent that starts later than its ranks is waited for."""
+        until = time.monotonic() + within_s
+        while True:
+            try:
+                return cls(address, poll_s)
+            except Unavailable as error:
+                if time.monotonic() >= until:
+                    raise Unavailable(f"{error} (tried for {within_s:g} s)") from error
+                time.sleep(AGAIN_S)
 
     def ask(self, question: local.Question) -> local.Answer:
         """Ask, and wait for the answer; it may be Wait. Raise Unavailable if the agent is gone."""
         self.tell(question)
         try:
-            length = local.body_length(self._receive(local.LENGTH.size))
-            answer = local.decode(self._receive(length))
+            head = self._receive(local.LENGTH.size)
+            body = self._receive(local.body_length(head))
+            if self._seal:
+                self._seal.check(head + body, self._receive(TAG))
         except OSError as error:
-            raise Unavailable(f"the agent at {self._path} does not answer: {error}") from error
+            raise Unavailable(f"the agent at {self._address} does not answer: {error}") from error
+        answer = local.decode(body)
         if not isinstance(answer, local.Answer):
             raise RemoteProtocolError(f"the agent answered {type(answer).__name__} to {type(question).__name__}")
         return answer
 
     def tell(self, message: local.Question | local.Notice) -> None:
         """Say something without waiting."""
+        words = local.encode(message)
         try:
-            self._socket.sendall(local.encode(message))
+            self._socket.sendall(words + self._seal.tag(words) if self._seal else words)
         except OSError as error:
-            raise Unavailable(f"the agent at {self._path} is gone: {error}") from error
+            raise Unavailable(f"the agent at {self._address} is gone: {error}") from error
+
+    def outlive(self) -> None:
+        """Return when the agent has closed the line, or its host is gone; for a line on which nothing is said."""
+        self._socket.settimeout(None)
+        try:
+            self._socket.recv(1)
+        except OSError:  # reset, or the keep-alive gave up: gone either way
+            pass
 
     def close(self) -> None:
+        """End it, also for a thread that stands in `outlive`."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:  # the agent was faster
+            pass
         self._socket.close()
+
+    def _introduce(self, token: bytes) -> Seal:
+        keep_alive(self._socket)
+        guest = Guest(token, self._receive(GREETING))
+        self._socket.sendall(guest.answer)
+        return guest.admitted(self._receive(PROOF))
 
     def _receive(self, length: int) -> bytes:
         parts = bytearray()
         while len(parts) < length:
             part = self._socket.recv(length - len(parts))
             if not part:
-                raise Unavailable(f"the agent at {self._path} hung up")
+                raise Unavailable(f"the agent at {self._address} hung up")
             parts += part
         return bytes(parts)
+
+
+def _dial(address: Address) -> socket.socket:
+    if not isinstance(address, OnThisHost):
+        return socket.create_connection((address.host, address.port), CONNECT_S)
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    line.settimeout(CONNECT_S)
+    try:
+        line.connect(str(address.path))
+    except OSError:
+        line.close()
+        raise
+    return line

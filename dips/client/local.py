@@ -1,10 +1,10 @@
-"""The words between the agent and rank 0 of its trainer, and how they lie on the Unix socket.
+"""The words between the agent and rank 0 of its trainer, and how they lie on the line between them.
 
 Rank 0 asks and the agent answers, at once or after at most `poll_s` with Wait; then rank 0 asks the same question, with
 the same number, again. A notice has no answer. Every message names its attempt (one life of the trainer, given by the
 agent in Welcome), so that what an older life says changes nothing.
 
-On the socket: a 4-byte big-endian length, then a msgpack map of the message's fields with its class name as `kind`.
+On the line: a 4-byte big-endian length, then a msgpack map of the message's fields with its class name as `kind`.
 Knows no socket and no clock.
 """
 
@@ -32,9 +32,9 @@ LENGTH = struct.Struct(">I")
 class Attach:
     """A trainer has begun; the first word on a connection."""
 
-    life: int  # DIPS_ATTEMPT: which start of the trainer by the agent
-    restart: int  # torchrun's own count of restarts within that start
-    pid: int
+    life: int  # DIPS_ATTEMPT: which start of the trainer by the agent; 0: somebody else started it
+    restart: int  # torchrun's own count of restarts, on rank 0's host
+    process: str  # a name that no other process of the job has or had
     manifest: str  # JSON
     push_ranks: int  # ranks that hold something to push
     pull_ranks: int  # ranks that hold something to pull

@@ -5,24 +5,22 @@ Every method but `tell` and `share` is collective. Each Wait reaches all ranks: 
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import cast
 
 from dips import errors
 from dips.client import local
-from dips.client.line import Line, socket_path
+from dips.client.address import Address
+from dips.client.line import Line
 from dips.client.local import Answer, Failure, Heard, Moving, Notice, Question, Wait
 from dips.client.voice import Voice
-from dips.config import ClusterFile
 from dips.errors import DipsError
 
 
 class Mouth:
     """The talk of all ranks with their agent."""
 
-    def __init__(self, voice: Voice, config: ClusterFile) -> None:
-        self._voice, self._config = voice, config
+    def __init__(self, voice: Voice, agent: Address, poll_s: float) -> None:
+        self._voice, self._agent, self._poll_s = voice, agent, poll_s
         self._line: Line | None = None
 
     def persist(self, question: Question) -> Answer:
@@ -63,12 +61,7 @@ class Mouth:
     def _speak(self, question: Question) -> Answer:
         try:
             if self._line is None:
-                self._line = Line(_agent_socket(self._config), self._config.poll_s)
+                self._line = Line(self._agent, self._poll_s)
             return self._line.ask(question)
         except DipsError as error:
             return Failure(type(error).__name__, str(error))
-
-
-def _agent_socket(config: ClusterFile) -> Path:
-    named = os.environ.get("DIPS_AGENT_SOCKET")
-    return Path(named) if named else socket_path(config)

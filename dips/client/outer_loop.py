@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import nn
 
+from dips.client import address
 from dips.client.local import (
     Attach,
     Bye,
@@ -42,7 +43,7 @@ from dips.client.local import (
 from dips.client.losses import Losses, finite
 from dips.client.mouth import Mouth
 from dips.client.mover import Mover
-from dips.client.orphan import watch_agent
+from dips.client.orphan import process_name, watch_agent
 from dips.client.parallel import HostMemory, StreamedMemory, lay_out
 from dips.client.rounds import Rounds
 from dips.client.voice import Voice
@@ -78,14 +79,15 @@ class OuterLoop(Rounds):
         path = config or os.environ.get("DIPS_CLUSTER_FILE")
         if path is None:
             raise ConfigError("no cluster file: start this script as `dips-client --config cluster.yaml -- …`")
-        watch_agent()
         config_file = load_cluster(Path(path))
+        agent = address.find(config_file)
+        self._unwatch = watch_agent(agent, config_file.poll_s)
         voice = Voice(config_file.collective_s)
         layout = lay_out(model, voice, optimizer, config_file.speakers)
         kind = StreamedMemory if config_file.install == "streaming" else HostMemory
         memory = kind(layout.adapter, layout.held, layout.plan, voice)
         mover = Mover(memory, voice, config_file.stall_s, config_file.shared.codec)
-        super().__init__(config_file, voice, Mouth(voice, config_file), mover)
+        super().__init__(config_file, voice, Mouth(voice, agent, config_file.poll_s), mover)
         self._losses = Losses(voice) if layout.adapter.staged else None
         self._pid, self._closed, self._ranges_asked = os.getpid(), False, 0
         self.inner_steps = 0  # taken since this object was made
@@ -229,6 +231,7 @@ class OuterLoop(Rounds):
         if self._closed:
             return
         self._check()
+        self._unwatch()  # the agent may end as soon as it hears Bye, and other ranks have things left to do
         self._voice.meet("OuterLoop.close")
         if self._out is not None:
             self._out[1].cancel()
@@ -250,7 +253,7 @@ class OuterLoop(Rounds):
 
     def _attach(self, manifest: str) -> None:
         life, restart = (int(os.environ.get(key, "0")) for key in ("DIPS_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
-        question = Attach(life, restart, os.getpid(), manifest, self._mover.ranks, self._mover.ranks)
+        question = Attach(life, restart, process_name(), manifest, self._mover.ranks, self._mover.ranks)
         welcome = self._mouth.persist(question)
         if not isinstance(welcome, Welcome):
             raise LocalProtocolError(f"expected Welcome from the agent, got {welcome!r}")

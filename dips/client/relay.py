@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from dips.config import host_port
+from dips.config import host_port, is_loopback
 from dips.errors import Busy, ConfigError
 from dips.protocol.effects import Grant
 from dips.telemetry.logs import Log
@@ -62,7 +62,16 @@ class Relay:
         return self._connections
 
     def rewrite(self, grant: Grant) -> Grant:
-        """Return the grant with every lane's address replaced by one of ours; raise Busy if there are too many."""
+        """Return the grant with every lane's address replaced by one of ours.
+
+        Raise Busy if there are too many, ConfigError if a lane's plain text would leave this machine.
+        """
+        plain = [slave.name for slave in grant.slaves if not slave.key]
+        if plain and not is_loopback(self._host):
+            raise ConfigError(
+                f"relay: the lanes of {', '.join(plain)} are plain, and plain text is allowed on loopback only, not at "
+                f"{self._host}: give each slave a `curve_key`"
+            )
         wanted = {lane for slave in grant.slaves for lane in slave.lanes}
         if len(wanted) > MOST_LANES:
             raise Busy(f"the grant names {len(wanted)} lanes, the relay has at most {MOST_LANES} ports")

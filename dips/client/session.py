@@ -168,21 +168,23 @@ class Session(Checkpoints):
         return ClusterLeft(0, self._identity.cluster, self.inc, self.account.unsettled + self.account.lost)
 
     def _attach(self, q: Attach) -> Answer:
-        key = (q.life, q.restart, q.pid)
-        if key != self._key:
-            if key[:2] < self._key[:2]:
-                return Failure("StaleIncarnation", f"attempt {q.life}.{q.restart} is older than {self._key[:2]}")
-            self._begin_attempt(q, key)
+        if q.process != self._process:
+            # torchrun on several hosts counts its restarts on each: only our own lives are older or newer by number.
+            if q.process in self._buried or 0 < q.life < self._started:
+                return Failure("StaleIncarnation", f"attempt {q.life}.{q.restart} is over, a newer one has begun")
+            self._begin_attempt(q)
         if self._failure:
             return self._failure
         if self.inc == 0 or self.phase is Phase.JOINING:
             return Wait(self.reason)
         return Welcome(self.attempt, self._fraction())
 
-    def _begin_attempt(self, q: Attach, key: tuple[int, int, int]) -> None:
+    def _begin_attempt(self, q: Attach) -> None:
         if self._alive:
             self._bury("a new attempt began")
-        self.attempt, self._alive, self._key = self.attempt + 1, True, key
+        self._buried.add(self._process)
+        self.attempt, self._alive, self._process = self.attempt + 1, True, q.process
+        self._started = max(self._started, q.life)
         self._number, self.base, self._pull_failures = 0, None, 0
         self._cut = False
         self._waiting, self._told, self._resync = False, None, False

@@ -101,7 +101,7 @@ class Trainer:
     def _train(self) -> Story:
         world = self.world
         yield sleep(world.heap, 0.3 + self.site.rng.random(), f"{self.site.name} starts its trainer")
-        attach = Attach(self.life, 0, self.life, world.manifest.to_json(), self.site.ranks, self.site.ranks)
+        attach = Attach(self.life, 0, str(self.life), world.manifest.to_json(), self.site.ranks, self.site.ranks)
         welcome = yield from self._persist(attach)
         assert isinstance(welcome, Welcome), welcome
         self.attempt = welcome.attempt

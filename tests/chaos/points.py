@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from dips.client import mover, transfer
 from dips.client.line import Line
 from dips.client.local import PullMoved, PullWanted, PushMoved, PushWanted
+from dips.client.mouth import Mouth
 from dips.client.parallel import HostMemory
 from tests.chaos.train_chaos import LAYERS, SHAPES
 
@@ -36,22 +38,53 @@ POINTS = {
 }  # fmt: skip
 assert all(len(set(names)) == 20 for names in POINTS.values()) and LAYERS
 
+WAITING_S = 0.03  # a rank without a line stands in the broadcast of what rank 0 hears
+
 _count: dict[str, int] = {}
 
 
 def die_at(kind: str, life: int, died: Path) -> None:
     """Have this process kill itself at the `life`-th point of `kind`; lives beyond the last live on."""
-    if life > len(POINTS[kind]):
-        return
-    name = POINTS[kind][life - 1]
+    if life <= len(POINTS[kind]):
+        _die(kind, POINTS[kind][life - 1], died, POINTS[kind][life - 1])
+
+
+def deaths(kind: str, ranks: int) -> list[str]:
+    """How the ranks of a job die, one after the other: at each point each of them."""
+    return [f"rank {rank}: {name}" for name in POINTS[kind] for rank in range(ranks)]
+
+
+def die_in_turn(kind: str, rank: int, ranks: int, died: Path) -> None:
+    """As `die_at`, if the next of the job's deaths is this rank's; `died` tells how many there were."""
+    planned = deaths(kind, ranks)
+    past = len(died.read_text().splitlines()) if died.exists() else 0
+    if past < len(planned) and planned[past].startswith(f"rank {rank}: "):
+        _die(kind, planned[past].partition(": ")[2], died, planned[past], silent=rank > 0)
+
+
+def _die(kind: str, name: str, died: Path, said: str, silent: bool = False) -> None:
+    """`silent`: this rank has no line to the agent; what others say to it, it hears of by a broadcast."""
 
     def reach(reached: str) -> None:
         if reached == name:
             with died.open("a") as file:
-                file.write(name + "\n")
+                file.write(said + "\n")
             os.kill(os.getpid(), signal.SIGKILL)
 
     (_watch_push if kind == "push" else _watch_pull)(reach)
+    if silent:
+        _before(Mouth, "hear", lambda _, said: _unheard(reach, said))
+
+
+def _unheard(reach: Callable[[str], None], said: object) -> None:
+    match said:
+        case PushWanted() | PullWanted():
+            reach("asked")
+        case PushMoved():
+            reach("told the agent")
+            threading.Timer(WAITING_S, reach, ["awaits the outcome"]).start()
+        case PullMoved():
+            reach("installed, not told")
 
 
 def _watch_push(reach: Callable[[str], None]) -> None:
@@ -60,7 +93,7 @@ def _watch_push(reach: Callable[[str], None]) -> None:
     _before(mover.transfer, "push", lambda *_: reach("frozen"))
     _after(cls, "welcome", lambda *_: _by_slave("welcome", reach, "welcomed by {}"))
     _before(cls, "want", lambda *_: reach("first WANT"))
-    _after(cls, "result", lambda *_: _chunk(reach))
+    _after(cls, "result", lambda own, *_: _chunk(reach, own))
     _after(cls, "finish", lambda *_: _by_slave("done", reach, "DONE of {}"))
     _after(Line, "tell", lambda _, said: reach("asked") if isinstance(said, PushWanted) else None)
     _after(Line, "tell", lambda _, said: reach("told the agent") if isinstance(said, PushMoved) else None)
@@ -73,7 +106,7 @@ def _watch_pull(reach: Callable[[str], None]) -> None:
     _before(mover.transfer, "pull", lambda *_: reach("begun"))
     _after(cls, "welcome", lambda *_: _by_slave("welcome", reach, "welcomed by {}"))
     _before(cls, "chunk", lambda *_: reach("first WANT"))
-    _before(cls, "result", lambda *_: _chunk(reach))
+    _before(cls, "result", lambda own, *_: _chunk(reach, own))
     _after(cls, "finish", lambda *_: _by_slave("done", reach, "DONE of {}"))
     _before(Line, "tell", lambda _, said: reach("installed, not told") if isinstance(said, PullMoved) else None)
     _after(Line, "tell", lambda _, said: reach("asked") if isinstance(said, PullWanted) else None)
@@ -99,9 +132,13 @@ def _by_slave(key: str, reach: Callable[[str], None], name: str) -> None:
     reach(name.format("one slave" if _count[key] == 1 else "both"))
 
 
-def _chunk(reach: Callable[[str], None]) -> None:
+def _chunk(reach: Callable[[str], None], own: Any) -> None:
+    """The chunks of a rank that moves a part of the model are counted in tenths, too."""
     _count["chunk"] = _count.get("chunk", 0) + 1
-    reach(f"chunk {_count['chunk']} of {CHUNKS}")
+    all_chunks = sum(-(-4 * piece.length // CHUNK_BYTES) for piece in own._pieces)
+    for tenth in range(1, 11):
+        if max(1, tenth * all_chunks // 10) == _count["chunk"]:
+            reach(f"chunk {tenth * CHUNKS // 10} of {CHUNKS}")
 
 
 def _before(owner: Any, name: str, look: Callable[..., object]) -> None:

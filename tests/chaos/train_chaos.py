@@ -1,6 +1,6 @@
 """A trainer for chaos: one plain rank, no training: every parameter is one constant, named by cluster and base.
 
-    train_chaos.py CLUSTER OUT TOKENS STEP_S [--ranges] [--wild FACTORS] [--die push|pull]
+    train_chaos.py CLUSTER OUT TOKENS STEP_S [--ranges] [--wild FACTORS] [--die push|pull] [--ranks N]
 
 The constant is a function of the cluster and of the version that it trains on, so the ledger tells what was pushed. It
 writes, each a line of JSON and appended, to OUT.seen every version that it installed and its one number, and to
@@ -9,6 +9,9 @@ OUT.steps every inner step before it is told. While OUT.hold exists it takes no 
 As torchrun does, the process that the agent starts takes no step itself: it forks the rank, and forks it again when it
 was killed, which costs milliseconds where a new process would import torch for seconds. With --die the rank's k-th life
 kills itself with SIGKILL at the k-th named moment of a push or of a pull (points.py).
+
+With --ranks N torchrun's own agent starts N ranks, and starts all anew when one was killed, at most RESTARTS times;
+then it ends, as torchrun does. Its ranks are forked, for the same reason. They die in turn.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import zlib
 from pathlib import Path
 
 LAYERS, WIDTH = 6, 48
+RESTARTS = 19  # torchrun --max-restarts; a start of torchrun itself takes many seconds where cores are busy
 H = 2  # inner steps between pushes
 START = 0.5  # every element of v0@r0
 SHAPES = {
@@ -46,6 +50,7 @@ def main() -> None:
     parser.add_argument("--ranges", action="store_true")
     parser.add_argument("--wild", default="", help="factors of the first pushes, with commas: 1e6,nan")
     parser.add_argument("--die", choices=("push", "pull"))
+    parser.add_argument("--ranks", type=int, default=1)
     args = parser.parse_args()
 
     import torch
@@ -55,6 +60,9 @@ def main() -> None:
     from tests.chaos import points
 
     torch.set_num_threads(1)
+    if args.ranks > 1:
+        launch_ranks(args)
+        return
     launcher = os.getpid()
     for life in itertools.count(1):
         pid = os.fork()
@@ -70,6 +78,36 @@ def main() -> None:
         status = os.waitpid(pid, 0)[1]
         if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
             sys.exit(os.waitstatus_to_exitcode(status))
+
+
+def launch_ranks(args: argparse.Namespace) -> None:
+    """What torchrun does with its words, but for the fork."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=args.ranks, run_id=f"chaos-{os.getpid()}", rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0", max_restarts=RESTARTS, monitor_interval=0.05, start_method="fork",
+    )  # fmt: skip
+    try:
+        elastic_launch(config, one_of_ranks)(args)
+    except ChildFailedError as error:
+        sys.exit(f"torchrun gives up: {error.name}")
+
+
+def one_of_ranks(args: argparse.Namespace) -> None:
+    """One life of one rank."""
+    import torch.distributed as dist
+
+    from tests.chaos import points
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)  # a program of its own would not have torchrun's handlers
+    if args.die:
+        points.die_in_turn(args.die, int(os.environ["RANK"]), args.ranks, args.out.with_suffix(".died"))
+    dist.init_process_group("gloo")
+    rank(args)
+    dist.destroy_process_group()
 
 
 def rank(args: argparse.Namespace) -> None:
@@ -110,7 +148,8 @@ def rank(args: argparse.Namespace) -> None:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.fill_(factor * constant(args.cluster, last.version, last.round))
-            steps.write(json.dumps([time.time(), args.tokens]) + "\n")
+            if os.environ.get("RANK", "0") == "0":
+                steps.write(json.dumps([time.time(), args.tokens]) + "\n")
             outer.step(tokens=args.tokens)
             pushes += outer.inner_steps % H == 0
             time.sleep(args.step_s)

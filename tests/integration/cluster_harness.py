@@ -131,7 +131,7 @@ class Run:
         return [self.start_slave(name) for name in self.slaves]
 
     def start_cluster(self, name: str, command: Sequence[str], *, steps: int = 1, **options: Any) -> Process:
-        """Start an agent with `command` as its trainer; `steps` is H, `options` are keys of the cluster file."""
+        """Start an agent with `command` as its trainer, empty: others start it; `options`: keys of the cluster file."""
         file = self.directory / f"{name}.yaml"
         self._write(
             file,
@@ -141,7 +141,7 @@ class Run:
                 "max_restarts": 0, **options,
             },
         )  # fmt: skip
-        return self._start(name, [*daemon("client"), "--config", str(file), "--", *command])
+        return self._start(name, [*daemon("client"), "--config", str(file), *(["--", *command] if command else [])])
 
     def wait(self, process: Process, within_s: float, code: int = 0) -> None:
         """Wait for a process to end with `code`, while all others live."""

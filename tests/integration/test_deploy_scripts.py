@@ -31,11 +31,19 @@ def load(name: str) -> ModuleType:
 harness, script = load("cluster_harness"), load("train_constant")
 TENSORS = {n: np.full(tuple(p.shape), script.START, np.float32) for n, p in script.Model().named_parameters()}
 
-# What Slurm and the package put on the path; srun of one node is its command.
+# What Slurm and the package put on the path; srun is its command, once for each node.
+SRUN = """
+while [[ "$1" == --* ]]; do shift; done
+if [[ $SLURM_NNODES -eq 1 ]]; then exec "$@"; fi
+for ((node = 0; node < SLURM_NNODES; node++)); do
+    env -u DIPS_AGENT_HOME SLURM_NODEID=$node "$@" & nodes+=($!)  # as on another host than the agent's
+done
+for node in "${nodes[@]}"; do wait "$node" || exit; done
+"""
 PROGRAMS = {
     "dips-client": '"$PYTHON" -c "from dips.client.app import main; main()" "$@"',
     "torchrun": '"$PYTHON" -m torch.distributed.run "$@"',
-    "srun": 'while [[ "$1" == --* ]]; do shift; done; exec "$@"',
+    "srun": SRUN,
 }
 
 
@@ -92,6 +100,46 @@ def test_a_cluster_trains_to_the_end(run: Any, environment: dict[str, str]) -> N
     assert done.returncode == 0, done.stdout + done.stderr
     assert "slave ps0" in done.stdout  # the table of the preflight
     assert (run.directory / "slow.out.0").exists()
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(240)
+def test_slurm_on_two_nodes(run: Any, environment: dict[str, str]) -> None:
+    """The ranks of both nodes find the agent by what srun hands them, and train to the end."""
+    ready(run)
+    done = subprocess.run(
+        ["bash", str(SLURM / "cluster.sbatch"), *words(run)],
+        env={**environment, "SLURM_NNODES": "2", "DIPS_CLUSTER": str(cluster_file(run))},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert '"agent_line"' in done.stderr
+    assert [(run.directory / f"slow.out.{rank}").exists() for rank in range(2)] == [True, True]
+
+
+@pytest.mark.torchrun
+@pytest.mark.timeout(240)
+def test_nodes_that_are_started_one_by_one(run: Any, environment: dict[str, str]) -> None:
+    """nodes.sh on each of two: the second finds the agent of the first by its address and the token; both end well."""
+    ready(run)
+    path = cluster_file(run)
+    same = {
+        **environment, "NODES": "2", "MASTER_ADDR": "127.0.0.1", "DIPS_AGENT_TOKEN": "0123456789abcdef",
+        "DIPS_AGENT": f"tcp://127.0.0.1:{harness.free_port()}",
+    }  # fmt: skip
+    nodes = []
+    for node in ("1", "0"):
+        with (run.directory / f"node{node}.log").open("w") as log:
+            command = ["bash", str(SLURM.parent / "nodes.sh"), str(path), *words(run)]
+            nodes.append(subprocess.Popen(command, env={**same, "NODE": node}, stdout=log, stderr=log))
+    try:
+        codes = [node.wait(200) for node in nodes]
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                node.terminate()
+                node.wait(60)
+    assert codes == [0, 0], [(run.directory / f"node{node}.log").read_text()[-4000:] for node in "10"]
 
 
 @pytest.mark.torchrun

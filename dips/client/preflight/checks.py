@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dips.client.line import socket_path
+from dips.client.address import socket_path
 from dips.client.preflight.agreement import differing_options
 from dips.client.preflight.probe import Measured, greets, measure
 from dips.config import ClusterFile

@@ -24,7 +24,7 @@ GRANT = Grant(VersionId(3, 4), (SlaveAddress("ps0", 2, ("127.0.0.1:1",), (0, 2))
         Stepped(1, 4096, 2.5),
         LossHeard(1, 7.5, 3),
         Wait("äöü"),
-        Attach(1, 0, 9, "{}", 1, 2),
+        Attach(1, 0, "9", "{}", 1, 2),
     ],
 )
 def test_a_message_comes_back_equal(message: local.Message) -> None:
@@ -58,7 +58,7 @@ def test_length_is_bounded_both_ways() -> None:
     with pytest.raises(RemoteProtocolError, match="claims"):
         local.body_length(local.LENGTH.pack(local.MOST_BYTES + 1))
     with pytest.raises(LocalProtocolError, match="Attach takes"):
-        local.encode(Attach(1, 0, 9, "x" * local.MOST_BYTES, 1, 1))
+        local.encode(Attach(1, 0, "9", "x" * local.MOST_BYTES, 1, 1))
 
 
 def test_every_word_is_in_the_table() -> None:

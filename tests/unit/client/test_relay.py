@@ -178,6 +178,17 @@ def test_a_lane_that_cannot_be_reached_ends_the_connection() -> None:
         made.close()
 
 
+def test_plain_lanes_are_relayed_on_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the cluster's network a relay passes on what is encrypted, and nothing else."""
+    made = relay()
+    try:
+        monkeypatch.setattr(made, "_host", "10.0.0.1")
+        with pytest.raises(ConfigError, match="lanes of s0 are plain"):
+            made.rewrite(grant("127.0.0.1:1"))
+    finally:
+        made.close()
+
+
 def test_too_many_lanes_and_a_foreign_host() -> None:
     """Both are refused before anything is opened."""
     with pytest.raises(ConfigError, match=r"relay: cannot listen on 192.0.2.1"):

@@ -1,0 +1,69 @@
+"""Either rank of two dies at any moment of a push or a pull: torchrun's restarts mend it, and nobody else notices."""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.house import TIMING, House
+from tests.chaos.points import deaths
+from tests.chaos.train_chaos import RESTARTS
+from tests.chaos.wires import Loop
+
+RANKS = 2
+DEADLINE_S = TIMING["transfer_s"]  # of a push or pull; nothing that waits for a dead rank may last longer
+WITHIN_S = 420
+
+
+@pytest.mark.timeout(600)
+def test_each_of_two_ranks_dies_at_every_point(tmp_path: Path, loop: Loop) -> None:
+    """east's ranks die in turn at the points of a push, west's at those of a pull; twenty deaths end a torchrun.
+
+    north pushes all the while, and no round of its waits for the dead; every version that any rank installed is the
+    twin's number, also on the rank that was not killed; there is one incarnation of each cluster.
+    """
+    with House(tmp_path, loop, clusters=("east", "west", "north")) as house:
+        house.start_master()
+        house.start_slaves()
+        house.cluster("north")
+        house.progress(2, by=("north",), within_s=90)
+        for name, kind in (("east", "push"), ("west", "pull")):
+            house.cluster(name, words=("--ranks", str(RANKS), "--die", kind))
+        for name, kind in (("east", "push"), ("west", "pull")):
+            planned = deaths(kind, RANKS)
+            house.until(lambda name=name, n=len(planned): len(_died(house, name)) >= n, WITHIN_S, f"{name}: {planned}")
+            assert _died(house, name) == planned
+            house.count_kill(name, len(planned))
+        house.progress(3, by=house.clusters)
+        house.check()
+        for name, kind in (("east", "push"), ("west", "pull")):
+            assert len(house.marks(house.timeline(name), "joined")) == 1
+            lives = house.marks(house.timeline(name), "trainer_attached")
+            assert len(lives) == len(deaths(kind, RANKS)) + 1
+            assert {life["restart"] for life in lives} == set(range(RESTARTS + 1))
+            assert _restarting(house, name) < DEADLINE_S
+        assert _pushless(house, "north") < DEADLINE_S
+        assert not house.marks(house.master_timeline, "cluster_gone")
+        assert not house.marks(house.master_timeline, "slave_lost")
+        told = f"north was {_pushless(house, 'north'):.1f} s without a push; from a death to the next life it took "
+        sys.stdout.write(f"{told} east {_restarting(house, 'east'):.1f} s, west {_restarting(house, 'west'):.1f} s\n")
+
+
+def _died(house: House, name: str) -> list[str]:
+    path = house.directory / f"{name}.died"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _pushless(house: House, name: str) -> float:
+    """The longest time between two pushes of a cluster, in seconds."""
+    at = [line["at"] for line in house.marks(house.timeline(name), "push_end", ok=True)]
+    return max(later - earlier for earlier, later in pairwise(at))
+
+
+def _restarting(house: House, name: str) -> float:
+    """The longest time between two lives that one torchrun started: neither its own end nor its start is in it."""
+    lives = house.marks(house.timeline(name), "trainer_attached")
+    return max(later["at"] - life["at"] for life, later in pairwise(lives) if later["restart"])

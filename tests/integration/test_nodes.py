@@ -1,0 +1,171 @@
+"""One agent for a job of several hosts: its ranks find it from everywhere, wherever rank 0 is, and end when it ends."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import zmq.auth
+
+from benchmarks import namespaces
+from dips.client import orphan
+
+HERE = Path(__file__).parent
+TOKEN = "a token of this job, never on a command line"
+VERSIONS = 12
+
+
+def load(name: str) -> ModuleType:
+    """A file of this directory as a module, whatever the test runner's import mode."""
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+harness, script, constant = load("cluster_harness"), load("train_constant"), load("test_constant_model")
+TENSORS = {n: np.full(tuple(p.shape), script.START, np.float32) for n, p in script.Model().named_parameters()}
+SHARED = {
+    "stop": {"versions": VERSIONS},
+    "outer": {"lr": constant.LR, "momentum": constant.MOMENTUM, "clip": {"norm": constant.CLIP}},
+    "penalty": {"rule": "none"},
+}
+pytestmark = [pytest.mark.torchrun, pytest.mark.timeout(300)]
+
+
+class Nodes(harness.Run):  # type: ignore[misc, name-defined]
+    """A run whose processes can be put into network namespaces."""
+
+    def __init__(self, directory: Path, *, key: str | None = None) -> None:
+        """`key`: file with the key pair of the slaves' lanes; None: they are plain."""
+        self._key = key
+        self.inside: dict[str, list[str]] = {}  # words in front of a process's command, by its name
+        self.elsewhere: list[str] = []  # those of the others
+        super().__init__(directory, TENSORS, shared=SHARED)
+
+    def _run_file(self, timing: Any) -> dict[str, Any]:
+        content: dict[str, Any] = super()._run_file(timing)
+        for slave in content["slaves"]:
+            slave["curve_key"] = self._key
+        return content
+
+    def _start(self, name: str, command: Sequence[str]) -> Any:
+        return super()._start(name, [*self.inside.get(name, self.elsewhere), *command])
+
+    def torchrun(self, rank: int, *words: str) -> Any:
+        """Start one node's torchrun as its own launcher would: it is nobody's child here."""
+        return self._start(f"node{rank}", [*node(*words), *self.training()])
+
+    def training(self) -> list[str]:
+        return [str(HERE / "train_constant.py"), "fast", "64", "1", str(self.directory / "fast.out")]
+
+    def versions(self) -> list[Any]:
+        with self.ledger() as ledger:
+            return [r for r in ledger.history(1000) if r.version is not None]
+
+    def check(self) -> None:
+        """Both ranks end with the number that the ledger's folds predict, and installed the same versions."""
+        rounds = [(r.version, r.folds) for r in self.versions()]
+        assert len(rounds) == VERSIONS
+        expected = constant.twin(rounds, sum(t.size for t in TENSORS.values()))
+        seen = [dict(json.loads((self.directory / f"fast.out.{rank}").read_text())) for rank in range(2)]
+        assert list(seen[0]) == list(seen[1]) and f"v{VERSIONS}@r{rounds[-1][0].round}" in seen[0]
+        for numbers in seen:
+            for version, number in numbers.items():
+                assert number == pytest.approx(expected[version], abs=1e-6), version
+
+
+def node(*words: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *words]
+
+
+@pytest.fixture(name="hosts")
+def made_hosts() -> Iterator[dict[str, namespaces.End]]:
+    if why := namespaces.missing():
+        pytest.skip(f"NO NAMESPACES: {why}")
+    with namespaces.network({"head": None, "a": None, "b": None}, "10.232.0") as hosts:
+        yield hosts
+
+
+def test_an_agent_on_a_host_of_its_own(
+    hosts: dict[str, namespaces.End], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks on two hosts without a way out, the agent on a third with the tunnels: a rank dies, torchrun restarts all.
+
+    Master and slaves are on the agent host's loopback, where no rank can reach them: data goes through the relay, by
+    CURVE, since the relay's address is none of loopback. Rank 0 is on either host, as torchrun's c10d store decides.
+    """
+    head = hosts["head"]
+    monkeypatch.setenv("DIPS_AGENT", f"tcp://{head.ip}:29410")
+    monkeypatch.setenv("DIPS_AGENT_TOKEN", TOKEN)
+    monkeypatch.setenv("DIPS_CLUSTER_FILE", str(tmp_path / "fast.yaml"))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "w0")
+    key = zmq.auth.create_certificates(tmp_path, "lanes")[1]
+    with Nodes(tmp_path, key=key) as run:
+        run.inside = {"node0": hosts["a"].command(), "node1": hosts["b"].command()}
+        run.elsewhere = head.command()
+        run.start_master()
+        run.start_slaves()
+        agent = run.start_cluster("fast", [], relay=head.ip)
+        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts['a'].ip}:29500", "--rdzv-id", "job"]
+        nodes = [
+            run.torchrun(
+                rank,
+                *rendezvous,
+                "--rdzv-conf",
+                f"is_host={1 - rank}",
+                "--max-restarts",
+                "3",
+                "--local-addr",
+                hosts[name].ip,
+            )
+            for rank, name in enumerate("ab")
+        ]
+        run.until(lambda: len(run.versions()) >= 3, 120, "three versions")
+        for child in psutil.Process(nodes[1].pid).children():
+            child.kill()
+        for process in (*nodes, agent):
+            run.wait(process, 150)
+        run.check()
+        attached = [line for line in agent.log.read_text().splitlines() if "trainer_attached" in line]
+        assert len(attached) == 2
+        assert "relay_port" in agent.log.read_text()
+
+
+def test_an_agent_that_dies_ends_the_ranks_of_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs beside rank 1, rank 0 is elsewhere, started by others; killed, it takes both along, and both come back.
+
+    Both nodes are this machine, so that the test needs no root; what torchrun of node 0 starts is told nothing of the
+    agent's process, as on another machine.
+    """
+    monkeypatch.setenv("DIPS_AGENT_TOKEN", TOKEN)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("DIPS_CLUSTER_FILE", str(tmp_path / "fast.yaml"))
+    with Nodes(tmp_path) as run:
+        run.start_master()
+        run.start_slaves()
+        line = f"$MASTER_ADDR:{harness.free_port()}"  # the same in both lives: it stands in the cluster file
+
+        def start() -> tuple[Any, Any]:
+            port = ["--master-addr", "127.0.0.1", "--master-port", str(harness.free_port())]
+            agent = run.start_cluster("fast", [*node("--node-rank", "1", *port), *run.training()], agent=line)
+            return agent, run.torchrun(0, "--node-rank", "0", *port)
+
+        agent, other = start()
+        run.until(lambda: len(run.versions()) >= 3, 120, "three versions")
+        agent.kill()
+        run.until(lambda: other.code is not None, orphan.GRACE_S + 40, "the other host's ranks ended")
+        assert other.code != 0
+        assert "is gone: this rank ends" in other.log.read_text()
+        for process in start():
+            run.wait(process, 150)
+        run.check()
