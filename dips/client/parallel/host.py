@@ -10,6 +10,7 @@ a shard that is one run lies where the shard's memory has it, so nothing is copi
 differently, the same bytes are read both ways, and a layer is rearranged at a time. On an accelerator the copies go
 through pinned memory on a stream of their own; beside the model at most one block is needed there. On a tight host
 the buffer is that of the largest layer, and each is spread and installed before the next is pulled (streaming.py).
+Where the training shall not stand still for it, `install` only begins, and the forward does the rest (forward.py).
 
 `gather` and `spread` are collective: every rank calls them, outside forward and backward.
 """
@@ -44,6 +45,7 @@ class Exchange(Protocol):
 class _Copy:
     """From host memory to a tensor of the framework."""
 
+    name: str  # of the parameter
     view: torch.Tensor
     host: torch.Tensor
 
@@ -52,6 +54,7 @@ class HostMemory:
     """What this rank holds of θ, beside the model."""
 
     ONE_LAYER = False  # all layers share the memory of the largest
+    torn = False  # an install broke off between two tensors
     encode: Encode | None = None  # makes the body of a chunk of a push; None: it is in the pieces
 
     def __init__(self, adapter: Adapter, held: Sequence[Held], plan: Plan, exchange: Exchange) -> None:
@@ -114,6 +117,12 @@ class HostMemory:
         self._copy(self._params)
         self._adapter.reload()
         self._copy(self._masters)
+
+    def finish(self) -> None:
+        """Put into the model what is left of an install, if one goes on beside the training (forward.py)."""
+
+    def stepped(self) -> None:
+        """An inner step was taken."""
 
     def _copy(self, layers: Iterable[Iterable[_Copy]]) -> None:
         with self._device.copies():
@@ -237,7 +246,7 @@ class HostMemory:
         for l, k, b in self._block_at:
             if l == layer:
                 block, host = self._block(l, k, b)
-                yield _Copy(block.view, host)
+                yield _Copy(self._plan.manifest.layers[l].parameters[k].name, block.view, host)
 
     def _master_copies(self, layer: int) -> Iterable[_Copy]:
         for k, held in enumerate(self._held[layer]):
@@ -251,7 +260,8 @@ class HostMemory:
             block, host = self._block(layer, param, b)
             for part in block.rect.within(master.rect.first, master.rect.end):
                 for shared in master.rect.within(part.first, part.end):
-                    yield _Copy(_sub(master.view, master.rect, shared), _sub(host, block.rect, shared))
+                    view, from_host = _sub(master.view, master.rect, shared), _sub(host, block.rect, shared)
+                    yield _Copy(held.name, view, from_host)
 
 
 def _home(writes: Sequence[Block], piece: Range) -> tuple[int, int] | None:

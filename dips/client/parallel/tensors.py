@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from dips.client.parallel.reach import INSTEAD, Home, homes
 from dips.client.parallel.rect import Rect, rects
 from dips.client.parallel.seam import Adapter, Held, blocks, check_dtype
 from dips.errors import ConfigError
@@ -33,10 +34,20 @@ class Tensors(Adapter):
 
     def __init__(self, parts: Sequence[nn.Module], staged: bool) -> None:
         """`staged`: the ranks hold different parts, under the names of the whole model (torch's pipelining)."""
-        self._parts, self.staged = [_unwrapped(part) for part in parts], staged
+        self._wrapped, self._parts, self.staged = parts, [_unwrapped(part) for part in parts], staged
 
     def held(self) -> list[Held]:
         return list(self._held())
+
+    def homes(self) -> list[Home]:
+        if self.staged:
+            raise ConfigError(f"install: forward is not supported for a model given in parts: {INSTEAD}")
+        (wrapped,), (model,) = self._wrapped, self._parts
+        if getattr(wrapped, "mixed_precision", None) is not None:
+            raise ConfigError(
+                f"install: forward: DistributedDataParallel(mixed_precision=…) reads all parameters at once: {INSTEAD}"
+            )
+        return homes(model, {p: plain_name(path) for path, p in model.named_parameters() if p.requires_grad})
 
     def _held(self) -> Iterator[Held]:
         for part in self._parts:
