@@ -28,14 +28,18 @@ from dips.client.voice import Voice
 from dips.errors import LocalProtocolError
 
 FSDP = ("fsdp", "hsdp", "tp_fsdp")
+TOKENS = torch.arange(22).reshape(2, 11) % VOCABULARY
 Theta = dict[str, np.ndarray]
 
 
 class Side:
     """One of the two models, with its optimizer and its host memory."""
 
-    def __init__(self, kind: str, voice: Voice, memory: type[HostMemory]) -> None:
+    def __init__(self, kind: str, voice: Voice, memory: type[HostMemory], evaluated: bool = False) -> None:
         self.model, _ = laid(kind, seeded(), voice.world)
+        if evaluated:  # before it is looked at
+            with torch.no_grad():
+                self.model(TOKENS)
         self.layout = lay_out(self.model, voice, spread_items=SPREAD_ITEMS)
         self.memory = memory(self.layout.adapter, self.layout.held, self.layout.plan, voice)
         self.inner = self.model.module if kind == "ddp" else self.model
@@ -101,7 +105,7 @@ def refused(work: Callable[[], Any]) -> str:
 
 def check(kind: str, voice: Voice) -> dict[str, Any]:
     """Take both through every way to come from a landed version to the next reader of a parameter."""
-    tokens = torch.arange(22).reshape(2, 11) % VOCABULARY
+    tokens = TOKENS
     whole, forward = Side(kind, voice, HostMemory), Side(kind, voice, ForwardMemory)
     both = (whole, forward)
     is_so: dict[str, bool] = {}
@@ -127,6 +131,14 @@ def check(kind: str, voice: Voice) -> dict[str, Any]:
         with torch.no_grad():
             side.model(tokens)
     same("after an evaluation", *(side.shards() for side in both))
+    for side in both:  # FSDP keeps what its root gathered for an evaluation
+        side.land(version(5))
+    fresh = Side(kind, voice, HostMemory, evaluated=True)
+    is_so["an evaluated model is laid out as any other"] = fresh.memory.items == whole.memory.items
+    fresh.land(version(5))
+    logits = [side.step(tokens) for side in (fresh, *both)]
+    same("what an evaluation gathered is not computed with: whole", logits[:1], logits[1:2])
+    same("what an evaluation gathered is not computed with", logits[:1], logits[2:])
 
     for side in both:  # overlap: full
         side.memory.finish()

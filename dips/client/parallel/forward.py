@@ -101,6 +101,7 @@ class ForwardMemory(HostMemory):
     def _begin(self, write: Callable[[_Copy], None]) -> None:
         assert not self._handles, "what was begun is finished before the next transfer"
         self._check()
+        self._adapter.reshard()
         self._write, self._reached = write, False
         self._left = dict.fromkeys(self._parameters)
         self._hook()

@@ -114,6 +114,7 @@ class HostMemory:
     @torch.no_grad()
     def install(self) -> None:
         """Copy the shard into the model's own memory, and into the optimizer's masters."""
+        self._adapter.reshard()
         self._copy(self._params)
         self._adapter.reload()
         self._copy(self._masters)
@@ -145,6 +146,7 @@ class HostMemory:
     @torch.no_grad()
     def merge(self) -> None:
         """Add to the model what the shard differs in from what was kept: θ_local ← θ_shard + (θ_local − θ_kept)."""
+        self._adapter.reshard()
         masters = [(copy, copy.view + self._moved(copy)) for copy in chain(*self._masters)]
         for copy in chain(*self._params):
             copy.view.add_(self._moved(copy))

@@ -59,6 +59,9 @@ class Adapter(ABC):
         """
         raise ConfigError(f"install: forward is not supported for a {self.kind} model: {INSTEAD}")
 
+    def reshard(self) -> None:
+        """Have the framework let go of what it gathered of shards: the next forward reads them as they are by then."""
+
     def reload(self) -> None:
         """Tell the framework that the parameters were written."""
 

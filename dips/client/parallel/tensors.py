@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -37,7 +38,15 @@ class Tensors(Adapter):
         self._wrapped, self._parts, self.staged = parts, [_unwrapped(part) for part in parts], staged
 
     def held(self) -> list[Held]:
+        self.reshard()  # else the parameters of a module that was evaluated are whole for now
         return list(self._held())
+
+    def reshard(self) -> None:
+        """FSDP2 keeps what its root gathered for a forward without a backward, and would compute with it again."""
+        for part in self._parts:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     def homes(self) -> list[Home]:
         if self.staged:
