@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from dips.client.parallel import ForwardMemory, lay_out
+from dips.client.parallel import ForwardMemory, forward, lay_out
 from dips.client.parallel.reach import homes
 from dips.client.voice import Voice
 from dips.errors import ConfigError, LocalProtocolError
@@ -115,6 +117,59 @@ def test_each_layer_is_written_when_the_forward_comes_to_it(dtype: torch.dtype) 
     seen.clear()
     memory.stepped()
     assert memory._handles == [] and memory._left == {}
+
+
+class Queue:
+    """A device whose copies come when somebody waits for them, in order: what a stream of its own is."""
+
+    accelerated = True
+
+    def __init__(self) -> None:
+        self.asked: list[Callable[[], Any]] = []
+        self.waits: list[tuple[int, bool]] = []
+        self._done = 0
+
+    def aside(self) -> Any:
+        return nullcontext()
+
+    def copies(self) -> Any:
+        return nullcontext()
+
+    def mark(self) -> Any:
+        return [len(self.asked)]
+
+    def hold(self, mark: list[int], *, everywhere: bool) -> None:
+        self.waits.append((mark[0], everywhere))
+        self._arrive(mark[0])
+
+    def wait(self) -> None:
+        self._arrive(len(self.asked))
+
+    def _arrive(self, end: int) -> None:
+        for copy_it in self.asked[self._done : end]:
+            copy_it()
+        self._done = max(self._done, end)
+
+
+@torch.no_grad()
+def test_a_home_waits_for_its_own_copies_and_for_none_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are asked for when the version has landed; each forward finds its own arrived, in the order of the calls."""
+    model, queue = Model(), Queue()
+    memory = laid(model)
+    monkeypatch.setattr(forward, "_replace", lambda one: queue.asked.append(lambda: one.view.copy_(one.host)))
+    monkeypatch.setattr(memory, "_device", queue)
+    land(memory, 0.5)
+    assert len(queue.asked) == 2 + 3 * 4 and at(model, 0.5) == set()
+    ends: list[int] = []
+    for module in (model.embed, *model.layers, model.outputs["words"]):
+        module.register_forward_pre_hook(lambda *_: ends.append(len(at(model, 0.5))))
+    model(TOKENS)
+    assert queue.waits == [(2, False), (6, False), (10, False), (14, False)]
+    assert ends == [2, 6, 10, 14, 14]
+    land(memory, 0.75)
+    model.layers[0](torch.zeros(1, 4))
+    memory.finish()  # before the next transfer writes into the host memory
+    assert len(at(model, 0.75)) == 14 and queue.waits[-1] == (28, True)
 
 
 def test_a_module_called_by_itself_has_all_of_its_home() -> None:
@@ -256,3 +311,12 @@ def test_a_module_compiled_in_place_is_refused() -> None:
     model.layers[1].compile(backend="eager")
     with pytest.raises(ConfigError, match="break the compiled graph of a Layer"):
         laid(model)
+
+
+def test_megatron_is_refused() -> None:
+    """Its optimizer's masters are made from parameters all at once."""
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed: its adapter is NOT tested here")
+    from dips.client.parallel.megatron import Megatron
+
+    with pytest.raises(ConfigError, match="not supported for a Megatron-core model: use install: whole"):
+        Megatron([nn.Linear(2, 2)]).homes()
