@@ -28,6 +28,7 @@ from benchmarks.whole_run import HOUSE, WholeRun
 
 LAYERS, RANKS, STEP_S = 6, 2, 0.02
 LEAST = 1 / 1.1
+RUNS = 3  # of some 25 s each; a slow machine does not change what the link and the disk take
 WITHIN_S = 240.0
 TORCHRUN = ("--nproc-per-node", str(RANKS), "--master-addr", "127.0.0.1", "--master-port")
 PORT = 29517  # where the namespace is the cluster's own
@@ -55,9 +56,9 @@ CASES = (
 class Run(WholeRun):
     """A run of one cluster, whose ranks save; they end it."""
 
-    def __init__(self, directory: Path, case: Case, overlap: str, runs: int, hosts: dict[str, End]) -> None:
+    def __init__(self, directory: Path, case: Case, overlap: str, hosts: dict[str, End]) -> None:
         super().__init__(directory, equal_layers(case.numel, LAYERS), clusters=1, slaves=1, versions=0, hosts=hosts)
-        self._case, self._overlap, self._runs = case, overlap, runs
+        self._case, self._overlap = case, overlap
 
     @property
     def found(self) -> Path:
@@ -70,7 +71,7 @@ class Run(WholeRun):
             "directory": name, "insecure": True, "max_restarts": 0, "overlap": self._overlap,
         }  # fmt: skip
         file.write_text(yaml.safe_dump(cluster))
-        words = [self.found, LAYERS, case.numel // LAYERS, STEP_S, case.disk_bps, self._runs]
+        words = [self.found, LAYERS, case.numel // LAYERS, STEP_S, case.disk_bps, RUNS]
         torchrun = ["env", "GLOO_SOCKET_IFNAME=lo", sys.executable, "-m", "torch.distributed.run", *TORCHRUN, str(PORT)]
         trainer = [*torchrun, "-m", "benchmarks.checkpoint_rank", *map(str, words)]
         return self._start(name, self._hosts[name], "dips.client.app", "--config", str(file), "--", *trainer)
@@ -85,7 +86,7 @@ def measure(bench: Bench) -> None:
     for case in CASES[:1] if bench.quick else CASES:
         for overlap in ("none", "full"):
             bench.say(f"{case.name}, overlap: {overlap}")
-            lines = lived(case, overlap, bench.runs)
+            lines = lived(case, overlap)
             for what, said in (("step", "outer step beside a save"), ("save", "save beside an outer step")):
                 alone, both = (median(line[how][what] for line in lines) for how in ("alone", "both"))
                 bench.row(
@@ -99,12 +100,12 @@ def measure(bench: Bench) -> None:
     )
 
 
-def lived(case: Case, overlap: str, runs: int) -> list[dict[str, Any]]:
+def lived(case: Case, overlap: str) -> list[dict[str, Any]]:
     """Let one cluster take its turns; return what rank 0 wrote of each."""
     with ExitStack() as stack:
         made = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dips-bench-")))
         hosts = stack.enter_context(network({HOUSE: None, "c0": case.mbit or None}))
-        run = stack.enter_context(Run(made / "run", case, overlap, runs, hosts))
+        run = stack.enter_context(Run(made / "run", case, overlap, hosts))
         run.finish(WITHIN_S)
         return [json.loads(line) for line in run.found.read_text().splitlines()]
 

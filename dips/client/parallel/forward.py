@@ -22,11 +22,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from dips.client.parallel.host import Exchange, HostMemory, _Copy
+from dips.client.parallel.host import Copy, Exchange, HostMemory
 from dips.client.parallel.plan import Plan
 from dips.client.parallel.reach import INSTEAD, Home, check_sharded, gathered_with
 from dips.client.parallel.seam import Adapter, Held
@@ -43,12 +44,12 @@ class ForwardMemory(HostMemory):
         assert not any(self._masters), "an adapter with masters has no homes"
         self._homes, self._by_state = homes, {home.state: home for home in homes if home.state is not None}
         self._parameters = {name: p for home in homes for name, p in home.reads.items()}
-        self._copies_of: dict[str, list[_Copy]] = {name: [] for name in self._parameters}
+        self._copies_of: dict[str, list[Copy]] = {name: [] for name in self._parameters}
         for copies in self._params:
             for copy in copies:
                 self._copies_of[copy.name].append(copy)
         self._left: dict[str, torch.Event | None] = {}  # still to be installed; when it will have arrived, if under way
-        self._write: Callable[[_Copy], None] = _replace
+        self._write: Callable[[Copy], None] = _replace
         self._reached = False  # by a forward, since the install began
         self._handles: list[RemovableHandle] = []
 
@@ -98,7 +99,7 @@ class ForwardMemory(HostMemory):
     # ---- begun, reached, landed --------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _begin(self, write: Callable[[_Copy], None]) -> None:
+    def _begin(self, write: Callable[[Copy], None]) -> None:
         assert not self._handles, "what was begun is finished before the next transfer"
         self._check()
         self._adapter.reshard()
@@ -140,7 +141,7 @@ class ForwardMemory(HostMemory):
                 self._write(copy)
         self.torn = False
 
-    def _add(self, copy: _Copy) -> None:
+    def _add(self, copy: Copy) -> None:
         kept, device = self._kept[copy].view(copy.view.shape), copy.view.device
         there = copy.host.to(device, non_blocking=True) - kept.to(device, non_blocking=True)
         copy.view.add_(there)
@@ -154,7 +155,7 @@ class ForwardMemory(HostMemory):
     def _hook(self) -> None:
         """Be called before whoever reads or replaces parameters.
 
-        The hooks are plain functions: a copy or a pickle of the model that is made now takes none of this along.
+        The hooks are plain functions, which a deep copy of the model shares: calls of the copy's modules are not ours.
         """
 
         def finish(*_: Any) -> None:
@@ -166,14 +167,14 @@ class ForwardMemory(HostMemory):
                 # a closure has the forward still before it
                 self.finish() if any(map(callable, (*words, *options.values()))) else self.stepped()
 
-        def before_forward(home: Home) -> Callable[..., None]:
-            return lambda *_: self._reach(home)
+        def before_forward(home: Home, module: nn.Module) -> Callable[..., None]:
+            return lambda called, *_: self._reach(home) if called is module else None
 
         self._handles.append(register_optimizer_step_pre_hook(before_step))
         for home in self._homes:
-            reach = before_forward(home)
             for module in home.modules:
                 # prepend: fully_shard's own hook, which gathers the shards, stands first until now
+                reach = before_forward(home, module)
                 self._handles.append(module.register_forward_pre_hook(reach, prepend=True))
                 self._handles.append(module.register_state_dict_pre_hook(finish))
                 self._handles.append(module.register_load_state_dict_pre_hook(finish))
@@ -184,7 +185,7 @@ class ForwardMemory(HostMemory):
         self._handles = []
 
 
-def _replace(copy: _Copy) -> None:
+def _replace(copy: Copy) -> None:
     device, dtype = copy.view.device, copy.view.dtype
     # Another type is made where the parameter lies: made in host memory it would hold this thread up.
     source = copy.host if dtype == copy.host.dtype else copy.host.to(device, non_blocking=True)

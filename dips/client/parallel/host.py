@@ -42,7 +42,7 @@ class Exchange(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class _Copy:
+class Copy:
     """From host memory to a tensor of the framework."""
 
     name: str  # of the parameter
@@ -67,7 +67,7 @@ class HostMemory:
         self._lie()
         self._params = [list(self._copies(layer)) for layer in range(len(names))]
         self._masters = [list(self._master_copies(layer)) for layer in range(len(names))]
-        self._kept: dict[_Copy, torch.Tensor] = {}  # the shard as it was pushed
+        self._kept: dict[Copy, torch.Tensor] = {}  # the shard as it was pushed
 
     @property
     def pieces(self) -> list[Piece]:
@@ -125,7 +125,7 @@ class HostMemory:
     def stepped(self) -> None:
         """An inner step was taken."""
 
-    def _copy(self, layers: Iterable[Iterable[_Copy]]) -> None:
+    def _copy(self, layers: Iterable[Iterable[Copy]]) -> None:
         with self._device.copies():
             for copies in layers:
                 for copy in copies:
@@ -154,7 +154,7 @@ class HostMemory:
         for copy, master in masters:
             copy.view.copy_(master)
 
-    def _moved(self, copy: _Copy) -> torch.Tensor:
+    def _moved(self, copy: Copy) -> torch.Tensor:
         """How far the pulled version is from what was kept, where the model's own tensor lies."""
         kept = self._kept[copy].view(copy.view.shape)
         return (copy.host - kept).to(copy.view.device)
@@ -244,18 +244,18 @@ class HostMemory:
 
     # ---- into the model ----------------------------------------------------------------------------------------------
 
-    def _copies(self, layer: int) -> Iterable[_Copy]:
+    def _copies(self, layer: int) -> Iterable[Copy]:
         for l, k, b in self._block_at:
             if l == layer:
                 block, host = self._block(l, k, b)
-                yield _Copy(self._plan.manifest.layers[l].parameters[k].name, block.view, host)
+                yield Copy(self._plan.manifest.layers[l].parameters[k].name, block.view, host)
 
-    def _master_copies(self, layer: int) -> Iterable[_Copy]:
+    def _master_copies(self, layer: int) -> Iterable[Copy]:
         for k, held in enumerate(self._held[layer]):
             for master in held.masters if held else ():
                 yield from self._master(layer, k, master)
 
-    def _master(self, layer: int, param: int, master: Block) -> Iterable[_Copy]:
+    def _master(self, layer: int, param: int, master: Block) -> Iterable[Copy]:
         held = self._held[layer][param]
         assert held is not None
         for b in range(len(held.writes)):
@@ -263,7 +263,7 @@ class HostMemory:
             for part in block.rect.within(master.rect.first, master.rect.end):
                 for shared in master.rect.within(part.first, part.end):
                     view, from_host = _sub(master.view, master.rect, shared), _sub(host, block.rect, shared)
-                    yield _Copy(held.name, view, from_host)
+                    yield Copy(held.name, view, from_host)
 
 
 def _home(writes: Sequence[Block], piece: Range) -> tuple[int, int] | None:

@@ -279,11 +279,13 @@ def test_an_install_that_breaks_off_leaves_a_torn_model() -> None:
 
 
 def test_a_copy_of_the_model_takes_nothing_of_it_along() -> None:
-    """deepcopy while something is left: the copy holds no host memory, and its writing does not reach it."""
+    """deepcopy while something is left: no host memory is copied, a call of the copy installs nothing anywhere."""
     model = Model()
     memory = laid(model)
     land(memory, 3.0)
     twin = copy.deepcopy(model)
+    twin(TOKENS)
+    assert at(model, 3.0) == set() and not memory._reached
     memory.finish()
     land(memory, 4.0)
     memory.finish()
