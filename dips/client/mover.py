@@ -74,6 +74,7 @@ class Mover:
 
         With a memory of one layer the version is installed when this is finished, or the model may be torn.
         """
+        self._memory.finish()  # what came before leaves the host memory
         if isinstance(self._memory, StreamedMemory):
             return Streamed(partial(self._stream, self._memory, grant, base, share))
         if self._feedback is not None:
@@ -83,7 +84,8 @@ class Mover:
     def install(self, version: VersionId) -> None:
         """Copy what was pulled on all ranks into the model's own memory; moments of optimizers stay as they are.
 
-        Collective: what is replicated came once per cluster, and is handed on here.
+        With `install: forward` that is only begun: `stepped` and `finish` see to its end. Collective: what is
+        replicated came once per cluster, and is handed on here.
         """
         if isinstance(self._memory, StreamedMemory):
             return  # layer by layer, while it was pulled
@@ -97,6 +99,19 @@ class Mover:
         """
         self._landed(version)
         self._memory.merge()
+
+    def stepped(self) -> None:
+        """An inner step was taken; what an install through the forward has left is installed."""
+        self._memory.stepped()
+
+    def finish(self) -> None:
+        """Have what was pulled in the model, all of it."""
+        self._memory.finish()
+
+    @property
+    def torn(self) -> bool:
+        """An install broke off: the model is of two versions."""
+        return self._memory.torn
 
     def _landed(self, version: VersionId) -> None:
         """The pieces hold `version`: differences are to it from now on, and each rank is given its whole shard."""

@@ -44,13 +44,14 @@ from dips.client.losses import Losses, finite
 from dips.client.mouth import Mouth
 from dips.client.mover import Mover
 from dips.client.orphan import process_name, watch_agent
-from dips.client.parallel import HostMemory, StreamedMemory, lay_out
+from dips.client.parallel import ForwardMemory, HostMemory, StreamedMemory, lay_out
 from dips.client.rounds import Rounds
 from dips.client.voice import Voice
 from dips.config import Shared, load_cluster
 from dips.errors import ConfigError, LocalProtocolError
 from dips.ids import VersionId
 
+MEMORY = {"whole": HostMemory, "streaming": StreamedMemory, "forward": ForwardMemory}  # by `install`
 STATE_FORMAT = 1  # of state_dict; another number is refused, never guessed at
 
 
@@ -84,8 +85,7 @@ class OuterLoop(Rounds):
         self._unwatch = watch_agent(agent, config_file.poll_s)
         voice = Voice(config_file.collective_s)
         layout = lay_out(model, voice, optimizer, config_file.speakers)
-        kind = StreamedMemory if config_file.install == "streaming" else HostMemory
-        memory = kind(layout.adapter, layout.held, layout.plan, voice)
+        memory = MEMORY[config_file.install](layout.adapter, layout.held, layout.plan, voice)
         mover = Mover(memory, voice, config_file.stall_s, config_file.shared.codec)
         super().__init__(config_file, voice, Mouth(voice, agent, config_file.poll_s), mover)
         self._losses = Losses(voice) if layout.adapter.staged else None
@@ -93,6 +93,7 @@ class OuterLoop(Rounds):
         self.inner_steps = 0  # taken since this object was made
         self._attach(layout.plan.manifest.to_json())
         self._obey(PullWanted(self._attempt, self._next()))
+        self._mover.finish()
         self._warms_up = self.version.version > 0  # its optimizer has seen nothing, until a checkpoint is loaded
 
     # ---- what a training script sees -------------------------------------------------------------------------------
@@ -131,16 +132,20 @@ class OuterLoop(Rounds):
     def step(self, *, tokens: int, loss: Any = None) -> None:
         """Say that one inner step is done; when a push is due it takes part in an outer step before it returns.
 
+        With `install: forward` the new version may still have to be put into the model then; see `install`.
+
         tokens  consumed in this step by the whole cluster, on all its ranks together; rank 0's number counts
         loss    of this step, a float or a tensor of one element, or None; rank 0's is shown. Of a pipeline, whose
                 rank 0 has none, that of the first rank that says one
         Errors  Unavailable: the agent is gone. StaleIncarnation: another attempt of this trainer took over.
+                LocalProtocolError: with `install: forward`, this step was taken on parameters of the former version
         """
         self._check()
         if self._finished:
             return
         if tokens < 0:
             raise LocalProtocolError(f"tokens: expected 0 or more, got {tokens}")
+        self._mover.stepped()
         self.inner_steps += 1
         self._look_in -= 1
         shown = finite(loss) if self._voice.rank == 0 or self._losses else None  # to look at it may wait for a device
@@ -157,6 +162,16 @@ class OuterLoop(Rounds):
         if not self._finished:
             self._settle()
             self._look_at(demanded=True)
+
+    def install(self) -> None:
+        """Have the present version in the model, all of it; nothing to do but with `install: forward`.
+
+        Call it before parameters are read or written otherwise than by a forward of their module, a step of a torch
+        optimizer, state_dict or load_state_dict, which see to it themselves: a moving average, a norm, a copy of the
+        model. Not collective.
+        """
+        self._check()
+        self._mover.finish()
 
     def ranges(self) -> Iterator[int]:
         """Yield the data ranges leased to this cluster, the same on all ranks, until none is left or the run is over.
@@ -193,6 +208,7 @@ class OuterLoop(Rounds):
         """
         self._check()
         self._voice.meet("OuterLoop.state_dict")
+        self._mover.finish()
         saved = self._mouth.hear(SaveWanted(self._attempt))
         if not isinstance(saved, Saved):
             raise LocalProtocolError(f"expected Saved from the agent, got {saved!r}")
@@ -215,6 +231,7 @@ class OuterLoop(Rounds):
         answer = self._mouth.persist(Resume(self._attempt, saved))
         if isinstance(answer, Healed):
             self._obey(PullWanted(self._attempt, self._next()))
+            self._mover.finish()
             self._warms_up = False
             return f"the checkpoint is overtaken: {answer.reason}; pulled {self.version}"
         if not isinstance(answer, Resumed):
@@ -233,6 +250,7 @@ class OuterLoop(Rounds):
         self._check()
         self._unwatch()  # the agent may end as soon as it hears Bye, and other ranks have things left to do
         self._voice.meet("OuterLoop.close")
+        self._mover.finish()
         if self._out is not None:
             self._out[1].cancel()
         self._mouth.hear(Bye(self._attempt))
@@ -262,7 +280,7 @@ class OuterLoop(Rounds):
     def _check(self) -> None:
         if self._closed:
             raise LocalProtocolError("this OuterLoop is closed")
-        if self._torn:
+        if self._torn or self._mover.torn:
             raise LocalProtocolError("the model is torn: an install was broken off; only a new start can mend it")
         if os.getpid() != self._pid:
             raise LocalProtocolError("an OuterLoop belongs to the process that made it, not to one forked from it")

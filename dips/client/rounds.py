@@ -119,6 +119,7 @@ class Rounds:
             case TrainOn():
                 self._progress, self._look_in = verdict.progress, verdict.steps
             case Over():
+                self._mover.finish()  # no forward of this training comes any more
                 self._progress, self._finished = verdict.progress, True
             case _:
                 raise LocalProtocolError(f"expected a verdict from the agent, got {verdict!r}")

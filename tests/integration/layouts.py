@@ -46,6 +46,8 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
+    used = BLOCKS  # of its blocks, the first so many
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
@@ -55,7 +57,7 @@ class Llama(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
-        for block in self.layers:
+        for block in self.layers[: self.used]:
             x = block(x)
         return self.output(self.norm(x))
 

@@ -163,6 +163,12 @@ def test_streaming_needs_whole_parameters(tmp_path: Path) -> None:
     assert load_cluster(write(tmp_path / "cluster.yaml", {**CLUSTER, "install": "streaming"})).speakers == 256
 
 
+def test_an_install_through_the_forward_goes_with_every_codec_and_overlap(tmp_path: Path) -> None:
+    """It has a whole version in host memory, which is what both want."""
+    forward = {**changed(CLUSTER, "shared.codec", "bf16"), "install": "forward", "overlap": "full"}
+    assert load_cluster(write(tmp_path / "cluster.yaml", forward)).install == "forward"
+
+
 def test_two_slaves_of_one_name(tmp_path: Path) -> None:
     """A name that stands twice is refused."""
     path = write(tmp_path / "dips.yaml", {**RUN, "slaves": RUN["slaves"] * 2})

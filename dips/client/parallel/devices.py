@@ -40,6 +40,36 @@ class Device:
             torch.accelerator.set_stream(training)
             training.wait_stream(self._stream)
 
+    @property
+    def accelerated(self) -> bool:
+        """Copies can be asked for and go on by themselves."""
+        return self._stream is not None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """As `copies`, but what the training asks for afterwards does not come after them, unless `hold` says so."""
+        assert self._stream is not None, "there is nobody but this thread to copy"
+        training = torch.accelerator.current_stream(self._accelerator)
+        self._stream.wait_stream(training)
+        torch.accelerator.set_stream(self._stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(training)
+
+    def mark(self) -> torch.Event:
+        """Name the copies that were asked for within `aside` so far."""
+        event = torch.Event(device=self._accelerator)
+        event.record(self._stream)
+        return event
+
+    def hold(self, mark: torch.Event, *, everywhere: bool) -> None:
+        """Let what the training asks for from now on come after `mark`; on streams of others too with `everywhere`."""
+        if everywhere:
+            mark.synchronize()  # this thread waits, so whatever it asks for later is later
+        else:
+            mark.wait(torch.accelerator.current_stream(self._accelerator))
+
     def wait(self) -> None:
         """Return when every copy has arrived."""
         if self._stream is not None:

@@ -10,6 +10,7 @@ a shard that is one run lies where the shard's memory has it, so nothing is copi
 differently, the same bytes are read both ways, and a layer is rearranged at a time. On an accelerator the copies go
 through pinned memory on a stream of their own; beside the model at most one block is needed there. On a tight host
 the buffer is that of the largest layer, and each is spread and installed before the next is pulled (streaming.py).
+Where the training shall not stand still for it, `install` only begins, and the forward does the rest (forward.py).
 
 `gather` and `spread` are collective: every rank calls them, outside forward and backward.
 """
@@ -41,9 +42,10 @@ class Exchange(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class _Copy:
+class Copy:
     """From host memory to a tensor of the framework."""
 
+    name: str  # of the parameter
     view: torch.Tensor
     host: torch.Tensor
 
@@ -52,6 +54,7 @@ class HostMemory:
     """What this rank holds of θ, beside the model."""
 
     ONE_LAYER = False  # all layers share the memory of the largest
+    torn = False  # an install broke off between two tensors
     encode: Encode | None = None  # makes the body of a chunk of a push; None: it is in the pieces
 
     def __init__(self, adapter: Adapter, held: Sequence[Held], plan: Plan, exchange: Exchange) -> None:
@@ -64,7 +67,7 @@ class HostMemory:
         self._lie()
         self._params = [list(self._copies(layer)) for layer in range(len(names))]
         self._masters = [list(self._master_copies(layer)) for layer in range(len(names))]
-        self._kept: dict[_Copy, torch.Tensor] = {}  # the shard as it was pushed
+        self._kept: dict[Copy, torch.Tensor] = {}  # the shard as it was pushed
 
     @property
     def pieces(self) -> list[Piece]:
@@ -111,11 +114,18 @@ class HostMemory:
     @torch.no_grad()
     def install(self) -> None:
         """Copy the shard into the model's own memory, and into the optimizer's masters."""
+        self._adapter.reshard()
         self._copy(self._params)
         self._adapter.reload()
         self._copy(self._masters)
 
-    def _copy(self, layers: Iterable[Iterable[_Copy]]) -> None:
+    def finish(self) -> None:
+        """Put into the model what is left of an install, if one goes on beside the training (forward.py)."""
+
+    def stepped(self) -> None:
+        """An inner step was taken."""
+
+    def _copy(self, layers: Iterable[Iterable[Copy]]) -> None:
         with self._device.copies():
             for copies in layers:
                 for copy in copies:
@@ -136,6 +146,7 @@ class HostMemory:
     @torch.no_grad()
     def merge(self) -> None:
         """Add to the model what the shard differs in from what was kept: θ_local ← θ_shard + (θ_local − θ_kept)."""
+        self._adapter.reshard()
         masters = [(copy, copy.view + self._moved(copy)) for copy in chain(*self._masters)]
         for copy in chain(*self._params):
             copy.view.add_(self._moved(copy))
@@ -143,7 +154,7 @@ class HostMemory:
         for copy, master in masters:
             copy.view.copy_(master)
 
-    def _moved(self, copy: _Copy) -> torch.Tensor:
+    def _moved(self, copy: Copy) -> torch.Tensor:
         """How far the pulled version is from what was kept, where the model's own tensor lies."""
         kept = self._kept[copy].view(copy.view.shape)
         return (copy.host - kept).to(copy.view.device)
@@ -233,25 +244,26 @@ class HostMemory:
 
     # ---- into the model ----------------------------------------------------------------------------------------------
 
-    def _copies(self, layer: int) -> Iterable[_Copy]:
+    def _copies(self, layer: int) -> Iterable[Copy]:
         for l, k, b in self._block_at:
             if l == layer:
                 block, host = self._block(l, k, b)
-                yield _Copy(block.view, host)
+                yield Copy(self._plan.manifest.layers[l].parameters[k].name, block.view, host)
 
-    def _master_copies(self, layer: int) -> Iterable[_Copy]:
+    def _master_copies(self, layer: int) -> Iterable[Copy]:
         for k, held in enumerate(self._held[layer]):
             for master in held.masters if held else ():
                 yield from self._master(layer, k, master)
 
-    def _master(self, layer: int, param: int, master: Block) -> Iterable[_Copy]:
+    def _master(self, layer: int, param: int, master: Block) -> Iterable[Copy]:
         held = self._held[layer][param]
         assert held is not None
         for b in range(len(held.writes)):
             block, host = self._block(layer, param, b)
             for part in block.rect.within(master.rect.first, master.rect.end):
                 for shared in master.rect.within(part.first, part.end):
-                    yield _Copy(_sub(master.view, master.rect, shared), _sub(host, block.rect, shared))
+                    view, from_host = _sub(master.view, master.rect, shared), _sub(host, block.rect, shared)
+                    yield Copy(held.name, view, from_host)
 
 
 def _home(writes: Sequence[Block], piece: Range) -> tuple[int, int] | None:

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import torch
 
+from dips.client.parallel.reach import INSTEAD, Home
 from dips.client.parallel.rect import Rect
 from dips.errors import ConfigError
 
@@ -50,6 +51,16 @@ class Adapter(ABC):
 
         Raise ConfigError naming the parameter and what would be supported.
         """
+
+    def homes(self) -> list[Home]:
+        """Which modules read which of these parameters, in the order of the forward as far as it can be told.
+
+        Raise ConfigError if that cannot be known, or if what is written just before a forward would not be read in it.
+        """
+        raise ConfigError(f"install: forward is not supported for a {self.kind} model: {INSTEAD}")
+
+    def reshard(self) -> None:
+        """Have the framework let go of what it gathered of shards: the next forward reads them as they are by then."""
 
     def reload(self) -> None:
         """Tell the framework that the parameters were written."""

@@ -62,6 +62,7 @@ class StreamedMemory(HostMemory):
     def install_layer(self, layer: int) -> None:
         """Spread and install one layer that was pulled on all ranks; collective."""
         self.spread((layer,))
+        self._adapter.reshard()
         self._copy((self._params[layer], self._masters[layer]))
 
     def _found(self) -> list[tuple[int, torch.Tensor]]:

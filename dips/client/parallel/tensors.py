@@ -15,9 +15,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from dips.client.parallel.reach import INSTEAD, Home, homes
 from dips.client.parallel.rect import Rect, rects
 from dips.client.parallel.seam import Adapter, Held, blocks, check_dtype
 from dips.errors import ConfigError
@@ -33,10 +35,28 @@ class Tensors(Adapter):
 
     def __init__(self, parts: Sequence[nn.Module], staged: bool) -> None:
         """`staged`: the ranks hold different parts, under the names of the whole model (torch's pipelining)."""
-        self._parts, self.staged = [_unwrapped(part) for part in parts], staged
+        self._wrapped, self._parts, self.staged = parts, [_unwrapped(part) for part in parts], staged
 
     def held(self) -> list[Held]:
+        self.reshard()  # else the parameters of a module that was evaluated are whole for now
         return list(self._held())
+
+    def reshard(self) -> None:
+        """FSDP2 keeps what its root gathered for a forward without a backward, and would compute with it again."""
+        for part in self._parts:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    def homes(self) -> list[Home]:
+        if self.staged:
+            raise ConfigError(f"install: forward is not supported for a model given in parts: {INSTEAD}")
+        (wrapped,), (model,) = self._wrapped, self._parts
+        if getattr(wrapped, "mixed_precision", None) is not None:
+            raise ConfigError(
+                f"install: forward: DistributedDataParallel(mixed_precision=…) reads all parameters at once: {INSTEAD}"
+            )
+        return homes(model, {p: plain_name(path) for path, p in model.named_parameters() if p.requires_grad})
 
     def _held(self) -> Iterator[Held]:
         for part in self._parts:

@@ -1,0 +1,47 @@
+"""Torch's own example, which is killed once when its first version was pulled: whole, or while a forward installs it.
+
+train_forward.py OUT [WORDS…]    as run_example.py, of fsdp2; OUT.died says what was installed when it happened
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from run_example import main
+
+from dips.client import OuterLoop
+from dips.client.parallel import ForwardMemory
+from dips.client.parallel.reach import Home
+
+
+def die_once(died: Path) -> None:
+    """Before the middle one of the model's homes is installed; with `install: whole`, once all of it is."""
+    reach, step = ForwardMemory._reach, OuterLoop.step
+
+    def die(how: str) -> None:
+        if not died.exists():
+            died.write_text(how)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def reached(self: ForwardMemory, home: Home) -> None:
+        if home is self._homes[len(self._homes) // 2] and self._left:
+            die(f"{len(self._parameters) - len(self._left)} of {len(self._parameters)}")
+        reach(self, home)
+
+    def stepped(self: OuterLoop, **words: Any) -> None:
+        before = self.version
+        step(self, **words)
+        if self.version != before and self._config.install == "whole":
+            die("all")
+
+    ForwardMemory._reach, OuterLoop.step = reached, stepped  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    out = Path(sys.argv[1])
+    die_once(out.with_name(f"{out.name}.died"))
+    main(out, 1, "fsdp2", sys.argv[2:])
