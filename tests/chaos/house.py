@@ -277,6 +277,18 @@ class House(Run):
         self.until(holds, within_s, f"{versions} more versions{' by ' + ', '.join(by) if by else ''}")
         return self.head()
 
+    def hold_push(self, name: str, lanes: Sequence[str], *ways: str, place: str = "") -> str:
+        """Hold lanes when a cluster asks for its next push, so that no pull meets the cut first; return that push."""
+        ask = self.to_master[name].calls.trap("RequestPush")
+        ask.caught()
+        since = time.time()
+        for lane in lanes:
+            self.lanes[lane].hold(*ways)
+        ask.release()
+        self.seen_after(self.timeline(place or name), "push_begin", since=since)
+        granted = [str(mark["push"]) for mark in self.marks(self.master_timeline, "push_granted")]
+        return next(push for push in reversed(granted) if push.startswith(f"{name}/"))
+
     def retired(self, within_s: float = STEADY_S) -> None:
         """Wait until a version has been retired: from then on nobody offers v0@r0 any more."""
 
