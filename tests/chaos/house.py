@@ -63,12 +63,15 @@ PARTS = ("accepted", "gated", "carried", "lost", "undone")
 EVER = 1_000_000  # rounds
 FIRST_GROUP = 43_000
 STEADY_S = 40.0  # for two more versions, restarts of processes included, on two busy cores
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4  # of those that test side by side
+_ports = list(range(15_000 + 4_000 * WORKER, 19_000 + 4_000 * WORKER))  # below those that the kernel hands out
+random.SystemRandom().shuffle(_ports)
 
 
 def free_port() -> int:
-    """A port that nobody listens on, outside of the range that the kernel gives to those who dial."""
+    """A port that nobody listens on, each once: while a process is dead its port is free, and still its own."""
     while True:
-        port = random.SystemRandom().randrange(15_000, 31_000)
+        port = _ports.pop()
         with socket.socket() as s, suppress(OSError):
             s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             s.bind(("127.0.0.1", port))
