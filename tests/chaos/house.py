@@ -63,12 +63,15 @@ PARTS = ("accepted", "gated", "carried", "lost", "undone")
 EVER = 1_000_000  # rounds
 FIRST_GROUP = 43_000
 STEADY_S = 40.0  # for two more versions, restarts of processes included, on two busy cores
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4  # of those that test side by side
+_ports = list(range(15_000 + 4_000 * WORKER, 19_000 + 4_000 * WORKER))  # below those that the kernel hands out
+random.SystemRandom().shuffle(_ports)
 
 
 def free_port() -> int:
-    """A port that nobody listens on, outside of the range that the kernel gives to those who dial."""
+    """A port that nobody listens on, each once: while a process is dead its port is free, and still its own."""
     while True:
-        port = random.SystemRandom().randrange(15_000, 31_000)
+        port = _ports.pop()
         with socket.socket() as s, suppress(OSError):
             s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             s.bind(("127.0.0.1", port))
@@ -276,6 +279,18 @@ class House(Run):
 
         self.until(holds, within_s, f"{versions} more versions{' by ' + ', '.join(by) if by else ''}")
         return self.head()
+
+    def hold_push(self, name: str, lanes: Sequence[str], *ways: str, place: str = "") -> str:
+        """Hold lanes when a cluster asks for its next push, so that no pull meets the cut first; return that push."""
+        ask = self.to_master[name].calls.trap("RequestPush")
+        ask.caught()
+        since = time.time()
+        for lane in lanes:
+            self.lanes[lane].hold(*ways)
+        ask.release()
+        self.seen_after(self.timeline(place or name), "push_begin", since=since)
+        granted = [str(mark["push"]) for mark in self.marks(self.master_timeline, "push_granted")]
+        return next(push for push in reversed(granted) if push.startswith(f"{name}/"))
 
     def retired(self, within_s: float = STEADY_S) -> None:
         """Wait until a version has been retired: from then on nobody offers v0@r0 any more."""

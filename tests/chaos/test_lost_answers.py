@@ -60,7 +60,7 @@ def test_the_answer_to_register_is_lost(house: House) -> None:
 
 @pytest.mark.parametrize("who", ["east", "ps1"])
 def test_the_answer_to_a_beat_is_lost(house: House, who: str) -> None:
-    """What the master has written off with a lease is not told a second time, nor forgotten."""
+    """A beat that is told again counts once: the house checks at the end that the tokens add up."""
     trap = house.to_master[who].calls.lose_answer("Beat")
     trap.caught()
     house.progress(2, by=("east",))

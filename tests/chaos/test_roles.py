@@ -1,4 +1,8 @@
-"""SIGKILL, and SIGSTOP with SIGCONT, of every role, in the middle of a living run."""
+"""SIGKILL, and SIGSTOP with SIGCONT, of every role, in the middle of a living run.
+
+What is true after any of them is checked at the end of each test by its house (conftest.py): each cluster takes part in
+new versions, θ is the twin's number wherever it is, the tokens add up, nobody's log names a bug of ours.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +28,14 @@ def test_sigkill_of_the_master(house: House) -> None:
 
 
 def test_sigkill_of_a_slave(house: House) -> None:
+    """Its next life loads the head; the house checks at the end that no version and no token went with it."""
     house.process("ps0").kill()
     house.start_slave("ps0")
     house.progress(2, by=house.clusters)
 
 
 def test_sigkill_of_both_slaves(house: House) -> None:
+    """The disks alone know θ; the house checks at the end that it is the one of the ledger."""
     for name in house.slaves:
         house.process(name).kill()
     house.start_slaves()
@@ -37,6 +43,7 @@ def test_sigkill_of_both_slaves(house: House) -> None:
 
 
 def test_sigkill_of_an_agent(house: House) -> None:
+    """The others go on; the house checks at the end that the new life is counted apart from the old one."""
     house.kill_agent("east")
     house.progress(2, by=("west",))
     house.cluster("east")
@@ -65,6 +72,7 @@ def test_sigkill_of_a_training_job(house: House) -> None:
 
 
 def test_sigkill_of_a_rank(house: House) -> None:
+    """Its launcher starts it anew; the house checks at the end that its lost steps are told as lost."""
     house.kill_rank("east")
     house.progress(2, by=house.clusters)
 
@@ -118,7 +126,7 @@ def test_sigstop_of_the_master_and_sigcont(house: House) -> None:
 
 
 def test_sigstop_of_everything_and_sigcont(house: House) -> None:
-    """A machine that sleeps and wakes: all clocks jump, nothing is lost but time."""
+    """A machine that sleeps and wakes: all clocks jump; the house checks at the end that only time was lost."""
     pids = [p.pid for p in house.processes if p.code is None] + [
         r for name in house.clusters for r in house.ranks(name)
     ]

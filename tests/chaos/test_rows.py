@@ -20,11 +20,10 @@ ROUND_ORDERS = ["measure", "fold", "apply", "persist"]
 
 def test_row_1_rank_or_trainer(house: House) -> None:
     """Its open push is aborted, the lease is kept; the rank is started anew, pulls and goes on."""
-    since, joined = time.time(), len(house.marks(house.timeline("east"), "joined"))
-    house.lanes["ps1"].hold()
-    push = house.seen_after(house.master_timeline, "push_granted", since=since, push=_Of("east"))["push"]
+    joined = len(house.marks(house.timeline("east"), "joined"))
+    push = house.hold_push("east", ["ps1"])
     house.kill_rank("east")
-    house.seen_after(house.master_timeline, "push_dropped", since=since, push=push)
+    house.seen_after(house.master_timeline, "push_dropped", push=push)
     house.lanes["ps1"].heal()
     house.progress(2, by=house.clusters)
     assert len(house.marks(house.timeline("east"), "joined")) == joined
@@ -36,9 +35,7 @@ def test_row_1_rank_or_trainer(house: House) -> None:
 
 def test_row_2_cluster_dies_with_an_uncommitted_push(house: House) -> None:
     """The push is dropped with its lease; the window goes on without it."""
-    since = time.time()
-    house.lanes["ps1"].hold()
-    push = house.seen_after(house.master_timeline, "push_granted", since=since, push=_Of("east"))["push"]
+    since, push = time.time(), house.hold_push("east", ["ps1"])
     house.kill_agent("east")
     house.lanes["ps1"].heal()
     house.progress(3, by=("west",))
@@ -77,7 +74,10 @@ def test_row_3_cluster_comes_back(house: House) -> None:
 
 
 def test_row_4_frames_are_corrupt(house: House) -> None:
-    """One bit of every 20 kB towards the slaves is wrong: it is refused, asked again, and never enters a version."""
+    """One bit of every 20 kB towards the slaves is wrong: it is refused, asked again, and never enters a version.
+
+    The house checks at the end that every version is the twin's number: one wrong bit would show.
+    """
     for lane in house.lanes.values():
         lane.flip(20_000)
     flipped = lambda: sum(lane.flipped for lane in house.lanes.values())  # noqa: E731
@@ -210,7 +210,10 @@ def test_row_10_master_not_looking(house: House) -> None:
 
 
 def test_row_12_partition(house: House) -> None:
-    """A cluster's whole site is cut off, control and data: the others go on; healed, a new life takes part."""
+    """A cluster is cut off from the master: the others go on; healed, a new life takes part.
+
+    Control and data at once: test_namespaces.py. The house checks at the end what became of its tokens.
+    """
     since = time.time()
     house.to_master["east"].wire.hold()
     house.seen_after(house.master_timeline, "cluster_gone", since=since, cluster="east")
@@ -220,20 +223,6 @@ def test_row_12_partition(house: House) -> None:
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------
-
-
-class _Of(str):
-    """Equal to the name of any push of one cluster."""
-
-    __slots__ = ()
-
-    def __eq__(self, other: object) -> bool:
-        return str(other).startswith(f"{self!s}/")
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __hash__ = str.__hash__
 
 
 def _folded(house: House) -> set[str]:
