@@ -77,8 +77,8 @@ def lived(directory: Path, jitter: float, rounds: int, inner_steps: int) -> Met:
 
 def rates(stretches: list[Stretch]) -> tuple[float, float]:
     """Inner steps in a second of time, and of the time that they take by themselves."""
-    steps = sum(s.steps for s in stretches)
-    return steps / sum(s.elapsed_s for s in stretches), steps / sum(s.planned_s for s in stretches)
+    steps, alone_s = sum(s.steps for s in stretches), sum(s.alone_s for s in stretches)
+    return steps / (alone_s + sum(s.standstill_s for s in stretches)), steps / alone_s
 
 
 def _range(steps: list[int]) -> str:

@@ -2,10 +2,11 @@
 
     timed_rank.py CLUSTER MEETING PLAN        (a Plan as JSON)
 
-An inner step touches every parameter once and sleeps until its length is over, so that two cores carry four clusters;
-whatever makes the next one begin later is standstill: a call of `step`, a step that was slowed, the sleep's own delay.
-The clusters meet, take `warm` outer steps on demand (links are measured, kernels compile), meet and train.
+An inner step touches every parameter once and sleeps until its length is over, so that two cores carry four clusters.
+Standstill is all time in calls of `step`, and what inner steps end late by beside which something of the outer loop
+moves; other steps that end late are the machine's, which would make them late without an outer loop.
 
+The clusters meet, take `warm` outer steps on demand (links are measured, kernels compile), meet and train.
 Writes to MEETING/CLUSTER.jsonl a Stretch for each version that is installed, and at the end what memory the outer loop
 took. Between two stretches the clock stands still while the agent's own seconds are read.
 """
@@ -51,9 +52,19 @@ class Stretch:
     ended: float = 0.0  # Unix seconds
     steps: int = 0
     planned_s: float = 0.0  # the steps' lengths
-    elapsed_s: float = 0.0
+    late_s: float = 0.0  # that the machine made them longer by
+    slowed_s: float = 0.0  # that steps were longer by beside which a push or pull moved
     calls: list[float] = field(default_factory=list)  # seconds in each call of `step`
     spent: dict[str, float] = field(default_factory=dict)  # by cause, as the agent says
+
+    @property
+    def alone_s(self) -> float:
+        """What the steps would have taken without an outer loop."""
+        return self.planned_s + self.late_s
+
+    @property
+    def standstill_s(self) -> float:
+        return sum(self.calls) + self.slowed_s
 
 
 class Lengths:
@@ -134,16 +145,17 @@ def main(name: str, meeting: Path, plan: Plan) -> None:
 def train(outer: OuterLoop, model: Model, lengths: Lengths) -> Stretch:
     """Train until another version is installed."""
     stretch, base = Stretch(), outer.version
-    first = begun = time.perf_counter()
     while outer.version == base and not outer.finished:
-        length_s = lengths.next_s()
+        length_s, moving, begun = lengths.next_s(), outer.moving, time.perf_counter()
         inner_step(model, begun, length_s)
         called = time.perf_counter()
         outer.step(tokens=1)
-        begun = time.perf_counter()
+        stretch.calls.append(time.perf_counter() - called)
         stretch.steps, stretch.planned_s = stretch.steps + 1, stretch.planned_s + length_s
-        stretch.calls.append(begun - called)
-    stretch.version, stretch.ended, stretch.elapsed_s = outer.version.version, time.time(), begun - first
+        beyond_s = called - begun - length_s
+        stretch.slowed_s += beyond_s if moving else 0.0
+        stretch.late_s += 0.0 if moving else beyond_s
+    stretch.version, stretch.ended = outer.version.version, time.time()
     return stretch
 
 
