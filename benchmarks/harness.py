@@ -10,6 +10,9 @@
 A row's ratio says how much of what it is held against it reaches: more is better, and it holds if ratio ≥ least. Where
 a time or a size must stay below a bound, `less=True` turns the ratio over (at most twice the time: least 0.5). The
 harness knows nothing of what is measured.
+
+SIGTERM ends a benchmark as Ctrl-C does, through its `with` and `finally`: what it started and made (processes,
+namespaces) goes with it.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -130,6 +134,7 @@ def main(
     if arguments is not None:
         arguments(parser)
     args = parser.parse_args(argv)
+    end_in_order()
     bench = Bench(name, args.quick, args, Console(stderr=True))
     begun = time.monotonic()
     measure(bench)
@@ -140,6 +145,17 @@ def main(
     if args.log:
         append_log([(name, result)])
     sys.exit(0 if all(row.holds for row in bench.rows) else 1)
+
+
+def end_in_order() -> None:
+    """Turn SIGTERM into SystemExit, so that whatever is under way is unwound; more of them change nothing."""
+
+    def unwind(number: int, _: object) -> NoReturn:
+        # A handler and not SIG_IGN, which the programs that clean up would inherit.
+        signal.signal(number, lambda *_: None)
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, unwind)
 
 
 def report(bench: Bench, took_s: float) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 BURST = "256kb"  # of the bucket: several of the largest segments that the kernel hands over at once
 QUEUE = "50ms"
+NAMES = Path("/run/netns")  # where ip keeps them
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +51,23 @@ def wire(mbit: float, delay_ms: float = 0.0) -> Iterator[tuple[End, End]]:
     near, far = (End(f"dips-{os.getpid()}-{side}", f"10.231.0.{k}") for k, side in ((1, "near"), (2, "far")))
     with ExitStack() as stack:
         for end in (near, far):
-            _run(f"ip netns add {end.namespace}")
-            stack.callback(_run, f"ip netns del {end.namespace}")
+            stack.enter_context(_namespace(end.namespace))
             _run(f"ip -n {end.namespace} link set lo up")
         if delay_ms:
             stack.enter_context(_carried(near, far, mbit, delay_ms))
         else:
             _veth(near, far, mbit)
         yield near, far
+
+
+@contextmanager
+def _namespace(name: str) -> Iterator[None]:
+    try:
+        _run(f"ip netns add {name}")
+        yield
+    finally:
+        if (NAMES / name).exists():  # also one that was being added when we were told to end
+            _run(f"ip netns del {name}")
 
 
 def _veth(near: End, far: End, mbit: float) -> None:
@@ -93,8 +103,7 @@ def network(links: Mapping[str, float | None], subnet: str = "127.9.0") -> Itera
     hosts = {name: End(f"dips-{os.getpid()}-{name}", f"{subnet}.{k}") for k, name in enumerate(links, 1)}
     with ExitStack() as stack:
         for namespace in (switch, *(host.namespace for host in hosts.values())):
-            _run(f"ip netns add {namespace}")
-            stack.callback(_run, f"ip netns del {namespace}")
+            stack.enter_context(_namespace(namespace))
         _run(f"ip -n {switch} link add hub type bridge")
         _run(f"ip -n {switch} link set hub up")
         for port, (name, mbit) in enumerate(links.items()):

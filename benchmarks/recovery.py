@@ -17,7 +17,6 @@ import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,8 +25,6 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from benchmarks.harness import Bench, main
 from benchmarks.lone_slave import equal_layers
@@ -66,18 +63,13 @@ class Run(WholeRun):
         file["master"]["timing"] = {"window_s": WINDOW_S, "beat_s": BEAT_S}
         return file
 
-    def _start_cluster(self, name: str) -> subprocess.Popen[bytes]:
-        file = self.directory / f"{name}.yaml"
-        cluster = {
-            "shared": self._shared, "cluster": name, "master": self._address, "pace": {"steps": INNER_STEPS},
-            "directory": name, "insecure": True, "max_restarts": 0, "beat_s": BEAT_S,
-        }  # fmt: skip
-        file.write_text(yaml.safe_dump(cluster))
+    def _keys(self, name: str) -> dict[str, Any]:
+        return {"pace": {"steps": INNER_STEPS}, "beat_s": BEAT_S}
+
+    def _words(self, name: str) -> list[str]:
         layers = self._manifest.layers
         words = [name, str(len(layers)), str(layers[0].numel), str(STEP_S), str(self.meeting)]
-        trainer = [sys.executable, "-m", "benchmarks.recovery_rank", *words]
-        agent = [sys.executable, "-m", "dips.client.app", "--config", str(file), "--", *trainer]
-        return self._processes.start(name, agent)
+        return ["benchmarks.recovery_rank", *words]
 
     def kill(self, name: str) -> float:
         """SIGKILL of a process and all below it; return when (Unix seconds)."""

@@ -3,9 +3,9 @@
     with WholeRun(directory, manifest, clusters=2, versions=7) as run:
         run.finish()                       # every cluster's process has ended well
 
-Each cluster is an agent whose trainer is outer_rank.py. With `hosts` (namespaces.py) the master and the slaves live on
-the host HOUSE and each cluster on that of its name. What a process prints lies in `<name>.log`; each is ended by its
-own pid on exit. It measures nothing.
+Each cluster is an agent whose trainer is outer_rank.py; a subclass may name another (`_words`, `_keys`). With `hosts`
+(namespaces.py) the master and the slaves live on the host HOUSE and each cluster on that of its name. What a process
+prints lies in `<name>.log`; each is ended by its own pid on exit. It measures nothing.
 """
 
 from __future__ import annotations
@@ -148,16 +148,23 @@ class WholeRun:
 
     def _start_cluster(self, name: str) -> subprocess.Popen[bytes]:
         file = self.directory / f"{name}.yaml"
-        pace = {"steps": STEPS if self._inner_s else 1}
         cluster = {
-            "shared": self._shared, "cluster": name, "master": self._address, "pace": pace,
-            "directory": name, "insecure": True, "max_restarts": 0,
+            "shared": self._shared, "cluster": name, "master": self._address, "directory": name, "insecure": True,
+            "max_restarts": 0, **self._keys(name),
         }  # fmt: skip
         file.write_text(yaml.safe_dump(cluster))
+        host, trainer = self._hosts.get(name, LOCAL), [sys.executable, "-m", *self._words(name)]
+        return self._start(name, host, "dips.client.app", "--config", str(file), "--", *trainer)
+
+    def _keys(self, name: str) -> dict[str, Any]:
+        """Of the cluster's file."""
+        return {"pace": {"steps": STEPS if self._inner_s else 1}}
+
+    def _words(self, name: str) -> list[str]:
+        """The trainer: a module and its words."""
         layers = self._manifest.layers
-        words = [name, str(len(self.clusters)), str(len(layers)), str(layers[0].numel), str(self.meeting)]
-        trainer = [sys.executable, "-m", "benchmarks.outer_rank", *words, str(self._inner_s / STEPS)]
-        return self._start(name, self._hosts.get(name, LOCAL), "dips.client.app", "--config", str(file), "--", *trainer)
+        shape = [str(len(self.clusters)), str(len(layers)), str(layers[0].numel)]
+        return ["benchmarks.outer_rank", name, *shape, str(self.meeting), str(self._inner_s / STEPS)]
 
     def _start(self, name: str, host: End, *words: str) -> subprocess.Popen[bytes]:
         return self._processes.start(name, host.command(sys.executable, "-m", *words))

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks import harness
-from benchmarks.harness import Bench, Row, Seconds
+from benchmarks.harness import ROOT, Bench, Row, Seconds
+
+
+@pytest.fixture(autouse=True)
+def _sigterm() -> Iterator[None]:
+    """`main` runs here in the process of the tests, whose own end it must not change."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 def run(measure: object, *words: str) -> int:
@@ -107,3 +120,34 @@ def test_the_log_grows_by_a_dated_entry_with_what_failed(tmp_path: Path) -> None
 def test_numbers_are_shown_as_a_person_reads_them(value: float, unit: str, text: str) -> None:
     """Bytes and short times carry a prefix."""
     assert harness.shown(value, unit) == text
+
+
+def test_sigterm_unwinds_what_is_under_way() -> None:
+    """A benchmark that is told to end, twice, takes down what it made, and says by its code that it was told."""
+    program = """
+        import os, signal, time
+        from contextlib import contextmanager
+        from benchmarks.harness import end_in_order
+
+        @contextmanager
+        def made():
+            try:
+                yield
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+                print("taken down", flush=True)
+
+        end_in_order()
+        with made():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "taken down\n"), done.stderr

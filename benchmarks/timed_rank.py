@@ -1,0 +1,178 @@
+"""A training script whose inner steps have a length of their own: what the outer loop costs is the time beyond it.
+
+    timed_rank.py CLUSTER MEETING PLAN        (a Plan as JSON)
+
+An inner step touches every parameter once and sleeps until its length is over, so that two cores carry four clusters.
+Standstill is all time in calls of `step`, and what inner steps end late by beside which something of the outer loop
+moves; other steps that end late are the machine's, which would make them late without an outer loop.
+
+The clusters meet, take `warm` outer steps on demand (links are measured, kernels compile), meet and train.
+Writes to MEETING/CLUSTER.jsonl a Stretch for each version that is installed, and at the end what memory the outer loop
+took. Between two stretches the clock stands still while the agent's own seconds are read.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+import urllib.request
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from benchmarks.outer_rank import Model, meet
+from dips.client import OuterLoop
+
+WAKE_S = 0.5e-3  # before a step's end: a sleep ends late by some tenths of that
+DRIFT_S = 1.0  # jitter is drawn anew after so much of training: drawn at each step it would be gone in the mean
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a rank is told."""
+
+    clusters: int  # that meet
+    layers: int
+    numel: int  # of a layer
+    step_s: float
+    jitter: float = 0.0  # share by which the steps' length wanders, up and down
+    warm: int = 0  # outer steps before the first stretch
+    stretches: int = 0  # after so many it leaves; 0: at the end of the run
+    metrics: str = ""  # host:port of the agent's
+
+
+@dataclass(slots=True)
+class Stretch:
+    """Training from one installed version to the next."""
+
+    version: int = 0
+    ended: float = 0.0  # Unix seconds
+    steps: int = 0
+    planned_s: float = 0.0  # the steps' lengths
+    late_s: float = 0.0  # that the machine made them longer by
+    slowed_s: float = 0.0  # that steps were longer by beside which a push or pull moved
+    calls: list[float] = field(default_factory=list)  # seconds in each call of `step`
+    spent: dict[str, float] = field(default_factory=dict)  # by cause, as the agent says
+
+    @property
+    def alone_s(self) -> float:
+        """What the steps would have taken without an outer loop."""
+        return self.planned_s + self.late_s
+
+    @property
+    def standstill_s(self) -> float:
+        return sum(self.calls) + self.slowed_s
+
+
+class Lengths:
+    """How long the next inner step is."""
+
+    def __init__(self, plan: Plan, seed: str) -> None:
+        self._plan, self._rng = plan, random.Random(seed)
+        self._factor, self._left_s = 1.0, 0.0
+
+    def next_s(self) -> float:
+        if self._left_s <= 0:
+            self._factor = 1.0 + self._plan.jitter * self._rng.uniform(-1.0, 1.0)
+            self._left_s = DRIFT_S
+        length_s = self._plan.step_s * self._factor
+        self._left_s -= length_s
+        return length_s
+
+
+class Memory:
+    """Host and device memory of this process above what it has now."""
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        self._resident = _status("VmRSS")
+        self._device = torch.accelerator.is_available()
+        if self._device:
+            torch.accelerator.reset_peak_memory_stats()
+            self._allocated = torch.accelerator.memory_allocated()
+
+    def beyond(self) -> dict[str, int | None]:
+        """Bytes at the peak; no device, no number."""
+        device = torch.accelerator.max_memory_allocated() - self._allocated if self._device else None
+        return {"host": _status("VmHWM") - self._resident, "device": device}
+
+
+def inner_step(model: Model, begun: float, length_s: float) -> None:
+    """Be over `length_s` after `begun`."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1e-6)
+    over = begun + length_s
+    time.sleep(max(0.0, over - time.perf_counter() - WAKE_S))
+    while time.perf_counter() < over:
+        pass
+
+
+def warm_up(outer: OuterLoop, model: Model, step_s: float) -> None:
+    """Take one outer step, at once."""
+    base = outer.version
+    while outer.version == base:
+        inner_step(model, time.perf_counter(), step_s)
+        outer.step(tokens=1)
+        if not outer.moving and outer.version == base:
+            outer.push()
+
+
+def main(name: str, meeting: Path, plan: Plan) -> None:
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    model = Model(plan.layers, plan.numel).to(device)
+    memory, lengths = Memory(), Lengths(plan, name)
+    with OuterLoop(model) as outer, (meeting / f"{name}.jsonl").open("w", buffering=1) as out:
+        for number in range(plan.warm):
+            meet(meeting, name, plan.clusters, number)
+            warm_up(outer, model, plan.step_s)
+        meet(meeting, name, plan.clusters, plan.warm)
+        before, number = spent(plan.metrics), 0
+        while not outer.finished and (number < plan.stretches or not plan.stretches):
+            stretch = train(outer, model, lengths)
+            now = spent(plan.metrics)
+            stretch.spent = {cause: seconds - before[cause] for cause, seconds in now.items()}
+            before, number = now, number + 1
+            out.write(json.dumps(asdict(stretch)) + "\n")
+        out.write(json.dumps(memory.beyond()) + "\n")
+        if plan.stretches:  # the first to leave must not disturb the last round of the others
+            meet(meeting, name, plan.clusters, plan.warm + 1)
+
+
+def train(outer: OuterLoop, model: Model, lengths: Lengths) -> Stretch:
+    """Train until another version is installed."""
+    stretch, base = Stretch(), outer.version
+    while outer.version == base and not outer.finished:
+        length_s, moving, begun = lengths.next_s(), outer.moving, time.perf_counter()
+        inner_step(model, begun, length_s)
+        called = time.perf_counter()
+        outer.step(tokens=1)
+        stretch.calls.append(time.perf_counter() - called)
+        stretch.steps, stretch.planned_s = stretch.steps + 1, stretch.planned_s + length_s
+        beyond_s = called - begun - length_s
+        stretch.slowed_s += beyond_s if moving else 0.0
+        stretch.late_s += 0.0 if moving else beyond_s
+    stretch.version, stretch.ended = outer.version.version, time.time()
+    return stretch
+
+
+def spent(address: str) -> dict[str, float]:
+    """Seconds by cause since its start, as the agent tells Prometheus; nothing without an address."""
+    if not address:
+        return {}
+    with urllib.request.urlopen(f"http://{address}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    rows = (line.split() for line in lines if line.startswith('dips_agent_seconds_total{cause="'))
+    return {row[0].split('"')[1]: float(row[1]) for row in rows}
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Plan(**json.loads(sys.argv[3])))
