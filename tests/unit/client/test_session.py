@@ -128,7 +128,7 @@ class Play:
         return PushWanted(self.s.attempt, next(self.number), demanded=True)
 
     def attach(self, life: int = 1, restart: int = 0, pid: int = 7) -> Attach:
-        return Attach(life, restart, str(pid), '{"format":1,"layers":[]}', 1, 2)
+        return Attach(life, restart, f"{life}.{restart}.{pid}", '{"format":1,"layers":[]}', 1, 2)
 
     def begin(self, inc: int = 1, ranges: tuple[int, ...] = ()) -> None:
         """Attach, join and pull v0@r0."""
