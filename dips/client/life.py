@@ -58,7 +58,7 @@ class Life:
         self.phase, self.reason = Phase.UNJOINED, "no trainer has attached yet"
         self._number = self._question = 0
         self._waiting, self._told = False, cast("Answer | None", None)
-        self._stands_since = 0.0  # when rank 0 asked what it waits for
+        self._stands_since = 0.0  # when rank 0 first asked for what it waits for
         self._accepted = 0  # seq of this life's last push that was
         self._frozen_by = 0  # the attempt whose progress the open push carries
         self._grant = cast("Grant | None", None)

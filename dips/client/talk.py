@@ -50,13 +50,14 @@ class Talk(Life):
     def _talk(self, q: PushWanted | PushMoved | PullWanted | PullMoved) -> Answer:
         if q.number > self._number:
             if isinstance(q, PushWanted) and self._reserving():
-                self._take(q.number)  # it asks again, after it trained on for a while
+                self._take(q.number)  # it asks again, after it trained on for a while; it has stood its time
             elif isinstance(q, PushWanted | PullWanted) and self.phase is not Phase.RESTING:
-                # The last talk is still being settled; a trainer that has parameters stands still for so long only.
-                late = isinstance(q, PushWanted) and self._unreachable()
-                return self._train_on(self.reason, again=True) if late else Wait(self.reason)
+                # The last talk is still being settled; a trainer that has parameters need not wait for one who is away.
+                away = isinstance(q, PushWanted) and self._unreachable_since is not None
+                return self._train_on(self.reason, again=True) if away else Wait(self.reason)
             else:
                 self._take(q.number)
+                self._stands_since = self._now
                 self._open(q)
         verdict = self._verdict()
         if isinstance(verdict, Wait) and self.phase is Phase.ASKING_PUSH and self._stands_long():
@@ -66,14 +67,16 @@ class Talk(Life):
 
     def _take(self, number: int) -> None:
         """Rank 0 waits for the verdict on this question."""
-        self._number, self._waiting, self._told, self._stands_since = number, True, None, self._now
+        self._number, self._waiting, self._told = number, True, None
 
     def _reserving(self) -> bool:
         """A push is asked for, or granted, and the ranks were not yet told to freeze."""
         return self.phase is Phase.ASKING_PUSH or (self.phase is Phase.PUSHING and not self._cut)
 
     def _stands_long(self) -> bool:
-        return not self._overlap and self._now - self._stands_since >= STAND_S
+        """For one slot a trainer stands still once; for a master that does not answer not at all."""
+        in_vain = self._unreachable_since is not None or self._now - self._stands_since >= STAND_S
+        return not self._overlap and in_vain
 
     def _open(self, q: PushWanted | PushMoved | PullWanted | PullMoved) -> None:
         if isinstance(q, PushMoved) and self.phase is Phase.PUSHING and q.seq == self._seq:

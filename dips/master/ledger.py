@@ -18,7 +18,7 @@ from typing import IO
 from dips.errors import ConfigError, Corrupt, StaleTerm
 from dips.master.ledger_rows import write_record, write_run
 from dips.master.ledger_state import RoundHistory, read_history, read_run, read_state, read_totals
-from dips.master.schema import ADDED_2, APPLICATION_ID, SCHEMA, SCHEMA_VERSION
+from dips.master.schema import ADDED, APPLICATION_ID, SCHEMA, SCHEMA_VERSION
 from dips.protocol.records import LedgerState, Record, RunRow
 
 MEMORY = ":memory:"
@@ -46,7 +46,7 @@ class Ledger:
         lock = _take_lock(path)
         db = _connect(path, "rwc")
         with _transaction(db):
-            _run_all(db, SCHEMA + ADDED_2)
+            _run_all(db, SCHEMA + "".join(ADDED.values()))
             db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             write_run(db, row)
@@ -181,7 +181,7 @@ def _check_is_ours(db: sqlite3.Connection, path: Path | str) -> None:
 
 
 def _bring_up_to_date(db: sqlite3.Connection, path: Path | str, readonly: bool) -> None:
-    """Give a ledger of format 1 the tables that came later; a reader has no right to."""
+    """Give a ledger of an older format the tables that came later; a reader has no right to."""
     (schema,) = db.execute("PRAGMA user_version").fetchone()
     if schema == SCHEMA_VERSION:
         return
@@ -189,7 +189,7 @@ def _bring_up_to_date(db: sqlite3.Connection, path: Path | str, readonly: bool) 
         db.close()
         raise ConfigError(f"{path}: ledger format {schema} is older than {SCHEMA_VERSION}: start its master once first")
     with _transaction(db):
-        _run_all(db, ADDED_2)
+        _run_all(db, "".join(tables for added, tables in ADDED.items() if added > schema))
         db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 

@@ -111,7 +111,19 @@ def read_totals(db: sqlite3.Connection) -> tuple[ClusterTotals, ...]:
                 totals[cluster] = replace(t, skipped=pushes)
     for cluster, tokens in db.execute("SELECT cluster, sum(tokens_lost) FROM lives_ended GROUP BY cluster"):
         totals[cluster] = replace(totals[cluster], tokens_lost=tokens)
+    for (cluster, _), tokens in _died_open(db).items():
+        totals[cluster] = replace(totals[cluster], tokens_lost=totals[cluster].tokens_lost + tokens)
     return tuple(totals.values())
+
+
+def _died_open(db: sqlite3.Connection) -> dict[tuple[str, int], int]:
+    """By life: tokens of the committed push that it left open and that no Outcome settled."""
+    rows = db.execute(
+        """SELECT l.cluster, l.inc, l.tokens FROM left_open l LEFT JOIN outcomes o
+           ON o.cluster = l.cluster AND o.inc = l.inc AND o.seq = l.seq AND o.kind != 'skipped'
+           WHERE o.place IS NULL ORDER BY l.cluster, l.inc"""
+    )
+    return {(cluster, inc): tokens for cluster, inc, tokens in rows}
 
 
 # ---- the state, part by part --------------------------------------------------------------------------------------
@@ -185,11 +197,15 @@ def _peers(db: sqlite3.Connection, role: str) -> tuple[PeerRow, ...]:
                LEFT JOIN lives_ended f ON i.role = 'cluster' AND f.cluster = i.name AND f.inc = i.inc - 1
                WHERE i.role = ? GROUP BY i.name ORDER BY i.name"""  # a bare column goes with its max in SQLite
     rows = db.execute(query, (role,)).fetchall()
-    settled = _settled_tokens(db) if role == "cluster" else {}
+    settled, died_open = (_settled_tokens(db), _died_open(db)) if role == "cluster" else ({}, {})
+
+    def accounted(life: tuple[str, int], lost: int | None) -> int:
+        return settled.get(life, 0) + died_open.get(life, 0) + (lost or 0)
+
     return tuple(
         PeerRow(
             name, inc, nonce, bool(ended), settled.get((name, inc), 0),
-            settled.get((name, inc if ended else inc - 1), 0) + ((lost if ended else lost_before) or 0),
+            accounted((name, inc), lost) if ended else accounted((name, inc - 1), lost_before),
         )
         for name, inc, nonce, ended, lost, lost_before in rows
     )  # fmt: skip

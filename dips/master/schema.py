@@ -8,7 +8,7 @@ NULL, which is what SQLite makes of it, so no column of reals says NOT NULL.
 from __future__ import annotations
 
 APPLICATION_ID = 0x44695053  # "DiPS" in the file's header: any other SQLite file is foreign
-SCHEMA_VERSION = 2  # in user_version; a newer one was written by a newer Di-PS
+SCHEMA_VERSION = 3  # in user_version; a newer one was written by a newer Di-PS
 
 SCHEMA = """
 CREATE TABLE run (
@@ -84,8 +84,10 @@ CREATE TABLE finished (
 ) STRICT;
 """
 
-# What format 2 added to format 1: versions that become durable late, and rollbacks.
-ADDED_2 = """
+# What each format added to the one before.
+ADDED = {
+    # Versions that become durable late, and rollbacks.
+    2: """
 CREATE TABLE durable (round INTEGER PRIMARY KEY REFERENCES versions, at REAL, wall REAL) STRICT;
 CREATE TABLE rollbacks (
     place INTEGER PRIMARY KEY, head_version INTEGER NOT NULL, head_round INTEGER NOT NULL,
@@ -94,4 +96,12 @@ CREATE TABLE rollbacks (
 CREATE TABLE undone (
     round INTEGER PRIMARY KEY REFERENCES versions, rollback INTEGER NOT NULL REFERENCES rollbacks
 ) STRICT;
-"""
+""",
+    # The committed push of a life that ended before its Outcome.
+    3: """
+CREATE TABLE left_open (
+    cluster TEXT NOT NULL, inc INTEGER NOT NULL, seq INTEGER NOT NULL, tokens INTEGER NOT NULL,
+    PRIMARY KEY (cluster, inc)
+) STRICT;
+""",
+}

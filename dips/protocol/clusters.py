@@ -83,12 +83,12 @@ def end(w: World, cluster: Cluster, reason: str, tokens_lost: int) -> None:
         pulls.close(w, cluster, reason)
     w.ranges.release(cluster.name, cluster.inc, keep=committed.ranges if committed else ())
     # Tokens of a committed push are not lost with the cluster: its round settles them.
-    open_tokens = committed.tokens if committed else 0
+    open_seq, open_tokens = (committed.id.seq, committed.tokens) if committed else (0, 0)
     lost = max(0, tokens_lost - open_tokens)
     cluster.accounted = cluster.settled + lost + open_tokens
     cluster.tokens["lost"] += lost
     cluster.become(ClusterState.GONE, reason)
-    w.record(ClusterEnded(cluster.name, cluster.inc, reason, lost, w.now))
+    w.record(ClusterEnded(cluster.name, cluster.inc, reason, lost, w.now, open_seq, open_tokens))
     w.note("cluster_gone", cluster=cluster.name, inc=cluster.inc, reason=reason)
 
 

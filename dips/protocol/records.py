@@ -135,13 +135,19 @@ class RangesLeased:
 
 @dataclass(frozen=True, slots=True)
 class ClusterEnded:
-    """A life of a cluster is over: its unsettled ranges are free again, its unsettled tokens are lost."""
+    """A life of a cluster is over: its unsettled ranges are free again, its unsettled tokens are lost.
+
+    A push that it had committed, `open_seq` of `open_tokens`, is settled by a later row, or lost as well: a round that
+    is skipped before it has a number, or dies with its master, leaves no row.
+    """
 
     cluster: str
     inc: int
     reason: str
     tokens_lost: int
     at: float
+    open_seq: int = 0  # 0: none was committed
+    open_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,8 @@ def spell_record(record: r.Record) -> str:
         case r.RangesLeased():
             return f"RangesLeased {record.cluster}/{record.inc} question {record.seq}: {_list(record.ranges)}"
         case r.ClusterEnded():
-            return f"ClusterEnded {record.cluster}/{record.inc}, {record.tokens_lost} tokens lost: {record.reason}"
+            out = f", {record.open_tokens} with push {record.open_seq}" if record.open_seq else ""
+            return f"ClusterEnded {record.cluster}/{record.inc}, {record.tokens_lost} tokens lost{out}: {record.reason}"
         case r.ClusterReadmitted():
             return f"ClusterReadmitted {record.penalty.cluster}, warm-up of {record.penalty.warm_left} pushes"
         case r.VersionsRetired():

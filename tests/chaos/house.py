@@ -191,6 +191,11 @@ class House(Run):
         self.process(name).kill()
         self.until(lambda: not any(_lives(pid) for pid in below), 30, f"the trainer of {name} ends with its agent")
 
+    def end_agent(self, name: str) -> None:
+        """SIGTERM of an agent: it ends its trainer, and leaves."""
+        self.count_kill(name)
+        self.process(name).terminate()
+
     def kill_trainer(self, name: str) -> None:
         """SIGKILL of everything below an agent, which starts it anew."""
         self.count_kill(name)
@@ -271,6 +276,15 @@ class House(Run):
 
         self.until(holds, within_s, f"{versions} more versions{' by ' + ', '.join(by) if by else ''}")
         return self.head()
+
+    def retired(self, within_s: float = STEADY_S) -> None:
+        """Wait until a version has been retired: from then on nobody offers v0@r0 any more."""
+
+        def holds() -> bool:
+            with self.ledger() as ledger:
+                return any(row.retired for row in ledger.state().versions)
+
+        self.until(holds, within_s, "a version is retired")
 
     def status(self) -> dict[str, Any] | None:
         try:

@@ -26,7 +26,7 @@ def test_an_answer_to_a_cluster_is_lost(house: House, method: str) -> None:
 
 def test_the_answer_to_join_is_lost(house: House) -> None:
     """The same nonce gets the same incarnation: no life is skipped, none is fenced by its own retry."""
-    house.process("east").terminate()
+    house.end_agent("east")
     inc = _inc(house)
     trap = house.to_master["east"].calls.lose_answer("Join")
     house.cluster("east")

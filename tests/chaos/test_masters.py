@@ -80,5 +80,5 @@ def test_a_zombie_agent_wakes_while_its_successor_pushes(house: House) -> None:
         lane.heal()
     house.progress(2, by=("east",))
     assert begun["seq"] > 0
-    house.process("east").terminate()  # the next test finds east where it was
+    house.end_agent("east")  # the next test finds east where it was
     house.cluster("east")

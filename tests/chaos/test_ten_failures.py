@@ -23,6 +23,7 @@ WILD = ("1e6", "nan", "inf")
 def test_failure_1_fresh_weights_become_the_truth(house: House, tmp_path: Path) -> None:
     """A slave with an empty disk, and agents with fresh weights, after the whole room was dark: θ is not theirs."""
     directory = house.directory / "ps1"
+    house.retired()  # before that a slave with nothing offers v0@r0, and the run would begin anew
     for name in house.clusters:
         house.kill_agent(name)
     for name in ("master", *house.slaves):
@@ -93,7 +94,7 @@ def test_failure_7_joining_while_busy(house: House) -> None:
     place = "east-joining"
     trap = house.orders["ps0"].calls.trap("apply")
     trap.caught()
-    house.process("east").terminate()
+    house.end_agent("east")
     house.cluster("east", place=place)
     first = house.seen_after(house.timeline(place), "pull_end", within_s=20, installed=True)
     trap.release()
@@ -107,7 +108,7 @@ def test_failure_7_joining_while_busy(house: House) -> None:
     house.lanes["ps1"].heal()
     house.start_slave("ps1")
     house.progress(2, by=house.clusters)
-    house.process(place).terminate()
+    house.end_agent("east")
     house.cluster("east")
 
 

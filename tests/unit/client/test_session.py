@@ -16,6 +16,7 @@ from dips.client.local import (
     Failure,
     Halt,
     Heard,
+    LossHeard,
     Message,
     Moving,
     Over,
@@ -497,6 +498,21 @@ def test_a_new_restart_of_torchrun_is_a_new_attempt(play: Play) -> None:
     assert isinstance(older, Failure) and older.error == "StaleIncarnation"
 
 
+def test_a_pipelines_loss_comes_from_another_rank(play: Play) -> None:
+    """Rank 0 tells steps without one; what it heard at the look is the loss of the push that follows."""
+    play.begin()
+    for _ in range(2):
+        play.say(Stepped(1, 10, None))
+    assert play.say(LossHeard(1, 5.0, 2)) is None
+    assert play.s.loss == 2.5
+    verdict = play.push_until_granted()
+    play.say(PushMoved(1, next(play.number), verdict.seq, True, "", 100))
+    finished = play.asked(PushFinished)
+    assert (finished.loss, finished.tokens, finished.inner_steps) == (2.5, 20, 2)
+    assert play.say(LossHeard(1, 0.0, 0, finite=False)) is None
+    assert [kind for kind, _ in play.marks].count("loss_not_finite") == 1
+
+
 def test_gone_joins_again_and_pulls_before_anything_counts(play: Play) -> None:
     """The lease ran out: what was unsettled is lost, a new life begins with a new nonce, the trainer pulls the head."""
     play.begin(ranges=(5,))
@@ -592,20 +608,39 @@ def test_answers_to_old_questions_change_nothing(play: Play) -> None:
     assert play.s.phase is Phase.ABORTING
 
 
-def test_unreachable_master_holds_nobody_longer_than_patience(play: Play) -> None:
-    """While it asks for a push the trainer waits for 10 s, then trains on and asks again at each boundary."""
+def test_an_unreachable_master_holds_nobody_who_asks_for_a_push(play: Play) -> None:
+    """The trainer trains on from the first failure; the question goes on, and the look after its grant freezes."""
     play.begin()
     play.step()
     want = play.want_push()
-    play.say(want)
-    play.do(play.s.hindered("no answer", 0.0))
     assert isinstance(play.say(want), Wait)
-    play.now = 10.0
-    play.do(play.s.hindered("no answer", 10.0))
+    play.do(play.s.hindered("no answer", 0.0))
     assert play.say(want) == TrainOn("no answer", 1, 0.0)
     play.step()
     assert play.say(play.want_push()) == TrainOn("no answer", 1, 0.0)
     assert play.s.account.carried.tokens == 20
+    play.now = 60.0
+    play.do(play.s.hindered("no answer", 60.0))
+    play.master(grant())
+    assert isinstance(play.say(play.want_push()), PushNow)
+    assert play.s.account.frozen.tokens == 20
+
+
+def test_who_was_told_to_train_on_does_not_wait_for_an_absent_master_to_close_the_last_talk(play: Play) -> None:
+    """It pulled, and the answer to FinishPull is lost with the master: the next push waits for him, the trainer not."""
+    play.begin()
+    moved = play.push_until_committed()
+    play.master(outcome("accepted"))
+    verdict = play.say(moved)
+    assert isinstance(verdict, PullNow)
+    play.say(PullMoved(1, next(play.number), verdict.seq, True, "", 9))
+    play.step()
+    assert isinstance(play.say(play.want_push()), Wait), "he answers: it is a matter of milliseconds"
+    play.do(play.s.hindered("no answer", 0.0))
+    assert isinstance(play.say(play.want_push()), TrainOn)
+    play.master(Acknowledged())
+    play.step()
+    assert play.push_until_granted().seq == 3
 
 
 def test_unreachable_master_after_commit_settles_later(play: Play) -> None:
@@ -673,13 +708,13 @@ def test_a_slot_that_is_long_in_coming_holds_nobody_up(play: Play) -> None:
     told = play.say(want)
     assert isinstance(told, TrainOn) and told.steps == 1
     play.step(3)
-    again = play.want_push()
-    assert isinstance(play.say(again), Wait), "the question at the master is the same"
+    assert isinstance(play.say(play.want_push()), TrainOn), "the question at the master is the same: no second stand"
     play.master(grant())
-    assert isinstance(play.say(again), PushNow)
-    assert play.s.account.frozen.inner_steps == 7
+    play.step(1)
+    assert isinstance(play.say(play.want_push()), PushNow)
+    assert play.s.account.frozen.inner_steps == 8
     play.say(PushMoved(1, next(play.number), 2, True, "", 1))
-    assert play.asked(PushFinished).inner_steps == 7
+    assert play.asked(PushFinished).inner_steps == 8
 
 
 def test_a_grant_that_comes_while_it_trains_is_taken_at_the_next_look(play: Play) -> None:

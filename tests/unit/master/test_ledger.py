@@ -128,6 +128,20 @@ def test_ranges_of_a_life(ledger: Ledger) -> None:
     }
 
 
+def test_a_push_that_its_life_left_open(ledger: Ledger) -> None:
+    """Its tokens are lost, unless an Outcome settles it: one that is skipped, or that never comes, does not."""
+    clusters = [PushId("a", 1, 1), PushId("b", 1, 1), PushId("c", 1, 1)]
+    ledger.write([IncarnationGiven("cluster", p.cluster, 1, "n") for p in clusters])
+    ledger.write([RoundReserved(1, 0.0), *(ClusterEnded(p.cluster, 1, "x", 3, 1.0, 1, 10) for p in clusters)])
+    ledger.write([RoundEnded(1, "skipped", "x", (outcome(clusters[0], "skipped"),), (), 0.0)])
+    ledger.write([RoundReserved(2, 0.0), RoundEnded(2, "unchanged", "x", (outcome(clusters[1], "gated"),), (), 0.0)])
+    told = {name: (t["gated"], t["lost"]) for name, t in ledger.tokens().items()}
+    assert told == {"a": (0, 13), "b": (10, 3), "c": (0, 13)}
+    assert [peer.tokens_accounted for peer in ledger.state().clusters] == [13, 13, 13]
+    ledger.write([IncarnationGiven("cluster", "a", 2, "m")])
+    assert ledger.state().clusters[0].tokens_accounted == 13
+
+
 V3, V2B = VersionId(3, 4), VersionId(2, 5)
 A3, A4 = PushId("a", 1, 3), PushId("a", 1, 4)
 
@@ -203,11 +217,11 @@ def test_a_ledger_of_the_first_format_is_brought_up_to_date(tmp_path: Path) -> N
     made.write([RoundReserved(1, 0.0), committed(V1, GENESIS, A1)])
     made.close()
     with sqlite3.connect(path) as db:
-        for table in ("undone", "rollbacks", "durable"):
+        for table in ("undone", "rollbacks", "durable", "left_open"):
             db.execute(f"DROP TABLE {table}")
         db.execute("PRAGMA user_version = 1")
     db.close()
-    with pytest.raises(ConfigError, match="format 1 is older than 2: start its master once"):
+    with pytest.raises(ConfigError, match="format 1 is older than 3: start its master once"):
         Ledger.open(path, readonly=True)
     opened = Ledger.open(path)
     assert opened.state().versions[-1].version == V1
