@@ -304,6 +304,13 @@ def test_a_second_agent_in_the_same_directory_is_refused(run: Any) -> None:
     assert west.code is None
 
 
+def test_an_agent_without_a_command_must_be_found_by_somebody(run: Any) -> None:
+    """Nobody could reach it, so it is a word that was forgotten."""
+    agent = run.start_cluster("west", [])
+    run.wait(agent, 30, code=78)
+    assert "no training command" in agent.log.read_text()
+
+
 def test_a_script_without_an_agent_is_told_how_to_start(tmp_path: Path) -> None:
     """`python train.py` alone names the command that is missing."""
     alone = subprocess.run(

@@ -135,3 +135,15 @@ def test_a_wrong_file_is_refused(tmp_path: Path) -> None:
     wrong = {"shared": {"run": "r"}, "cluster": "a", "master": "10.0.0.1:1", "insecure": True}
     code, _, errors = check(tmp_path, wrong)
     assert code == 78 and "master: plain text" in errors
+
+
+def test_where_ranks_of_other_hosts_find_the_agent(run: Any, tmp_path: Path) -> None:
+    """An address of this host is well; one of another host, or a token that is none, is named: 78."""
+    ready(run)
+    code, rows, _ = check(tmp_path, cluster(run, agent="127.0.0.1:0"))
+    assert code == 0 and rows["agent's line"]["seen"].startswith("127.0.0.1:a free port (127.0.0.1), token: a new one")
+    code, rows, _ = check(tmp_path, cluster(run, agent="192.0.2.1:29410"))
+    assert code == 78 and "192.0.2.1 is no address of this host" in rows["agent's line"]["seen"]
+    (tmp_path / "token").write_text("short")
+    code, rows, _ = check(tmp_path, cluster(run, agent="127.0.0.1:0", token=str(tmp_path / "token")))
+    assert code == 78 and "at least 16 characters" in rows["agent's line"]["seen"]

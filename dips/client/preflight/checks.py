@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dips.client.address import socket_path
+from dips.client.address import TOKEN, over_network, socket_path, token_of
 from dips.client.preflight.agreement import differing_options
 from dips.client.preflight.probe import Measured, greets, measure
 from dips.config import ClusterFile
@@ -55,10 +56,30 @@ def host(config: ClusterFile) -> list[Row]:
         rows.append(Row("directory", FAIL, f"{config.directory}: {error.strerror}", todo, 78))
     except DipsError as error:
         rows.append(failed("directory", error, treatment(error).advice))
+    rows += _line(config)
     holder = _holder(config.directory / "agent.pid")
     if holder:
         rows.append(Row("agent", NOTE, f"one runs here as pid {holder}", "a second one would be refused"))
     return rows
+
+
+def _line(config: ClusterFile) -> list[Row]:
+    """Where ranks of other hosts will find the agent, if there are any."""
+    try:
+        remote = over_network(config)
+        if remote is None:
+            return []
+        host, port, said_by = remote
+        token = "that of the job" if token_of(config) else f"a new one for what the agent starts ({TOKEN} names none)"
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as here:
+            here.bind(address)
+    except OSError as error:
+        seen = f"{said_by}: {host} is no address of this host: {error.strerror or error}"
+        return [Row("agent's line", FAIL, seen, "name the host on which the agent runs", 78)]
+    except DipsError as error:
+        return [failed("agent's line", error, treatment(error).advice)]
+    return [Row("agent's line", OK, f"{host}:{port or 'a free port'} ({address[0]}), token: {token}")]
 
 
 def _holder(path: Path) -> str:

@@ -513,6 +513,18 @@ def test_a_pipelines_loss_comes_from_another_rank(play: Play) -> None:
     assert [kind for kind, _ in play.marks].count("loss_not_finite") == 1
 
 
+def test_rank_0_moves_to_another_host(play: Play) -> None:
+    """torchrun counts restarts on each host: what counts less, started by others, is newer all the same."""
+    play.begin()
+    assert isinstance(play.say(play.attach(restart=2, pid=9)), Welcome)
+    assert isinstance(play.say(play.attach(life=0, restart=0, pid=8)), Welcome)
+    assert play.s.attempt == 3
+    for process in (7, 9):  # they were rank 0 before
+        assert isinstance(play.say(play.attach(restart=2, pid=process)), Failure)
+    assert isinstance(play.say(play.attach(life=2, pid=10)), Welcome)
+    assert isinstance(play.say(play.attach(life=1, pid=11)), Failure)
+
+
 def test_gone_joins_again_and_pulls_before_anything_counts(play: Play) -> None:
     """The lease ran out: what was unsettled is lost, a new life begins with a new nonce, the trainer pulls the head."""
     play.begin(ranges=(5,))
