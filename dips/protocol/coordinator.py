@@ -160,6 +160,7 @@ class Coordinator:
             durability.persist_if_due(w)
             round.advance(w)
             drain.settle(w)
+            slaves.clean(w)
         return w.out
 
     @classmethod
