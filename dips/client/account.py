@@ -62,6 +62,10 @@ class Account:
         """Count one inner step."""
         self.carried += Portion(tokens, 1, (), loss or 0.0, 0 if loss is None else 1)
 
+    def learn(self, loss_sum: float, losses: int) -> None:
+        """Add losses of inner steps that were counted without one."""
+        self.carried += Portion(loss_sum=loss_sum, losses=losses)
+
     def use_up(self, used: int) -> None:
         """Count a data range as trained by what is carried."""
         self.carried += Portion(ranges=(used,))

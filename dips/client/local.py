@@ -147,6 +147,16 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True)
+class LossHeard:
+    """What another rank said of the losses since the last look: rank 0 of a pipeline computes none."""
+
+    attempt: int
+    loss_sum: float
+    losses: int  # inner steps whose loss was said and finite
+    finite: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Moving:
     """How far rank 0 is with the present transfer; answered Heard, or Halt if it leads nowhere any more."""
 
@@ -261,7 +271,7 @@ class Failure:
 
 
 Question = Attach | PushWanted | PushMoved | PullWanted | PullMoved | Moving | RangeWanted | SaveWanted | Resume | Bye
-Notice = Stepped
+Notice = Stepped | LossHeard
 Answer = (
     Wait
     | Welcome
@@ -280,7 +290,9 @@ Answer = (
 )
 Message = Question | Notice | Answer
 
-MESSAGES: dict[str, type[Message]] = {cls.__name__: cls for cls in (*get_args(Question), Notice, *get_args(Answer))}
+MESSAGES: dict[str, type[Message]] = {
+    cls.__name__: cls for cls in (*get_args(Question), *get_args(Notice), *get_args(Answer))
+}
 
 
 def encode(message: Message) -> bytes:

@@ -12,7 +12,7 @@ from typing import cast
 from dips import errors
 from dips.client import local
 from dips.client.line import Line, socket_path
-from dips.client.local import Answer, Failure, Heard, Moving, Question, Stepped, Wait
+from dips.client.local import Answer, Failure, Heard, Moving, Notice, Question, Wait
 from dips.client.voice import Voice
 from dips.config import ClusterFile
 from dips.errors import DipsError
@@ -40,7 +40,7 @@ class Mouth:
             raise raised(answer.message)
         return answer
 
-    def tell(self, notice: Stepped) -> None:
+    def tell(self, notice: Notice) -> None:
         """Say something without an answer; only rank 0 has a line."""
         if self._line:
             self._line.tell(notice)

@@ -14,7 +14,6 @@ the same order, outside forward and backward.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
@@ -40,6 +39,7 @@ from dips.client.local import (
     Stepped,
     Welcome,
 )
+from dips.client.losses import Losses, finite
 from dips.client.mouth import Mouth
 from dips.client.mover import Mover
 from dips.client.orphan import watch_agent
@@ -86,6 +86,7 @@ class OuterLoop(Rounds):
         memory = kind(layout.adapter, layout.held, layout.plan, voice)
         mover = Mover(memory, voice, config_file.stall_s, config_file.shared.codec)
         super().__init__(config_file, voice, Mouth(voice, config_file), mover)
+        self._losses = Losses(voice) if layout.adapter.staged else None
         self._pid, self._closed, self._ranges_asked = os.getpid(), False, 0
         self.inner_steps = 0  # taken since this object was made
         self._attach(layout.plan.manifest.to_json())
@@ -129,7 +130,8 @@ class OuterLoop(Rounds):
         """Say that one inner step is done; when a push is due it takes part in an outer step before it returns.
 
         tokens  consumed in this step by the whole cluster, on all its ranks together; rank 0's number counts
-        loss    of this step, a float or a tensor of one element, or None; rank 0's is shown
+        loss    of this step, a float or a tensor of one element, or None; rank 0's is shown. Of a pipeline, whose
+                rank 0 has none, that of the first rank that says one
         Errors  Unavailable: the agent is gone. StaleIncarnation: another attempt of this trainer took over.
         """
         self._check()
@@ -139,8 +141,10 @@ class OuterLoop(Rounds):
             raise LocalProtocolError(f"tokens: expected 0 or more, got {tokens}")
         self.inner_steps += 1
         self._look_in -= 1
+        shown = finite(loss) if self._voice.rank == 0 or self._losses else None  # to look at it may wait for a device
+        if self._losses:
+            self._losses.add(shown, loss is None or shown is not None)
         if self._voice.rank == 0:
-            shown = _finite(loss)
             self._mouth.tell(Stepped(self._attempt, int(tokens), shown, loss is None or shown is not None))
         if self._look_in <= 0:
             self._look_at(demanded=False)
@@ -264,12 +268,6 @@ class OuterLoop(Rounds):
         self._closed = True
         self._mouth.hang_up()
         self._voice.close()
-
-
-def _finite(loss: Any) -> float | None:
-    """A loss that can be averaged and shown; one that is not finite is the gate's business, not the ledger's."""
-    value = math.nan if loss is None else float(loss)
-    return value if math.isfinite(value) else None
 
 
 def _plain(value: Any) -> Any:

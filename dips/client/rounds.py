@@ -11,6 +11,7 @@ from functools import partial
 
 from dips.client.local import (
     Answer,
+    LossHeard,
     Over,
     PullMoved,
     PullNow,
@@ -21,6 +22,7 @@ from dips.client.local import (
     TrainOn,
     Wait,
 )
+from dips.client.losses import Losses
 from dips.client.mouth import Mouth
 from dips.client.mover import Mover
 from dips.client.transfer import Base
@@ -47,6 +49,7 @@ class Rounds:
         self._finished = self._torn = False
         self._progress = 0.0
         self._version: VersionId | None = None
+        self._losses: Losses | None = None  # of a pipeline
 
     @property
     def moving(self) -> bool:
@@ -65,6 +68,10 @@ class Rounds:
     def _look_at(self, demanded: bool) -> None:
         if not self.moving:
             self._voice.meet("OuterLoop.step")
+        if self._losses is not None:
+            heard = self._losses.heard()
+            if heard is not None:
+                self._mouth.tell(LossHeard(self._attempt, *heard))
         question = PushWanted(self._attempt, 0 if self._out or self._talk else self._next(), demanded)
         if self._overlaps:
             self._look(question)

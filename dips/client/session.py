@@ -20,8 +20,10 @@ from dips.client.local import (
     Failure,
     Halt,
     Heard,
+    LossHeard,
     Message,
     Moving,
+    Notice,
     PullMoved,
     PullWanted,
     PushMoved,
@@ -196,7 +198,7 @@ class Session(Checkpoints):
     def _known(self, message: Message) -> Answer | None:
         attempt = getattr(message, "attempt", None)
         if attempt != self.attempt or not self._alive:
-            notice = isinstance(message, Stepped)
+            notice = isinstance(message, Notice)
             over = f"attempt {attempt} is over, the newest is {self.attempt}"
             return None if notice else Failure("StaleIncarnation", over)
         if self._failure:
@@ -204,6 +206,8 @@ class Session(Checkpoints):
         match message:
             case Stepped():
                 self._stepped(message)
+            case LossHeard():
+                self._loss_heard(message)
             case Moving(nbytes=nbytes, total=total):
                 self._have_moved(nbytes, total)
                 return Halt(self._halt) if self._halt else Heard()
@@ -232,13 +236,22 @@ class Session(Checkpoints):
         self.tally.earn(notice.tokens, self._now)
         self.loss = self.loss if notice.loss is None else notice.loss
         self.account.earn(notice.tokens, notice.loss)
-        if not notice.finite and not self._sick:
-            self._sick = True
-            self._mark("loss_not_finite", attempt=self.attempt, inner_steps=self.inner_steps)
+        self._look_at_loss(notice.finite)
         if self._resync:  # its pull will overwrite this work
             self.account.lose_carried()
         if self._now - self._marked_at >= MARK_EVERY_S:
             self._mark_inner()
+
+    def _loss_heard(self, notice: LossHeard) -> None:
+        if notice.losses:
+            self.loss = notice.loss_sum / notice.losses
+        self.account.learn(notice.loss_sum, notice.losses)
+        self._look_at_loss(notice.finite)
+
+    def _look_at_loss(self, finite: bool) -> None:
+        if not finite and not self._sick:
+            self._sick = True
+            self._mark("loss_not_finite", attempt=self.attempt, inner_steps=self.inner_steps)
 
     def _range(self, q: RangeWanted) -> Answer:
         """The next data range: one that was leased and not used up, else the master is asked for more."""

@@ -8,88 +8,42 @@ the arrays are the caller's again, also after an error. A broken connection is r
 
 from __future__ import annotations
 
-import random
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import xxhash
-import zmq
 
-from dips.errors import DipsError, LocalProtocolError, RemoteProtocolError, UnavailableSlave
-from dips.protocol.beats import remaining_s
-from dips.protocol.effects import Grant, SlaveAddress
-from dips.transport import curve
+from dips.client.exchange import (
+    DEPTH,
+    TRANSIT_BYTES,
+    Base,
+    Exchange,
+    Job,
+    Moving,
+    Order,
+    Part,
+    Progress,
+    Stats,
+    TransferCancelled,
+)
+from dips.errors import RemoteProtocolError
+from dips.protocol.effects import Grant
 from dips.transport.intake import Intake
-from dips.transport.lane import Waker
-from dips.transport.memory import keep_message_memory
-from dips.transport.pipeline import Stage, cores, spare_threads
 from dips.transport.pool import Transit
-from dips.transport.rate import Rate
-from dips.transport.shares import Piece, Share, check, deal
-from dips.transport.stream import Arrived, Stream
-from dips.wire import codecs, streams
+from dips.transport.shares import Piece
+from dips.transport.stream import Arrived
+from dips.wire import streams
 from dips.wire.chunks import Range
 from dips.wire.frame import BadFrame, Buffer, Kind, check_body, pack
-from dips.wire.streams import StreamName
 
 __all__ = ["Base", "Encode", "Moving", "Piece", "Progress", "Stats", "TransferCancelled", "pull", "push"]
 
 Encode = Callable[[Range, memoryview], Buffer]  # a chunk and its elements in the caller's array → its body
 
-POLL_MS = 50
 ASKERS = 2  # slaves that a rank pulls from at once: the next begins while the last one drains
 SLOW_S = 1.0  # silence after which the next slave is asked too
-TRANSIT_BYTES = 128 << 20  # asked and not yet in the caller's arrays, of one rank's pull
-DEPTH = TRANSIT_BYTES // 4096  # chunks between the thread that polls and the one that checks
-BATCH = 4  # frames of one stream read before more is asked: later, and what is in flight drains meanwhile
-FLUSH_MS = 500  # for the DONE of a pull to leave
-
-
-@dataclass(frozen=True, slots=True)
-class Moving:
-    """How far a transfer is."""
-
-    nbytes: int
-    total: int
-    bytes_per_s: float  # over the last seconds
-
-    @property
-    def remaining_s(self) -> float:
-        """Seconds until all is moved at this rate; infinite while nothing moves."""
-        return remaining_s(self.nbytes, self.total, self.bytes_per_s)
-
-
-Progress = Callable[[Moving], None]  # called on the caller's thread
-
-
-class TransferCancelled(DipsError):
-    """The caller's `cancel` was set."""
-
-
-@dataclass(frozen=True, slots=True)
-class Base:
-    """Who transfers: the part of every stream's name that is the same for all slaves."""
-
-    run: str
-    cluster: str
-    inc: int
-    seq: int
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """What a transfer moved."""
-
-    nbytes: int  # as they travel: a lossy push has fewer than its pieces
-    seconds: float
-    connections: int  # 1 for each stream, and 1 more for each resume
-    last_epoch: int = 1  # of any of its streams
 
 
 def push(
@@ -108,12 +62,13 @@ def push(
     The arrays must not change until this returns. Legal after the push was granted; every rank calls it, also one
     that holds nothing. Under a grant in a lossy codec the pieces hold differences to the grant's base.
 
-    encode  makes the body of each chunk, on another thread, the same whenever it is asked again; None: the codec does
+    encode  makes the body of each chunk, on another thread where cores are to be had, the same whenever it is asked
+            again; None: the codec does
     Errors  UnavailableSlave: deadline passed, or a slave gave the push up. StaleIncarnation: a slave was restarted.
             StalePush: the push is over. LocalProtocolError: all ranks together do not hold each element exactly once.
             TransferCancelled.
     """
-    return _Push(grant, base, pieces, stall_s, clock, encode).run(cancel or threading.Event(), progress)
+    return Push(Order(grant, base, pieces, stall_s, clock), encode).run(cancel or threading.Event(), progress)
 
 
 def pull(
@@ -133,300 +88,54 @@ def pull(
     pieces and a `first_epoch` above the last one's `Stats.last_epoch`.
     Errors  as for push, and StaleVersion: the pull is open on another version.
     """
-    return _Pull(grant, base, pieces, stall_s, clock, first_epoch).run(cancel or threading.Event(), progress)
+    return Pull(Order(grant, base, pieces, stall_s, clock, first_epoch)).run(cancel or threading.Event(), progress)
 
 
-@dataclass(eq=False, slots=True)
-class _Part:
-    """This rank's share at one lane of one slave."""
-
-    slave: SlaveAddress
-    share: Share
-    nbytes: int  # of the share, as they travel
-    stream: Stream
-    intake: Intake | None = None  # pull: from the first WELCOME on
-    posted: int = 0  # push: bytes that were asked
-    done: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class _Job:
-    """A chunk on its way through the stage: to be spelled and checksummed (push), or checked and copied (pull)."""
-
-    part: _Part
-    chunk: Range
-    view: memoryview  # in the caller's array
-    stream: int  # push: the epoch that asked
-    frame: Arrived | None = None  # pull
-    body: Buffer = b""  # push: how it travels, from the stage on
-
-
-class _Transfer(ABC):
-    """The loop of both directions; the calling thread owns everything but the stage."""
-
-    kind: str
-
-    def __init__(
-        self,
-        grant: Grant,
-        base: Base,
-        pieces: Sequence[Piece],
-        stall_s: float,
-        clock: Callable[[], float],
-        first_epoch: int = 1,
-    ) -> None:
-        keep_message_memory()
-        self._first_epoch = first_epoch
-        self._what = f"{self.kind} {base.cluster}/{base.inc} {base.seq} of rank {base.rank}"
-        self._grant, self._base, self._stall_s, self._clock = grant, base, stall_s, clock
-        for piece in pieces:
-            check(piece)
-        strays = sorted({p.layer for p in pieces} - {layer for slave in grant.slaves for layer in slave.layers})
-        if strays:
-            raise LocalProtocolError(f"{self._what}: no slave of the grant holds layers {strays}")
-        order = grant.order[base.rank] if base.rank < len(grant.order) else ()
-        if sorted(order) != list(range(len(grant.slaves))):
-            raise LocalProtocolError(f"{self._what}: expected an order of all {len(grant.slaves)} slaves, got {order}")
-        self._pieces = pieces
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=_io_threads(grant))
-        self._waker = Waker()
-        self._codec = codecs.named(grant.codec) if self.kind == "push" else codecs.FP32
-        self._results: deque[tuple[_Job, int]] = deque()  # of the stage: job, and checksum (push) or 1 for right (pull)
-        self._parts = list(self._make_parts())
-        self._total = sum(part.nbytes for part in self._parts)
-        self._failure: Exception | None = None
-        self._alone = False  # the calling thread does the heavy part, too
-
-    def _make_parts(self) -> Iterator[_Part]:
-        b, rng = self._base, random.Random()
-        version = str(self._grant.version) if self.kind == "pull" else ""
-        own = curve.new()  # nobody knows us by it: it lives as long as this transfer
-        for index in self._grant.order[b.rank]:
-            slave = self._grant.slaves[index]
-            hands = deal((p for p in self._pieces if p.layer in slave.layers and p.length), len(slave.lanes))
-            for lane, hand in enumerate(hands):
-                share = Share(hand)
-                name = StreamName(
-                    b.run,
-                    self.kind,
-                    b.cluster,
-                    b.inc,
-                    b.seq,
-                    b.rank,
-                    slave.name,
-                    slave.sinc,
-                    self._first_epoch,
-                    version,
-                    lane,
-                )
-                keys = (own, slave.key) if slave.key else None
-                stream = Stream(self._context, slave.lanes[lane], name, share.ranges, self._stall_s, rng, keys)
-                stream.waits = False
-                if share.nbytes or self.kind == "push":
-                    nbytes = sum(piece.nbytes for piece in self._codec.ranges(share.ranges))
-                    yield _Part(slave, share, nbytes, stream)
-
-    def run(self, cancel: threading.Event, progress: Progress | None) -> Stats:
-        """Move everything, or raise."""
-        began, told = self._clock(), -1
-        rate = Rate(began)
-        stage = Stage(f"{self.kind}-{self._base.rank}", DEPTH, self._heavy, spare_threads(cores()))
-        self._alone = stage.in_place
-        self._put = stage.put
-        try:
-            while not all(part.done for part in self._parts):
-                now = self._clock()
-                if cancel.is_set():
-                    raise TransferCancelled(f"{self._what} was cancelled")
-                if now - began >= self._grant.deadline_s:
-                    raise UnavailableSlave(f"{self._what} passed its deadline: {self._waiting()}")
-                self._round(now)
-                if progress is not None and told != (moved := self._moved()):
-                    told = moved
-                    rate.saw(moved, now)
-                    progress(Moving(moved, self._total, rate.bytes_per_s))
-        finally:
-            self._close(stage)
-        connections = sum(part.stream.name.epoch for part in self._parts)
-        last_epoch = max((part.stream.name.epoch for part in self._parts), default=self._first_epoch)
-        return Stats(self._total, self._clock() - began, connections, last_epoch)
-
-    def _round(self, now: float) -> None:
-        for part in self._parts:
-            if not part.done and part.stream.step(now):
-                self.broke(part)
-        self._poll()
-        now = self._clock()
-        for part in self._parts:
-            for frame in part.stream.arrived(now, BATCH):
-                self._frame(part, frame, now)
-                if part.done:
-                    break
-        while self._results:
-            self.result(*self._results.popleft())
-        if self._failure is not None:
-            raise self._failure
-        self.advance(now)
-
-    def _poll(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._waker.theirs, zmq.POLLIN)
-        for part in self._parts:
-            part.stream.register(poller)
-        if self._waker.theirs.fileno() in dict(poller.poll(POLL_MS)):
-            self._waker.drain()
-
-    def _frame(self, part: _Part, frame: Arrived, now: float) -> None:
-        try:
-            if frame.header.kind is Kind.CHUNK:
-                self.chunk(part, frame, now)
-                return
-            check_body(frame.header, frame.body)
-            match frame.header.kind:
-                case Kind.WELCOME:
-                    part.stream.settled()
-                    self.welcome(part, streams.decode_welcome(frame.body), now)
-                case Kind.WANT:
-                    self.want(part, streams.decode_want(frame.body))
-                case Kind.DONE:
-                    streams.decode_done(frame.body)
-                    self.finish(part)
-                case Kind.ERROR:
-                    self._refused(part, streams.decode_error(frame.body), now)
-        except BadFrame as bad:
-            part.stream.again(f"slave {part.slave.name} sent a bad frame: {bad}", now)
-            self.broke(part)
-
-    def _refused(self, part: _Part, error: streams.ErrorMessage, now: float) -> None:
-        cls = streams.CODES[error.code]
-        if cls is not None:
-            raise cls(f"{self._what}: slave {part.slave.name} says: {error.message}")
-        part.stream.again(error.message, now)
-        self.broke(part)
-
-    def _waiting(self) -> str:
-        return "; ".join(
-            f"slave {p.slave.name} at {p.stream.address} "
-            + ("is connected" if p.stream.welcomed else f"is not connected ({p.stream.why})")
-            for p in self._parts
-            if not p.done
-        )
-
-    def finish(self, part: _Part) -> None:
-        """The part is over."""
-        part.done = True
-        part.stream.close(FLUSH_MS if self.kind == "pull" else 0)
-
-    def _close(self, stage: Stage[_Job]) -> None:
-        for part in self._parts:
-            part.stream.close()
-        stage.close()
-        self._results.clear()
-        self._context.term()  # on return libzmq reads no array of the caller's
-        self._waker.close()
-
-    def _heavy(self, job: _Job) -> None:
-        """On the stage's thread."""
-        try:
-            self._results.append((job, self.heavy(job)))
-        except Exception as failure:  # noqa: BLE001  raised again on the caller's thread
-            self._failure = failure
-        if not self._alone:
-            self._waker.wake()
-
-    @abstractmethod
-    def heavy(self, job: _Job) -> int:
-        """Checksum, or check and copy; on the stage's thread."""
-
-    @abstractmethod
-    def result(self, job: _Job, value: int) -> None:
-        """What `heavy` returned."""
-
-    @abstractmethod
-    def _moved(self) -> int: ...
-
-    def broke(self, part: _Part) -> None:
-        """The connection is lost; the next one resumes."""
-
-    def advance(self, now: float) -> None:
-        """After each round of the loop."""
-
-    def welcome(self, part: _Part, welcome: streams.Welcome, now: float) -> None:
-        """The slave knows the stream."""
-
-    def want(self, part: _Part, chunks: tuple[Range, ...]) -> None:
-        raise RemoteProtocolError(f"{self._what}: slave {part.slave.name} asked for {chunks[:1]}, but this is a pull")
-
-    def chunk(self, part: _Part, frame: Arrived, now: float) -> None:
-        raise RemoteProtocolError(f"{self._what}: slave {part.slave.name} sent a chunk, but this is a push")
-
-
-def _io_threads(grant: Grant) -> int:
-    """A core for each lane that encrypts: CURVE works in libzmq's I/O threads, a connection in one of them."""
-    lanes = max((len(slave.lanes) for slave in grant.slaves if slave.key), default=1)
-    return max(1, min(lanes, cores()))
-
-
-class _Push(_Transfer):
+class Push(Exchange):
     """Sends what it is asked."""
 
     kind = "push"
 
-    def __init__(
-        self,
-        grant: Grant,
-        base: Base,
-        pieces: Sequence[Piece],
-        stall_s: float,
-        clock: Callable[[], float],
-        encode: Encode | None,
-    ) -> None:
-        super().__init__(grant, base, pieces, stall_s, clock)
+    def __init__(self, order: Order, encode: Encode | None) -> None:
+        super().__init__(order)
         self._encode = encode or self._as_they_are
 
     def _as_they_are(self, chunk: Range, view: memoryview) -> Buffer:
         return self._codec.encode(np.frombuffer(view, np.float32))
 
-    def want(self, part: _Part, chunks: tuple[Range, ...]) -> None:
+    def want(self, part: Part, chunks: tuple[Range, ...]) -> None:
         for chunk in chunks:
             view = part.share.view(chunk)
             if view is None:
                 raise RemoteProtocolError(f"{self._what}: slave {part.slave.name} asks for {chunk}, not held here")
-            if not self._put(_Job(part, chunk, view, part.stream.id)):
+            if not self._put(Job(part, chunk, view, part.stream.id)):
                 raise RemoteProtocolError(f"{self._what}: slave {part.slave.name} asks for more than {DEPTH} chunks")
 
-    def heavy(self, job: _Job) -> int:
+    def heavy(self, job: Job) -> int:
         job.body = self._encode(job.chunk, job.view)
         return xxhash.xxh3_64_intdigest(job.body)
 
-    def result(self, job: _Job, value: int) -> None:
+    def result(self, job: Job, value: int) -> None:
         stream = job.part.stream
         if job.stream == stream.id and not job.part.done:
             stream.post(pack(stream.header(self._codec.range(*job.chunk), value)), job.body)
+            stream.flush()
             job.part.posted += len(job.body)
 
     def _moved(self) -> int:
         return sum(p.nbytes if p.done else min(p.posted, p.nbytes) for p in self._parts)
 
 
-class _Pull(_Transfer):
+class Pull(Exchange):
     """Asks, in the order of the grant, and checks what comes."""
 
     kind = "pull"
 
-    def __init__(
-        self,
-        grant: Grant,
-        base: Base,
-        pieces: Sequence[Piece],
-        stall_s: float,
-        clock: Callable[[], float],
-        first_epoch: int,
-    ) -> None:
-        super().__init__(grant, base, pieces, stall_s, clock, first_epoch)
+    def __init__(self, order: Order) -> None:
+        super().__init__(order)
         self._pool = Transit(TRANSIT_BYTES)
 
-    def welcome(self, part: _Part, welcome: streams.Welcome, now: float) -> None:
+    def welcome(self, part: Part, welcome: streams.Welcome, now: float) -> None:
         if part.intake is None:
             part.intake = Intake(part.share.ranges, welcome.chunk_bytes, self._pool, now)
 
@@ -443,15 +152,15 @@ class _Pull(_Transfer):
                 part.stream.say(Kind.WANT, streams.encode_want(unit))
             part.stream.waits = intake.in_flight > 0
 
-    def chunk(self, part: _Part, frame: Arrived, now: float) -> None:
+    def chunk(self, part: Part, frame: Arrived, now: float) -> None:
         chunk = part.intake.claim(frame.header, now) if part.intake is not None else None
         if chunk is None:
             return  # it was asked before the connection broke, or never: changes nothing
         view = part.share.view(chunk)
         assert view is not None, chunk
-        assert self._put(_Job(part, chunk, view, part.stream.id, frame)), "the queue is as deep as the pool"
+        assert self._put(Job(part, chunk, view, part.stream.id, frame)), "the queue is as deep as the pool"
 
-    def heavy(self, job: _Job) -> int:
+    def heavy(self, job: Job) -> int:
         assert job.frame is not None
         try:
             check_body(job.frame.header, job.frame.body)
@@ -460,7 +169,7 @@ class _Pull(_Transfer):
         np.copyto(np.frombuffer(job.view, np.uint8), np.frombuffer(job.frame.body, np.uint8))
         return 1
 
-    def result(self, job: _Job, value: int) -> None:
+    def result(self, job: Job, value: int) -> None:
         intake = job.part.intake
         assert intake is not None
         if not value:
@@ -472,7 +181,7 @@ class _Pull(_Transfer):
             job.part.stream.flush()
             self.finish(job.part)
 
-    def broke(self, part: _Part) -> None:
+    def broke(self, part: Part) -> None:
         part.stream.waits = False
         if part.intake is not None:
             part.intake.lost()

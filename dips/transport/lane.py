@@ -154,9 +154,12 @@ class Lane:
         self._thread.start()
 
     def post(self, frame: Outgoing) -> None:
-        """Send a frame soon; from any thread, never blocks."""
+        """Send a frame soon; from any thread, never blocks. From the lane's own it leaves now: a body that was just
+        read for its checksum is still in the cache, and the next one is read while libzmq sends it."""
         self._outbox.append(frame)
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is self._thread:
+            self._flush()
+        else:
             self._waker.wake()
 
     def wake(self) -> None:
@@ -190,8 +193,7 @@ class Lane:
                 self._waker.drain()
             more = self._read(handler)
             handler.turn(self.index)
-            while self._outbox:
-                self._send(self._outbox.popleft())
+            self._flush()
 
     def _read(self, handler: Handler) -> bool:
         """Hand a batch of frames over; True if there may be more."""
@@ -202,6 +204,10 @@ class Lane:
                 return False
             handler.received(self.index, peer.bytes, parts)
         return True
+
+    def _flush(self) -> None:
+        while self._outbox:
+            self._send(self._outbox.popleft())
 
     def _send(self, frame: Outgoing) -> None:
         if frame.watch is not None and not frame.watch.wanted():

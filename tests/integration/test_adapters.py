@@ -194,7 +194,9 @@ def test_two_megatron_clusters_with_two_layouts_train_one_model(tmp_path: Path) 
         with run.ledger() as ledger:
             history = [r for r in ledger.history(1000) if r.version is not None]
     whole, *parts = found(tmp_path / "one.out", 1) + found(tmp_path / "four.out", 4)
-    assert {fold.push.cluster for r in history for fold in r.folds} == {"one", "four"}
+    folds = [fold for r in history for fold in r.folds]
+    assert {fold.push.cluster for fold in folds} == {"one", "four"}
+    assert all(fold.loss > 0.0 for fold in folds), "the loss of a pipeline's last stage came through rank 0"
     for of in (whole, parts[2], parts[3]):  # the last stage has the loss
         assert of["losses"][-1] < of["losses"][0] - 0.3, of["losses"]
     norms = [n for n in parts[0]["stage"] if n.endswith("norm.weight")]

@@ -8,7 +8,7 @@ import msgpack
 import pytest
 
 from dips.client import local
-from dips.client.local import Attach, PullNow, Stepped, Wait
+from dips.client.local import Attach, LossHeard, PullNow, Stepped, Wait
 from dips.errors import LocalProtocolError, RemoteProtocolError
 from dips.ids import VersionId
 from dips.protocol.effects import Grant, SlaveAddress
@@ -22,6 +22,7 @@ GRANT = Grant(VersionId(3, 4), (SlaveAddress("ps0", 2, ("127.0.0.1:1",), (0, 2))
         PullNow(1, 2, GRANT, 0.5),
         Stepped(1, 4096, None),
         Stepped(1, 4096, 2.5),
+        LossHeard(1, 7.5, 3),
         Wait("äöü"),
         Attach(1, 0, 9, "{}", 1, 2),
     ],
@@ -62,6 +63,6 @@ def test_length_is_bounded_both_ways() -> None:
 
 def test_every_word_is_in_the_table() -> None:
     """Names are unique, and every message has only fields that the codec can read."""
-    assert len(local.MESSAGES) == 25
+    assert len(local.MESSAGES) == 26
     for cls in local.MESSAGES.values():
         assert all(f.name != "kind" for f in fields(cls))

@@ -16,6 +16,7 @@ from dips.client.local import (
     Failure,
     Halt,
     Heard,
+    LossHeard,
     Message,
     Moving,
     Over,
@@ -495,6 +496,21 @@ def test_a_new_restart_of_torchrun_is_a_new_attempt(play: Play) -> None:
     play.adds_up(10)
     older = play.say(play.attach(restart=0, pid=7))
     assert isinstance(older, Failure) and older.error == "StaleIncarnation"
+
+
+def test_a_pipelines_loss_comes_from_another_rank(play: Play) -> None:
+    """Rank 0 tells steps without one; what it heard at the look is the loss of the push that follows."""
+    play.begin()
+    for _ in range(2):
+        play.say(Stepped(1, 10, None))
+    assert play.say(LossHeard(1, 5.0, 2)) is None
+    assert play.s.loss == 2.5
+    verdict = play.push_until_granted()
+    play.say(PushMoved(1, next(play.number), verdict.seq, True, "", 100))
+    finished = play.asked(PushFinished)
+    assert (finished.loss, finished.tokens, finished.inner_steps) == (2.5, 20, 2)
+    assert play.say(LossHeard(1, 0.0, 0, finite=False)) is None
+    assert [kind for kind, _ in play.marks].count("loss_not_finite") == 1
 
 
 def test_gone_joins_again_and_pulls_before_anything_counts(play: Play) -> None:
