@@ -6,7 +6,8 @@ for a lease, and what is measured is the process, not a deadline. Then a round i
 
 Slave: until the master has it READY again with the head. Master: until it has heard every slave and every cluster.
 Cluster: agent and trainer, until its first new inner step. The others' lost time: what their calls of `step` took in
-which no push was under way (a round, made or skipped, is no lost time), from the kill to the next version.
+which no push was under way (a round, made or skipped, is no lost time), from the kill to the next version. A call that
+never gave the processor up waited for nobody: it was sent to the back of a busy machine's queue.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def measure(bench: Bench) -> None:
         f"medians of {len(times['slave'])}; restarted at once; beats of {BEAT_S:g} s; inner steps of {STEP_S:g} s"
     )
     bench.note(
-        "others lose: calls of `step` without a push under way, from the kill to the next version, the worst one"
+        "others lose: calls of `step` that wait with no push under way, from the kill to the next version; the worst"
     )
 
 
@@ -219,8 +220,8 @@ def _lost(run: Run, name: str, begin: float, end: float) -> float:
 
 
 def lost_s(calls: Iterable[Mark], pushes: Sequence[float]) -> float:
-    """What calls took in which no push began."""
-    quiet = [c for c in calls if not any(c["begun"] <= at <= c["ended"] for at in pushes)]
+    """What calls took that waited for something, and in which no push began."""
+    quiet = [c for c in calls if c["waits"] and not any(c["begun"] <= at <= c["ended"] for at in pushes)]
     return float(sum(c["ended"] - c["begun"] for c in quiet))
 
 

@@ -3,12 +3,13 @@
     recovery_rank.py CLUSTER LAYERS LAYER_NUMEL STEP_S MEETING
 
 Appends a line of JSON for each call of `step` to MEETING/CLUSTER.jsonl: when it was made and when it returned (Unix
-seconds), and the version then installed.
+seconds), how often it gave the processor up to wait for something, and the version then installed.
 """
 
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import time
 from pathlib import Path
@@ -21,9 +22,14 @@ def main(name: str, layers: int, numel: int, step_s: float, meeting: Path) -> No
     with OuterLoop(Model(layers, numel)) as outer, (meeting / f"{name}.jsonl").open("a", buffering=1) as out:
         while not outer.finished:
             time.sleep(step_s)
-            begun = time.time()
+            waits, begun = _waits(), time.time()
             outer.step(tokens=1)
-            out.write(json.dumps({"begun": begun, "ended": time.time(), "version": str(outer.version)}) + "\n")
+            call = {"begun": begun, "ended": time.time(), "waits": _waits() - waits, "version": str(outer.version)}
+            out.write(json.dumps(call) + "\n")
+
+
+def _waits() -> int:
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 if __name__ == "__main__":

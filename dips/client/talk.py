@@ -42,6 +42,7 @@ from dips.protocol.events import PullFinished, PullRequested, PushAborted, PushF
 PULL_TRIES = 3  # a pull that fails so often in a row is given up, unless the trainer cannot train without it
 STAND_S = 1.0  # slots that are free are reserved in milliseconds; for others no trainer stands still
 RETRY_S = 0.5  # before a failed pull is asked for anew
+AGAIN_S = 1.0  # before a push is, whose slot was not to be had: its slave is gone, and not back within a step
 
 
 class Talk(Life):
@@ -245,6 +246,8 @@ class Talk(Life):
         if self.phase in (Phase.ASKING_PUSH, Phase.FINISHING, Phase.AWAITING):
             self._mark("outcome", outcome="dropped", version="", seq=self._seq, reason=result.reason)
         self._give_back()
+        if self.phase is Phase.ASKING_PUSH:
+            self._backoff_until = self._now + AGAIN_S
         self._rest(result.reason, again=self.phase is Phase.ASKING_PUSH, delay_s=RETRY_S)
 
     def _pull_granted(self, grant: Grant, after_push: bool = False) -> None:

@@ -1,7 +1,8 @@
 """The master's way to its slaves: one channel each, orders heard there in the order in which they were given.
 
 An order whose connection breaks is sent again until its deadline: its number is the same, so the slave repeats its
-answer and never the work. What the orders mean this file does not know.
+answer and never the work. But OpenPush to a slave that nobody listens for is refused at once: a trainer stands still
+for its slot, and can as well ask again. What else orders mean this file does not know.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from grpc import aio
+from grpc import ChannelConnectivity, aio
 
 from dips.errors import DipsError, StaleTerm, UnavailableSlave
-from dips.protocol.effects import Order
+from dips.protocol.effects import OpenPush, Order
 from dips.protocol.events import OrderAnswered, OrderFailed
 from dips.transport import control
 from dips.wire import messages
@@ -50,6 +51,8 @@ class Link:
     async def _until_heard(self, order: Order) -> Any:
         """Ask until the slave has answered; the caller's timeout ends it."""
         while True:
+            if isinstance(order.body, OpenPush) and not await self._listens():
+                raise UnavailableSlave(f"nobody listens at {self.address}")
             try:
                 reply = await control.call(
                     self._begin,
@@ -61,6 +64,14 @@ class Link:
                 return messages.unwrap(reply)
             except UnavailableSlave:
                 await asyncio.sleep(RETRY_S)
+
+    async def _listens(self) -> bool:
+        """Connect if need be; False as soon as that is refused."""
+        while True:
+            state = self._channel.get_state(try_to_connect=True)
+            if state in (ChannelConnectivity.READY, ChannelConnectivity.TRANSIENT_FAILURE):
+                return state is ChannelConnectivity.READY
+            await self._channel.wait_for_state_change(state)
 
     async def _begin(self, request: Any, timeout: float) -> Answer:
         """Begin a call when the slave has heard those that were given before it; their answers may take long.

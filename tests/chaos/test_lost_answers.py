@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from tests.chaos.house import House
+from tests.chaos.house import SEEN_S, House
 
 CALLS = ["RequestPush", "FinishPush", "AwaitRound", "RequestPull", "FinishPull", "RequestRanges"]
 ORDERS = ["open_push", "measure", "fold", "apply", "persist", "commit", "open_pull", "retire"]
@@ -19,7 +21,7 @@ def test_an_answer_to_a_cluster_is_lost(house: House, method: str) -> None:
         house.kill_rank("east")  # a new rank pulls the head
     trap.caught()
     asked = calls.seen[method]
-    house.until(lambda: calls.seen[method] > asked, 20, f"{method} is asked again")
+    house.until(lambda: calls.seen[method] > asked, SEEN_S, f"{method} is asked again")
     house.progress(2, by=("east",))
     assert not house.skipped()
 
@@ -27,12 +29,12 @@ def test_an_answer_to_a_cluster_is_lost(house: House, method: str) -> None:
 def test_the_answer_to_join_is_lost(house: House) -> None:
     """The same nonce gets the same incarnation: no life is skipped, none is fenced by its own retry."""
     house.end_agent("east")
-    inc = _inc(house)
+    inc, since = _inc(house), time.time()
     trap = house.to_master["east"].calls.lose_answer("Join")
     house.cluster("east")
     trap.caught()
     house.progress(2, by=("east",))
-    assert _inc(house) == inc + 1
+    assert house.seen_after(house.timeline("east"), "joined", since=since)["inc"] == inc + 1
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -67,10 +69,12 @@ def test_the_answer_to_a_beat_is_lost(house: House, who: str) -> None:
 
 
 def _inc(house: House) -> int:
-    return int(house.told(lambda s: "east" in s["clusters"], 10, "the master knows east")["clusters"]["east"]["inc"])
+    return int(
+        house.told(lambda s: "east" in s["clusters"], SEEN_S, "the master knows east")["clusters"]["east"]["inc"]
+    )
 
 
 def _sinc(house: House) -> int:
     return int(
-        house.told(lambda s: s["slaves"]["ps0"].get("sinc"), 10, "the master knows ps0")["slaves"]["ps0"]["sinc"]
+        house.told(lambda s: s["slaves"]["ps0"].get("sinc"), SEEN_S, "the master knows ps0")["slaves"]["ps0"]["sinc"]
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.chaos.house import LEASE_S, House, address
+from tests.chaos.house import LEASE_S, SEEN_S, House, address
 from tests.chaos.wires import Loop
 from tests.integration.cluster_harness import daemon
 
@@ -21,7 +21,7 @@ def test_a_second_master_is_refused_by_the_lock(house: House) -> None:
     """On the same directory: it names the holder and ends; the first does not notice."""
     pid = house.process("master").pid
     second = house._start("second", [*daemon("master"), "--config", str(house.file)])
-    house.wait(second, 20, CONFIG)
+    house.wait(second, SEEN_S, CONFIG)
     assert f"process {pid}" in second.log.read_text()
     house.progress(2, by=house.clusters)
 
@@ -38,7 +38,7 @@ def test_a_second_master_on_a_copied_ledger_wins_by_its_term(tmp_path: Path, loo
         house.progress(2, by=house.clusters)
         trap.release(forward=False)
         os.kill(first.pid, signal.SIGCONT)
-        house.wait(first, 30, STALE)
+        house.wait(first, SEEN_S, STALE)
         house.progress(2, by=house.clusters)
         house.check()
         assert second.code is None
@@ -68,11 +68,11 @@ def test_a_zombie_agent_wakes_while_its_successor_pushes(house: House) -> None:
         os.kill(pid, signal.SIGSTOP)
     place = f"east-after-{zombie.pid}"
     house.cluster("east", place=place)
-    house.seen_after(house.timeline(place), "pull_end", since=since, within_s=60)
+    house.seen_after(house.timeline(place), "pull_end", since=since)
     house.hold_push("east", list(house.lanes), place=place)
     for pid in sleeping:
         os.kill(pid, signal.SIGCONT)
-    house.wait(zombie, 40, STALE)
+    house.wait(zombie, SEEN_S, STALE)
     house.count_unheard("east", time.time() - since + LEASE_S)  # a zombie's steps count for nothing
     for lane in house.lanes.values():
         lane.heal()

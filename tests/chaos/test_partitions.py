@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.chaos.house import LEASE_S, TOKENS, House
+from tests.chaos.house import LEASE_S, SEEN_S, TOKENS, House
 from tests.chaos.wires import DOWN, UP
 
 HOUSE = {"ranges": False}  # who waits for data ranges cannot train on by itself
@@ -36,7 +36,7 @@ def test_a_cluster_hears_nothing_from_the_master(house: House) -> None:
     house.to_master["east"].wire.hold(DOWN)
     steps = _steps(house)
     house.progress(4, by=("west",))
-    house.until(lambda: _steps(house) > steps + 4, 30, "east trains on by itself")
+    house.until(lambda: _steps(house) > steps + 4, SEEN_S, "east trains on by itself")
     house.to_master["east"].wire.heal()
     house.progress(2, by=house.clusters)
 
@@ -48,8 +48,8 @@ def test_the_last_words_of_a_life_are_counted_once(house: House) -> None:
     """
     since, steps = time.time(), _steps(house)
     house.to_master["east"].wire.hold(DOWN)
-    house.until(lambda: _steps(house) > steps + 6, 30, "east trains on by itself")
-    house.told(lambda s: s["clusters"]["east"]["tokens_carried"] > 2 * TOKENS["east"], 20, "the master hears of it")
+    house.until(lambda: _steps(house) > steps + 6, SEEN_S, "east trains on by itself")
+    house.told(lambda s: s["clusters"]["east"]["tokens_carried"] > 2 * TOKENS["east"], SEEN_S, "the master hears of it")
     house.to_master["east"].wire.hold(UP)
     house.seen_after(house.master_timeline, "cluster_gone", since=since, cluster="east")
     house.to_master["east"].wire.heal()
@@ -74,7 +74,7 @@ def test_the_orders_to_a_slave_are_cut(house: House, ways: tuple[str, ...]) -> N
     """Its beats still arrive, so its lease holds: two deaf orders say that it is lost. It comes back by registering."""
     since = time.time()
     house.orders["ps1"].wire.hold(*ways)
-    house.seen_after(house.master_timeline, "slave_lost", since=since, slave="ps1", within_s=60)
+    house.seen_after(house.master_timeline, "slave_lost", since=since, slave="ps1")
     house.orders["ps1"].wire.heal()
     house.seen_after(house.master_timeline, "slave_ready", since=since, slave="ps1")
     house.progress(2, by=house.clusters)
@@ -85,7 +85,7 @@ def test_a_slave_is_cut_from_everybody(house: House) -> None:
     since, loads = time.time(), _loads(house)
     for wire in house.wires("ps1"):
         wire.hold()
-    house.seen_after(house.master_timeline, "slave_lost", since=since, slave="ps1", within_s=60)
+    house.seen_after(house.master_timeline, "slave_lost", since=since, slave="ps1")
     for wire in house.wires("ps1"):
         wire.heal()
     house.seen_after(house.master_timeline, "slave_ready", since=since, slave="ps1")
@@ -97,7 +97,7 @@ def test_a_slave_s_beats_are_cut(house: House) -> None:
     """One way: it hears orders and cannot be heard beating; the master gives it up, and takes it back."""
     since = time.time()
     house.to_master["ps1"].wire.hold(UP)
-    house.seen_after(house.master_timeline, "slave_lost", since=since, slave="ps1", within_s=60)
+    house.seen_after(house.master_timeline, "slave_lost", since=since, slave="ps1")
     house.to_master["ps1"].wire.heal()
     house.seen_after(house.master_timeline, "slave_ready", since=since, slave="ps1")
     house.progress(2, by=house.clusters)

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from tests.chaos.house import LEASE_S, House
+from tests.chaos.house import LEASE_S, SEEN_S, House
 
 STOPPED_S = 2 * LEASE_S
 
@@ -55,11 +55,11 @@ def test_sigkill_of_an_agent_that_is_back_within_its_lease(house: House) -> None
     for _ in range(3):
         house.kill_rank("east")
         house.progress(1, by=("east",))
-    told = house.told(lambda s: s["clusters"]["east"]["tokens_lost"] > 0, 10, "tokens are lost with the ranks")
+    told = house.told(lambda s: s["clusters"]["east"]["tokens_lost"] > 0, SEEN_S, "tokens are lost with the ranks")
     house.kill_agent("east")
     house.cluster("east")
     house.progress(2, by=("east",))
-    now = house.told(lambda s: "east" in s["clusters"], 10, "the master knows east")
+    now = house.told(lambda s: "east" in s["clusters"], SEEN_S, "the master knows east")
     assert now["clusters"]["east"]["tokens_lost"] >= told["clusters"]["east"]["tokens_lost"]
 
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.chaos.house import LEASE_S, TOKENS, House
+from tests.chaos.house import LEASE_S, SEEN_S, TOKENS, House
 
 ROUND_ORDERS = ["measure", "fold", "apply", "persist"]
 
@@ -48,12 +48,12 @@ def test_row_2_cluster_dies_with_a_committed_push(house: House) -> None:
     """The work is good and counts, though nobody is left to hear so."""
     trap = house.orders["ps0"].calls.trap("measure")
     trap.caught()
-    status = house.told(lambda s: s["round"]["pushes"] or s["clusters"], 5, "a push is being measured")
+    status = house.told(lambda s: s["round"]["pushes"] or s["clusters"], SEEN_S, "a push is being measured")
     committed = house.marks(house.master_timeline, "push_committed")[-1]["push"]
     cluster = committed.split("/")[0]
     house.kill_agent(cluster)
     trap.release()
-    house.until(lambda: committed in _folded(house), 20, f"{committed} counts: {status['round']}")
+    house.until(lambda: committed in _folded(house), SEEN_S, f"{committed} counts: {status['round']}")
     house.cluster(cluster)
 
 
@@ -62,12 +62,12 @@ def test_row_2_cluster_dies_with_a_committed_push(house: House) -> None:
 
 def test_row_3_cluster_comes_back(house: House) -> None:
     """A new incarnation pulls the head and takes part, at once: it need not wait for the old lease to end."""
-    before = house.told(lambda s: "east" in s["clusters"], 10, "the master knows east")["clusters"]["east"]["inc"]
+    before = house.told(lambda s: "east" in s["clusters"], SEEN_S, "the master knows east")["clusters"]["east"]["inc"]
+    since = time.time()
     house.kill_agent("east")
     house.cluster("east")
     house.progress(2, by=("east",))
-    after = house.told(lambda s: "east" in s["clusters"], 10, "the master knows east")["clusters"]["east"]["inc"]
-    assert after == before + 1
+    assert house.seen_after(house.timeline("east"), "joined", since=since)["inc"] == before + 1
 
 
 # ---- 4: frame corrupt, truncated, repeated, hostile ------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_row_5_slave_before_persisted(house: House, order: str) -> None:
     house.process("ps1").kill()
     trap.release(forward=False)
     house.start_slave("ps1")
-    house.until(lambda: len(house.skipped()) > skipped, 20, "the round is skipped")
+    house.until(lambda: len(house.skipped()) > skipped, SEEN_S, "the round is skipped")
     house.progress(2, by=house.clusters)
     lost = house.seen_after(house.master_timeline, "round_skipped", since=since)
     folds = [f for r in house.history() if r.round > int(lost["round"]) for f in r.folds]

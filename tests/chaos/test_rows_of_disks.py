@@ -14,7 +14,7 @@ import pytest
 from dips.ids import VersionId
 from dips.master import genesis
 from tests.chaos import disks
-from tests.chaos.house import House
+from tests.chaos.house import SEEN_S, House
 from tests.chaos.wires import Loop
 
 CONFIG = 78
@@ -54,7 +54,7 @@ def test_row_7_old_snapshots_that_nobody_shares(house: House, tmp_path: Path) ->
     disks.put_back(tmp_path / "old", directory)
     head = house.head()
     house.start_slave("ps1")
-    house.told(lambda s: "ps1" in s["round"]["reason"], 20, "the master says why nothing goes on")
+    house.told(lambda s: "ps1" in s["round"]["reason"], SEEN_S, "the master says why nothing goes on")
     time.sleep(2)  # it must not help itself
     assert house.head() == head
     house.process("ps1").kill()
@@ -114,7 +114,7 @@ def test_row_11_disk_full(tight_house: House) -> None:
     house.progress(2, by=house.clusters)
     kept = disks.versions(house.directory / "ps1")[-1]
     disks.fill(house.directory / "ps1")
-    house.told(lambda s: s["durability"]["state"] == "degraded", 40, "durability is degraded")
+    house.told(lambda s: s["durability"]["state"] == "degraded", SEEN_S, "durability is degraded")
     assert len(house.skipped()) >= 1
     house.progress(3, by=house.clusters)
     house.check()
@@ -122,7 +122,7 @@ def test_row_11_disk_full(tight_house: House) -> None:
     disks.free(house.directory / "ps1")
     house.seen_after(house.master_timeline, "durable_again", since=since)
     house.progress(2, by=house.clusters)
-    house.told(lambda s: s["durability"]["head"], 20, "the head is durable")
+    house.told(lambda s: s["durability"]["head"], SEEN_S, "the head is durable")
     house.check()
 
 
@@ -147,7 +147,7 @@ def test_an_old_ledger_put_back_refuses_to_serve(tmp_path: Path, loop: Loop) -> 
             path.unlink()
         shutil.copy(backup, ledger)
         old = house.start_master()
-        house.until(lambda: old.code is not None, 30, "the master refuses")
+        house.until(lambda: old.code is not None, SEEN_S, "the master refuses")
         assert old.code == CONFIG and "dips-master recover" in old.log.read_text()
         for path in ledger.parent.glob("ledger.sqlite*"):
             path.unlink()

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from dips.slave.export import export
 from tests.chaos import disks, predict
-from tests.chaos.house import EVER, LEASE_S, House
+from tests.chaos.house import EVER, LEASE_S, SEEN_S, House
 from tests.chaos.wires import Loop
 
 HOUSE = {"ranges": False}  # who waits for data ranges cannot train on by itself
@@ -35,7 +35,7 @@ def test_failure_1_fresh_weights_become_the_truth(house: House, tmp_path: Path) 
     house.start_slaves()
     for name in house.clusters:
         house.cluster(name)
-    house.told(lambda s: "ps1" in s["round"]["reason"], 20, "the master says who is missing")
+    house.told(lambda s: "ps1" in s["round"]["reason"], SEEN_S, "the master says who is missing")
     time.sleep(LEASE_S)  # nobody may help himself
     assert house.head() == head
     assert not [m for name in house.clusters for m in house.marks(house.timeline(name), "pull_end") if m["at"] > since]
@@ -50,7 +50,7 @@ def test_failure_2_bulk_starves_heartbeats(house: House) -> None:
     since, skipped = time.time(), len(house.skipped())
     for lane in house.lanes.values():
         lane.delay(0.3)
-    house.seen_after(house.timeline("east"), "push_end", since=since + 2 * LEASE_S, within_s=60, ok=True)
+    house.seen_after(house.timeline("east"), "push_end", since=since + 2 * LEASE_S, ok=True)
     moved = house.marks(house.timeline("east"), "push_end")[-1]["at"]
     begun = max(m["at"] for m in house.marks(house.timeline("east"), "push_begin") if m["at"] < moved)
     for lane in house.lanes.values():
@@ -71,7 +71,7 @@ def test_failure_3_lost_acknowledgement_lost_run(house: House) -> None:
     assert outcome["outcome"] == "accepted"
     folds = [f.push for r in house.history() for f in r.folds if f.push.cluster == "east"]
     assert len(folds) == len(set(folds))
-    assert outcome["at"] - since < 15
+    assert outcome["at"] - since < 25  # a question on a link that went silent ends after 30
 
 
 def test_failure_5_a_poisoned_detector(tmp_path: Path, loop: Loop) -> None:
@@ -80,7 +80,7 @@ def test_failure_5_a_poisoned_detector(tmp_path: Path, loop: Loop) -> None:
         house.start_master()
         house.start_slaves()
         house.cluster("north", words=("--wild", ",".join(WILD)))
-        gated = [house.seen_after(house.master_timeline, "push_gated", n + 1, within_s=60) for n in range(len(WILD))]
+        gated = [house.seen_after(house.master_timeline, "push_gated", n + 1) for n in range(len(WILD))]
         assert "hard cap" in gated[0]["reason"] and all("not finite" in g["reason"] for g in gated[1:])
         assert house.head().version == 0
         house.cluster("east")
@@ -96,14 +96,14 @@ def test_failure_7_joining_while_busy(house: House) -> None:
     trap.caught()
     house.end_agent("east")
     house.cluster("east", place=place)
-    first = house.seen_after(house.timeline(place), "pull_end", within_s=20, installed=True)
+    first = house.seen_after(house.timeline(place), "pull_end", installed=True)
     trap.release()
     house.progress(2, by=house.clusters)
     assert first["version"] in {str(r.parent) for r in house.history() if r.parent}
     house.lanes["ps1"].hold()
     begun = len(house.marks(house.timeline(place), "pull_begin"))
     house.kill_rank("east")
-    house.until(lambda: len(house.marks(house.timeline(place), "pull_begin")) > begun, 20, "a pull meets the cut")
+    house.until(lambda: len(house.marks(house.timeline(place), "pull_begin")) > begun, SEEN_S, "a pull meets the cut")
     house.process("ps1").kill()
     house.lanes["ps1"].heal()
     house.start_slave("ps1")
@@ -119,7 +119,9 @@ def test_failure_8_the_coordinator_dies(house: House) -> None:
     steps = {name: len(house._written(name, "steps")) for name in house.clusters}
     for name in house.clusters:
         house.until(
-            lambda name=name: len(house._written(name, "steps")) > steps[name] + 4, 30, f"{name} trains on by itself"
+            lambda name=name: len(house._written(name, "steps")) > steps[name] + 4,
+            SEEN_S,
+            f"{name} trains on by itself",
         )
     house.start_master()
     house.progress(2, by=house.clusters)
@@ -159,7 +161,7 @@ def test_failure_10_memory_that_creeps(house: House) -> None:
     after = {name: psutil.Process(house.process(name).pid).memory_info().rss for name in names}
     grown = {name: (after[name] - before[name]) >> 20 for name in names}
     assert max(grown.values()) <= 8, f"MiB in 40 rounds: {grown}"
-    status = house.told(lambda s: all("pool_used" in s["slaves"][n] for n in house.slaves), 10, "slaves beat")
+    status = house.told(lambda s: all("pool_used" in s["slaves"][n] for n in house.slaves), SEEN_S, "slaves beat")
     assert all(s["pool_used"] <= s["pool_limit"] for s in status["slaves"].values())
 
 

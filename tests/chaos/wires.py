@@ -175,7 +175,7 @@ class Trap:
         self.kind, self.when, self.skip = kind, when, skip
         self._loop, self._caught, self._word = loop, threading.Event(), loop.run(_future())
 
-    def caught(self, within_s: float = 30.0) -> None:
+    def caught(self, within_s: float = 60.0) -> None:
         """Return when a call is held here."""
         assert self._caught.wait(within_s), f"no {self.kind} came within {within_s:g} s"
 

@@ -447,6 +447,25 @@ async def test_nobody_there_is_deaf_at_the_deadline() -> None:
     assert 0.5 <= took < 3.0
 
 
+async def test_a_slot_at_a_slave_that_nobody_listens_for_is_refused_at_once() -> None:
+    """A trainer stands still for it; the next life of the slave, at the same address, is found within seconds."""
+    slave, open_push = Slave("s0"), effects.OpenPush(PushId("a", 1, 1), (0,), 5.0)
+    async with listening(slave):
+        link = Link("s0", slave.address)
+        opened = await link.execute(order(1, body=open_push))
+    began = asyncio.get_running_loop().time()
+    failed = await link.execute(order(2, deadline_s=20.0, body=open_push))
+    took = asyncio.get_running_loop().time() - began
+    assert isinstance(opened, events.OrderAnswered)
+    assert isinstance(failed, events.OrderFailed) and failed.kind == "refused"
+    assert "nobody listens" in failed.reason and took < 2.0
+    async with listening(slave):
+        async with asyncio.timeout(10.0):
+            while not isinstance(await link.execute(order(3, body=open_push)), events.OrderAnswered):
+                await asyncio.sleep(0.1)
+    await link.close()
+
+
 async def test_a_link_that_comes_back_carries_the_order() -> None:
     """An order given while the slave's server is away is carried out when it is back, within its deadline."""
     slave = Slave("s0")

@@ -744,10 +744,16 @@ def test_a_grant_that_comes_while_it_trains_is_taken_at_the_next_look(play: Play
 
 
 def test_a_push_dropped_while_it_is_opened_is_asked_for_again_soon(play: Play) -> None:
-    """A slave was lost: the next boundary asks anew, not another H."""
+    """A slave was lost: the first boundary after a second asks anew, not after another H; none before stands still."""
     play.begin()
     play.step(1)
     want = play.want_push()
     play.say(want)
     play.master(Dropped("ps1 was lost"))
     assert play.say(want) == TrainOn("ps1 was lost", 1, 0.0)
+    play.step(1)
+    assert play.say(play.want_push()) == TrainOn("ps1 was lost", 1, 0.0)
+    play.now += 1.0
+    play.step(1)
+    assert play.push_until_granted().seq == 3
+    assert play.s.account.frozen.inner_steps == 3
