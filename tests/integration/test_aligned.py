@@ -10,7 +10,7 @@ from benchmarks.pace import lived
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(240)
 def test_four_unequal_clusters_meet_in_the_same_windows(tmp_path: Path) -> None:
     """5.23 : 3.8 : 2.4 : 1 with 10 % jitter: after three rounds all are in at least 4 of 5 windows."""
     met = lived(tmp_path / "run", jitter=0.1, rounds=5)
