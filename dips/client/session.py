@@ -134,6 +134,7 @@ class Session(Checkpoints):
             self._pace.aligned_steps,
             self._pace.step_s,
             self._pace.since_push,
+            self.account.consumed,
         )
 
     def beat_answered(self, inc: int, answer: ClusterBeatAnswer, now: float) -> list[Deed]:
@@ -165,7 +166,7 @@ class Session(Checkpoints):
         """The last word to the master; None if it never heard of us."""
         if self.inc == 0 or self.phase is Phase.JOINING:
             return None
-        return ClusterLeft(0, self._identity.cluster, self.inc, self.account.unsettled + self.account.lost)
+        return ClusterLeft(0, self._identity.cluster, self.inc, self.account.consumed)
 
     def _attach(self, q: Attach) -> Answer:
         key = (q.life, q.restart, q.pid)
@@ -299,6 +300,8 @@ class Session(Checkpoints):
             self._stop(LocalProtocolError(f"while {self.phase} the master answered {result!r}"))
 
     def _join(self, reason: str) -> None:
+        if self._joined_in():  # the life that ends by this
+            self._former, self.account = self.account.consumed, Account()
         self._nonce = self._new_nonce()
         self.phase, self.reason, self._grant = Phase.JOINING, reason, None
         i = self._identity
@@ -328,7 +331,6 @@ class Session(Checkpoints):
         self.account.lose_carried()
         self.account.lose_frozen()
         self._mark("life_ended", inc=self.inc, tokens_lost=self.account.lost)
-        self._former, self.account = self.account.consumed, Account()
         self._join("its lease at the master ran out: it joins again")
 
     def _ranges_again(self, result: Result) -> None:

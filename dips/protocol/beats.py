@@ -33,6 +33,7 @@ class ClusterBeat:
     aligned_steps: int = 0  # H that it would take by itself, if it pushes together with others; 0: its own pace
     step_s: float = 0.0  # time of an inner step; 0 while unknown
     since_push: int = 0  # inner steps since its last push
+    tokens_consumed: int = 0  # by this life in all: carried, lost, or settled by an Outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ def _begin(w: World, event: ClusterJoined, old: Cluster | None) -> Cluster:
     if old is not None:
         inc = old.inc + 1
         if old.live:
-            end(w, old, f"fenced by its next life {old.name}/{inc}", old.unsettled)
+            end(w, old, f"fenced by its next life {old.name}/{inc}", old.consumed)
         old.reborn(inc, event.nonce)
     cluster = old or Cluster(event.cluster, inc, event.nonce)
     w.clusters[event.cluster] = cluster
@@ -74,8 +74,12 @@ def _begin(w: World, event: ClusterJoined, old: Cluster | None) -> Cluster:
     return cluster
 
 
-def end(w: World, cluster: Cluster, reason: str, tokens_lost: int) -> None:
-    """A life is over. Its committed push counts; everything else of it is freed."""
+def end(w: World, cluster: Cluster, reason: str, consumed: int) -> None:
+    """A life is over. Its committed push counts; everything else of it is freed.
+
+    Of the tokens that it is known to have consumed, those are lost that are not settled: a push may have been settled
+    after the beat that told them (why.md 37).
+    """
     committed = cluster.push if cluster.push and cluster.push.committed else None
     if cluster.push and not committed:
         pushes.drop(w, cluster, reason)
@@ -84,8 +88,9 @@ def end(w: World, cluster: Cluster, reason: str, tokens_lost: int) -> None:
     w.ranges.release(cluster.name, cluster.inc, keep=committed.ranges if committed else ())
     # Tokens of a committed push are not lost with the cluster: its round settles them.
     open_seq, open_tokens = (committed.id.seq, committed.tokens) if committed else (0, 0)
-    lost = max(0, tokens_lost - open_tokens)
-    cluster.accounted = cluster.settled + lost + open_tokens
+    brought = cluster.settled + open_tokens
+    lost = max(0, consumed - brought)
+    cluster.accounted = brought + lost
     cluster.tokens["lost"] += lost
     cluster.become(ClusterState.GONE, reason)
     w.record(ClusterEnded(cluster.name, cluster.inc, reason, lost, w.now, open_seq, open_tokens))
@@ -133,8 +138,8 @@ def ranges_requested(w: World, event: RangesRequested) -> None:
     w.reply(event.req, Ranges(taken, not taken))
 
 
-def left(w: World, req: int, name: str, inc: int, tokens_lost: int) -> None:
+def left(w: World, req: int, name: str, inc: int, consumed: int) -> None:
     """Goes gracefully; saying it twice is fine."""
     if w.standing(name, inc) == "live":
-        end(w, w.clusters[name], "left", tokens_lost)
+        end(w, w.clusters[name], "left", consumed)
     w.reply(req, Acknowledged())

@@ -83,17 +83,17 @@ def _order_answered(w: World, event: OrderAnswered) -> None:
 
 def _cluster_silent(w: World, event: ClusterSilent) -> None:
     if w.standing(event.cluster, event.inc) == "live":
-        clusters.end(w, w.clusters[event.cluster], f"silent for {event.silent_s:.1f} s", event.tokens_lost)
+        clusters.end(w, w.clusters[event.cluster], f"silent for {event.silent_s:.1f} s", event.tokens_consumed)
 
 
 def _cluster_told(w: World, event: ClusterTold) -> None:
     cluster = w.clusters.get(event.cluster)
     if cluster is not None and cluster.inc == event.inc:
-        cluster.unsettled = event.tokens_unsettled
+        cluster.consumed = event.tokens_consumed
 
 
 def _cluster_left(w: World, event: ClusterLeft) -> None:
-    clusters.left(w, event.req, event.cluster, event.inc, event.tokens_lost)
+    clusters.left(w, event.req, event.cluster, event.inc, event.tokens_consumed)
 
 
 def _blind(w: World, event: Blind) -> None:
@@ -160,6 +160,7 @@ class Coordinator:
             durability.persist_if_due(w)
             round.advance(w)
             drain.settle(w)
+            slaves.clean(w)
         return w.out
 
     @classmethod

@@ -154,12 +154,12 @@ class RangesRequested:
 
 @dataclass(frozen=True, slots=True)
 class ClusterLeft:
-    """Goes gracefully; `tokens_lost` were consumed and will never be pushed."""
+    """Goes gracefully; `tokens_consumed` by this life in all: what no push brought in will never be pushed."""
 
     req: int
     cluster: str
     inc: int
-    tokens_lost: int
+    tokens_consumed: int
 
 
 # ---- from an operator ---------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class ClusterSilent:
     cluster: str
     inc: int
     silent_s: float
-    tokens_lost: int  # consumed, as its last beat told, and never to be pushed
+    tokens_consumed: int  # by this life in all, as its last beat told
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ class ClusterTold:
 
     cluster: str
     inc: int
-    tokens_unsettled: int
+    tokens_consumed: int
 
 
 @dataclass(frozen=True, slots=True)

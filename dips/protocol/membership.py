@@ -32,7 +32,7 @@ class _Cluster:
     stepped: float  # when inner_steps last rose
     signs: tuple[int, str, int] = (0, "", 0)  # inner steps, activity, bytes of its transfer: a change is life
     moving: bool = True
-    tokens_unsettled: int = 0
+    tokens_consumed: int = 0  # by this life in all
     bandwidth: Bandwidth = field(default_factory=Bandwidth)
 
 
@@ -73,7 +73,7 @@ class Judge:
     def last_words(self, cluster: str) -> list[Event]:
         """What is known of the tokens of a life that may be about to be fenced by its next one."""
         known = self._clusters.get(cluster)
-        return [] if known is None else [ClusterTold(cluster, known.inc, known.tokens_unsettled)]
+        return [] if known is None else [ClusterTold(cluster, known.inc, known.tokens_consumed)]
 
     def forget_cluster(self, cluster: str) -> None:
         self._clusters.pop(cluster, None)
@@ -86,7 +86,7 @@ class Judge:
         known = self._clusters.get(beat.cluster)
         if known is None or known.inc != beat.inc:
             return []
-        known.heard, known.tokens_unsettled = now, beat.tokens_carried + beat.tokens_lost
+        known.heard, known.tokens_consumed = now, beat.tokens_consumed
         signs = (beat.inner_steps, beat.activity, beat.bytes_moved)
         if signs != known.signs or _waits_for_others(beat):
             known.signs, known.stepped = signs, now
@@ -107,7 +107,7 @@ class Judge:
         lease, found = self._options.lease_s, list[Event]()
         for name, cluster in sorted(self._clusters.items()):
             if now - cluster.heard >= lease:
-                found.append(ClusterSilent(name, cluster.inc, now - cluster.heard, cluster.tokens_unsettled))
+                found.append(ClusterSilent(name, cluster.inc, now - cluster.heard, cluster.tokens_consumed))
                 del self._clusters[name]
             else:
                 found += self._trainer(name, cluster, cluster.moving, now)

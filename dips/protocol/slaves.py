@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from dips.errors import Busy
-from dips.ids import GENESIS
+from dips.ids import GENESIS, VersionId
 from dips.protocol import durability, pulls, pushes, rollback, round
 from dips.protocol.effects import (
     Abort,
@@ -28,6 +30,7 @@ DEAF_ORDERS = 2  # in a row past their deadline: the slave does not hear us, wha
 EXIT_STALE = 75  # a later master exists; started again, this one would find itself above every term that was seen
 EXIT_OLD_LEDGER = 78  # only a person can say which ledger is the true one
 RETRY_S = 1.0
+PROOF_RETRY_S = 0.25  # the other slaves register within a beat of a restart
 
 
 def registered(w: World, event: SlaveRegistered) -> None:
@@ -44,7 +47,7 @@ def registered(w: World, event: SlaveRegistered) -> None:
         w.reply(event.req, Failed("StaleTerm" if leave.code == EXIT_STALE else "StaleVersion", leave.reason))
         w.out.append(leave)
         return
-    w.proven = True
+    slave.registered = True
     lose(w, slave, "its process is a new one" if slave.nonce != event.nonce else "it registered again")
     _name(w, slave, event)
     slave.offer = rollback.offered(event)
@@ -65,6 +68,9 @@ def _mismatch(w: World, event: SlaveRegistered) -> Failed | None:
 
 def _from_the_future(w: World, event: SlaveRegistered) -> Exit | None:
     """It has seen what this ledger does not know: stop before anything is decided on old knowledge (why.md 2, 4)."""
+    if event.memory is not None and not _has_row(w, event.memory):
+        seen = f"slave {event.slave} serves {event.memory}, which has no row in this ledger"
+        return Exit(EXIT_OLD_LEDGER, f"{seen}: {OLD_LEDGER}")
     newest = max((v.round for v in rollback.offered(event)), default=0)
     if newest >= w.next_round:
         seen = f"slave {event.slave} holds a version of round {newest}, this ledger knows rounds below {w.next_round}"
@@ -73,6 +79,12 @@ def _from_the_future(w: World, event: SlaveRegistered) -> Exit | None:
         seen = f"slave {event.slave} has seen term {event.term_seen}, above ours ({w.term})"
         return Exit(EXIT_STALE, f"{seen}: a later master exists, or {OLD_LEDGER}")
     return None
+
+
+def _has_row(w: World, version: VersionId) -> bool:
+    """Whether a version that a slave serves, and that so had a row, has one here; undone and very old ones have."""
+    oldest = next(islice(w.versions, 1, None), None)  # after v0@r0, which is always kept
+    return version in w.versions or version in w.undone or (oldest is not None and version.version < oldest.version)
 
 
 def _name(w: World, slave: Slave, event: SlaveRegistered) -> None:
@@ -104,6 +116,8 @@ def _order_for(w: World, event: SlaveRegistered) -> SlaveOrder:
         return Wait(RETRY_S, f"whether round {w.round.number} becomes a version is being decided")
     if event.prepared is not None and event.prepared == w.head:
         return CommitVersion(w.head)
+    if event.prepared is not None and not w.proven:
+        return Wait(PROOF_RETRY_S, f"whether {event.prepared} has a row is known when all slaves have registered")
     if event.prepared is not None:
         return AbortVersion(event.prepared)
     if event.memory == w.head:
@@ -133,9 +147,17 @@ def _enter(w: World, slave: Slave, event: SlaveRegistered, order: SlaveOrder) ->
             {slave.name: Abort(last, "it left no version that stands")},
             w.options.timing.order_s,
         )
-    garbage = tuple(v for v in event.complete if v not in w.versions or w.versions[v].retired)
-    if garbage:
-        w.order("done", w.head, {slave.name: Retire(garbage)}, w.options.timing.order_s)
+    slave.garbage = tuple(v for v in event.complete if v not in w.versions or w.versions[v].retired)
+
+
+def clean(w: World) -> None:
+    """What lies on disks and is in no row is deleted, when it is sure that this ledger has all rows."""
+    laden = [slave for slave in w.ready_slaves() if slave.garbage]
+    if not laden or not w.proven:
+        return
+    for slave in laden:
+        w.order("done", w.head, {slave.name: Retire(slave.garbage)}, w.options.timing.order_s)
+        slave.garbage = ()
 
 
 def silent(w: World, event: SlaveSilent) -> None:
@@ -146,7 +168,7 @@ def silent(w: World, event: SlaveSilent) -> None:
 
 def lose(w: World, slave: Slave, reason: str) -> None:
     """Its slots, pins and open round are gone; once Persisted it is only in doubt, and the round goes on."""
-    slave.offer = None
+    slave.offer, slave.garbage = None, ()
     if slave.state in (SlaveState.LOST, SlaveState.STARTING):
         return
     was_ready = slave.state is SlaveState.READY

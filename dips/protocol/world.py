@@ -46,6 +46,8 @@ class Slave:
     offer: frozenset[VersionId] | None = None  # what it said it can serve; None: not said since that changed
     deaf: int = 0  # orders in a row past their deadline
     draining: bool = False  # an operator wants it out of service when nothing is open on it
+    registered: bool = False  # in this life of the master
+    garbage: tuple[VersionId, ...] = ()  # on its disk and in no row: deleted when this ledger is proven
     must_hear: bool = False  # it was lost as deaf: READY again only after it has answered a Ping
 
     def become(self, state: SlaveState, reason: str) -> None:
@@ -102,7 +104,7 @@ class Cluster:
     base: VersionId | None = None
     ranks: int = 1
     moving: bool = True  # its inner steps are seen moving
-    unsettled: int = 0  # tokens that die with this life, as last told by the judge
+    consumed: int = 0  # tokens of this life in all, as last told by the judge
     settled: int = 0  # tokens of this life that were accepted or gated
     accounted: int = 0  # tokens of the newest life that is over: settled, lost, or with its last push
     push: Push | None = None
@@ -137,7 +139,7 @@ class Cluster:
         self.inc, self.nonce = inc, nonce
         self.state, self.reason = ClusterState.JOINING, "joined"
         self.seq_high, self.base, self.moving = 0, None, True
-        self.unsettled = self.settled = 0
+        self.consumed = self.settled = 0
         self.push = self.pull = self.outcome = self.outcome_version = self.requested_at = None
         self.dropped_push = self.closed_pull = (0, "")
 
@@ -233,7 +235,6 @@ class World:
         self.waiting: list[Push] = []  # committed while no window was open to them
         self.flipping: Chorus | None = None
         self.durability = Durability("durable")
-        self.proven = False  # a slave has registered: this ledger is not older than what the slaves hold
         self.rollback_waits = ""  # for whom, while some slave cannot offer the head
         self.closed_at = now  # when the last window closed
         self.update_s = 0.0  # from there to the last flip; 0 if the round left θ as it was
@@ -324,17 +325,30 @@ class World:
             return "fenced"
         return "live" if cluster.live else "gone"
 
+    @property
+    def proven(self) -> bool:
+        """Whether the slaves have been heard that know if this ledger is an old copy (why.md 2, 4).
+
+        All of them, since the one that serves what this ledger lacks may come last; after a lease those that came. A
+        first term is no copy's: any one slave does.
+        """
+        heard = [slave.registered for slave in self.slaves.values()]
+        waited = self.term == 1 or self.now - self.started >= self.options.timing.lease_s
+        return all(heard) or (waited and any(heard))
+
     def unproven(self, req: int) -> bool:
-        """Whether no slave has registered yet; the asker is told to come again."""
-        if not self.proven:
-            self.reply(req, Failed("UnavailableMaster", "no slave has registered yet; they know if its ledger is old"))
-        return not self.proven
+        """Whether slaves have yet to register; the asker is told to come again."""
+        if self.proven:
+            return False
+        away = ", ".join(s.name for s in self.slaves.values() if not s.registered)
+        self.reply(req, Failed("UnavailableMaster", f"not yet registered: {away}; slaves know if this ledger is old"))
+        return True
 
     def living(self, req: int, name: str, inc: int) -> Cluster | None:
         """Return the cluster if this life of it is live; else answer the question with StaleIncarnation.
 
-        Before a slave has registered nothing is answered: an old copy of the ledger would call leases foreign and lives
-        unknown that are not, and a cluster would end by it.
+        Before the slaves have registered nothing is answered: an old copy of the ledger would call leases foreign and
+        lives unknown that are not, and a cluster would end by it.
         """
         if self.unproven(req):
             return None

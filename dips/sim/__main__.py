@@ -6,6 +6,7 @@ A failing seed prints itself, the invariant, its last events and the command tha
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from dips.sim.month import Month
 from dips.sim.sabotage import SABOTAGES, sabotaged
 from dips.sim.world import Result, World
 
+TASKS_EACH = 16  # of 4 seeds, then a process is replaced: its garbage, about 4 MB a seed, goes with it uncollected
 MUST_MEET = 1000  # seeds: in so many no row of the coverage may be empty
 
 
@@ -33,7 +35,8 @@ def play_all(seeds: range, jobs: int, sabotage: str | None = None) -> Iterator[R
     if jobs == 1 or len(tasks) == 1:
         yield from map(play, tasks)
         return
-    with Pool(jobs) as pool:
+    gc.freeze()
+    with Pool(jobs, initializer=gc.disable, maxtasksperchild=TASKS_EACH) as pool:
         yield from pool.imap(play, tasks, chunksize=4)
 
 

@@ -13,7 +13,7 @@ from dips import errors
 from dips.client.deeds import Ask, Deed, Hurry, Identity, Mark, Stop
 from dips.client.local import Answer, Question, Stepped
 from dips.client.pace import Pace
-from dips.client.session import ASK_AGAIN_S, Session
+from dips.client.session import Session
 from dips.errors import Busy, DipsError, Unavailable, UnavailableMaster
 from dips.ids import PushId, VersionId
 from dips.protocol.beats import ClusterBeatAnswer
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dips.sim.site import Site
 
 CALL_S = 2.0  # deadline of one question
-PAUSE_S = 0.3  # between two askings of the same question
+PAUSE_S = 0.3  # until a master that did not answer is asked again
 PATIENCE_S = 6.0  # a trainer waits so long for a master that does not answer
 
 
@@ -194,8 +194,7 @@ class Agent:
 
     def _carry(self, ask: Ask) -> Story:
         """Carry one question to the master, again and again until he answers; hand the answer to the session."""
-        # The real master holds a question open that is Pending; here its asker waits.
-        yield sleep(self.world.heap, PAUSE_S if ask.delay_s == ASK_AGAIN_S else ask.delay_s, f"{self.name} asks")
+        yield sleep(self.world.heap, ask.delay_s, f"{self.name} asks")
         while True:
             answer = yield partial(self.world.network.call, self.name, "master", ask.event, CALL_S)
             error = _error(answer)

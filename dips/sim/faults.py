@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dips.sim.cluster import Agent
     from dips.sim.world import World
 
-FIRST_S, GAP_S = 4.0, 4.6  # until the first fault, between two; at most double
+FIRST_S, GAP_S = 4.0, 3.8  # until the first fault, between two; at most double
 
 # What strikes at any time, and how often beside the others.
 ANY_TIME: dict[str, tuple[int, Strike]] = {

@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from dips.ids import PushId
-from dips.protocol.effects import Order
+from dips.protocol.effects import Order, Outcome
 from dips.protocol.events import ClusterSilent, Event, OrderAnswered, OrderFailed, PushRefused, PushStaged, SlaveSilent
 from dips.protocol.records import (
     IncarnationGiven,
@@ -19,6 +19,7 @@ from dips.protocol.records import (
     VersionCommitted,
 )
 from dips.sim.watch import Invariant
+from dips.sim.work import Frozen
 
 if TYPE_CHECKING:
     from dips.sim.cluster import Agent
@@ -57,8 +58,8 @@ class Fences(Invariant):
         self.before = _of_master(master) if self._old(master, event) else None
 
     def after_step(self, master: MasterProcess, event: Event) -> None:
-        if self.before is not None:
-            self.require(self.before == _of_master(master), f"the master changed by the old {event}")
+        if self.before is not None and self.before != _of_master(master):
+            self.fail(f"the master changed by the old {event}")
 
     def _old(self, master: MasterProcess, event: Event) -> bool:
         if not master.presides:
@@ -122,7 +123,8 @@ class Monotone(Invariant):
 
     def order_leaves(self, order: Order) -> None:
         said = self.numbers.setdefault((order.term, order.number), order)
-        self.require(said == order, f"number {order.number} of term {order.term} stood for {said} and for {order}")
+        if said != order:
+            self.fail(f"number {order.number} of term {order.term} stood for {said} and for {order}")
 
 
 class Memory(Invariant):
@@ -171,19 +173,29 @@ class Memory(Invariant):
 class Liveness(Invariant):
     """Once the faults have stopped, every live trainer hears an Outcome in time, the head advances, pulls succeed.
 
-    B1 and B2 hold for the deadlines of a seed: a lease of 7.5 s, orders 4 s, Apply and Persist 8 s, transfers 12 s.
+    B1 and B2 hold for the deadlines of a seed: a lease of 7.6 s, orders 4 s, Apply and Persist 8 s, transfers 12 s.
     """
 
     number = 12
     OUTCOME_S = 45.0  # B1: for a trainer, from when faults stop or from its last Outcome
     HEAD_S = 40.0  # B2: for the head
+    HEALED_S = 22.0  # after the faults: what their last transfers and leases left is over
     PULLS = 2
+    OUTCOMES = 3  # of each cluster without faults: it has healed
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.advanced_at = 0.0
-
         self.finished_at: float | None = None
+        self.heard: dict[str, int] = {}  # cluster → Outcomes since the faults stopped
+
+    def outcome(self, agent: Agent, frozen: Frozen, outcome: Outcome) -> None:
+        if self.world.heap.now > self.world.quiet_at and agent is agent.site.agent:
+            self.heard[agent.name] = self.heard.get(agent.name, 0) + 1
+
+    def healed(self) -> bool:
+        """Has every cluster heard of several pushes since the faults stopped?"""
+        return all(self.heard.get(name, 0) >= self.OUTCOMES for name in self.world.sites)
 
     def recorded(self, record: Record) -> None:
         if isinstance(record, VersionCommitted):
@@ -212,7 +224,7 @@ class Liveness(Invariant):
             self.require(done, f"{site.name} has not ended {since_s:.1f} s after the run, without any fault")
 
     def pulled(self, agent: Agent, installed: bool, attempt: int) -> None:
-        if not installed and self.world.heap.now > self.world.quiet_at + self.OUTCOME_S:
+        if not installed and self.world.heap.now > self.world.quiet_at + self.HEALED_S * self.world.patience:
             self.require(attempt < self.PULLS, f"{agent.name} has failed to pull {attempt} times without any fault")
 
 

@@ -6,10 +6,10 @@ that begins to draw more numbers moves no other, since each draws from a generat
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections import deque
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Any
 
 Action = Callable[[], None]
@@ -41,15 +41,17 @@ class Heap:
 
     def after(self, delay_s: float, what: str, action: Action) -> Timer:
         """Plan `action`; `what` is the line that a person reads in the trace."""
-        timer = Timer(self.now + delay_s, what, action)
-        self._sequence += 1
-        heapq.heappush(self._queue, (timer.at, self._sequence, timer))
+        at = self.now + delay_s
+        timer = Timer(at, what, action)
+        self._sequence = sequence = self._sequence + 1
+        heappush(self._queue, (at, sequence, timer))
         return timer
 
     def next(self) -> Timer | None:
         """Move the clock to the next living event and return it; None if nothing will ever happen again."""
-        while self._queue:
-            at, _, timer = heapq.heappop(self._queue)
+        queue = self._queue
+        while queue:
+            at, _, timer = heappop(queue)
             if timer.alive:
                 self.now = at
                 self.events += 1
@@ -80,6 +82,9 @@ class Trace:
 
     def add(self, now: float, what: str, *details: Any) -> None:
         self._lines.append((now, what, details))
+
+    def event(self, timer: Timer) -> None:
+        self._lines.append((timer.at, timer.what, ()))
 
     def lines(self) -> list[str]:
         return [f"{at:10.3f}  {' '.join((what, *(str(d) for d in details)))}" for at, what, details in self._lines]

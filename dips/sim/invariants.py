@@ -295,7 +295,10 @@ class Finite(Invariant):
 
 
 class Tokens(Invariant):
-    """Every inner step's tokens are accepted, gated, carried or lost; never two of these, never none."""
+    """Every inner step's tokens are accepted, gated, carried or lost; never two of these, never none.
+
+    The ledger's own books say no more of a cluster than it has consumed: what it writes off may not be settled, too.
+    """
 
     number = 9
 
@@ -304,6 +307,7 @@ class Tokens(Invariant):
         self.settled = world.books.settled
         self.accepted = 0  # by the lineage
         self.brought: dict[VersionId, int] = {}
+        self.booked: dict[str, int] = {}  # cluster → tokens that the ledger settled or wrote off
 
     def recorded(self, record: Record) -> None:
         if isinstance(record, VersionCommitted | RoundEnded):
@@ -311,6 +315,9 @@ class Tokens(Invariant):
                 self._tokens_of(outcome)
                 if outcome.kind != "skipped":
                     self._settle(outcome.push, outcome.kind)
+                    self._book(outcome.push.cluster, outcome.tokens)
+        if isinstance(record, ClusterEnded):
+            self._book(record.cluster, record.tokens_lost)
         if isinstance(record, VersionCommitted):
             for fold in record.folds:
                 self._tokens_of(fold)
@@ -358,6 +365,13 @@ class Tokens(Invariant):
         frozen = self.world.books.frozen[row.push]
         self.require(
             row.tokens == frozen.tokens, f"{row.push} brought {frozen.tokens} tokens, its row says {row.tokens}"
+        )
+
+    def _book(self, cluster: str, tokens: int) -> None:
+        booked = self.booked[cluster] = self.booked.get(cluster, 0) + tokens
+        consumed = self.world.books.consumed.get(cluster, 0)
+        self.require(
+            booked <= consumed, f"the ledger has {booked} tokens of {cluster} as settled or lost, of {consumed} in all"
         )
 
     def _settle(self, push: PushId, kind: str) -> None:

@@ -11,13 +11,14 @@ import sqlite3
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from dips.errors import StaleTerm
 from dips.master.ledger import Ledger
 from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer, SlaveBeat, SlaveBeatAnswer
 from dips.protocol.coordinator import Coordinator
-from dips.protocol.effects import Acknowledged, Effect, Exit, Failed, Joined, Note, Order, Registered, Reply
+from dips.protocol.effects import Acknowledged, Effect, Exit, Failed, Joined, Note, Order, Pending, Registered, Reply
 from dips.protocol.events import (
     Blind,
     ClusterJoined,
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 Answer = Callable[[Any], None]
 WRITE_S = 0.02  # of a transaction, at most ten times that
+PATIENCE_S = 1.4  # a question that is Pending is kept open so long, less than its asker waits
+LOOK_AGAIN_S = 0.06  # after a change, which seldom comes alone
 EXIT_LEDGER = 74  # a record could not be written: read the truth again (why.md 29)
 RESEND_S = 1.5  # an order without an answer is sent again under its number
 
@@ -172,7 +175,10 @@ class MasterProcess:
         self.writing: list[Record] | None = None
         self._answers: dict[int, Answer] = {}
         self._questions = 0
+        self._kept: list[tuple[Any, Answer, float]] = []  # questions that were Pending
+        self._again: Timer | None = None
         self._tick: Timer | None = None
+        self._due: float | None = None  # the deadline that it is planned for
         self._step(Ticked())
 
     def die(self) -> None:
@@ -233,7 +239,36 @@ class MasterProcess:
             self._step(message)
             self._say(Acknowledged(), answer)
         else:
-            self._step(replace(message, req=self._question(answer)), message)
+            self._ask(message, answer, self.world.heap.now + PATIENCE_S)
+
+    def _ask(self, message: Any, answer: Answer, until: float) -> None:
+        """Ask the Coordinator; a question that is Pending is kept open until then, as the real servicer does."""
+
+        def told(result: Any) -> None:
+            if isinstance(result, Pending) and self.world.heap.now < until - 1e-9:
+                self._kept.append((message, answer, until))
+                self._look_again(until - self.world.heap.now)
+            else:
+                answer(result)
+
+        self._step(replace(message, req=self._question(told)), message)
+
+    def _look_again(self, delay_s: float) -> None:
+        """Ask all that is kept once more, in so many seconds at the latest."""
+        at = self.world.heap.now + delay_s
+        if self._again is None or not self._again.alive or self._again.at > at:
+            if self._again is not None:
+                self._again.cancel()
+            self._again = self.world.heap.after(delay_s, "the master looks again", self._ask_again)
+
+    def _ask_again(self) -> None:
+        self._again = None
+        if self.inbox is not None:
+            self.inbox.append(self._ask_again)
+        elif self.alive:
+            kept, self._kept = self._kept, []
+            for question in kept:
+                self._ask(*question)
 
     def _cluster_beat(self, beat: ClusterBeat, answer: Answer) -> None:
         self._heard("cluster", beat.cluster, beat.inc)
@@ -276,8 +311,9 @@ class MasterProcess:
         if isinstance(event, ClusterJoined):  # it may fence a life, whose tokens the beats have told
             for told in self.judge.last_words(event.cluster):
                 self._step(told)
-        with self.world.watch.deciding(self, event):
-            effects = self.coordinator.step(event, now)
+        self.world.watch.before_step(self, event)
+        effects = self.coordinator.step(event, now)
+        self.world.watch.after_step(self, event)
         for effect in effects:
             if isinstance(effect, Reply) and isinstance(effect.result, Joined):
                 self.judge.welcome_cluster(asked.cluster, effect.result.inc, now)
@@ -286,19 +322,26 @@ class MasterProcess:
             elif isinstance(effect, ClusterEnded):
                 self.judge.forget_cluster(effect.cluster)
         self.outbox.extend(effects)
+        if self._kept and (asked is None or any(not isinstance(effect, Reply) for effect in effects)):
+            self._look_again(LOOK_AGAIN_S)  # something has changed
         self._pump()
         self._plan_tick()
 
     def _plan_tick(self) -> None:
-        if self._tick is not None:
-            self._tick.cancel()
         due = min(self.coordinator.next_deadline(), self.judge.next_deadline())
-        if self.alive and due < float("inf"):
+        tick = self._tick
+        if tick is not None and tick.alive and self._due == due:
+            return  # most events move no deadline
+        if tick is not None:
+            tick.cancel()
+        self._due = due
+        if self.alive and due < inf:
             delay_s = max(0.0, due - self.world.heap.now) + 0.001
             self._tick = self.world.heap.after(delay_s, "the master's deadline", self._look)
 
     def _look(self) -> None:
         """A deadline may have passed: let the judge speak, then the Coordinator."""
+        self._due = None
         if not self.alive or self.inbox is not None:
             return
         for verdict in self.judge.verdicts(self.world.heap.now):

@@ -29,7 +29,7 @@ class Weather:
     """How bad the network is. Seconds and shares of messages."""
 
     delay_s: float = 0.02
-    spread_s: float = 0.08
+    spread_s: float = 0.05
     slow_share: float = 0.03  # of messages that take `slow_s` on top: they overtake and are overtaken
     slow_s: float = 3.0
     lost_share: float = 0.03
@@ -105,10 +105,10 @@ class Network:
         self._send(sender, receiver, "question", arrive)
 
     def _send(self, sender: str, receiver: str, what: str, arrive: Callable[[], None]) -> None:
-        rng, weather = self._rng, self.weather
+        draw, weather = self._rng.random, self.weather
         # Drawn always, so that a change of one share does not move the others.
-        lost, doubled = rng.random() < weather.lost_share, rng.random() < weather.doubled_share
-        delays = (self._delay(), self._delay())
+        lost, doubled = draw() < weather.lost_share, draw() < weather.doubled_share
+        delays = (self._delay(draw, weather), self._delay(draw, weather))
         now = self._heap.now
         if self._cut.get((sender, receiver), 0.0) > now:
             self._watch.cut_off(sender, receiver, self._cut.get((receiver, sender), 0.0) > now)
@@ -118,12 +118,13 @@ class Network:
         if self._cut.pop((sender, receiver), None) is not None:
             self._watch.passes_again(sender, receiver)
         if self._clogged and max(self._clogged.get(sender, 0.0), self._clogged.get(receiver, 0.0)) > now:
-            delays = (delays[0] + CLOGGED_S * rng.random(), delays[1] + CLOGGED_S)
+            delays = (delays[0] + CLOGGED_S * draw(), delays[1] + CLOGGED_S)
         label = f"{what} {sender} → {receiver}"
-        for delay in delays[: 2 if doubled else 1]:
-            self._heap.after(delay, label, arrive)
+        self._heap.after(delays[0], label, arrive)
+        if doubled:
+            self._heap.after(delays[1], label, arrive)
 
-    def _delay(self) -> float:
-        rng, weather = self._rng, self.weather
-        slow, extra = rng.random() < weather.slow_share, rng.random()
-        return weather.delay_s + weather.spread_s * rng.random() + (weather.slow_s * extra if slow else 0.0)
+    @staticmethod
+    def _delay(draw: Callable[[], float], weather: Weather) -> float:
+        slow, extra = draw() < weather.slow_share, draw()
+        return weather.delay_s + weather.spread_s * draw() + (weather.slow_s * extra if slow else 0.0)

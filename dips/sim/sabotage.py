@@ -13,14 +13,16 @@ from typing import Any
 from unittest import mock
 
 from dips.client.account import Account, Portion
+from dips.client.session import Session
 from dips.errors import ConfigError
 from dips.ids import PullId, PushId, VersionId
 from dips.master.ledger import Ledger
-from dips.protocol import round, slaves
+from dips.protocol import clusters, round, slaves
+from dips.protocol.beats import ClusterBeat
 from dips.protocol.effects import Apply, Fold, Order, Registered
-from dips.protocol.events import Answer, Folded, OrderAnswered
+from dips.protocol.events import Answer, ClusterLeft, Folded, OrderAnswered
 from dips.protocol.records import LedgerState, Record
-from dips.protocol.world import Chorus
+from dips.protocol.world import Chorus, Cluster
 from dips.protocol.world import World as Deciding
 from dips.sim.disk import SimDisk
 from dips.sim.flow import OpenedPush, SimFlow
@@ -204,6 +206,23 @@ def _tokens_cut_at_pull() -> list[Patch]:
     return [(Account, "settle", settle)]
 
 
+def _lose_what_was_settled() -> list[Patch]:
+    honest_end, honest_beat, honest_leave = clusters.end, Session.beat, Session.leave
+
+    def end(w: Deciding, cluster: Cluster, reason: str, consumed: int) -> None:
+        honest_end(w, cluster, reason, consumed + cluster.settled)  # what a beat told as unsettled counts as lost
+
+    def beat(self: Session) -> ClusterBeat | None:
+        told = honest_beat(self)
+        return told and replace(told, tokens_consumed=told.tokens_carried + told.tokens_lost)
+
+    def leave(self: Session) -> ClusterLeft | None:
+        left = honest_leave(self)
+        return left and replace(left, tokens_consumed=self.account.unsettled + self.account.lost)
+
+    return [(clusters, "end", end), (Session, "beat", beat), (Session, "leave", leave)]
+
+
 def _offers_without_ledger() -> list[Patch]:
     honest = Shard.welcome
 
@@ -231,6 +250,7 @@ SABOTAGES: dict[str, Sabotage] = {
     "install-alone": Sabotage("all ranks install, or none", (6,), _install_alone),
     "blind-leases": Sabotage("silence counts while somebody listens", (12,), _blind_leases),
     "tokens-cut-at-pull": Sabotage("progress is cut at the freeze, not at the pull", (9,), _tokens_cut_at_pull),
+    "lose-what-was-settled": Sabotage("what was settled since a beat is not lost", (9,), _lose_what_was_settled),
     "offers-without-ledger": Sabotage("only a row makes a snapshot a version", (2, 4), _offers_without_ledger),
     "leak-slot": Sabotage("what was dropped is never opened again", (11, 12), _leak_slot),
 }

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 CALL_S = 2.0
 WORK_S: dict[type, float] = {
-    Measure: 0.05,
-    Fold: 0.05,
-    Apply: 0.1,
-    Persist: 0.2,
+    Measure: 0.03,
+    Fold: 0.03,
+    Apply: 0.06,
+    Persist: 0.15,
     Commit: 0.02,
 }  # of an order, at most double
 LOAD_S = 0.3
@@ -60,11 +60,12 @@ class Machine:
         self.disk = SimDisk(genesis, world.chance.of(f"disk/{name}"), lambda: world.watch.met("snapshot"))
         self.process: Process | None = None
         self.lives = 0
-        self.touched = True  # something of it may have changed since the invariants last looked
+        self._touched = world.touched
         world.network.attach(name, self)
 
     def touch(self) -> None:
-        self.touched = True
+        """Something of it may have changed since the invariants last looked."""
+        self._touched[self.name] = self
 
     def start(self) -> None:
         if self.process is None:
@@ -144,8 +145,9 @@ class Process:
         self.machine.touch()
         if order.number in self.shard._fences._answers:
             self.world.watch.met("answer_lost")
-        with self.world.watch.carrying_out(self, order):
-            result = self._execute(order)
+        self.world.watch.before_order(self, order)
+        result = self._execute(order)
+        self.world.watch.after_order(self, order)
         if isinstance(result, Failed) and result.error == "Busy" and self.world.heap.now + BUSY_S < deadline:
             self._later(BUSY_S, f"{self.name} is busy", self._carry_out)  # a reader or a slot will end: wait for it
             return

@@ -171,14 +171,16 @@ class Teller:
         return self.step(ev.RangesRequested(0, cluster, inc, int(words["seq"]), int(words.get("count", "2"))), cluster)
 
     def cluster_silent(self, cluster: str, words: Words) -> list[str]:
-        return self.step(ev.ClusterSilent(cluster, self._life(cluster, words), 10.0, int(words.get("lost", "0"))))
+        return self.step(ev.ClusterSilent(cluster, self._life(cluster, words), 10.0, int(words.get("consumed", "0"))))
 
     def told(self, cluster: str, words: Words) -> list[str]:
         """The judge tells what the life's beats said of its tokens; asked before each Join."""
         return self.step(ev.ClusterTold(cluster, self._life(cluster, words), int(words["tokens"])))
 
     def leaves(self, cluster: str, words: Words) -> list[str]:
-        return self.step(ev.ClusterLeft(0, cluster, self._life(cluster, words), int(words.get("lost", "0"))), cluster)
+        return self.step(
+            ev.ClusterLeft(0, cluster, self._life(cluster, words), int(words.get("consumed", "0"))), cluster
+        )
 
     def trainer(self, cluster: str, words: Words) -> list[str]:
         moving = words.get("moves", "yes") == "yes"

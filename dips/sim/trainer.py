@@ -126,7 +126,7 @@ class Trainer:
         yield sleep(self.world.heap, site.step_s * (0.7 + 0.6 * site.rng.random()), f"inner step of {site.name}")
         self.world.watch.stepped(self.agent)
         work = Work(site.name, self.range or 0, site.rng.randint(1, 5))
-        self.world.books.work.append(work)
+        self.world.books.did(work)
         self.works.append(work)
         self.agent.earned(work)
         self.world.descend(self.theta, site.rng)

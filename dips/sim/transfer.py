@@ -30,8 +30,8 @@ Spell = Callable[[int, int, slice], Buffer]  # (rank, layer, place in it) → th
 class Links:
     """How bad the data network is. Seconds and shares of streams."""
 
-    chunk_s: float = 0.08
-    spread_s: float = 0.25
+    chunk_s: float = 0.05
+    spread_s: float = 0.15
     broken_share: float = 0.05  # of chunks whose stream breaks before they arrive
     corrupt_share: float = 0.02  # of chunks that arrive with a wrong checksum: refused, asked again
     late_share: float = 0.05  # of chunks that arrive a second time, `late_s` later

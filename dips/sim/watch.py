@@ -5,8 +5,7 @@ An invariant reads the world and changes nothing in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dips.ids import PullId, PushId, VersionId
@@ -241,14 +240,14 @@ class Watch:
     def at_rest(self) -> None:
         self._call("at_rest")
 
-    @contextmanager
-    def carrying_out(self, process: Process, order: Order) -> Iterator[None]:
+    def before_order(self, process: Process, order: Order) -> None:
         self._call("before_order", process, order)
-        yield
+
+    def after_order(self, process: Process, order: Order) -> None:
         self._call("after_order", process, order)
 
-    @contextmanager
-    def deciding(self, master: MasterProcess, event: Event) -> Iterator[None]:
+    def before_step(self, master: MasterProcess, event: Event) -> None:
         self._call("before_step", master, event)
-        yield
+
+    def after_step(self, master: MasterProcess, event: Event) -> None:
         self._call("after_step", master, event)

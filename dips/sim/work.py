@@ -54,7 +54,13 @@ class Books:
     """All that was ever done and frozen in one world; what is settled, the invariants say that read the ledger."""
 
     work: list[Work] = field(default_factory=list)
+    consumed: dict[str, int] = field(default_factory=dict)  # cluster → tokens of all its work
     frozen: dict[PushId, Frozen] = field(default_factory=dict)  # the newest freeze under each name
     settled: dict[int, str] = field(default_factory=dict)  # id of the work → where the ledger settled it
     made: dict[PushId, VersionId] = field(default_factory=dict)  # the version that a push is in
     ranges_settled: dict[int, PushId] = field(default_factory=dict)
+
+    def did(self, work: Work) -> None:
+        """An inner step was taken."""
+        self.work.append(work)
+        self.consumed[work.cluster] = self.consumed.get(work.cluster, 0) + work.tokens

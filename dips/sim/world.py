@@ -36,11 +36,12 @@ from dips.sim.watch import Invariant, Listener, Violation, Watch
 from dips.sim.work import Books
 from dips.slave.ports import F32
 
-FAULTS_S = 92.0  # simulated seconds with faults
+FAULTS_S = 76.0  # simulated seconds with faults
 QUIET_S = 50.0  # and without
 NAMES = "abcdefghi"  # of clusters
 EVERYWHERE = 32  # events for each slave: so often all of them are looked at, touched or not
-LEAST_ROUNDS = 5
+LEAST_ROUNDS, ENOUGH_ROUNDS = 5, 21
+LEAST_QUIET_S = 28.0  # longer than a slot may leak, a lease and every deadline: what was left of the faults is over
 EVERY = 16  # events: so often is looked at what only time can break
 NOISES = 32  # directions in which a trainer may go in one inner step
 
@@ -122,9 +123,9 @@ def settings_of(rng: Random) -> Settings:
 def options_of(rng: Random) -> Options:
     """Short deadlines, so that two minutes hold two dozen rounds; every option that changes what is safe is drawn."""
     timing = TimingOptions(
-        window_s=rng.choice((0.4, 0.8, 1.6, None)),
-        beat_s=1.5,
-        lease_beats=5,
+        window_s=rng.choice((0.3, 0.6, 1.2, None)),
+        beat_s=1.9,
+        lease_beats=4,
         hang_s=12.0,
         order_s=4.0,
         compute_s=8.0,
@@ -185,17 +186,19 @@ class World:
         self.coverage, counter = Coverage(self), Counter(self.result)
         self.watch = Watch([*self._invariants(), self.faults, self.coverage, counter, *listeners])
         self.network = Network(self.heap, self.chance, self.watch)
+        self.touched: dict[str, Machine] = {}
         self.looked_at: list[Machine] = []
         self.look_everywhere = False
+        self._shown = False
         self._asleep_s = 0.0
         self._asleep_since: float | None = None
         self._populate()
 
     def _invariants(self) -> list[Invariant]:
-        self.authority = Authority(self)
+        self.authority, self.liveness = Authority(self), Liveness(self)
         others = (Commit, Durable, Once, Fences, WholeInstalls, Finite, Tokens, Data)
-        names = (Monotone, Memory, Liveness, Patience, Patient)
-        return [self.lineage, self.authority, *(make(self) for make in (*others, *names))]
+        names = (Monotone, Memory, Patience, Patient)
+        return [self.lineage, self.authority, self.liveness, *(make(self) for make in (*others, *names))]
 
     def _populate(self) -> None:
         names = [f"slave-{i}" for i in range(self.settings.slaves)]
@@ -234,7 +237,9 @@ class World:
         result = self.result
         try:
             while (timer := self.heap.next()) is not None and (timer.at < self.ends_at or self._goes_on(timer.at)):
-                self.trace.add(timer.at, timer.what)
+                if self._shown:
+                    break
+                self.trace.event(timer)
                 timer.action()
                 self._look()
             self.watch.at_rest()
@@ -247,6 +252,14 @@ class World:
         result.events, result.faults, result.seen = self.heap.events, self.faults.count, tuple(self.coverage.seen)
         return result
 
+    def _has_shown(self) -> bool:
+        """Has a seed done what it is worth, and everybody healed and gone on for long enough to trust it?
+
+        One that heals slowly, or not at all, is played to its end, where the bounds of Liveness are.
+        """
+        enough = self.scenario is None and self.result.rounds >= ENOUGH_ROUNDS
+        return enough and self.heap.now > self.quiet_at + LEAST_QUIET_S and self.liveness.healed()
+
     def _goes_on(self, at: float) -> bool:
         """A seed whose faults left no time for rounds is played a little longer."""
         return self.scenario is None and self.result.rounds < LEAST_ROUNDS and at < self.ends_at + QUIET_S
@@ -258,14 +271,14 @@ class World:
         """
         events = self.heap.events
         everywhere = self.look_everywhere or events % (EVERYWHERE * self.settings.slaves) == 0
-        self.looked_at = [m for m in self.machines.values() if m.touched or everywhere]
-        self.look_everywhere = False
-        if self.looked_at:
-            for machine in self.looked_at:
-                machine.touched = False
+        if everywhere or self.touched:
+            self.looked_at = list((self.machines if everywhere else self.touched).values())
+            self.look_everywhere = False
+            self.touched.clear()
             self.watch.after_event()
         if events % EVERY == 0:
             self.watch.time_passed()
+            self._shown = self._has_shown()
 
     def later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer:
         return self.heap.after(delay_s, what, action)

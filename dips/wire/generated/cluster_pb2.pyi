@@ -72,6 +72,7 @@ class ClusterBeat(_message.Message):
     ALIGNED_STEPS_FIELD_NUMBER: _builtins.int
     STEP_S_FIELD_NUMBER: _builtins.int
     SINCE_PUSH_FIELD_NUMBER: _builtins.int
+    TOKENS_CONSUMED_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     inc: _builtins.int
     trainer: _builtins.str
@@ -87,6 +88,8 @@ class ClusterBeat(_message.Message):
     aligned_steps: _builtins.int
     step_s: _builtins.float
     since_push: _builtins.int
+    tokens_consumed: _builtins.int
+    """by this life in all"""
     @_builtins.property
     def base(self) -> _names_pb2.VersionId: ...
     def __init__(
@@ -108,10 +111,11 @@ class ClusterBeat(_message.Message):
         aligned_steps: _builtins.int = ...,
         step_s: _builtins.float = ...,
         since_push: _builtins.int = ...,
+        tokens_consumed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "aligned_steps", b"aligned_steps", "attempt", b"attempt", "base", b"base", "bytes_moved", b"bytes_moved", "bytes_per_s", b"bytes_per_s", "bytes_total", b"bytes_total", "cluster", b"cluster", "inc", b"inc", "inner_steps", b"inner_steps", "loss", b"loss", "since_push", b"since_push", "step_s", b"step_s", "tokens_carried", b"tokens_carried", "tokens_lost", b"tokens_lost", "trainer", b"trainer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "aligned_steps", b"aligned_steps", "attempt", b"attempt", "base", b"base", "bytes_moved", b"bytes_moved", "bytes_per_s", b"bytes_per_s", "bytes_total", b"bytes_total", "cluster", b"cluster", "inc", b"inc", "inner_steps", b"inner_steps", "loss", b"loss", "since_push", b"since_push", "step_s", b"step_s", "tokens_carried", b"tokens_carried", "tokens_consumed", b"tokens_consumed", "tokens_lost", b"tokens_lost", "trainer", b"trainer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -304,20 +308,21 @@ class ClusterLeft(_message.Message):
 
     CLUSTER_FIELD_NUMBER: _builtins.int
     INC_FIELD_NUMBER: _builtins.int
-    TOKENS_LOST_FIELD_NUMBER: _builtins.int
+    TOKENS_CONSUMED_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     inc: _builtins.int
-    tokens_lost: _builtins.int
+    tokens_consumed: _builtins.int
+    """by this life in all"""
     def __init__(
         self,
         *,
         cluster: _builtins.str = ...,
         inc: _builtins.int = ...,
-        tokens_lost: _builtins.int = ...,
+        tokens_consumed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "inc", b"inc", "tokens_lost", b"tokens_lost"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "inc", b"inc", "tokens_consumed", b"tokens_consumed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

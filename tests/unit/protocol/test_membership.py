@@ -20,7 +20,9 @@ def beat(
     moved: int = 0,
     total: int = 0,
 ) -> ClusterBeat:
-    return ClusterBeat(cluster, inc, trainer, activity, 1, steps, 70, 30, 0.0, None, moved, total, 0.0)
+    return ClusterBeat(
+        cluster, inc, trainer, activity, 1, steps, 70, 30, 0.0, None, moved, total, 0.0, tokens_consumed=100
+    )
 
 
 def test_a_lease_ends_after_five_beats_of_silence_and_is_said_once() -> None:

@@ -140,8 +140,8 @@ def test_a_name_is_checked_before_use(name: str) -> None:
 
 def test_integers_fit_the_ledger() -> None:
     """Tokens above 2^63 − 1 would not fit the ledger: refused on arrival."""
-    with pytest.raises(RemoteProtocolError, match="tokens_lost"):
-        messages.from_proto(cluster_pb2.ClusterLeft(cluster="a", tokens_lost=1 << 63), events.ClusterLeft, req=1)
+    with pytest.raises(RemoteProtocolError, match="tokens_consumed"):
+        messages.from_proto(cluster_pb2.ClusterLeft(cluster="a", tokens_consumed=1 << 63), events.ClusterLeft, req=1)
 
 
 def test_text_is_bounded_and_reasons_are_cut() -> None:
