@@ -24,7 +24,7 @@ from benchmarks.harness import LOG, ROOT, append_log, end_in_order, shown
 NAMES = (
     "kernels", "codecs", "transport", "memory", "persist", "round", "links", "ablation", "slow_cluster", "recovery",
 )  # fmt: skip
-APART = ("overhead", "pace")  # only by name: with them `make bench` would take more than its 20 minutes
+APART = ("overhead", "pace", "checkpoint")  # only by name: with them `make bench` would take more than its 20 minutes
 LIMIT_S = 400.0  # for one of them
 END_S = 60.0  # for one to end its processes and take down its namespaces
 

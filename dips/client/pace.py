@@ -13,6 +13,7 @@ from statistics import median
 from dips.protocol.beats import NO_MEETING
 
 SOON_S = 0.5  # a trainer that overlaps hears of a grant so soon
+SOON_TIMES = 8  # the steps seen: as far ahead as they are believed
 STEPS_KEPT = 33  # inner steps whose median is the speed
 LOOK_S = 3.0  # at least so often do aligned ranks look: the meeting may be told, or moved, at every beat
 LOOK_SHARE = 0.75  # of the steps that are left: then the ranks look again
@@ -46,8 +47,13 @@ class Pace:
 
     @property
     def soon(self) -> int:
-        """Inner steps after which a trainer that trains on while it waits should ask again."""
-        return max(1, int(SOON_S / self.step_s)) if self.step_s > 0 else 1
+        """Inner steps after which a trainer that trains on while it waits should ask again.
+
+        A few times as many as were seen at most: a trainer's first steps may be far faster than those that follow.
+        """
+        if self.step_s <= 0:
+            return 1
+        return max(1, min(int(SOON_S / self.step_s), SOON_TIMES * len(self._took)))
 
     def stepped(self, now: float) -> None:
         """An inner step is done."""

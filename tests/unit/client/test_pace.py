@@ -112,3 +112,17 @@ def test_standing_still_is_not_speed() -> None:
     pace.stepped(50.0)
     pace.stepped(50.5)
     assert pace.step_s == pytest.approx(0.5)
+
+
+def test_a_few_fast_steps_are_not_believed_for_long() -> None:
+    """Three steps of 0.2 ms, then steps of 10 ms: without a bound the next look would come after 2,500 of them."""
+    pace = Pace(steps=64)
+    for k in range(4):
+        pace.stepped(k * 0.0002)
+    assert pace.soon == 24
+    for k in range(40):
+        pace.stepped(1.0 + k * 0.0002)
+    assert pace.soon == 264
+    for k in range(40):
+        pace.stepped(2.0 + k * 0.01)
+    assert pace.soon == 50
