@@ -1,0 +1,23 @@
+"""gRPC passes over options that it does not know, without a word: a misspelt one is its default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from grpc._cython import cygrpc
+
+from dips.transport import control
+
+NAMES = sorted({name for name, _ in [*control._SERVER_OPTIONS, *control._CHANNEL_OPTIONS]})
+
+
+@pytest.fixture(scope="module")
+def library() -> bytes:
+    return Path(cygrpc.__file__).read_bytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_grpc_knows_the_option(library: bytes, name: str) -> None:
+    """Its name stands in the library that is installed."""
+    assert name.encode() in library
