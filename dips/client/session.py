@@ -313,11 +313,14 @@ class Session(Checkpoints):
         if result.term < self._term:
             self._join("a master answered that has a successor")
             return
+        # The master tells of the life right before this one. If that was not ours (two agents, an answer to Join that got
+        # lost), we don't know what he has of ours: tokens that he never heard of stay untold, none is told twice.
+        ours = result.inc == self.inc + 1
         self._term, self.inc = result.term, result.inc
         self.account.lose_carried()
         # What the master has not accounted for of the former life (beats that it never heard) is told under this one;
         # a push whose Outcome never came is lost here, and may be accepted there.
-        unheard, self._former = max(0, self._former - result.accounted), 0
+        unheard, self._former = max(0, self._former - result.accounted) if ours else 0, 0
         self.account, self.ranges = Account(lost=self.account.lost + unheard), RangeQueue()
         self.ranges.lease(result.ranges, False)
         self.settled, self._claimed = result.settled, ()

@@ -43,7 +43,7 @@ def test_resumed_in_the_same_life(play: Play) -> None:
     found = saved_in(play)
     play.step(2)
     play.do(play.s.trainer_gone("killed", play.now))
-    play.say(play.attach(life=2))
+    play.say(play.attach(life=2, pid=8))
     play.pull(GENESIS)
     answer = play.say(Resume(2, found))
     assert isinstance(answer, Resumed) and answer.steps == H - 4

@@ -128,7 +128,7 @@ class Play:
         return PushWanted(self.s.attempt, next(self.number), demanded=True)
 
     def attach(self, life: int = 1, restart: int = 0, pid: int = 7) -> Attach:
-        return Attach(life, restart, f"{life}.{restart}.{pid}", '{"format":1,"layers":[]}', 1, 2)
+        return Attach(life, restart, str(pid), '{"format":1,"layers":[]}', 1, 2)
 
     def begin(self, inc: int = 1, ranges: tuple[int, ...] = ()) -> None:
         """Attach, join and pull v0@r0."""
@@ -496,6 +496,15 @@ def test_a_new_restart_of_torchrun_is_a_new_attempt(play: Play) -> None:
     play.adds_up(10)
     older = play.say(play.attach(restart=0, pid=7))
     assert isinstance(older, Failure) and older.error == "StaleIncarnation"
+
+
+def test_what_the_master_has_of_another_life_is_not_taken_for_ours(play: Play) -> None:
+    """Between our lives 1 and 3 somebody else lived: nothing of life 1 is told again (seeds 86 and 233)."""
+    play.begin()
+    play.step(3)
+    play.beat("gone")
+    play.master(Joined(3, 3, V1, NONE_YET, (), accounted=0))
+    assert play.s.account.lost == 0
 
 
 def test_a_pipelines_loss_comes_from_another_rank(play: Play) -> None:
