@@ -313,8 +313,8 @@ class Session(Checkpoints):
         if result.term < self._term:
             self._join("a master answered that has a successor")
             return
-        # The master tells of the life right before this one. If that was not ours (two agents, an answer to Join that got
-        # lost), we don't know what he has of ours: tokens that he never heard of stay untold, none is told twice.
+        # The master tells of the life right before this one. If that was not ours (two agents, an answer to Join that
+        # got lost), we don't know what he has of ours: tokens that he never heard of stay untold, none is told twice.
         ours = result.inc == self.inc + 1
         self._term, self.inc = result.term, result.inc
         self.account.lose_carried()
