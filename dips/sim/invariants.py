@@ -20,6 +20,7 @@ from dips.protocol.records import (
     RoundEnded,
     VersionCommitted,
     VersionDurable,
+    VersionsRetired,
 )
 from dips.sim.twin import LineageTwin, PenaltyTwin, same_statistics
 from dips.sim.watch import Invariant
@@ -207,9 +208,12 @@ class Authority(Invariant):
         super().__init__(world)
         self.head = GENESIS
         self.lineage = [GENESIS]
+        self.retired: set[VersionId] = set()  # never offered again, though a disk may still have them
 
     def recorded(self, record: Record) -> None:
-        if isinstance(record, VersionCommitted):
+        if isinstance(record, VersionsRetired):
+            self.retired.update(record.versions)
+        elif isinstance(record, VersionCommitted):
             self.require(
                 record.parent == self.head, f"{record.version} has the parent {record.parent}, the head is {self.head}"
             )

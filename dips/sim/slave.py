@@ -199,11 +199,9 @@ class Process:
     def _heard(self, sinc: int, answer: Any) -> None:
         if not self.alive or not isinstance(answer, SlaveBeatAnswer) or sinc != self.shard.sinc:
             return
-        if answer.term < self.shard.term:
-            return
         if answer.register or answer.term > self.shard.term:
-            self._register()
-        else:
+            self._register()  # also with a master of a lower term: so it hears which one was seen
+        elif answer.term == self.shard.term:
             self.machine.touch()
             self.shard.heal(answer)
             self.report()
@@ -238,7 +236,7 @@ class Process:
             if isinstance(answer.order, Wait):
                 yield sleep(self.world.heap, answer.order.retry_after_s, f"{self.name} waits to register")
             self.report()
-        self.holds = True
+        self.holds = not self.world.master.disk.old  # what a deceived master takes for the head need not be it
         self.machine.touch()
         self._registering = None
         self.report()

@@ -338,9 +338,10 @@ class World:
         self.start_master()
 
     def restore_if_all_is_lost(self) -> None:
-        """When disks rotted or were put back, and no version of the lineage is whole on all of them any more."""
+        """When disks rotted or were put back, and no version that is still on offer is whole on all of them."""
         disks = [machine.disk for machine in self.machines.values()]
-        common = [v for v in self.authority.lineage[1:] if all(v in disk.good for disk in disks)]
+        offered = [v for v in self.authority.lineage[1:] if v not in self.authority.retired]
+        common = [v for v in offered if all(v in disk.good for disk in disks)]
         if not common and any(disk.harmed for disk in disks):
             self.look_everywhere = True
             for disk in disks:
