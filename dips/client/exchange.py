@@ -144,6 +144,7 @@ class Exchange(ABC):
         self._parts = list(self._make_parts())
         self._total = sum(part.nbytes for part in self._parts)
         self._failure: Exception | None = None
+        self._more = False  # a batch was full: there may be frames without a poll
         self._alone = False  # the calling thread does the heavy part, too
 
     def _make_parts(self) -> Iterator[Part]:
@@ -204,13 +205,17 @@ class Exchange(ABC):
         for part in self._parts:
             if not part.done and part.stream.step(now):
                 self.broke(part)
-        self._poll()
-        now = self._clock()
+        if not self._more:
+            self._poll()
+        now, self._more = self._clock(), False
         for part in self._parts:
+            came = 0
             for frame in part.stream.arrived(now, BATCH):
+                came += 1
                 self._frame(part, frame, now)
                 if part.done:
                     break
+            self._more |= came == BATCH
         while self._results:
             self.result(*self._results.popleft())
         if self._failure is not None:
