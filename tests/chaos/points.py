@@ -88,7 +88,7 @@ def _unheard(reach: Callable[[str], None], said: object) -> None:
 
 
 def _watch_push(reach: Callable[[str], None]) -> None:
-    cls = transfer._Push
+    cls = transfer.Push
     _before(mover.Mover, "push", lambda *_: reach("granted"))
     _before(mover.transfer, "push", lambda *_: reach("frozen"))
     _after(cls, "welcome", lambda *_: _by_slave("welcome", reach, "welcomed by {}"))
@@ -101,7 +101,7 @@ def _watch_push(reach: Callable[[str], None]) -> None:
 
 
 def _watch_pull(reach: Callable[[str], None]) -> None:
-    cls = transfer._Pull
+    cls = transfer.Pull
     _before(mover.Mover, "pull", lambda *_: reach("granted"))
     _before(mover.transfer, "pull", lambda *_: reach("begun"))
     _after(cls, "welcome", lambda *_: _by_slave("welcome", reach, "welcomed by {}"))
