@@ -65,7 +65,7 @@ def _begin(w: World, event: ClusterJoined, old: Cluster | None) -> Cluster:
     if old is not None:
         inc = old.inc + 1
         if old.live:
-            end(w, old, f"fenced by its next life {old.name}/{inc}", old.consumed)
+            end(w, old, f"fenced by its next life {old.name}/{inc}", old.consumed, old.lost)
         old.reborn(inc, event.nonce)
     cluster = old or Cluster(event.cluster, inc, event.nonce)
     w.clusters[event.cluster] = cluster
@@ -74,11 +74,12 @@ def _begin(w: World, event: ClusterJoined, old: Cluster | None) -> Cluster:
     return cluster
 
 
-def end(w: World, cluster: Cluster, reason: str, consumed: int) -> None:
+def end(w: World, cluster: Cluster, reason: str, consumed: int, told_lost: int = 0) -> None:
     """A life is over. Its committed push counts; everything else of it is freed.
 
     Of the tokens that it is known to have consumed, those are lost that are not settled: a push may have been settled
-    after the beat that told them (why.md 37).
+    after the beat that told them (why.md 37). What it told as lost with its dead trainers stays lost, also if what was
+    settled since that beat is more than all that it told.
     """
     committed = cluster.push if cluster.push and cluster.push.committed else None
     if cluster.push and not committed:
@@ -89,7 +90,7 @@ def end(w: World, cluster: Cluster, reason: str, consumed: int) -> None:
     # Tokens of a committed push are not lost with the cluster: its round settles them.
     open_seq, open_tokens = (committed.id.seq, committed.tokens) if committed else (0, 0)
     brought = cluster.settled + open_tokens
-    lost = max(0, consumed - brought)
+    lost = max(told_lost, consumed - brought)
     cluster.accounted = brought + lost
     cluster.tokens["lost"] += lost
     cluster.become(ClusterState.GONE, reason)

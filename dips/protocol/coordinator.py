@@ -83,13 +83,14 @@ def _order_answered(w: World, event: OrderAnswered) -> None:
 
 def _cluster_silent(w: World, event: ClusterSilent) -> None:
     if w.standing(event.cluster, event.inc) == "live":
-        clusters.end(w, w.clusters[event.cluster], f"silent for {event.silent_s:.1f} s", event.tokens_consumed)
+        reason = f"silent for {event.silent_s:.1f} s"
+        clusters.end(w, w.clusters[event.cluster], reason, event.tokens_consumed, event.tokens_lost)
 
 
 def _cluster_told(w: World, event: ClusterTold) -> None:
     cluster = w.clusters.get(event.cluster)
     if cluster is not None and cluster.inc == event.inc:
-        cluster.consumed = event.tokens_consumed
+        cluster.consumed, cluster.lost = event.tokens_consumed, event.tokens_lost
 
 
 def _cluster_left(w: World, event: ClusterLeft) -> None:

@@ -209,6 +209,7 @@ class ClusterSilent:
     inc: int
     silent_s: float
     tokens_consumed: int  # by this life in all, as its last beat told
+    tokens_lost: int = 0  # of those, lost with dead trainers
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +219,7 @@ class ClusterTold:
     cluster: str
     inc: int
     tokens_consumed: int
+    tokens_lost: int = 0  # of those, lost with dead trainers
 
 
 @dataclass(frozen=True, slots=True)

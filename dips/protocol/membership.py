@@ -33,6 +33,7 @@ class _Cluster:
     signs: tuple[int, str, int] = (0, "", 0)  # inner steps, activity, bytes of its transfer: a change is life
     moving: bool = True
     tokens_consumed: int = 0  # by this life in all
+    tokens_lost: int = 0
     bandwidth: Bandwidth = field(default_factory=Bandwidth)
 
 
@@ -73,7 +74,7 @@ class Judge:
     def last_words(self, cluster: str) -> list[Event]:
         """What is known of the tokens of a life that may be about to be fenced by its next one."""
         known = self._clusters.get(cluster)
-        return [] if known is None else [ClusterTold(cluster, known.inc, known.tokens_consumed)]
+        return [] if known is None else [ClusterTold(cluster, known.inc, known.tokens_consumed, known.tokens_lost)]
 
     def forget_cluster(self, cluster: str) -> None:
         self._clusters.pop(cluster, None)
@@ -86,7 +87,7 @@ class Judge:
         known = self._clusters.get(beat.cluster)
         if known is None or known.inc != beat.inc:
             return []
-        known.heard, known.tokens_consumed = now, beat.tokens_consumed
+        known.heard, known.tokens_consumed, known.tokens_lost = now, beat.tokens_consumed, beat.tokens_lost
         signs = (beat.inner_steps, beat.activity, beat.bytes_moved)
         if signs != known.signs or _waits_for_others(beat):
             known.signs, known.stepped = signs, now
@@ -107,7 +108,8 @@ class Judge:
         lease, found = self._options.lease_s, list[Event]()
         for name, cluster in sorted(self._clusters.items()):
             if now - cluster.heard >= lease:
-                found.append(ClusterSilent(name, cluster.inc, now - cluster.heard, cluster.tokens_consumed))
+                silent_s = now - cluster.heard
+                found.append(ClusterSilent(name, cluster.inc, silent_s, cluster.tokens_consumed, cluster.tokens_lost))
                 del self._clusters[name]
             else:
                 found += self._trainer(name, cluster, cluster.moving, now)

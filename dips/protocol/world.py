@@ -105,6 +105,7 @@ class Cluster:
     ranks: int = 1
     moving: bool = True  # its inner steps are seen moving
     consumed: int = 0  # tokens of this life in all, as last told by the judge
+    lost: int = 0  # of those, with dead trainers
     settled: int = 0  # tokens of this life that were accepted or gated
     accounted: int = 0  # tokens of the newest life that is over: settled, lost, or with its last push
     push: Push | None = None
@@ -139,7 +140,7 @@ class Cluster:
         self.inc, self.nonce = inc, nonce
         self.state, self.reason = ClusterState.JOINING, "joined"
         self.seq_high, self.base, self.moving = 0, None, True
-        self.consumed = self.settled = 0
+        self.consumed = self.lost = self.settled = 0
         self.push = self.pull = self.outcome = self.outcome_version = self.requested_at = None
         self.dropped_push = self.closed_pull = (0, "")
 

@@ -209,8 +209,10 @@ def _tokens_cut_at_pull() -> list[Patch]:
 def _lose_what_was_settled() -> list[Patch]:
     honest_end, honest_beat, honest_leave = clusters.end, Session.beat, Session.leave
 
-    def end(w: Deciding, cluster: Cluster, reason: str, consumed: int) -> None:
-        honest_end(w, cluster, reason, consumed + cluster.settled)  # what a beat told as unsettled counts as lost
+    def end(w: Deciding, cluster: Cluster, reason: str, consumed: int, told_lost: int = 0) -> None:
+        honest_end(
+            w, cluster, reason, consumed + cluster.settled, told_lost
+        )  # what a beat told as unsettled counts as lost
 
     def beat(self: Session) -> ClusterBeat | None:
         told = honest_beat(self)

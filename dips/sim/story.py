@@ -171,7 +171,8 @@ class Teller:
         return self.step(ev.RangesRequested(0, cluster, inc, int(words["seq"]), int(words.get("count", "2"))), cluster)
 
     def cluster_silent(self, cluster: str, words: Words) -> list[str]:
-        return self.step(ev.ClusterSilent(cluster, self._life(cluster, words), 10.0, int(words.get("consumed", "0"))))
+        consumed, lost = int(words.get("consumed", "0")), int(words.get("lost", "0"))
+        return self.step(ev.ClusterSilent(cluster, self._life(cluster, words), 10.0, consumed, lost))
 
     def told(self, cluster: str, words: Words) -> list[str]:
         """The judge tells what the life's beats said of its tokens; asked before each Join."""

@@ -114,6 +114,7 @@ def test_failure_7_joining_while_busy(house: House) -> None:
 
 def test_failure_8_the_coordinator_dies(house: House) -> None:
     """For two leases there is no master: clusters train on, slaves serve; the next one finds everybody."""
+    house.progress(1, by=house.clusters)  # all have parameters to train on: who has none waits for the master
     pids = {name: house.process(name).pid for name in (*house.clusters, *house.slaves)}
     house.process("master").kill()
     steps = {name: len(house._written(name, "steps")) for name in house.clusters}

@@ -32,7 +32,7 @@ def test_a_lease_ends_after_five_beats_of_silence_and_is_said_once() -> None:
     judge.heard_cluster(beat(), 3.0)
     assert judge.next_deadline() == 13.0
     assert judge.verdicts(12.9) == []
-    assert judge.verdicts(13.0) == [ClusterSilent("a", 1, 10.0, 100)]
+    assert judge.verdicts(13.0) == [ClusterSilent("a", 1, 10.0, 100, 30)]
     assert judge.verdicts(99.0) == []
 
 
@@ -114,5 +114,5 @@ def test_the_last_words_of_a_life_are_what_its_beats_told() -> None:
     judge = Judge(TIMING)
     judge.welcome_cluster("a", 1, 0.0)
     judge.heard_cluster(beat(), 1.0)
-    assert judge.last_words("a") == [ClusterTold("a", 1, 100)]
+    assert judge.last_words("a") == [ClusterTold("a", 1, 100, 30)]
     assert judge.last_words("b") == []
