@@ -109,6 +109,7 @@ def test_an_agent_on_a_host_of_its_own(
     monkeypatch.setenv("DIPS_AGENT_TOKEN", TOKEN)
     monkeypatch.setenv("DIPS_CLUSTER_FILE", str(tmp_path / "fast.yaml"))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "w0")
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as the README says: whoever starts torchrun sets it
     key = zmq.auth.create_certificates(tmp_path, "lanes")[1]
     with Nodes(tmp_path, key=key) as run:
         run.inside = {"node0": hosts["a"].command(), "node1": hosts["b"].command()}
