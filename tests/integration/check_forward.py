@@ -9,7 +9,6 @@ rank compares logits and its own shards. Nothing here talks to a slave.
 from __future__ import annotations
 
 import copy
-import json
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -18,8 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from check_layouts import SPREAD_ITEMS, at
+from check_layouts import SPREAD_ITEMS, at, on_this_rank
 from layouts import BLOCKS, VOCABULARY, laid, local, seeded
 from torch import nn
 
@@ -197,15 +195,5 @@ def check(kind: str, voice: Voice) -> dict[str, Any]:
     return is_so
 
 
-def main(out: Path, kinds: list[str]) -> None:
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    voice = Voice()
-    found = {kind: check(kind, voice) for kind in kinds}
-    out.with_name(f"{out.name}.{voice.rank}").write_text(json.dumps(found))
-    voice.close()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    on_this_rank(check, {kind: kind for kind in sys.argv[2:]}, Path(sys.argv[1]))

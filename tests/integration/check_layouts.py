@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,15 +117,16 @@ def check(kind: str, voice: Voice) -> dict[str, Any]:
     }
 
 
-def main(out: Path, kinds: list[str]) -> None:
+def on_this_rank(check: Callable[[Any, Voice], Any], cases: Mapping[str, Any], out: Path) -> None:
+    """Check each case on one rank of the job, and write what was found to OUT.RANK."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     voice = Voice()
-    found = {kind: check(kind, voice) for kind in kinds}
+    found = {name: check(case, voice) for name, case in cases.items()}
     out.with_name(f"{out.name}.{voice.rank}").write_text(json.dumps(found))
     voice.close()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    on_this_rank(check, {kind: kind for kind in sys.argv[2:]}, Path(sys.argv[1]))

@@ -8,7 +8,6 @@ gives for that rank, push the same numbers back, and compute the loss that one r
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -18,8 +17,7 @@ from typing import Any
 import megatron_layouts as tiny
 import numpy as np
 import torch
-import torch.distributed as dist
-from check_layouts import pull, whole_theta
+from check_layouts import on_this_rank, pull, whole_theta
 from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import nn
@@ -140,15 +138,5 @@ def check(way: Way, voice: Voice) -> dict[str, Any]:
     return found
 
 
-def main(out: Path) -> None:
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    voice = Voice()
-    found = {kind: check(way, voice) for kind, way in WAYS.items()}
-    out.with_name(f"{out.name}.{voice.rank}").write_text(json.dumps(found))
-    voice.close()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    on_this_rank(check, WAYS, Path(sys.argv[1]))

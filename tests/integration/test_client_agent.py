@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import signal
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,21 +19,11 @@ import pytest
 from dips.client import orphan
 from dips.commands.status import ask_status
 from dips.telemetry import timeline
+from tests.integration import cluster_harness as harness
+from tests.integration import train_constant as script
 
 HERE = Path(__file__).parent
 TINY = str(HERE / "train_tiny.py")
-
-
-def load(name: str) -> ModuleType:
-    """A file of this directory as a module, whatever the test runner's import mode."""
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-harness, script = load("cluster_harness"), load("train_constant")
 
 
 def tensors() -> dict[str, Any]:

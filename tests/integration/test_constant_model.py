@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Sequence
 from math import sqrt
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
 from dips.ids import VersionId
 from dips.protocol.records import FoldRow
+from tests.integration import cluster_harness as harness
+from tests.integration import train_constant as script
 
 HERE = Path(__file__).parent
 ROUNDS = 20
 LR, MOMENTUM, CLIP = 0.7, 0.8, 1.0
-
-
-def load(name: str) -> ModuleType:
-    """A file of this directory as a module, whatever the test runner's import mode."""
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-harness, script = load("cluster_harness"), load("train_constant")
 
 
 def twin(rounds: Sequence[tuple[VersionId, Sequence[FoldRow]]], numel: int) -> dict[str, float]:

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 
+from tests.integration import cluster_harness as harness
+from tests.integration import train_constant as script
+
 HERE = Path(__file__).parent
 SLURM = HERE.parents[1] / "deploy" / "slurm"
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-harness, script = load("cluster_harness"), load("train_constant")
 TENSORS = {n: np.full(tuple(p.shape), script.START, np.float32) for n, p in script.Model().named_parameters()}
 
 # What Slurm and the package put on the path; srun is its command, once for each node.

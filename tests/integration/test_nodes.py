@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,22 +15,15 @@ import zmq.auth
 
 from benchmarks import namespaces
 from dips.client import orphan
+from tests.integration import cluster_harness as harness
+from tests.integration import test_constant_model as constant
+from tests.integration import train_constant as script
 
 HERE = Path(__file__).parent
 TOKEN = "a token of this job, never on a command line"
 VERSIONS = 12
 
 
-def load(name: str) -> ModuleType:
-    """A file of this directory as a module, whatever the test runner's import mode."""
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-harness, script, constant = load("cluster_harness"), load("train_constant"), load("test_constant_model")
 TENSORS = {n: np.full(tuple(p.shape), script.START, np.float32) for n, p in script.Model().named_parameters()}
 SHARED = {
     "stop": {"versions": VERSIONS},

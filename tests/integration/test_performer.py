@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -10,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,20 +16,11 @@ import psutil
 import pytest
 import yaml
 
+from tests.integration import cluster_harness as harness
+from tests.integration import train_constant as script
+
 HERE = Path(__file__).parent
 TINY = str(HERE / "train_tiny.py")
-
-
-def load(name: str) -> ModuleType:
-    """A file of this directory as a module, whatever the test runner's import mode."""
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-harness, script = load("cluster_harness"), load("train_constant")
 
 
 @pytest.fixture

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,19 +14,10 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
+from tests.integration import cluster_harness as harness
+
 HERE = Path(__file__).parent
 POD = HERE.parents[1] / "deploy" / "kubernetes" / "loopback"
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-harness = load("cluster_harness")
 
 
 def here(text: str, directory: Path, ports: dict[str, str]) -> str:

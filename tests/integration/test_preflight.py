@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
 import subprocess
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,8 @@ import pytest
 import yaml
 from safetensors.numpy import save_file
 
-HERE = Path(__file__).parent
+from tests.integration import cluster_harness as harness
+
 TENSORS = {"a.weight": np.zeros((64, 32), np.float32), "b.weight": np.ones((16,), np.float32)}
 
 
@@ -31,17 +30,6 @@ def build(width=32):
 def other():
     return build(33)
 """
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-harness = load("cluster_harness")
 
 
 def check(directory: Path, content: dict[str, Any], *words: str) -> tuple[int, dict[str, dict[str, str]], str]:

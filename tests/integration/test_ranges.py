@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
 from dips.data import DataSet
 from dips.data.build import Plan, build, source
+from tests.integration import cluster_harness as harness
+from tests.integration import train_ranges as script
 
 HERE = Path(__file__).parent
 RANGES = 8
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-harness, script = load("cluster_harness"), load("train_ranges")
 
 
 @pytest.mark.timeout(240)

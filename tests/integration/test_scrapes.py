@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import subprocess
 import sys
 import urllib.request
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.integration import cluster_harness as harness
+from tests.integration import train_constant as script
+
 HERE = Path(__file__).parent
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-harness, script = load("cluster_harness"), load("train_constant")
 
 
 def scrape(port: int) -> tuple[str, Samples]:

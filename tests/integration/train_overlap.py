@@ -1,6 +1,6 @@
 """A training script whose every inner step adds one number to every element, while pushes and pulls move beside it.
 
-    train_overlap.py OUT STEP_S
+    train_overlap.py OUT STEP_S DELTA
 
 With one cluster, outer lr 1 and no momentum the outer step gives θ_{v+1} = θ_pushed, so a merge must leave θ_local as
 it is: after n inner steps every element of every rank is n·DELTA, whatever moved meanwhile. Asserted at every step. At
@@ -22,10 +22,8 @@ from train_constant import Model, local, one_number
 
 from dips.client import OuterLoop
 
-DELTA = 2.0**-10  # sums of it are exact in fp32
 
-
-def main(out: Path, step_s: float) -> None:
+def main(out: Path, step_s: float, delta: float) -> None:
     rank = int(os.environ.get("RANK", "0"))
     model = Model()
     if "RANK" in os.environ:
@@ -38,7 +36,7 @@ def main(out: Path, step_s: float) -> None:
         while not outer.finished:
             with torch.no_grad():
                 for parameter in model.parameters():
-                    local(parameter).add_(DELTA)
+                    local(parameter).add_(delta)
             steps += 1
             time.sleep(step_s)
             moving, before = outer.moving, outer.version
@@ -48,7 +46,7 @@ def main(out: Path, step_s: float) -> None:
             number = one_number(model)
             if outer.finished and number is not None:
                 break  # the last version replaces what was trained after its last push
-            assert number is None or number == steps * DELTA, (
+            assert number is None or number == steps * delta, (
                 f"{number} after {steps} steps, {before} → {outer.version}"
             )
     found = {"steps": steps, "beside": beside, "versions": sorted(versions), "end": one_number(model)}
@@ -58,4 +56,4 @@ def main(out: Path, step_s: float) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]))
+    main(Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]))

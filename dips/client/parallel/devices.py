@@ -31,14 +31,11 @@ class Device:
         if self._stream is None:
             yield
             return
-        training = torch.accelerator.current_stream(self._accelerator)
-        self._stream.wait_stream(training)
-        torch.accelerator.set_stream(self._stream)
         try:
-            yield
+            with self.aside():
+                yield
         finally:
-            torch.accelerator.set_stream(training)
-            training.wait_stream(self._stream)
+            torch.accelerator.current_stream(self._accelerator).wait_stream(self._stream)
 
     @property
     def accelerated(self) -> bool:

@@ -170,7 +170,12 @@ class Life:
         traffic = Traffic(5, 6)
         self.session = Session(who, self.owner, self.flow, master, master, BEAT_S, prepare, lambda: traffic, log)
         self.task = asyncio.create_task(self.session.run())
+        self.master = master
         self.number = 0
+
+    async def ready(self) -> None:
+        """Wait until Hold was followed and a beat was answered: a beat alone may come before the last Register."""
+        await self.master.until(lambda: self.session._registration == 2 and bool(self.master.beats))
 
     async def order(self, body: OrderBody, deadline_s: float = 10.0, number: int | None = None) -> Any:
         self.number += number is None
@@ -194,7 +199,8 @@ async def test_it_registers_until_hold_then_beats() -> None:
     """Away, Wait and Load are followed by another Register with the same nonce; after Hold beats say what is held."""
     master = Master(UnavailableMaster("away"), Wait(0.001, "restoring"), LoadVersion(GENESIS), Hold())
     async with living(master) as life:
-        await master.until(lambda: any(b.memory == GENESIS for b in master.beats))
+        await life.ready()
+        await master.until(lambda: master.beats[-1].memory == GENESIS)
         assert [r.memory for r in master.registered] == [None, None, None, GENESIS]
         assert {r.nonce for r in master.registered} == {"nonce"}
         beat = master.beats[-1]
@@ -207,8 +213,8 @@ async def test_it_registers_until_hold_then_beats() -> None:
 async def test_it_registers_again_when_a_beat_says_so() -> None:
     """A master that does not know us as ready gets a Register; a beat sent before it asks for no second one."""
     master = Master(LoadVersion(GENESIS), Hold())
-    async with living(master):
-        await master.until(lambda: len(master.beats) >= 2)
+    async with living(master) as life:
+        await life.ready()
         assert len(master.registered) == 2
         master.beat = SlaveBeatAnswer(1, 10.0, True, 0, (), ())
         await master.until(lambda: len(master.registered) == 3)
@@ -224,7 +230,7 @@ async def test_a_master_that_goes_away_is_waited_for(trouble: Exception) -> None
     master = Master(LoadVersion(GENESIS), Hold())
     with capture_logs() as logs:
         async with living(master) as life:
-            await master.until(lambda: len(master.beats) >= 1)
+            await life.ready()
             master.beat = trouble
             seen = len(master.beats)
             await master.until(lambda: len(master.beats) >= seen + 3)
@@ -260,7 +266,7 @@ async def test_staged_and_refused_are_told_until_heard() -> None:
     master = Master(LoadVersion(GENESIS), Hold())
     master.deaf_reports = 2
     async with living(master) as life:
-        await master.until(lambda: len(master.beats) >= 1)
+        await life.ready()
         assert await life.order(OpenPush(PUSH, (0,), 60.0)) == Done()
         assert life.flow.events is not None
         life.flow.events.staged(PUSH, 12)
@@ -274,7 +280,7 @@ async def test_beats_go_on_while_the_shard_is_busy() -> None:
     """An order that takes long does not silence the slave: beats read the last standing."""
     master = Master(LoadVersion(GENESIS), Hold())
     async with living(master) as life:
-        await master.until(lambda: len(master.beats) >= 1)
+        await life.ready()
         gate = threading.Event()
         working = asyncio.create_task(life.owner.run(lambda shard: gate.wait(10)))
         seen = len(master.beats)
@@ -287,7 +293,7 @@ async def test_a_beat_heals_what_the_master_does_not_list() -> None:
     """A push that is not live at the master is dropped here, and its slot is free again."""
     master = Master(LoadVersion(GENESIS), Hold())
     async with living(master) as life:
-        await master.until(lambda: len(master.beats) >= 1)
+        await life.ready()
         await life.order(OpenPush(PUSH, (0,), 60.0))
         master.beat = SlaveBeatAnswer(1, 10.0, False, 10**6, (), ())
         await master.until(lambda: not life.flow.pushes)
@@ -299,7 +305,7 @@ async def test_busy_is_tried_again_until_the_deadline() -> None:
     other = PushId("y", 1, 1)
     master.beat = SlaveBeatAnswer(1, 10.0, False, 0, (), ())
     async with living(master) as life:
-        await master.until(lambda: len(master.beats) >= 1)
+        await life.ready()
         await life.order(OpenPush(PUSH, (0,), 60.0))
         with pytest.raises(Busy):
             await life.order(OpenPush(other, (0,), 60.0), deadline_s=0.2)
@@ -314,7 +320,7 @@ async def test_orders_of_a_round_through_the_servicer() -> None:
     """Orders and answers pass the wire's spelling unchanged, and the time of Apply is told in beats."""
     master = Master(LoadVersion(GENESIS), Hold())
     async with living(master) as life:
-        await master.until(lambda: len(master.beats) >= 1)
+        await life.ready()
         await life.order(OpenPush(PUSH, (0,), 60.0))
         life.flow.pushes[PUSH][0].fill(0.5)
         assert life.flow.events is not None
@@ -330,7 +336,7 @@ async def test_a_snapshot_is_written_beside_the_orders() -> None:
     """While the served version is being written, a push opens and an Apply waits; a repeated Persist writes once."""
     master = Master(LoadVersion(GENESIS), Hold())
     async with living(master) as life:
-        await master.until(lambda: len(master.beats) >= 1)
+        await life.ready()
         disk = life.shard._disk
         assert isinstance(disk, Disk)
         await make_version(life, 1, PUSH, GENESIS)
