@@ -42,7 +42,7 @@ from dips.protocol.events import (
     TrainerChanged,
 )
 from dips.protocol.manifest import Manifest
-from dips.protocol.moves import RoundState, SlaveState
+from dips.protocol.moves import SlaveState
 from dips.protocol.options import Options
 from dips.protocol.pace import Gathering
 from dips.protocol.records import LedgerState
@@ -181,11 +181,9 @@ class Coordinator:
         """When to send Ticked if nothing happens before; inf if nothing is due."""
         w = self._world
         due = [push.deadline for push in w.uncommitted()] + [pull.deadline for pull in w.open_pulls()]
-        if w.round is not None and w.round.state is RoundState.COLLECTING and w.round.current is None:
-            due.append(w.round.closes)
         if w.options.stop.wall_s and not w.finished and w.round is None:
             due.append(w.started + w.options.stop.wall_s)
-        return min((*due, *durability.due_at(w)), default=inf)
+        return min((*due, *round.due_at(w), *durability.due_at(w)), default=inf)
 
     # ---- read-only, for the runtime ----
 

@@ -7,7 +7,7 @@ its clusters keep their progress and train on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import isfinite, sqrt
 from statistics import median
@@ -174,10 +174,25 @@ def _expected(w: World, cluster: Cluster, r: Round) -> bool:
 
 def _comes_in_time(w: World, cluster: Cluster, push: Push, r: Round) -> bool:
     """A slow link must keep open neither the windows before its push is due nor, once it is late, all those after."""
-    if not push.due:
-        return True
-    late = max(LEAST_WINDOW_S, LATE_SHARE * w.moving_s(cluster))
-    return push.due <= r.closes and w.now <= push.due + late
+    return not push.due or (push.due <= r.closes and w.now < _late_at(w, cluster, push))
+
+
+def _late_at(w: World, cluster: Cluster, push: Push) -> float:
+    return push.due + max(LEAST_WINDOW_S, LATE_SHARE * w.moving_s(cluster))
+
+
+def due_at(w: World) -> Iterator[float]:
+    """When a window ends by itself, and when each push that it waits for will be late."""
+    r = w.round
+    if r is None or r.state is not RoundState.COLLECTING or r.current is not None:
+        return
+    if r.folded and w.durability.late is not None:
+        return  # it ends when that version is on the disks, not by time
+    yield r.closes
+    for cluster in w.clusters.values():
+        push = cluster.push
+        if push is not None and push.due and _expected(w, cluster, r):
+            yield _late_at(w, cluster, push)
 
 
 def _scale(w: World, r: Round) -> bool:

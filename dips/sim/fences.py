@@ -64,6 +64,8 @@ class Fences(Invariant):
     def _old(self, master: MasterProcess, event: Event) -> bool:
         if not master.presides:
             return False  # what it changes is in itself only: nothing that leaves it changes anybody
+        if master.coordinator.next_deadline() <= self.world.heap.now:
+            return False  # with it the master does what is due, whatever it hears
         if isinstance(event, PushStaged | PushRefused | OrderAnswered | OrderFailed):
             return event.sinc < self.sinc.get(event.slave, 0)
         life = getattr(event, "push", None) or getattr(event, "pull", None) or event

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from math import isinf
 
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.master.ledger import Ledger
@@ -247,6 +248,14 @@ class Teller:
         self.now += float(words["s"])
         return self.step(ev.Ticked())
 
+    def sleep(self, _: str, words: Words) -> list[str]:
+        """The master sleeps until its next deadline, as its runtime does; a tick follows."""
+        due = self.machine.next_deadline()
+        if isinf(due):
+            return ["nothing is due"]
+        passed_s, self.now = due - self.now, due
+        return [f"{passed_s:.4g} s later", *self.step(ev.Ticked())]
+
     def blind(self, _: str, words: Words) -> list[str]:
         self.now += float(words["s"])
         return self.step(ev.Blind(float(words["s"])))
@@ -316,6 +325,7 @@ COMMANDS: dict[str, Callable[[Teller, str, Words], list[str]]] = {
     "trains": Teller.trains,
     "pushes": Teller.pushes,
     "passes": Teller.later,
+    "sleeps": Teller.sleep,
     "blind": Teller.blind,
     "restarts": Teller.restart,
     "tells": Teller.status,

@@ -49,7 +49,7 @@ from tests.integration.cluster_harness import Process, Run
 SCRIPT = str(Path(__file__).with_name("train_chaos.py"))
 TOKENS = {"east": 64, "west": 24, "north": 40}
 TIMING = {
-    "window_s": 0.15, "beat_s": 0.4, "busy_retry_s": 0.2, "hang_s": 30.0, "order_s": 5.0, "compute_s": 10.0,
+    "window_s": 0.15, "beat_s": 0.8, "busy_retry_s": 0.2, "hang_s": 30.0, "order_s": 5.0, "compute_s": 10.0,
     "transfer_s": 20.0, "least_transfer_s": 10.0,
 }  # fmt: skip
 LEASE_S = 5 * TIMING["beat_s"]

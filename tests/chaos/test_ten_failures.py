@@ -46,10 +46,10 @@ def test_failure_1_fresh_weights_become_the_truth(house: House, tmp_path: Path) 
 
 
 def test_failure_2_bulk_starves_heartbeats(house: House) -> None:
-    """Each piece of the data flow takes 0.3 s, each way: a transfer outlasts a lease, and nobody is judged dead."""
+    """Each piece of the data flow takes 0.6 s, each way: a transfer outlasts a lease, and nobody is judged dead."""
     since, skipped = time.time(), len(house.skipped())
     for lane in house.lanes.values():
-        lane.delay(0.3)
+        lane.delay(0.6)
     house.seen_after(house.timeline("east"), "push_end", since=since + 2 * LEASE_S, ok=True)
     moved = house.marks(house.timeline("east"), "push_end")[-1]["at"]
     begun = max(m["at"] for m in house.marks(house.timeline("east"), "push_begin") if m["at"] < moved)
@@ -113,7 +113,7 @@ def test_failure_7_joining_while_busy(house: House) -> None:
 
 
 def test_failure_8_the_coordinator_dies(house: House) -> None:
-    """For two leases there is no master: clusters train on, slaves serve; the next one finds everybody."""
+    """There is no master for some steps: clusters train on by themselves; the next one finds everybody."""
     house.progress(1, by=house.clusters)  # all have parameters to train on: who has none waits for the master
     pids = {name: house.process(name).pid for name in (*house.clusters, *house.slaves)}
     house.process("master").kill()
