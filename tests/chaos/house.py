@@ -389,7 +389,7 @@ class House(Run):
     def _check_export(self) -> None:
         """Every element of the exported model is the twin's number; the head, if that is durable."""
         with self.ledger() as ledger:
-            rounds, rows = ledger.history(EVER), ledger.state().versions
+            rows, rounds = ledger.state().versions, ledger.history(EVER)  # rows first: each one has its round
         head = next(row.version for row in reversed(rows) if row.durable)
         out = self.directory / "export.safetensors"
         export([self.directory / name for name in self.slaves], head, out)
