@@ -39,6 +39,17 @@ class Portion:
 NOTHING = Portion()
 
 
+@dataclass(frozen=True, slots=True)
+class Lived:
+    """A life of the cluster, and the tokens that it has consumed."""
+
+    inc: int = 0
+    consumed: int = 0
+
+
+NO_LIFE = Lived()
+
+
 @dataclass
 class Account:
     """Progress of one life of a cluster."""

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from dips.client import local
+from dips.client.account import Lived
 from dips.client.connection import Connection
 from dips.client.deeds import Ask, Deed, Hurry, Mark, Stop
 from dips.client.local import Bye, Failure, Heard, PullNow, PushNow, Wait, Welcome
@@ -54,10 +55,14 @@ class Agent:
         timeline: Timeline,
         log: Log,
         rewrite: Callable[[Grant], Grant] = lambda grant: grant,
+        keep: Callable[[Lived], None] = lambda life: None,
     ) -> None:
-        """`rewrite` turns a grant into the one that the ranks are given: a relay puts its own addresses in."""
+        """
+        rewrite  turns a grant into the one that the ranks are given: a relay puts its own addresses in
+        keep     leaves behind what the next agent must know, if this one dies
+        """
         self._config, self._session, self._master = config, session, master
-        self._rewrite = rewrite
+        self._rewrite, self._keep = rewrite, keep
         self._timeline, self._log = timeline, log
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()  # replaced at each change
@@ -227,6 +232,8 @@ class Agent:
                     self._start_asking(deed)
                 case Mark(kind, fields):
                     self._timeline.mark(kind, **fields)
+                    if kind == "joined":
+                        self._keep(self._session.lived)
                     if kind != "inner":
                         self._log.info(kind, **fields)
                 case Hurry():
@@ -289,6 +296,7 @@ class Agent:
 
     async def _beat(self) -> None:
         while True:
+            self._keep(self._session.lived)
             beat = self._session.beat()
             if beat is not None:
                 await self._say(beat)

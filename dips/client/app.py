@@ -30,6 +30,7 @@ from dips.client.master_link import MasterLink
 from dips.client.orphan import AGENT_HOME, AGENT_PID, home
 from dips.client.pace import Pace
 from dips.client.relay import Relay
+from dips.client.remembered import Remembered
 from dips.client.session import Session
 from dips.config import ClusterFile, host_port, load_cluster
 from dips.errors import ConfigError
@@ -119,16 +120,18 @@ async def _life(config: ClusterFile, path: Path, command: list[str], log_level: 
     timeline = Timeline(config.directory / "timeline.jsonl", config.cluster)
     master = MasterLink(config.master)
     identity = Identity(config.shared.run, config.cluster, config.shared.digest)
+    remembered = Remembered(config.directory, config.shared.run, config.cluster, log)
     session = Session(
         identity,
         lambda: uuid.uuid4().hex,
         PATIENCE_BEATS * config.beat_s,
         Pace(**config.pace.model_dump()),
         config.overlap == "full",
+        remembered.former(),
     )
     relay = Relay(config.relay, log) if config.relay else None
     rewrite = relay.rewrite if relay else lambda grant: grant
-    agent = Agent(config, session, master, timeline, log, rewrite)
+    agent = Agent(config, session, master, timeline, log, rewrite, remembered.keep)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, agent.terminate)
     end_metrics = _serve_metrics(config, session, relay, log)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
-from dips.client.account import Account, RangeQueue
+from dips.client.account import NO_LIFE, Account, Lived, RangeQueue
 from dips.client.deeds import STANDSTILL, Ask, Deed, Identity, Mark, Phase, Stop
 from dips.client.local import Answer, Failure
 from dips.client.pace import Pace
@@ -24,11 +24,18 @@ class Life:
     """One life of the cluster at the master, the present attempt of its trainer, and the present talk."""
 
     def __init__(
-        self, identity: Identity, new_nonce: Callable[[], str], patience_s: float, pace: Pace, overlap: bool = False
+        self,
+        identity: Identity,
+        new_nonce: Callable[[], str],
+        patience_s: float,
+        pace: Pace,
+        overlap: bool = False,
+        former: Lived = NO_LIFE,
     ) -> None:
-        """`patience_s`: how long a trainer waits for a master that does not answer, before it trains on.
-
-        `overlap`: the trainer trains on while its push moves, its window is open and its pull arrives.
+        """
+        patience_s  how long a trainer waits for a master that does not answer, before it trains on
+        overlap     the trainer trains on while its push moves, its window is open and its pull arrives
+        former      the last life of an agent that died here
         """
         self._identity, self._new_nonce, self._patience_s, self._pace = identity, new_nonce, patience_s, pace
         self._out: list[Deed] = []
@@ -45,7 +52,7 @@ class Life:
         self._sick = False  # the loss was not finite since the last freeze, and that was said
         self._claimed: tuple[int, ...] = ()  # ranges of a checkpoint that were asked for
         self.settled = 0  # pushes of this cluster that were accepted or gated, in all its lives
-        self._former = 0  # tokens consumed in the life before, until the master says what he knows of them
+        self._former = former  # the life before, until the master says what he knows of it
         # the trainer
         self.attempt, self._alive, self._process = 0, False, ""  # the last names rank 0
         self._buried, self._started = set[str](), 0  # rank 0 of former attempts; the newest life that we started

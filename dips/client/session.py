@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dips.client.account import Account, RangeQueue
+from dips.client.account import NO_LIFE, Account, Lived, RangeQueue
 from dips.client.checkpoints import Checkpoints
 from dips.client.deeds import ACTIVITY, Ask, Deed, Hurry, Phase
 from dips.client.local import (
@@ -303,7 +303,7 @@ class Session(Checkpoints):
 
     def _join(self, reason: str) -> None:
         if self._joined_in():  # the life that ends by this
-            self._former, self.account = self.account.consumed, Account()
+            self._former, self.account = Lived(self.inc, self.account.consumed), Account()
         self._nonce = self._new_nonce()
         self.phase, self.reason, self._grant = Phase.JOINING, reason, None
         i = self._identity
@@ -315,12 +315,14 @@ class Session(Checkpoints):
             return
         # The master tells of the life right before this one. If that was not ours (two agents, an answer to Join that
         # got lost), we don't know what he has of ours: tokens that he never heard of stay untold, none is told twice.
-        ours = result.inc == self.inc + 1
+        former, self._former = self._former, NO_LIFE
+        ours = result.inc == former.inc + 1
         self._term, self.inc = result.term, result.inc
         self.account.lose_carried()
-        # What the master has not accounted for of the former life (beats that it never heard) is told under this one;
+        # What the master has not accounted for of the former life (beats that it never heard, or heard and died
+        # without writing them down) is told under this one;
         # a push whose Outcome never came is lost here, and may be accepted there.
-        unheard, self._former = max(0, self._former - result.accounted) if ours else 0, 0
+        unheard = max(0, former.consumed - result.accounted) if ours else 0
         self.account, self.ranges = Account(lost=self.account.lost + unheard), RangeQueue()
         self.ranges.lease(result.ranges, False)
         self.settled, self._claimed = result.settled, ()
@@ -346,6 +348,13 @@ class Session(Checkpoints):
         delay_s = result.retry_after_s if isinstance(result, Refused) else ASK_AGAIN_S
         assert self._ranges_event is not None
         self._out.append(Ask("ranges", -self._ranges_seq, self._ranges_event, delay_s))
+
+    @property
+    def lived(self) -> Lived:
+        """What the next agent must know if this one dies now."""
+        if self._joined_in():
+            return Lived(self.inc, self.account.consumed)
+        return Lived(self._former.inc, self._former.consumed + self.account.consumed)
 
     def _joined_in(self) -> bool:
         return self.inc > 0 and self.phase is not Phase.JOINING

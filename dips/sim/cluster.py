@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dips import errors
+from dips.client.account import Lived
 from dips.client.deeds import Ask, Deed, Hurry, Identity, Mark, Stop
 from dips.client.local import Answer, Question, Stepped
 from dips.client.pace import Pace
@@ -34,12 +35,13 @@ PATIENCE_S = 6.0  # a trainer waits so long for a master that does not answer
 class Agent:
     """One process of the agent, with the trainer that it keeps alive."""
 
-    def __init__(self, site: Site, process: str) -> None:
+    def __init__(self, site: Site, process: str, former: Lived) -> None:
         self.site, self.world, self.name, self.process = site, site.world, site.name, process
         settings = self.world.settings
         self._nonces = 0
         identity = Identity(settings.run, self.name, settings.config_digest)
-        self.session = Session(identity, self._nonce, PATIENCE_S, Pace(steps=settings.inner_steps))
+        self.session = Session(identity, self._nonce, PATIENCE_S, Pace(steps=settings.inner_steps), former=former)
+        self.left = former  # behind, on its disk
         self.gate = Gate()  # closed while the whole machine is stopped
         self.alive = True
         self.term = 0
@@ -165,6 +167,7 @@ class Agent:
 
     def _marked(self, mark: Mark) -> None:
         if mark.kind == "joined":
+            self.left = self.session.lived
             self.consumed = self.session.account.lost  # what its former life lost and did not tell
             if self.trainer is not None:
                 self._lose(self.trainer, "its life at the master ended")  # the pull that follows overwrites it
@@ -225,6 +228,7 @@ class Agent:
             self._say_beat()
 
     def _say_beat(self) -> None:
+        self.left = self.session.lived
         beat = self.session.beat()
         if beat is None:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dips.client.account import NO_LIFE
 from dips.sim.cluster import CALL_S, Agent
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ class Site:
         self.world, self.name, self.ranks, self.step_s = world, name, ranks, step_s
         self.rng = world.chance.of(f"cluster/{name}")
         self.agent: Agent | None = None
+        self.left = NO_LIFE  # by the last agent, on the disk of the machine where the next one starts
         self.zombies: list[Agent] = []  # stopped, and taken for dead: each has a successor
         self.lives = 0
         self.diverged = 0  # pushes to come whose content is bad
@@ -32,13 +34,16 @@ class Site:
         """A new agent process; it starts its trainer."""
         if self.agent is None:
             self.lives += 1
-            self.agent = Agent(self, f"{self.name}-{self.lives}")
+            self.agent = Agent(self, f"{self.name}-{self.lives}", self.left)
 
     def crash(self) -> None:
         """Agent and trainer die together: torchrun has PR_SET_PDEATHSIG."""
         if self.agent is not None:
-            self.agent.die()
-            self.agent = None
+            self._end(self.agent)
+
+    def _end(self, agent: Agent) -> None:
+        agent.die()
+        self.agent, self.left = None, agent.left
 
     def leave(self) -> None:
         """The agent is told to stop: it says so once, and goes whether it is heard or not."""
@@ -49,8 +54,8 @@ class Site:
             self.crash()
 
     def abandon(self) -> Agent | None:
-        """SIGSTOP of everything, for so long that another is started in its place; it may wake later."""
-        agent, self.agent = self.agent, None
+        """SIGSTOP of everything, for so long that another is started in its place, elsewhere; it may wake later."""
+        agent, self.agent, self.left = self.agent, None, NO_LIFE
         if agent is not None:
             agent.gate.close()
             self.zombies.append(agent)
@@ -58,11 +63,11 @@ class Site:
 
     def exits(self, agent: Agent) -> None:
         """An agent goes on its own account: it was fenced."""
-        agent.die()
         if agent in self.zombies:
+            agent.die()
             self.zombies.remove(agent)
         elif agent is self.agent:
-            self.agent = None
+            self._end(agent)
             self.world.later(RESTART_S, f"{self.name} starts again", self.start)
 
     def crash_trainer(self) -> None:

@@ -53,6 +53,7 @@ TIMING = {
     "transfer_s": 20.0, "least_transfer_s": 10.0,
 }  # fmt: skip
 LEASE_S = 5 * TIMING["beat_s"]
+UNTOLD_S = 3.0  # an agent leaves behind what it knew before its last beat; one that nobody answers takes a second
 SHARED = {
     "outer": {"lr": predict.LR, "momentum": predict.MOMENTUM, "clip": {"norm": predict.CLIP}},
     "penalty": {"rule": "none"}, "chunk_bytes": 4096, "data": {"ranges": 1_000_000},
@@ -112,7 +113,7 @@ class House(Run):
         self.orders: dict[str, Line] = {}  # by slave
         self.lanes: dict[str, Wire] = {}
         self.master_directory = directory / "master"
-        self._unheard: dict[str, int] = {}  # tokens at most that died with an agent before he could tell
+        self._untold: dict[str, int] = {}  # tokens at most that died with an agent before he could tell
         self._killed: dict[str, int] = {}  # trainers that were killed: a step begun may not have been told
         self._places: dict[str, dict[str, None]] = {}  # of each cluster: where it ever ran
         tensors = {name: np.full(shape, START, np.float32) for name, shape in SHAPES.items()}
@@ -188,9 +189,9 @@ class House(Run):
         }  # fmt: skip
         return self.start_cluster(where, command, steps=H, **keys)
 
-    def kill_agent(self, name: str, unheard_s: float = LEASE_S) -> None:
-        """SIGKILL of an agent; its trainer ends with it. Its last beat was heard at most `unheard_s` ago."""
-        self.count_unheard(name, unheard_s)
+    def kill_agent(self, name: str) -> None:
+        """SIGKILL of an agent; its trainer ends with it. The next one in its directory tells what this one knew."""
+        self.count_untold(name, UNTOLD_S)
         below = descendants(self.process(name).pid)
         self.process(name).kill()
         self.until(lambda: not any(_lives(pid) for pid in below), 30, f"the trainer of {name} ends with its agent")
@@ -216,10 +217,10 @@ class House(Run):
         """A step that its trainer had begun may not have been told."""
         self._killed[name] = self._killed.get(name, 0) + times
 
-    def count_unheard(self, name: str, unheard_s: float = LEASE_S) -> None:
-        """An agent dies, or is fenced: what its beats have told by now is all that is ever told of this life."""
+    def count_untold(self, name: str, untold_s: float) -> None:
+        """An agent dies, or is fenced: of what it did in the last so many seconds nobody may ever hear."""
         lines = self._written(name, "steps")
-        self._unheard[name] = self._unheard.get(name, 0) + sum(t for at, t in lines if at > time.time() - unheard_s)
+        self._untold[name] = self._untold.get(name, 0) + sum(t for at, t in lines if at > time.time() - untold_s)
 
     def ranks(self, name: str) -> list[int]:
         """The processes of a cluster's training job: its launcher, and the rank if there is one now."""
@@ -382,7 +383,7 @@ class House(Run):
         parts = {k: c.get(f"tokens_{k}", 0) for k in PARTS}
         if c["state"] == "gone":
             parts["carried"] = 0  # of its last beat: lost by now
-        least = begun - TOKENS[name] * self._killed.get(name, 0) - self._unheard.get(name, 0)
+        least = begun - TOKENS[name] * self._killed.get(name, 0) - self._untold.get(name, 0)
         ok = least <= sum(parts.values()) <= begun + excess
         return [] if ok else [f"{name} consumed {least} to {begun}, told {sum(parts.values())}: {parts}, {c['state']}"]
 

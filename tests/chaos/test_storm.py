@@ -18,7 +18,6 @@ SECONDS = float(os.environ.get("DIPS_STORM_S", "60"))
 SEED = int(os.environ.get("DIPS_STORM_SEED", str(random.SystemRandom().randrange(1 << 32))))
 PAUSE_S = (0.3, 1.5)  # between two failures
 DOWN_S = (0.0, 1.5)  # a dead process, a held line, a stopped process: for so long
-UNHEARD_S = 15.0  # an agent that is killed may not have been heard for so long: partition, dead master, restarts
 CALM_S = 120.0  # afterwards, for everybody to be back
 HOUSE = {"clusters": ("east", "west", "north")}
 
@@ -100,7 +99,7 @@ class Storm:
 
     def kill_agent(self) -> None:
         if name := self._whole(self._house.clusters):
-            self._house.kill_agent(name, UNHEARD_S)
+            self._house.kill_agent(name)
             self._mended(name, lambda: self._house.cluster(name))
 
     def kill_rank(self) -> None:

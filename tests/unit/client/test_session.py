@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from dips.client.account import NO_LIFE, Lived
 from dips.client.deeds import Ask, Deed, Hurry, Identity, Mark, Phase, Stop
 from dips.client.local import (
     Answer,
@@ -78,7 +79,7 @@ def grant(version: VersionId = GENESIS) -> Grant:
 class Play:
     """One session, what it last asked the master, and everything that it marked."""
 
-    def __init__(self, overlap: bool = False) -> None:
+    def __init__(self, overlap: bool = False, former: Lived = NO_LIFE) -> None:
         nonces = count(1)
         self.s = Session(
             Identity("run", "west", "digest"),
@@ -86,6 +87,7 @@ class Play:
             patience_s=10.0,
             pace=Pace(steps=H),
             overlap=overlap,
+            former=former,
         )
         self.now = 0.0
         self.asks: dict[str, Ask] = {}
@@ -505,6 +507,21 @@ def test_what_the_master_has_of_another_life_is_not_taken_for_ours(play: Play) -
     play.beat("gone")
     play.master(Joined(3, 3, V1, NONE_YET, (), accounted=0))
     assert play.s.account.lost == 0
+
+
+@pytest.mark.parametrize(
+    ("inc", "lost", "why"),
+    [(2, 20, "the master knows of 30 of its 50 tokens"), (3, 0, "another agent lived between, elsewhere")],
+)
+def test_what_the_agent_before_consumed_is_told_by_the_next(inc: int, lost: int, why: str) -> None:
+    """It died, and so did the master that had heard its beats: the next one in its directory tells what is missing."""
+    play = Play(former=Lived(1, 50))
+    assert isinstance(play.say(play.attach()), Wait)
+    play.asked(ClusterJoined)
+    assert play.s.lived == Lived(1, 50)
+    play.master(Joined(3, inc, V1, NONE_YET, (), accounted=30))
+    assert play.s.account.lost == lost, why
+    assert play.s.lived == Lived(inc, lost)
 
 
 def test_a_pipelines_loss_comes_from_another_rank(play: Play) -> None:
