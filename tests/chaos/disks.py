@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from dips.ids import VersionId
 from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE
 
 FILLER = "filler"
+TAKE_S = 0.01
 
 
 def missing() -> str | None:
@@ -32,19 +35,34 @@ def small_disk(directory: Path, kib: int = 1024) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
-def fill(directory: Path) -> None:
-    """Leave not a byte."""
-    with (directory / FILLER).open("wb", buffering=0) as file:
+@contextmanager
+def full(directory: Path) -> Iterator[None]:
+    """Leave not a byte, nor what is given back meanwhile: room that was reserved for a snapshot, an old version."""
+    over, filler = threading.Event(), directory / FILLER
+
+    def take() -> None:
+        while not over.wait(TAKE_S):
+            _fill(filler)
+
+    _fill(filler)
+    with ThreadPoolExecutor(1) as thread:
+        taking = thread.submit(take)
+        try:
+            yield
+        finally:
+            over.set()
+            taking.result()
+            filler.unlink()
+
+
+def _fill(filler: Path) -> None:
+    with filler.open("ab", buffering=0) as file:
         for size in (1 << 16, 1 << 12, 1):
             try:
                 while file.write(bytes(size)) == size:
                     pass
             except OSError:  # that is what we want
                 continue
-
-
-def free(directory: Path) -> None:
-    (directory / FILLER).unlink()
 
 
 def versions(directory: Path) -> list[VersionId]:

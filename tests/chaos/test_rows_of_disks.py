@@ -112,15 +112,14 @@ def test_row_11_disk_full(tight_house: House) -> None:
     """One round is skipped, then versions are made that are not durable, and said to be so; with room all is well."""
     house, since = tight_house, time.time()
     house.progress(2, by=house.clusters)
-    disks.fill(house.directory / "ps1")
-    house.told(lambda s: s["durability"]["state"] == "degraded", SEEN_S, "durability is degraded")
-    assert len(house.skipped()) >= 1
-    with house.ledger() as ledger:
-        kept = next(row.version for row in reversed(ledger.state().versions) if row.durable)
-    house.progress(3, by=house.clusters)
-    house.check()
-    assert kept in disks.versions(house.directory / "ps1"), "a slave deleted on its own"
-    disks.free(house.directory / "ps1")
+    with disks.full(house.directory / "ps1"):
+        house.told(lambda s: s["durability"]["state"] == "degraded", SEEN_S, "durability is degraded")
+        assert len(house.skipped()) >= 1
+        with house.ledger() as ledger:
+            kept = next(row.version for row in reversed(ledger.state().versions) if row.durable)
+        house.progress(3, by=house.clusters)
+        house.check()
+        assert kept in disks.versions(house.directory / "ps1"), "a slave deleted on its own"
     house.seen_after(house.master_timeline, "durable_again", since=since)
     house.progress(2, by=house.clusters)
     house.told(lambda s: s["durability"]["head"], SEEN_S, "the head is durable")
