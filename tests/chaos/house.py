@@ -191,10 +191,10 @@ class House(Run):
 
     def kill_agent(self, name: str) -> None:
         """SIGKILL of an agent; its trainer ends with it. The next one in its directory tells what this one knew."""
-        self.count_untold(name, UNTOLD_S)
-        below = descendants(self.process(name).pid)
+        since, below = time.time() - UNTOLD_S, descendants(self.process(name).pid)
         self.process(name).kill()
         self.until(lambda: not any(_lives(pid) for pid in below), 30, f"the trainer of {name} ends with its agent")
+        self.count_untold(name, since)  # now: it may have taken a step while it was killed
 
     def end_agent(self, name: str) -> None:
         """SIGTERM of an agent: it ends its trainer, and leaves."""
@@ -217,10 +217,10 @@ class House(Run):
         """A step that its trainer had begun may not have been told."""
         self._killed[name] = self._killed.get(name, 0) + times
 
-    def count_untold(self, name: str, untold_s: float) -> None:
-        """An agent dies, or is fenced: of what it did in the last so many seconds nobody may ever hear."""
+    def count_untold(self, name: str, since: float) -> None:
+        """An agent died, or was fenced: of what its cluster did since then (Unix seconds) nobody may ever hear."""
         lines = self._written(name, "steps")
-        self._untold[name] = self._untold.get(name, 0) + sum(t for at, t in lines if at > time.time() - untold_s)
+        self._untold[name] = self._untold.get(name, 0) + sum(t for at, t in lines if at > since)
 
     def ranks(self, name: str) -> list[int]:
         """The processes of a cluster's training job: its launcher, and the rank if there is one now."""
