@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from dips.client import local
 from dips.client.account import Lived
 from dips.client.connection import Connection
-from dips.client.deeds import Ask, Deed, Hurry, Mark, Stop
+from dips.client.deeds import KEPT_AT, Ask, Deed, Hurry, Mark, Stop
 from dips.client.local import Bye, Failure, Heard, PullNow, PushNow, Wait, Welcome
 from dips.client.session import Session
 from dips.client.trainer import Trainer, kill_leftovers
@@ -232,7 +232,7 @@ class Agent:
                     self._start_asking(deed)
                 case Mark(kind, fields):
                     self._timeline.mark(kind, **fields)
-                    if kind == "joined":
+                    if kind in KEPT_AT:
                         self._keep(self._session.lived)
                     if kind != "inner":
                         self._log.info(kind, **fields)

@@ -54,6 +54,11 @@ STANDSTILL: Mapping[Phase, str] = {
 }
 
 
+# Marks at which an agent leaves behind what its life has consumed (remembered.py), besides each beat. At the end of a
+# push: what may be settled from now on is in it, so that what the next agent tells as missing is never too little.
+KEPT_AT = frozenset({"joined", "push_end"})
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
     """Who this cluster is, and what it must agree on with the run."""

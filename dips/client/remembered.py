@@ -1,7 +1,8 @@
 """What an agent leaves behind in its directory for the next one: its life, and what that consumed.
 
 Beats tell it to the master, who keeps it in his memory; if both die, the next agent here still knows it, and tells it
-as lost. Written aside and renamed before each beat, and not fsynced: it is to outlive the process, not the machine.
+as lost. Written aside and renamed, before each beat and before a push can be settled (deeds.KEPT_AT). Not fsynced: it
+is to outlive the process, not the machine.
 """
 
 from __future__ import annotations

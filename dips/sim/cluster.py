@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dips import errors
 from dips.client.account import Lived
-from dips.client.deeds import Ask, Deed, Hurry, Identity, Mark, Stop
+from dips.client.deeds import KEPT_AT, Ask, Deed, Hurry, Identity, Mark, Stop
 from dips.client.local import Answer, Question, Stepped
 from dips.client.pace import Pace
 from dips.client.session import Session
@@ -166,8 +166,9 @@ class Agent:
             resume(None)
 
     def _marked(self, mark: Mark) -> None:
-        if mark.kind == "joined":
+        if mark.kind in KEPT_AT:
             self.left = self.session.lived
+        if mark.kind == "joined":
             self.consumed = self.session.account.lost  # what its former life lost and did not tell
             if self.trainer is not None:
                 self._lose(self.trainer, "its life at the master ended")  # the pull that follows overwrites it
