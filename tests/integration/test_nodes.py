@@ -157,7 +157,8 @@ def test_an_agent_that_dies_ends_the_ranks_of_other_hosts(tmp_path: Path, monkey
         agent.kill()
         run.until(lambda: other.code is not None, orphan.GRACE_S + 40, "the other host's ranks ended")
         assert other.code != 0
-        assert "is gone: this rank ends" in other.log.read_text()
+        said = ("is gone: this rank ends", "hung up")  # noticed between questions, or in one
+        assert any(words in other.log.read_text() for words in said)
         for process in start():
             run.wait(process, 150)
         run.check()
