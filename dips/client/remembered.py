@@ -8,7 +8,6 @@ is to outlive the process, not the machine.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from dips.client.account import NO_LIFE, Lived
@@ -45,7 +44,7 @@ class Remembered:
         aside = self._path.with_suffix(".new")
         try:
             aside.write_text(json.dumps({**self._whose, "inc": life.inc, "tokens_consumed": life.consumed}))
-            os.replace(aside, self._path)
+            aside.replace(self._path)
             self._kept, self._fails = life, False
         except OSError as error:
             if not self._fails:

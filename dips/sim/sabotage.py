@@ -210,9 +210,8 @@ def _lose_what_was_settled() -> list[Patch]:
     honest_end, honest_beat, honest_leave = clusters.end, Session.beat, Session.leave
 
     def end(w: Deciding, cluster: Cluster, reason: str, consumed: int, told_lost: int = 0) -> None:
-        honest_end(
-            w, cluster, reason, consumed + cluster.settled, told_lost
-        )  # what a beat told as unsettled counts as lost
+        # what a beat told as unsettled counts as lost
+        honest_end(w, cluster, reason, consumed + cluster.settled, told_lost)
 
     def beat(self: Session) -> ClusterBeat | None:
         told = honest_beat(self)

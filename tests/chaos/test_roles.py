@@ -53,11 +53,7 @@ def test_sigkill_of_an_agent(house: House) -> None:
 def test_sigkill_of_an_agent_that_is_back_within_its_lease(house: House) -> None:
     """The life that is fenced by the next one had lost the work of dead ranks: that stays counted."""
     for _ in range(3):
-        ask = house.to_master["east"].calls.trap("RequestPush")
-        ask.caught()  # what it asks for lies in the rank alone
-        house.kill_rank("east")
-        ask.release()
-        house.progress(1, by=("east",))
+        _lose_work(house, "east")
     told = house.told(lambda s: s["clusters"]["east"]["tokens_lost"] > 0, SEEN_S, "tokens are lost with the ranks")
     house.kill_agent("east")
     house.cluster("east")
@@ -68,11 +64,7 @@ def test_sigkill_of_an_agent_that_is_back_within_its_lease(house: House) -> None
 
 def test_sigkill_of_the_master_and_then_of_an_agent(house: House) -> None:
     """Only the dead master had heard of the tokens that the dead agent lost: the next agent still knows them."""
-    ask = house.to_master["east"].calls.trap("RequestPush")
-    ask.caught()
-    house.kill_rank("east")
-    ask.release()
-    house.progress(1, by=("east",))
+    _lose_work(house, "east")
     told = house.told(lambda s: s["clusters"]["east"]["tokens_lost"] > 0, SEEN_S, "tokens are lost with the rank")
     house.process("master").kill()
     house.kill_agent("east")
@@ -156,3 +148,12 @@ def test_sigstop_of_everything_and_sigcont(house: House) -> None:
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
     house.progress(2, by=house.clusters)
+
+
+def _lose_work(house: House, name: str) -> None:
+    """A rank dies when its cluster asks for a push: what that would have brought lies in the rank alone."""
+    ask = house.to_master[name].calls.trap("RequestPush")
+    ask.caught()
+    house.kill_rank(name)
+    ask.release()
+    house.progress(1, by=(name,))

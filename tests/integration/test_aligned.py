@@ -17,4 +17,4 @@ def test_four_unequal_clusters_meet_in_the_same_windows(tmp_path: Path) -> None:
     assert met.rounds >= 4, met
     assert met.tokens >= 0.9 * met.ideal, met  # tests share the machine; the benchmark holds it to 0.95
     slowest, fastest = (sum(met.steps[name][-2:]) for name in ("c3", "c0"))  # all keep the grid by then
-    assert fastest == pytest.approx(5.23 * slowest, rel=0.15), met
+    assert fastest == pytest.approx(5.23 * slowest, rel=0.1), met
