@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+from dips.client import trainer
 
 SERVER_NAME = "dips-forkserver"  # at most 15 bytes, in /proc/PID/comm
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
@@ -47,6 +49,14 @@ def is_server(pid: int) -> bool:
         return (Path("/proc") / str(pid) / "comm").read_text().strip() == SERVER_NAME
     except OSError:
         return False
+
+
+def without_servers(below: Callable[[int], list[int]]) -> Callable[[int], list[int]]:
+    """The same list of processes below one, but for fork servers."""
+    return lambda root: [pid for pid in below(root) if not is_server(pid)]
+
+
+descendants = without_servers(trainer.descendants)
 
 
 def reap_servers() -> None:

@@ -46,23 +46,23 @@ def end(main: Callable[[], None]) -> NoReturn:
 
     Threads are waited for and what is registered for the exit runs, as ever.
     """
-    code = 0
+    code, interrupted = 0, False
     try:
         main()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if code and not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    except BaseException:  # noqa: BLE001  of the program: reported where the interpreter would
-        code = 1
+    except BaseException as error:  # noqa: BLE001  of the program: reported as the interpreter would
+        code, interrupted = 1, isinstance(error, KeyboardInterrupt)
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    if interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(code & 0xFF)
 
 
@@ -90,10 +90,9 @@ def _open_output(unbuffered: bool) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=stream is sys.stderr or stream.isatty())  # type: ignore[union-attr]
     if unbuffered:
-        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True, line_buffering=True)
-        sys.stderr = io.TextIOWrapper(
-            io.FileIO(2, "w", closefd=False), errors="backslashreplace", write_through=True, line_buffering=True
-        )
+        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
+        raw = io.FileIO(2, "w", closefd=False)
+        sys.stderr = io.TextIOWrapper(raw, errors="backslashreplace", write_through=True)
 
 
 def _exec(file: str, words: Sequence[str]) -> NoReturn:

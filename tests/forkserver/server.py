@@ -1,4 +1,4 @@
-"""The fork server: `python -m tests.forkserver.server FD SPACE`; it forks itself into the programs that it is asked for.
+"""The fork server, `python -m tests.forkserver.server FD SPACE`: it forks itself into the programs it is asked for.
 
 It has one thread, so that a fork of it is a whole process, and imports what a program imports without running it. A
 program is forked twice: its parent ends at once, and the kernel makes it a child of who asked, which adopts orphans.
@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,12 @@ STARTS_OTHERS = {"dips.client.app", "dips.master.app", "torch.distributed.run"}
 IMPORT_ONLY = ("dips.", "torch.")  # entry points that do nothing when they are imported
 FREE_FROM = 256  # numbers of descriptors from here on are nobody's wish
 _environment = dict(os.environ)  # of the first server: what libraries read when they were imported
-_imported = set[tuple[str, tuple[str, ...]]]()
+_imported = set[Any]()
 
 
 def main(connection: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    trainer.descendants = without_servers(trainer.descendants)
+    trainer.descendants = process.descendants  # the agent kills whatever is left below it, but not its server
     request = serve(connection)
     while True:  # from here on in a forked program, or again in a server of it
         enter(request)
@@ -127,6 +127,9 @@ def prepare(words: Sequence[str]) -> None:
                 _imported.add((module, names))
                 with suppress(ImportError):
                     _import(module, names)
+    if "dips.outer.kernels" in sys.modules and "kernels" not in _imported:
+        _imported.add("kernels")
+        sys.modules["dips.outer.kernels"].warm_up()
     gc.freeze()  # a collection in a fork would write to, and so copy, every page of every library
 
 
@@ -174,11 +177,6 @@ def leave(request: dict[str, Any]) -> None:
         os.dup2(null, number)
     for number in (null, *request["kept"]):
         os.close(number)
-
-
-def without_servers(descendants: Callable[[int], list[int]]) -> Callable[[int], list[int]]:
-    """The agent kills whatever is left below it, but not its server."""
-    return lambda root: [pid for pid in descendants(root) if not process.is_server(pid)]
 
 
 if __name__ == "__main__":
