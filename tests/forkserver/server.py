@@ -33,6 +33,7 @@ from tests.forkserver.program import Become, end, run
 
 STARTS_OTHERS = {"dips.client.app", "dips.master.app", "torch.distributed.run"}
 IMPORT_ONLY = ("dips.", "torch.")  # entry points that do nothing when they are imported
+START_THREADS = ("transformers", "accelerate", "datasets", "dips.client.transformers")  # while they are imported
 FREE_FROM = 256  # numbers of descriptors from here on are nobody's wish
 _environment = dict(os.environ)  # of the first server: what libraries read when they were imported
 _imported = set[Any]()
@@ -120,10 +121,12 @@ def prepare(words: Sequence[str]) -> None:
     for program in commands.programs(words):
         if program.script:
             wanted = list(commands.imported_by(Path(program.script)))
+            if any(module == "torch" for module, _ in wanted):
+                wanted.append(("torch._dynamo", ()))  # the first step of any optimizer imports it
         else:
             wanted = [(program.entry, ())] if program.entry.startswith(IMPORT_ONLY) else []
         for module, names in wanted:
-            if (module, names) not in _imported:
+            if (module, names) not in _imported and not module.startswith(START_THREADS):
                 _imported.add((module, names))
                 with suppress(ImportError):
                     _import(module, names)
