@@ -21,9 +21,9 @@ from dips.master import genesis, operate, status
 from dips.master.journal import Journal
 from dips.master.ledger import Ledger
 from dips.master.links import Links
-from dips.master.performer import Performer
 from dips.master.runtime import Runtime
 from dips.master.servicer import Clusters, Operators, Slaves, Status
+from dips.master.supervisor import Supervisor
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Order
 from dips.protocol.events import OrderAnswered, OrderFailed
@@ -111,12 +111,12 @@ async def serve(
         checker = await _add_services(server, runtime, _agreed(config, row))
         await server.start()
         end_metrics = _serve_metrics(config, runtime, log)
-        performer = _perform(config, file, runtime, log)
+        supervisor = _supervise(config, file, runtime, log)
         _stop_on_signals(runtime)
         log.info("serving", address=address, ledger=str(genesis.ledger_path(config)))
         ready(address)
         code = await runtime.run()
-        await performer.end(stop=code == 0)
+        await supervisor.end(stop=code == 0)
         await asyncio.to_thread(end_metrics)
         await checker.enter_graceful_shutdown()
     log.info("stopped", code=code)
@@ -168,18 +168,18 @@ def _build(
     )
 
 
-def _perform(config: RunFile, file: Path | None, runtime: Runtime, log: logs.Log) -> Performer:
+def _supervise(config: RunFile, file: Path | None, runtime: Runtime, log: logs.Log) -> Supervisor:
     """Supervise the slaves that the run file gives to this master."""
     ours = [slave for slave in config.slaves if slave.performer == "exec"]
     if ours and file is None:
         raise ConfigError("slaves.performer: exec needs the run file's path")
-    performer = Performer(
+    supervisor = Supervisor(
         (file or Path()).absolute(), ours, config.master.directory, config.master.timing,
         lambda: runtime.view()["slaves"], log,
     )  # fmt: skip
     if ours:
-        performer.begin()
-    return performer
+        supervisor.start()
+    return supervisor
 
 
 def _agreed(config: RunFile, row: RunRow) -> dict[str, Any]:

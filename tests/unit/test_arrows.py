@@ -13,7 +13,11 @@ import pytest
 DIPS = Path(__file__).parents[2] / "dips"
 
 LOW = {"dips.ids", "dips.errors"}
-CONFIG = {"dips.config", "dips.telemetry"}  # what the daemons and the words of an operator may use besides
+CONFIG = {
+    "dips.config",
+    "dips.pidlock",
+    "dips.telemetry",
+}  # what daemons and subcommands may use besides
 BELOW_ROLES = LOW | CONFIG | {"dips.protocol", "dips.outer", "dips.wire", "dips.transport"}
 ROLES = {"dips.master", "dips.slave", "dips.client"}
 
@@ -22,6 +26,7 @@ MAY: dict[str, set[str]] = {
     "dips.__init__": set(),
     "dips.errors": set(),
     "dips.ids": {"dips.errors"},
+    "dips.pidlock": LOW,
     "dips.config": LOW | {"dips.protocol.options"},
     "dips.telemetry": LOW,
     "dips.protocol": LOW,

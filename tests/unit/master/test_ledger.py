@@ -305,7 +305,7 @@ def test_it_is_on_disk(tmp_path: Path) -> None:
 def test_a_second_master_is_refused(tmp_path: Path) -> None:
     """Two masters never share a ledger; the second is told which process holds it."""
     first = Ledger.create(tmp_path / "ledger.sqlite", ROW)
-    with pytest.raises(ConfigError, match=r"in use by another master \(process \d+\)"):
+    with pytest.raises(ConfigError, match=r"in use by another master \(pid \d+\)"):
         Ledger.open(tmp_path / "ledger.sqlite")
     first.close()
     Ledger.open(tmp_path / "ledger.sqlite").close()
