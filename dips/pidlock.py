@@ -18,7 +18,7 @@ class PidLock:
     """Held from construction to `close`."""
 
     def __init__(self, path: Path, *, busy: str, advice: str) -> None:
-        """Take the lock, or raise ConfigError: `busy`, the pid of its holder, `advice`; OSError if it cannot be opened."""
+        """Take the lock, or raise ConfigError: `busy`, its holder, `advice`; OSError if the file cannot be opened."""
         self._file = path.open("a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

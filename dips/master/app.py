@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,15 +19,16 @@ from grpc_health.v1 import health
 from dips.config import RunFile, host_port, load_run
 from dips.errors import ConfigError, CorruptManifest
 from dips.master import genesis, operate, status
+from dips.master.core import MasterCore, Step
 from dips.master.journal import Journal
 from dips.master.ledger import Ledger
-from dips.master.links import Links
+from dips.master.links import SlaveLinks
 from dips.master.runtime import Runtime
 from dips.master.servicer import Clusters, Operators, Slaves, Status
 from dips.master.supervisor import Supervisor
 from dips.protocol.coordinator import Coordinator
-from dips.protocol.effects import Order
-from dips.protocol.events import OrderAnswered, OrderFailed
+from dips.protocol.effects import Effect, Order
+from dips.protocol.events import Event, OrderAnswered, OrderFailed
 from dips.protocol.manifest import Manifest
 from dips.protocol.membership import Judge
 from dips.protocol.records import Record, RunRow
@@ -127,9 +129,9 @@ class _Outside:
     """The ledger's thread and the slaves' links, as the runtime reaches them."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self._ledger, self._links = ledger, Links()
+        self._ledger, self._links = ledger, SlaveLinks()
         self._thread = ThreadPoolExecutor(1, "ledger")
-        self.learn = self._links.learn
+        self.learn_address = self._links.learn_address
 
     async def write(self, records: Sequence[Record]) -> None:
         """Return when all are durable; the loop goes on meanwhile."""
@@ -146,7 +148,7 @@ class _Outside:
 def _build(
     config: RunFile, ledger: Ledger, outside: _Outside, log: logs.Log, timeline: Timeline, stack: AsyncExitStack
 ) -> Runtime:
-    """Begin a term and bring the machines to life from the ledger's state."""
+    """Begin a term and build the state machines from the ledger's state."""
     term, now, timing = ledger.start_term(), time.monotonic(), config.master.timing
     journal = None
     if config.master.journal.segments:
@@ -154,18 +156,22 @@ def _build(
         stack.callback(journal.close)
     state = ledger.state()
     log.info("term begins", term=term, head=str(state.versions[-1].version), next_round=state.next_round)
-    return Runtime(
-        Coordinator(state, Manifest.from_json(state.row.manifest), config.options(), now),
-        Judge.restored(timing, state, now),
-        outside,
-        term=term,
-        beat_s=timing.beat_s,
-        lease_s=timing.lease_s,
-        clock=time.monotonic,
-        log=log,
-        timeline=timeline,
-        journal=journal,
-    )
+    coordinator = Coordinator(state, Manifest.from_json(state.row.manifest), config.options(), now)
+    step = _logged_step(coordinator, journal, log)
+    core = MasterCore(coordinator, Judge.restored(timing, state, now), timing, now, step=step)
+    return Runtime(core, outside, clock=time.monotonic, log=log, timeline=timeline, journal=journal)
+
+
+def _logged_step(coordinator: Coordinator, journal: Journal | None, log: logs.Log) -> Step:
+    """The Coordinator's step, with its journal and the debug log."""
+    decide = coordinator.step if journal is None else partial(journal.step, coordinator)
+
+    def step(event: Event, now: float) -> list[Effect]:
+        effects = decide(event, now)
+        log.debug("event", was=event, effects=len(effects))
+        return effects
+
+    return step
 
 
 def _supervise(config: RunFile, file: Path | None, runtime: Runtime, log: logs.Log) -> Supervisor:
@@ -203,7 +209,7 @@ def _serve_metrics(config: RunFile, runtime: Runtime, log: logs.Log) -> Callable
     loop = asyncio.get_running_loop()
 
     async def told() -> dict[str, Any]:
-        return status.status(runtime.view(), runtime.beats, time.monotonic())
+        return status.status(runtime.view(), runtime.heartbeats, time.monotonic())
 
     address = host_port(config.master.metrics)
     port, end = metrics.serve(address, lambda: asyncio.run_coroutine_threadsafe(told(), loop).result(SCRAPE_S))

@@ -28,6 +28,7 @@ import dips.protocol
 from dips.config import JournalSection
 from dips.errors import DipsError
 from dips.protocol import codec
+from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Effect
 from dips.protocol.events import Event
 from dips.telemetry.logs import Log
@@ -69,15 +70,27 @@ class Journal:
         self._thread = threading.Thread(target=self._work, name="journal", daemon=True)  # a hung disk must not hold us
         self._thread.start()
 
-    def due(self) -> bool:
-        """Must `begin` be called before the next step? At the start, after a full segment, and after a stop."""
+    def step(self, coordinator: Coordinator, event: Event, now: float) -> list[Effect]:
+        """Let the Coordinator take an event; write what went in and what came out, or how it raised."""
+        if self.is_segment_due():
+            self.begin_segment(coordinator.state())
+        try:
+            effects = coordinator.step(event, now)
+        except Exception as error:
+            self.record_step(event, now, error)
+            raise
+        self.record_step(event, now, effects)
+        return effects
+
+    def is_segment_due(self) -> bool:
+        """At the start, after a full segment, and after a stop."""
         if not self._begun:
             return True
         if self._writer.failed or self._stopped_at is not None:
             return self._may_try_again()
         return self._writer.full
 
-    def begin(self, state: object) -> None:
+    def begin_segment(self, state: object) -> None:
         """Begin a segment with the Coordinator's whole state; it is spelled before this returns."""
         self._begun = True
         try:
@@ -90,7 +103,7 @@ class Journal:
         self._stopped_at = None
         self._queue.put(_Head(spelled))
 
-    def took(self, event: Event, now: float, effects: Sequence[Effect] | Exception) -> None:
+    def record_step(self, event: Event, now: float, effects: Sequence[Effect] | Exception) -> None:
         """The Coordinator took `event` at `now` and ordered `effects`, or raised: then it is broken."""
         if self._stopped_at is not None:
             return

@@ -41,7 +41,8 @@ MAY: dict[str, set[str]] = {
     # The real deciding, computing and holding parts, and nothing that has a socket or a thread.
     "dips.sim": LOW
     | {"dips.protocol", "dips.outer", "dips.wire.codecs", "dips.wire.chunks", "dips.wire.frame"}
-    | {"dips.transport.shares", "dips.master.ledger"}
+    | {"dips.transport.shares"}
+    | {f"dips.master.{pure}" for pure in ("core", "held", "ledger", "orders", "outbox")}
     | {f"dips.slave.{pure}" for pure in ("shard", "ports", "fences", "moving")}
     | {f"dips.client.{pure}" for pure in ("session", "account", "deeds", "local", "feedback", "pace")},
     "dips.data": LOW,

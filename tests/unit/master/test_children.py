@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dips.master.children import Child
+from dips.master.children import Child, truncate_log
 
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 DEAF = [
