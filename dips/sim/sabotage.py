@@ -185,6 +185,7 @@ def _blind_leases() -> list[Patch]:
         self._look()
         for read in came:
             read()
+        self._carry_out()
 
     return [(MasterProcess, "wake", wake)]
 

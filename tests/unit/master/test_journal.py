@@ -257,7 +257,7 @@ def test_a_full_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkey
     assert [line["event"] for line in logs] == ["journal stopped; the run goes on without it"]
     assert "no space left" in logs[0]["why"]
     assert journal.told()["writing"] == 0
-    until(journal.due)
+    until(journal.is_segment_due)
     journal.begin_segment((3,))
     journal.record_step(Ticked(), 3.0, [])
     journal.close()
