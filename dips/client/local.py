@@ -233,6 +233,7 @@ class RangeGiven:
 class RangesEnded:
     reason: str
     finished: bool  # the run is; otherwise the data is used up
+    unsettled: bool = False  # push what was trained since the last push, then ask again: no inner step follows
 
 
 @dataclass(frozen=True, slots=True)
