@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dips.errors import ConfigError, Corrupt, StaleTerm
+from dips.master.ledger_history import RoundHistory, read_history
 from dips.master.ledger_rows import write_record, write_run
-from dips.master.ledger_state import RoundHistory, read_history, read_run, read_state, read_totals
+from dips.master.ledger_state import read_run, read_state, read_totals
 from dips.master.schema import ADDED, APPLICATION_ID, SCHEMA, SCHEMA_VERSION
 from dips.pidlock import PidLock
 from dips.protocol.records import LedgerState, Record, RunRow
