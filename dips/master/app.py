@@ -1,4 +1,4 @@
-"""`dips-master`: builds one life of the master, its sockets, threads and clocks, and ends it in order."""
+"""`dips-master`: builds one term of the master, its sockets, threads and clocks, and shuts it down in order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dips.master.journal import Journal
 from dips.master.ledger import Ledger
 from dips.master.links import SlaveLinks
 from dips.master.runtime import Runtime
-from dips.master.servicer import Clusters, Operators, Slaves, Status
+from dips.master.servicer import ClusterServicer, OperatorServicer, SlaveServicer, StatusServicer
 from dips.master.supervisor import Supervisor
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Effect, Order
@@ -61,7 +61,7 @@ def serve_command(
     """The master of one run: decides which push counts and when the global model takes its next outer step.
 
     It holds no parameters. What it must never forget is in <master.directory>/ledger.sqlite, made once by `dips init`;
-    started again on the same directory it goes on from the last version, and clusters and slaves find it by themselves.
+    started again on the same directory it goes on from the last version, and clusters and slaves reconnect to it.
     One master for a run: a second one on the same ledger refuses to start. Slaves whose `performer` is `exec` it starts
     and supervises itself; SIGTERM stops them too.
 
@@ -91,7 +91,7 @@ def main() -> None:
 async def serve(
     config: RunFile, log: logs.Log, ready: Callable[[str], None] = lambda _: None, file: Path | None = None
 ) -> int:
-    """Live until told to stop; return the exit code. `ready` is told host:port once calls are answered.
+    """Serve until stopped; return the exit code. `ready` is called with host:port once calls are answered.
 
     `file` is where `config` was read, for the slaves that this master starts itself.
 
@@ -126,7 +126,7 @@ async def serve(
 
 
 class _Outside:
-    """The ledger's thread and the slaves' links, as the runtime reaches them."""
+    """The ledger's thread and the links to the slaves, as the runtime needs them."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger, self._links = ledger, SlaveLinks()
@@ -195,24 +195,24 @@ def _agreed(config: RunFile, row: RunRow) -> dict[str, Any]:
 
 
 async def _add_services(server: aio.Server, runtime: Runtime, agreed: dict[str, Any]) -> health.aio.HealthServicer:
-    add_ClusterServiceServicer_to_server(Clusters(runtime), server)
-    add_SlaveServiceServicer_to_server(Slaves(runtime), server)
-    add_OperatorServiceServicer_to_server(Operators(runtime), server)
-    add_StatusServiceServicer_to_server(Status(runtime, time.monotonic, agreed), server)
+    add_ClusterServiceServicer_to_server(ClusterServicer(runtime), server)
+    add_SlaveServiceServicer_to_server(SlaveServicer(runtime), server)
+    add_OperatorServiceServicer_to_server(OperatorServicer(runtime), server)
+    add_StatusServiceServicer_to_server(StatusServicer(runtime, time.monotonic, agreed), server)
     return await control.serve_health(server, SERVICES)
 
 
 def _serve_metrics(config: RunFile, runtime: Runtime, log: logs.Log) -> Callable[[], None]:
-    """Answer Prometheus, if the run file says where; scrapes come in threads, the machines belong to the loop."""
+    """Answer Prometheus, if the run file says where; scrapes come in threads, the core belongs to the event loop."""
     if config.master.metrics is None:
         return lambda: None
     loop = asyncio.get_running_loop()
 
-    async def told() -> dict[str, Any]:
+    async def snapshot() -> dict[str, Any]:
         return status.status(runtime.view(), runtime.heartbeats, time.monotonic())
 
     address = host_port(config.master.metrics)
-    port, end = metrics.serve(address, lambda: asyncio.run_coroutine_threadsafe(told(), loop).result(SCRAPE_S))
+    port, end = metrics.serve(address, lambda: asyncio.run_coroutine_threadsafe(snapshot(), loop).result(SCRAPE_S))
     log.info("metrics", address=f"{address[0]}:{port}")
     return end
 

@@ -5,10 +5,10 @@
     [12.25, ["Ticked"], "0f3a…", ["Note", "Order"]]  when (master's clock), the event, digest and kinds of the effects
     [12.25, ["Ticked"], "raised", ["KeyError('x')"]] the event that ended the master, and how: the last line
 
-The loop hands over what it stepped through and goes on: a thread spells and writes. A disk that is full, or slower
-than the events come, stops the journal, loudly, and not the master; after a while it begins anew, with a segment of its
-own. Nothing is fsynced: after a crash of the machine the last lines may be missing. Beats are not in it, the Judge's
-verdicts are. `dips-master replay` reads it.
+The event loop hands over what it stepped through and goes on: a thread encodes and writes. A disk that is full, or
+slower than the events, stops the journal with an error in the log, and not the master; later the journal begins again
+with a new segment. Nothing is fsynced: after a crash of the machine the last lines may be missing. Heartbeats are not
+in it, the Judge's verdicts are. `dips-master replay` reads it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NAME = re.compile(r"journal-(\d+)-(\d+)\.jsonl")
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """A segment is to begin."""
+    """The first line of a segment."""
 
     state: Any  # spelled
 
@@ -59,15 +59,17 @@ class _Step:
 
 
 class Journal:
-    """Called by the loop only; the thread inside owns the files."""
+    """Called by the event loop only; the thread inside owns the files."""
 
     def __init__(self, directory: Path, run: str, term: int, options: JournalSection, log: Log) -> None:
         self._queue: SimpleQueue[_Head | _Step | None] = SimpleQueue()
         self._log = log
         self._stopped_at: float | None = None
-        self._writer = _Writer(directory, run, term, options, log)
+        self._writer = _JournalWriter(directory, run, term, options, log)
         self._begun = False
-        self._thread = threading.Thread(target=self._work, name="journal", daemon=True)  # a hung disk must not hold us
+        self._thread = threading.Thread(
+            target=self._write_loop, name="journal", daemon=True
+        )  # a hung disk must not hold us
         self._thread.start()
 
     def step(self, coordinator: Coordinator, event: Event, now: float) -> list[Effect]:
@@ -112,8 +114,8 @@ class Journal:
             return
         self._queue.put(_Step(now, event, effects))
 
-    def told(self) -> dict[str, Any]:
-        """For the status: is it writing, how much, and how much waits."""
+    def snapshot(self) -> dict[str, Any]:
+        """For the status: whether it is writing, how much it wrote, and how much is waiting."""
         return {
             "writing": int(self._begun and self._stopped_at is None and not self._writer.failed),
             "bytes": self._writer.bytes_written,
@@ -136,7 +138,7 @@ class Journal:
         assert self._stopped_at is not None
         return time.monotonic() - self._stopped_at >= RETRY_S and self._queue.empty()
 
-    def _work(self) -> None:
+    def _write_loop(self) -> None:
         while True:
             batch = [self._queue.get()]
             while batch[-1] is not None and len(batch) < AT_ONCE:
@@ -150,7 +152,7 @@ class Journal:
                 return
 
 
-class _Writer:
+class _JournalWriter:
     """The files; used by the journal's thread, but for the two flags."""
 
     def __init__(self, directory: Path, run: str, term: int, options: JournalSection, log: Log) -> None:
@@ -220,10 +222,10 @@ class _Writer:
 def _line(step: _Step) -> bytes:
     event = codec.spell(step.event)
     if isinstance(step.effects, Exception):
-        told = [step.now, event, RAISED, [repr(step.effects)]]
+        line = [step.now, event, RAISED, [repr(step.effects)]]
     else:
-        told = [step.now, event, codec.digest(tuple(step.effects)), [type(e).__name__ for e in step.effects]]
-    return json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+        line = [step.now, event, codec.digest(tuple(step.effects)), [type(e).__name__ for e in step.effects]]
+    return json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
 
 
 def segments(directory: Path) -> list[Path]:

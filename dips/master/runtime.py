@@ -84,7 +84,7 @@ class Runtime:
     def view(self) -> dict[str, Any]:
         """The status as plain data."""
         picture = self._core.view(self._clock())
-        return picture if self._journal is None else {**picture, "journal": self._journal.told()}
+        return picture if self._journal is None else {**picture, "journal": self._journal.snapshot()}
 
     def stop(self, code: int = 0) -> None:
         """End `run` with this exit code; the first call counts."""

@@ -26,8 +26,8 @@ from dips.wire.generated.status_pb2_grpc import StatusServiceServicer
 Reply = TypeVar("Reply", bound=Message)
 
 
-class Clusters(ClusterServiceServicer):
-    """Clusters at the master."""
+class ClusterServicer(ClusterServiceServicer):
+    """Calls of the agents."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -68,8 +68,8 @@ class Clusters(ClusterServiceServicer):
         return cast(Reply, messages.wrap(result, reply))
 
 
-class Slaves(SlaveServiceServicer):
-    """Slaves at the master."""
+class SlaveServicer(SlaveServiceServicer):
+    """Calls of the slaves."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -91,7 +91,7 @@ class Slaves(SlaveServiceServicer):
         return cast(names_pb2.Acknowledged, messages.to_proto(Acknowledged()))
 
 
-class Operators(OperatorServiceServicer):
+class OperatorServicer(OperatorServiceServicer):
     """Requests of an operator to the master."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -106,11 +106,11 @@ class Operators(OperatorServiceServicer):
         return cast(operator_pb2.DrainReply, messages.wrap(result, operator_pb2.DrainReply))
 
 
-class Status(StatusServiceServicer):
-    """What `dips status`, the live view and `dips-client check` ask."""
+class StatusServicer(StatusServiceServicer):
+    """Calls of `dips status`, of the live view and of `dips-client check`."""
 
     def __init__(self, runtime: Runtime, clock: Callable[[], float], agreed: Mapping[str, Any]) -> None:
-        """`agreed`: what never changes in a run: its name, shared options, their digest, the manifest."""
+        """`agreed` is what never changes in a run: its name, shared options, their digest, the manifest."""
         self._runtime, self._clock, self._agreed = runtime, clock, agreed
 
     async def Status(self, request: Any, context: Any) -> status_pb2.StatusReply:
@@ -119,8 +119,8 @@ class Status(StatusServiceServicer):
 
     async def Describe(self, request: Any, context: Any) -> status_pb2.DescribeReply:
         view = self._runtime.view()
-        told = {key: view.get(key) for key in ("term", "head", "finished", "clusters", "slaves")}
-        return status_pb2.DescribeReply(json=status.to_json({**told, **self._agreed}))
+        present = {key: view.get(key) for key in ("term", "head", "finished", "clusters", "slaves")}
+        return status_pb2.DescribeReply(json=status.to_json({**present, **self._agreed}))
 
 
 async def _ask(runtime: Runtime, make: Callable[[int], events.Event]) -> Result:
