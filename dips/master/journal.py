@@ -67,9 +67,8 @@ class Journal:
         self._stopped_at: float | None = None
         self._writer = _JournalWriter(directory, run, term, options, log)
         self._begun = False
-        self._thread = threading.Thread(
-            target=self._write_loop, name="journal", daemon=True
-        )  # a hung disk must not hold us
+        # a daemon thread: a hung disk must not keep the process alive
+        self._thread = threading.Thread(target=self._write_loop, name="journal", daemon=True)
         self._thread.start()
 
     def step(self, coordinator: Coordinator, event: Event, now: float) -> list[Effect]:

@@ -10,13 +10,11 @@ from typing import Any
 
 from dips.protocol.beats import ClusterBeat, SlaveBeat
 
-Heartbeats = Mapping[
-    tuple[str, str], tuple[ClusterBeat | SlaveBeat, float]
-]  # by (role, name), with the time when heard
+# The newest by (role, name), with the time when it came.
+Heartbeats = Mapping[tuple[str, str], tuple[ClusterBeat | SlaveBeat, float]]
 
-_IN_THE_VIEW = frozenset(
-    {"cluster", "slave", "inc", "sinc", "term", "base", "memory", "tokens_lost"}
-)  # the view has them
+# Fields that the view has already.
+_IN_THE_VIEW = frozenset({"cluster", "slave", "inc", "sinc", "term", "base", "memory", "tokens_lost"})
 
 
 def status(view: Mapping[str, Any], heartbeats: Heartbeats, now: float) -> dict[str, Any]:
