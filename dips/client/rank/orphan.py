@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dips.client.address import Address, OnThisHost
-from dips.client.line import Line
+from dips.client.ipc.address import Address, OnThisHost
+from dips.client.rank.line import Line
 
 AGENT_PID, AGENT_HOME = "DIPS_AGENT_PID", "DIPS_AGENT_HOME"
 FIND_S = 60.0  # hosts of one job do not start at the same moment
