@@ -31,7 +31,7 @@ from dips.client.agent.pace import Pace
 from dips.client.agent.relay import Relay
 from dips.client.agent.session import Session
 from dips.client.ipc.address import over_network
-from dips.client.rank.orphan import AGENT_HOME, AGENT_PID, home
+from dips.client.ipc.process import AGENT_HOME, AGENT_PID, home
 from dips.config import ClusterFile, host_port, load_cluster
 from dips.errors import ConfigError
 from dips.telemetry import exits, logs, metrics

@@ -86,10 +86,10 @@ class Line:
 
     def outlive(self) -> None:
         """Return when the agent has closed the line, or its host is gone; for a line on which nothing is said."""
-        self._socket.settimeout(None)
         try:
+            self._socket.settimeout(None)
             self._socket.recv(1)
-        except OSError:  # reset, or the keep-alive gave up: gone either way
+        except OSError:  # reset, closed on this side before we came here, or the keep-alive gave up: gone either way
             pass
 
     def close(self) -> None:

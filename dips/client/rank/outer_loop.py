@@ -41,11 +41,12 @@ from dips.client.ipc.messages import (
     SaveWanted,
     Stepped,
 )
+from dips.client.ipc.process import process_name
 from dips.client.parallel import HostMemory, LazyMemory, StreamedMemory, lay_out
 from dips.client.rank.agent_client import AgentClient
 from dips.client.rank.collectives import JobCollectives
 from dips.client.rank.losses import LossChannel, finite
-from dips.client.rank.orphan import process_name, watch_agent
+from dips.client.rank.orphan import watch_agent
 from dips.client.rank.rounds import Rounds
 from dips.client.rank.shard_transfer import ShardTransfer
 from dips.config import Shared, load_cluster
