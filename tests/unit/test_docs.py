@@ -1,4 +1,4 @@
-"""Documents and the references to them: each file and anchor that code or documents name exists, and docs/ stays short."""
+"""Documents and the references to them: each file and anchor that is named exists, and docs/ stays short."""
 
 from __future__ import annotations
 
@@ -55,11 +55,18 @@ def unresolved(path: Path, name: str, names: list[str]) -> Iterator[str]:
     yield from (f"{path.relative_to(ROOT)}: {name} has no #{a}" for a in names if a not in anchors(document))
 
 
+def references(text: str) -> list[tuple[str, list[str]]]:
+    """The documents that a text names, each with the anchors."""
+    if ".md" not in text:
+        return []
+    return [(m[1], re.findall(r"#([\w-]+)", m[2])) for m in REFERENCE.finditer(text)]
+
+
 def problems(path: Path, text: str) -> list[str]:
     """Every reference of a text that does not resolve."""
     where = path.relative_to(ROOT).as_posix()
-    found = [(m[1], re.findall(r"#([\w-]+)", m[2])) for m in REFERENCE.finditer(text)]
-    return [p for name, names in found if (where, name) not in WRITTEN_BY_TESTS for p in unresolved(path, name, names)]
+    named = [(name, names) for name, names in references(text) if (where, name) not in WRITTEN_BY_TESTS]
+    return [problem for name, names in named for problem in unresolved(path, name, names)]
 
 
 def test_every_reference_resolves() -> None:
@@ -84,7 +91,8 @@ def test_a_wrong_reference_is_found(text: str) -> None:
 
 def test_references_are_walked() -> None:
     """The walk sees the code: stories and invariants are cited from it."""
-    cited = {m[1] for path in texts() if path.suffix == ".py" for m in REFERENCE.finditer(path.read_text()) if m[2]}
+    code = [path.read_text() for path in texts() if path.suffix == ".py"]
+    cited = {name for text in code for name, names in references(text) if names}
     assert {"docs/architecture.md", "docs/protocol.md", "docs/rationale.md"} <= cited
 
 
