@@ -188,7 +188,6 @@ def test_requirements_are_those_of_the_project() -> None:
     assert re.findall(r"\((\d+\.\d+) or newer\)", text)[0] in torch
     assert set(re.findall(r"pip install '([\w-]+)\[", text)) == {PROJECT["name"]}
     assert set(re.findall(r"\[([a-z]+)\]['\s]", text)) <= set(PROJECT["optional-dependencies"])
-    assert not re.search(r"pip install '?dips\b", ALL)
 
 
 def test_python_of_the_readme() -> None:
