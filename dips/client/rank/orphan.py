@@ -14,27 +14,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from dips.client.address import Address, OnThisHost
-from dips.client.line import Line
+from dips.client.ipc.address import Address, OnThisHost
+from dips.client.ipc.process import AGENT_HOME, AGENT_PID, home
+from dips.client.rank.line import Line
 
-AGENT_PID, AGENT_HOME = "DIPS_AGENT_PID", "DIPS_AGENT_HOME"
 FIND_S = 60.0  # hosts of one job do not start at the same moment
 GRACE_S = 10.0  # between SIGTERM to ourselves and the end: an exit handler may write what it must
 
 _watched = False
-
-
-def home() -> str:
-    """Where process ids mean what they mean here: this boot of this machine, this namespace of processes."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
-
-
-def process_name() -> str:
-    """A name of this process that none has or had: ids come again, in containers soon."""
-    began = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # ticks since boot
-    return f"{home()}/{os.getpid()}/{began}"
 
 
 def watch_agent(address: Address, poll_s: float) -> Callable[[], None]:

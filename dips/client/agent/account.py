@@ -40,14 +40,14 @@ NOTHING = Portion()
 
 
 @dataclass(frozen=True, slots=True)
-class Lived:
+class PastIncarnation:
     """A life of the cluster, and the tokens that it has consumed."""
 
     inc: int = 0
     consumed: int = 0
 
 
-NO_LIFE = Lived()
+NO_INCARNATION = PastIncarnation()
 
 
 @dataclass

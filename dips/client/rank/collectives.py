@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dips.errors import ConfigError, LocalProtocolError
 
 
-class Voice:
+class JobCollectives:
     """The collectives of one training job."""
 
     def __init__(self, deadline_s: float = 600.0) -> None:

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from dips.client.address import AGENT, TOKEN, over_network, socket_path, token_of
-from dips.client.agent import Agent
+from dips.client.agent.agent import Agent
+from dips.client.ipc.address import AGENT, TOKEN, over_network, socket_path, token_of
 from dips.config import ClusterFile
 from dips.errors import ConfigError
 from dips.telemetry.logs import Log

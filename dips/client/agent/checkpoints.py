@@ -8,10 +8,10 @@ push was out (its frozen copy is gone), or whose ranges others have been given m
 
 from __future__ import annotations
 
-from dips.client.account import Portion
-from dips.client.deeds import Ask, Phase
-from dips.client.local import Answer, Failure, Healed, Resume, Resumed, Saved, Wait
-from dips.client.talk import Talk
+from dips.client.agent.account import Portion
+from dips.client.agent.actions import AskMaster, SyncPhase
+from dips.client.agent.outer_sync import Talk
+from dips.client.ipc.messages import Answer, AskAgain, ErrorReply, Healed, Resume, Resumed, Saved
 from dips.ids import VersionId
 from dips.protocol.events import RangesRequested
 
@@ -29,7 +29,7 @@ class Checkpoints(Talk):
             self._identity.cluster,
             str(self.base),
             self.settled,
-            self.phase is not Phase.RESTING and self.phase is not Phase.CLOSING,
+            self.phase is not SyncPhase.RESTING and self.phase is not SyncPhase.CLOSING,
             portion.tokens,
             portion.inner_steps,
             portion.ranges,
@@ -42,10 +42,10 @@ class Checkpoints(Talk):
     def _resume(self, q: Resume) -> Answer:
         """Take up a checkpoint, before the first inner step of a trainer that has its pull behind it."""
         saved = q.saved
-        if self.phase is not Phase.RESTING or self._ranges_asked:
-            return Wait(self.reason)
+        if self.phase is not SyncPhase.RESTING or self._ranges_asked:
+            return AskAgain(self.reason)
         if self.account.carried.inner_steps or self.base is None:
-            return Failure("LocalProtocolError", "load_state_dict comes before the first inner step")
+            return ErrorReply("LocalProtocolError", "load_state_dict comes before the first inner step")
         if why := self._overtaken(saved):
             return self._heal(why)
         claims = (*saved.ranges, *saved.ahead)
@@ -54,7 +54,7 @@ class Checkpoints(Talk):
         if missing and self._claimed != claims:
             self._claimed = claims
             self._ask_ranges(missing)
-            return Wait("the master is asked for the checkpoint's data ranges")
+            return AskAgain("the master is asked for the checkpoint's data ranges")
         self._claimed = ()
         if missing:
             return self._heal(f"data ranges {missing[:5]} of the checkpoint belong to others by now")
@@ -92,4 +92,4 @@ class Checkpoints(Talk):
         self._ranges_event = RangesRequested(
             0, self._identity.cluster, self.inc, self._ranges_seq, len(claims) or RANGES_AT_ONCE, claims
         )
-        self._out.append(Ask("ranges", -self._ranges_seq, self._ranges_event, 0.0))
+        self._out.append(AskMaster("ranges", -self._ranges_seq, self._ranges_event, 0.0))

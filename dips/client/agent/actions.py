@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Phase(StrEnum):
+class SyncPhase(StrEnum):
     """Where the talk with the master stands."""
 
     UNJOINED = "unjoined"
@@ -25,32 +25,32 @@ class Phase(StrEnum):
 
 
 # What a person sees in status and beats; phases that are not here do not hold up the trainer.
-ACTIVITY: Mapping[Phase, str] = {
-    Phase.JOINING: "idle",
-    Phase.ASKING_PUSH: "push",
-    Phase.PUSHING: "push",
-    Phase.FINISHING: "push",
-    Phase.AWAITING: "window",
-    Phase.ASKING_PULL: "pull",
-    Phase.PULLING: "pull",
-    Phase.CLOSING: "pull",
+ACTIVITY: Mapping[SyncPhase, str] = {
+    SyncPhase.JOINING: "idle",
+    SyncPhase.ASKING_PUSH: "push",
+    SyncPhase.PUSHING: "push",
+    SyncPhase.FINISHING: "push",
+    SyncPhase.AWAITING: "window",
+    SyncPhase.ASKING_PULL: "pull",
+    SyncPhase.PULLING: "pull",
+    SyncPhase.CLOSING: "pull",
 }
 
 
 # Why a trainer that waits in a phase stands still (tally.CAUSES).
-STANDSTILL: Mapping[Phase, str] = {
-    Phase.UNJOINED: "join",
-    Phase.JOINING: "join",
-    Phase.RESTING: "join",
-    Phase.UNSURE: "join",
-    Phase.ASKING_PUSH: "slot",
-    Phase.PUSHING: "push",
-    Phase.FINISHING: "push",
-    Phase.ABORTING: "push",
-    Phase.AWAITING: "window",
-    Phase.ASKING_PULL: "pull",
-    Phase.PULLING: "pull",
-    Phase.CLOSING: "pull",
+STANDSTILL: Mapping[SyncPhase, str] = {
+    SyncPhase.UNJOINED: "join",
+    SyncPhase.JOINING: "join",
+    SyncPhase.RESTING: "join",
+    SyncPhase.UNSURE: "join",
+    SyncPhase.ASKING_PUSH: "slot",
+    SyncPhase.PUSHING: "push",
+    SyncPhase.FINISHING: "push",
+    SyncPhase.ABORTING: "push",
+    SyncPhase.AWAITING: "window",
+    SyncPhase.ASKING_PULL: "pull",
+    SyncPhase.PULLING: "pull",
+    SyncPhase.CLOSING: "pull",
 }
 
 
@@ -60,7 +60,7 @@ KEPT_AT = frozenset({"joined", "push_end"})
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class ClusterIdentity:
     """Who this cluster is, and what it must agree on with the run."""
 
     run: str
@@ -69,7 +69,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AskMaster:
     """Ask the master `event` after `delay_s`; a later question of the same channel takes the place of an older one."""
 
     channel: str  # "talk" | "ranges"
@@ -79,7 +79,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class RecordMark:
     """Tell the timeline and the log."""
 
     kind: str
@@ -87,16 +87,16 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Hurry:
+class SendHeartbeat:
     """Beat now: the answer is needed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopTrainer:
     """End the trainer and leave with `code`: going on cannot help."""
 
     code: int
     reason: str
 
 
-Deed = Ask | Mark | Hurry | Stop
+Action = AskMaster | RecordMark | SendHeartbeat | StopTrainer

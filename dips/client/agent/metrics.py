@@ -7,8 +7,8 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from dips.client.relay import Relay
-from dips.client.session import Session
+from dips.client.agent.relay import Relay
+from dips.client.agent.session import Session
 from dips.telemetry.metrics import Row, Status, families
 
 SELF = (

@@ -14,13 +14,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
-from dips.client import local
-from dips.client.account import Lived
-from dips.client.connection import Connection
-from dips.client.deeds import KEPT_AT, Ask, Deed, Hurry, Mark, Stop
-from dips.client.local import Bye, Failure, Heard, PullNow, PushNow, Wait, Welcome
-from dips.client.session import Session
-from dips.client.trainer import Trainer, kill_leftovers
+from dips.client.agent.account import PastIncarnation
+from dips.client.agent.actions import KEPT_AT, Action, AskMaster, RecordMark, SendHeartbeat, StopTrainer
+from dips.client.agent.session import Session
+from dips.client.agent.trainer import Trainer, kill_leftovers
+from dips.client.ipc import messages
+from dips.client.ipc.connection import Connection
+from dips.client.ipc.messages import AskAgain, Attached, Bye, ErrorReply, Heard, PullNow, PushNow
 from dips.config import ClusterFile
 from dips.errors import Busy, Denied, DipsError, RemoteProtocolError, Unavailable
 from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer
@@ -36,7 +36,7 @@ MOST_REMOTE = 8192  # connections of ranks on other hosts, one each: ranks of th
 RESTART_PAUSE_S = 1.0  # a trainer that crashes at once does not spin
 
 
-class Master(Protocol):
+class MasterPort(Protocol):
     """What the agent needs of a master; see master_link.py."""
 
     async def ask(self, event: object) -> Result: ...
@@ -51,11 +51,11 @@ class Agent:
         self,
         config: ClusterFile,
         session: Session,
-        master: Master,
+        master: MasterPort,
         timeline: Timeline,
         log: Log,
         rewrite: Callable[[Grant], Grant] = lambda grant: grant,
-        keep: Callable[[Lived], None] = lambda life: None,
+        keep: Callable[[PastIncarnation], None] = lambda life: None,
     ) -> None:
         """
         rewrite  turns a grant into the one that the ranks are given: a relay puts its own addresses in
@@ -68,7 +68,7 @@ class Agent:
         self._changed = asyncio.Event()  # replaced at each change
         self._hurry, self._reachable = asyncio.Event(), asyncio.Event()
         self._terminated, self._stopped, self._goodbye = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._stop: Stop | None = None
+        self._stop: StopTrainer | None = None
         self._remote = 0  # connections over the network
 
     def terminate(self) -> None:
@@ -125,11 +125,11 @@ class Agent:
 
     async def _one_life(self, life: int, command: Sequence[str], environment: dict[str, str]) -> int:
         trainer = await Trainer.start(command, {**environment, "DIPS_ATTEMPT": str(life)})
-        self._do([Mark("trainer_start", {"attempt": life, "pid": trainer.pid})])
+        self._do([RecordMark("trainer_start", {"attempt": life, "pid": trainer.pid})])
         code = await self._watch(trainer)
         left = kill_leftovers()
         self._do(self._session.trainer_gone(f"the trainer ended with exit code {code}", time.monotonic()))
-        self._do([Mark("trainer_end", {"attempt": life, "code": code, "killed": len(left)})])
+        self._do([RecordMark("trainer_end", {"attempt": life, "code": code, "killed": len(left)})])
         return code
 
     async def _watch(self, trainer: Trainer) -> int:
@@ -181,7 +181,7 @@ class Agent:
             while True:
                 message = await rank.read()
                 answer = await self._answer(message)
-                if isinstance(answer, Welcome):
+                if isinstance(answer, Attached):
                     attempt = answer.attempt
                 if answer is not None:
                     await rank.write(answer)
@@ -198,7 +198,7 @@ class Agent:
                 self._do(self._session.trainer_gone("rank 0 is gone", time.monotonic()))
             rank.close()
 
-    async def _answer(self, message: local.Message) -> local.Answer | None:
+    async def _answer(self, message: messages.Message) -> messages.Answer | None:
         """Ask the session until it has an answer, for at most poll_s (half of it: rank 0 must not wait longer)."""
         until = time.monotonic() + self._config.poll_s / 2
         while True:
@@ -208,37 +208,37 @@ class Agent:
             left = until - time.monotonic()
             if isinstance(answer, PushNow | PullNow):
                 return self._routed(answer)
-            if not isinstance(answer, Wait) or left <= 0 or getattr(message, "at_once", False):
+            if not isinstance(answer, AskAgain) or left <= 0 or getattr(message, "at_once", False):
                 return answer
             if changed is self._changed:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(changed.wait(), left)
 
-    def _routed(self, answer: PushNow | PullNow) -> local.Answer:
+    def _routed(self, answer: PushNow | PullNow) -> messages.Answer:
         try:
             return replace(answer, grant=self._rewrite(answer.grant))
         except DipsError as error:
-            return Failure(type(error).__name__, str(error))
+            return ErrorReply(type(error).__name__, str(error))
 
     # ---- the master ----------------------------------------------------------------------------------------------
 
-    def _do(self, deeds: Iterable[Deed]) -> None:
+    def _do(self, deeds: Iterable[Action]) -> None:
         """Do what the session ordered, in its order, and wake who waits for a change."""
         done = False
         for deed in deeds:
             done = True
             match deed:
-                case Ask():
+                case AskMaster():
                     self._start_asking(deed)
-                case Mark(kind, fields):
+                case RecordMark(kind, fields):
                     self._timeline.mark(kind, **fields)
                     if kind in KEPT_AT:
                         self._keep(self._session.lived)
                     if kind != "inner":
                         self._log.info(kind, **fields)
-                case Hurry():
+                case SendHeartbeat():
                     self._hurry.set()
-                case Stop():
+                case StopTrainer():
                     self._stop = self._stop or deed
                     self._stopped.set()
         if done:
@@ -248,7 +248,7 @@ class Agent:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _start_asking(self, ask: Ask) -> None:
+    def _start_asking(self, ask: AskMaster) -> None:
         older = self._asking.get(ask.channel)
         if older and older is not asyncio.current_task():
             older.cancel()
@@ -263,9 +263,9 @@ class Agent:
     def _fallen(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._log.error("a task of the agent failed", exc_info=error)
-            self._do([Stop(70, f"{type(error).__name__}: {error}")])
+            self._do([StopTrainer(70, f"{type(error).__name__}: {error}")])
 
-    async def _carry(self, ask: Ask) -> None:
+    async def _carry(self, ask: AskMaster) -> None:
         """Carry one question to the master, again and again until he answers; hand the answer to the session."""
         await asyncio.sleep(ask.delay_s)
         pause_s = FIRST_PAUSE_S

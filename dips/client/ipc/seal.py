@@ -43,7 +43,7 @@ class Seal:
             raise RemoteProtocolError("a message on the line between rank and agent bears a wrong tag: it was altered")
 
 
-class Host:
+class TokenServer:
     """The agent's side of the handshake."""
 
     def __init__(self, token: bytes) -> None:
@@ -58,7 +58,7 @@ class Host:
         return _mac(self._token, b"agent", both), Seal(_mac(self._token, b"key", both), b"agent", b"rank")
 
 
-class Guest:
+class TokenClient:
     """The rank's side of the handshake."""
 
     def __init__(self, token: bytes, greeting: bytes) -> None:

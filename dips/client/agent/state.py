@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
-from dips.client.account import NO_LIFE, Account, Lived, RangeQueue
-from dips.client.deeds import STANDSTILL, Ask, Deed, Identity, Mark, Phase, Stop
-from dips.client.local import Answer, Failure
-from dips.client.pace import Pace
-from dips.client.tally import Tally
+from dips.client.agent.account import NO_INCARNATION, Account, PastIncarnation, RangeQueue
+from dips.client.agent.actions import STANDSTILL, Action, AskMaster, ClusterIdentity, RecordMark, StopTrainer, SyncPhase
+from dips.client.agent.pace import Pace
+from dips.client.agent.tally import Tally
+from dips.client.ipc.messages import Answer, ErrorReply
 from dips.errors import DipsError, treatment
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant, Progress
@@ -25,12 +25,12 @@ class Life:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: ClusterIdentity,
         new_nonce: Callable[[], str],
         patience_s: float,
         pace: Pace,
         overlap: bool = False,
-        former: Lived = NO_LIFE,
+        former: PastIncarnation = NO_INCARNATION,
     ) -> None:
         """
         patience_s  how long a trainer waits for a master that does not answer, before it trains on
@@ -38,7 +38,7 @@ class Life:
         former      the last life of an agent that died here
         """
         self._identity, self._new_nonce, self._patience_s, self._pace = identity, new_nonce, patience_s, pace
-        self._out: list[Deed] = []
+        self._out: list[Action] = []
         self._now = 0.0
         self.tally = Tally()
         self._starves = self._left = False  # the trainer waits for a data range; it said goodbye
@@ -64,7 +64,7 @@ class Life:
         self._moved, self._marked_at = (0, 0), 0.0  # of the present or last transfer: bytes, in all
         self._moving_since, self._bytes_per_s = 0.0, 0.0  # its grant; its mean rate
         # the talk
-        self.phase, self.reason = Phase.UNJOINED, "no trainer has attached yet"
+        self.phase, self.reason = SyncPhase.UNJOINED, "no trainer has attached yet"
         self._number = self._question = 0
         self._waiting, self._told = False, cast("Answer | None", None)
         self._stands_since = 0.0  # when rank 0 first asked for what it waits for
@@ -78,16 +78,16 @@ class Life:
         self._pull_due = self._resync = self._final_tried = False
         self._pull_failures, self._backoff_until = 0, 0.0
         self._unreachable_since = cast("float | None", None)
-        self._failure = cast("Failure | None", None)
+        self._failure = cast("ErrorReply | None", None)
 
     def _ask(self, event: object, delay_s: float = 0.0) -> None:
         self._question += 1
-        self._last_ask = Ask("talk", self._question, event, delay_s)
+        self._last_ask = AskMaster("talk", self._question, event, delay_s)
         self._out.append(self._last_ask)
 
     def _stop(self, error: DipsError) -> None:
-        self._failure = Failure(type(error).__name__, str(error))
-        self._out.append(Stop(treatment(error).exit_code, f"{type(error).__name__}: {error}"))
+        self._failure = ErrorReply(type(error).__name__, str(error))
+        self._out.append(StopTrainer(treatment(error).exit_code, f"{type(error).__name__}: {error}"))
 
     def _unreachable(self) -> bool:
         """The master has not answered for longer than a trainer waits."""
@@ -121,7 +121,7 @@ class Life:
         self._mark("inner", attempt=self.attempt, inner_steps=self.inner_steps, tokens=self.tokens, loss=self.loss)
 
     def _mark(self, kind: str, **fields: object) -> None:
-        self._out.append(Mark(kind, fields))
+        self._out.append(RecordMark(kind, fields))
 
     @property
     def alive(self) -> bool:
@@ -156,7 +156,7 @@ class Life:
             return "data"
         return "start" if self.base is None else "inner"
 
-    def _flush(self) -> list[Deed]:
+    def _flush(self) -> list[Action]:
         self.tally.turn(self._cause(), self._now)
         out, self._out = self._out, []
         return out

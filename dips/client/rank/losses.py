@@ -10,13 +10,13 @@ import json
 import math
 from typing import Any
 
-from dips.client.voice import Voice
+from dips.client.rank.collectives import JobCollectives
 
 
-class Losses:
+class LossChannel:
     """One rank's, between two looks."""
 
-    def __init__(self, voice: Voice) -> None:
+    def __init__(self, voice: JobCollectives) -> None:
         self._voice = voice
         self._begin()
 

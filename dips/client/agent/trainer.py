@@ -25,7 +25,7 @@ class Trainer:
     async def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> Trainer:
         """Start `command` with `environment` added to ours, in a process group of its own."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "dips.client.launch", str(os.getpid()), "--", *command),
+            *(sys.executable, "-m", "dips.client.agent.launch", str(os.getpid()), "--", *command),
             env={**os.environ, **environment},
             process_group=0,
         )

@@ -27,17 +27,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from dips.client.parallel.host import Copy, Exchange, HostMemory
-from dips.client.parallel.plan import Plan
+from dips.client.parallel.host import Copy, HostMemory, RankExchange
+from dips.client.parallel.plan import TransferPlan
 from dips.client.parallel.reach import INSTEAD, Home, check_sharded, gathered_with
 from dips.client.parallel.seam import Adapter, Held
 from dips.errors import LocalProtocolError
 
 
-class ForwardMemory(HostMemory):
+class LazyMemory(HostMemory):
     """A shard in host memory that goes into the model as the forward comes by."""
 
-    def __init__(self, adapter: Adapter, held: Sequence[Held], plan: Plan, exchange: Exchange) -> None:
+    def __init__(self, adapter: Adapter, held: Sequence[Held], plan: TransferPlan, exchange: RankExchange) -> None:
         """Raise ConfigError if a forward would not read what is written just before it."""
         homes = adapter.homes()
         super().__init__(adapter, held, plan, exchange)

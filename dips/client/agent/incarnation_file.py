@@ -10,34 +10,34 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dips.client.account import NO_LIFE, Lived
+from dips.client.agent.account import NO_INCARNATION, PastIncarnation
 from dips.telemetry.logs import Log
 
 FILE = "life.json"
 
 
-class Remembered:
+class IncarnationFile:
     """The file of one directory; whoever holds `agent.pid` owns it."""
 
     def __init__(self, directory: Path, run: str, cluster: str, log: Log) -> None:
         self._path, self._whose, self._log = directory / FILE, {"run": run, "cluster": cluster}, log
-        self._kept: Lived | None = None
+        self._kept: PastIncarnation | None = None
         self._fails = False
 
-    def former(self) -> Lived:
+    def former(self) -> PastIncarnation:
         """What the last agent here left; NO_LIFE if there was none, or if it was another run's or cluster's."""
         try:
             found = json.loads(self._path.read_text())
-            life = Lived(int(found["inc"]), int(found["tokens_consumed"]))
-            return life if found.items() >= self._whose.items() else NO_LIFE
+            life = PastIncarnation(int(found["inc"]), int(found["tokens_consumed"]))
+            return life if found.items() >= self._whose.items() else NO_INCARNATION
         except FileNotFoundError:
-            return NO_LIFE
+            return NO_INCARNATION
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             done = "tokens that the last agent here did not tell stay untold"
             self._log.warning("life_not_read", path=str(self._path), error=str(error), done=done)
-            return NO_LIFE
+            return NO_INCARNATION
 
-    def keep(self, life: Lived) -> None:
+    def keep(self, life: PastIncarnation) -> None:
         """Leave this behind; a disk that is full costs no training."""
         if life == self._kept:
             return

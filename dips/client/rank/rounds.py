@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from dips.client.local import (
+from dips.client.ipc.messages import (
     Answer,
+    AskAgain,
     LossHeard,
     Over,
     PullMoved,
@@ -20,14 +21,13 @@ from dips.client.local import (
     PushNow,
     PushWanted,
     TrainOn,
-    Wait,
 )
-from dips.client.losses import Losses
-from dips.client.mouth import Mouth
-from dips.client.mover import Mover
-from dips.client.transfer import Base
-from dips.client.underway import Moved, Underway
-from dips.client.voice import Voice
+from dips.client.rank.agent_client import AgentClient
+from dips.client.rank.background_transfer import BackgroundTransfer, TransferResult
+from dips.client.rank.collectives import JobCollectives
+from dips.client.rank.losses import LossChannel
+from dips.client.rank.shard_transfer import ShardTransfer
+from dips.client.rank.transfer import TransferIdentity
 from dips.config import ClusterFile
 from dips.errors import LocalProtocolError
 from dips.ids import VersionId
@@ -38,18 +38,18 @@ Talk = PushWanted | PushMoved | PullWanted | PullMoved
 class Rounds:
     """What an OuterLoop does beside what its training script sees of it."""
 
-    def __init__(self, config: ClusterFile, voice: Voice, mouth: Mouth, mover: Mover) -> None:
+    def __init__(self, config: ClusterFile, voice: JobCollectives, mouth: AgentClient, mover: ShardTransfer) -> None:
         self._config, self._voice, self._mouth, self._mover = config, voice, mouth, mover
         self._attempt = self._number = self._look_in = 0
         self._soon = 1  # inner steps until the next look at what is out
         self._overlaps = config.overlap == "full"
         # Under `overlap: full`: what moves and the verdict that began it; what the agent is still to answer.
-        self._out: tuple[Answer, Underway] | None = None
+        self._out: tuple[Answer, BackgroundTransfer] | None = None
         self._talk: Talk | None = None
         self._finished = self._torn = False
         self._progress = 0.0
         self._version: VersionId | None = None
-        self._losses: Losses | None = None  # of a pipeline
+        self._losses: LossChannel | None = None  # of a pipeline
 
     @property
     def moving(self) -> bool:
@@ -89,7 +89,7 @@ class Rounds:
             self._out, self._talk = None, self._land(verdict, moved)
         self._talk = self._talk or question
         answer = self._mouth.hear(replace(self._talk, at_once=True))
-        if isinstance(answer, Wait):
+        if isinstance(answer, AskAgain):
             self._look_in = self._soon = answer.steps
             return
         self._talk, begun = None, self._begin(answer)
@@ -107,7 +107,7 @@ class Rounds:
             talk, self._talk = self._talk, None
             self._obey(talk)
 
-    def _begin(self, verdict: Answer) -> Underway | None:
+    def _begin(self, verdict: Answer) -> BackgroundTransfer | None:
         """Begin the transfer that the agent ordered, or note that there is none to begin."""
         match verdict:
             case PushNow():
@@ -125,7 +125,7 @@ class Rounds:
                 raise LocalProtocolError(f"expected a verdict from the agent, got {verdict!r}")
         return None
 
-    def _land(self, verdict: Answer, moved: Moved) -> Talk:
+    def _land(self, verdict: Answer, moved: TransferResult) -> Talk:
         """The transfer is over on all ranks: put what was pulled into the model, and say so."""
         if isinstance(verdict, PushNow):
             return PushMoved(self._attempt, self._next(), verdict.seq, moved.ok, moved.reason, moved.nbytes)
@@ -141,8 +141,10 @@ class Rounds:
         number, torn = self._next(), self._torn
         return PullMoved(self._attempt, number, verdict.seq, moved.ok, moved.reason, moved.nbytes, torn, merged=merged)
 
-    def _base(self, verdict: PushNow | PullNow) -> Base:
-        return Base(self._config.shared.run, self._config.cluster, verdict.inc, verdict.seq, self._mover.rank)
+    def _base(self, verdict: PushNow | PullNow) -> TransferIdentity:
+        return TransferIdentity(
+            self._config.shared.run, self._config.cluster, verdict.inc, verdict.seq, self._mover.rank
+        )
 
     def _next(self) -> int:
         self._number += 1

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dips.client.account import NO_LIFE, NOTHING, Account, Lived, RangeQueue
-from dips.client.checkpoints import Checkpoints
-from dips.client.deeds import ACTIVITY, Ask, Deed, Hurry, Phase
-from dips.client.local import (
+from dips.client.agent.account import NO_INCARNATION, NOTHING, Account, PastIncarnation, RangeQueue
+from dips.client.agent.actions import ACTIVITY, Action, AskMaster, SendHeartbeat, SyncPhase
+from dips.client.agent.checkpoints import Checkpoints
+from dips.client.agent.outer_sync import AGAIN_S, ANSWERS
+from dips.client.ipc.messages import (
     Answer,
+    AskAgain,
     Attach,
+    Attached,
     Bye,
-    Failure,
+    ErrorReply,
     Halt,
     Heard,
     LossHeard,
     Message,
-    Moving,
     Notice,
     PullMoved,
     PullWanted,
@@ -34,10 +36,8 @@ from dips.client.local import (
     Resume,
     SaveWanted,
     Stepped,
-    Wait,
-    Welcome,
+    TransferProgress,
 )
-from dips.client.talk import AGAIN_S, ANSWERS
 from dips.errors import DipsError, LocalProtocolError, Stale, StaleIncarnation
 from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer
 from dips.protocol.effects import Dropped, Finished, Joined, Pending, Ranges, Refused, Result
@@ -51,20 +51,20 @@ END_S = 600.0  # at the end of the data, the last push is tried for so long
 class Session(Checkpoints):
     """The agent's mind; see `Life.__init__` for what it is made from."""
 
-    def hear(self, message: Message, now: float) -> tuple[Answer | None, list[Deed]]:
+    def hear(self, message: Message, now: float) -> tuple[Answer | None, list[Action]]:
         """Take a word of rank 0; the answer is None for notices, and Wait if the same is to be asked again."""
         self._now = now
         answer = self._attach(message) if isinstance(message, Attach) else self._known(message)
         return answer, self._flush()
 
-    def trainer_gone(self, reason: str, now: float) -> list[Deed]:
+    def trainer_gone(self, reason: str, now: float) -> list[Action]:
         """The trainer died or lost its line: its progress since the last freeze is lost, its open transfer is ended."""
         self._now = now
         if self._alive:
             self._bury(reason)
         return self._flush()
 
-    def answered(self, number: int, result: Result, now: float) -> list[Deed]:
+    def answered(self, number: int, result: Result, now: float) -> list[Action]:
         """Take the master's answer to question `number`; answers to questions that no longer stand are passed over."""
         self._now, self._unreachable_since = now, None
         if isinstance(result, Ranges) and number == -self._ranges_seq:
@@ -77,7 +77,7 @@ class Session(Checkpoints):
             self._take_up(result)
         return self._flush()
 
-    def failed(self, number: int, error: DipsError, now: float) -> list[Deed]:
+    def failed(self, number: int, error: DipsError, now: float) -> list[Action]:
         """The master refused question `number` with an error other than Unavailable and Busy, which are asked again."""
         self._now = now
         if number not in (self._question, -self._ranges_seq):
@@ -86,15 +86,15 @@ class Session(Checkpoints):
             self._ranges_asked = False
         if isinstance(error, StaleIncarnation):
             if number > 0:
-                self.phase, self.reason = Phase.UNSURE, str(error)
-            self._out.append(Hurry())  # the beat says whether this life is gone or fenced
-        elif isinstance(error, Stale) and number > 0 and self.phase is not Phase.JOINING:
+                self.phase, self.reason = SyncPhase.UNSURE, str(error)
+            self._out.append(SendHeartbeat())  # the beat says whether this life is gone or fenced
+        elif isinstance(error, Stale) and number > 0 and self.phase is not SyncPhase.JOINING:
             self._dropped(Dropped(str(error)))
         else:
             self._stop(error)
         return self._flush()
 
-    def hindered(self, reason: str, now: float) -> list[Deed]:
+    def hindered(self, reason: str, now: float) -> list[Action]:
         """The master does not answer; after `patience_s` the trainer trains on, the talk goes on without it.
 
         For a slot it does not wait at all (talk.py).
@@ -105,7 +105,7 @@ class Session(Checkpoints):
         if self._told is None:
             self.reason = reason
         stands_in_vain = self._waiting and not self._overlap and self.base is not None and not self._resync
-        moved = self.phase in (Phase.FINISHING, Phase.AWAITING, Phase.ASKING_PULL)
+        moved = self.phase in (SyncPhase.FINISHING, SyncPhase.AWAITING, SyncPhase.ASKING_PULL)
         if self._unreachable() and stands_in_vain and moved:
             self._pull_due = False
             self._tell(self._train_on(reason))
@@ -138,10 +138,10 @@ class Session(Checkpoints):
             self.account.consumed,
         )
 
-    def beat_answered(self, inc: int, answer: ClusterBeatAnswer, now: float) -> list[Deed]:
+    def beat_answered(self, inc: int, answer: ClusterBeatAnswer, now: float) -> list[Action]:
         """Take the answer to a beat of incarnation `inc`."""
         self._now = now
-        if inc != self.inc or answer.term < self._term or self.phase is Phase.JOINING:
+        if inc != self.inc or answer.term < self._term or self.phase is SyncPhase.JOINING:
             return self._flush()
         self._term, self._unreachable_since = answer.term, None
         self._progressed(answer.progress)
@@ -152,7 +152,7 @@ class Session(Checkpoints):
             self._stop(StaleIncarnation(f"{self._identity.cluster}/{inc} is fenced by a newer life of the cluster"))
         elif answer.standing == "gone":
             self._rejoin()
-        elif self.phase is Phase.UNSURE:
+        elif self.phase is SyncPhase.UNSURE:
             self._give_back()
             self._rest("the master took up this life again")
         return self._flush()
@@ -165,7 +165,7 @@ class Session(Checkpoints):
 
     def leave(self) -> ClusterLeft | None:
         """The last word to the master; None if it never heard of us."""
-        if self.inc == 0 or self.phase is Phase.JOINING:
+        if self.inc == 0 or self.phase is SyncPhase.JOINING:
             return None
         return ClusterLeft(0, self._identity.cluster, self.inc, self.account.consumed)
 
@@ -173,13 +173,13 @@ class Session(Checkpoints):
         if q.process != self._process:
             # torchrun on several hosts counts its restarts on each: only our own lives are older or newer by number.
             if q.process in self._buried or 0 < q.life < self._started:
-                return Failure("StaleIncarnation", f"attempt {q.life}.{q.restart} is over, a newer one has begun")
+                return ErrorReply("StaleIncarnation", f"attempt {q.life}.{q.restart} is over, a newer one has begun")
             self._begin_attempt(q)
         if self._failure:
             return self._failure
-        if self.inc == 0 or self.phase is Phase.JOINING:
-            return Wait(self.reason)
-        return Welcome(self.attempt, self._fraction())
+        if self.inc == 0 or self.phase is SyncPhase.JOINING:
+            return AskAgain(self.reason)
+        return Attached(self.attempt, self._fraction())
 
     def _begin_attempt(self, q: Attach) -> None:
         if self._alive:
@@ -195,7 +195,7 @@ class Session(Checkpoints):
         self._pace.cut(self._now)
         self.ranges.exhausted, self._ended_at, self._rest_again_at = False, None, 0.0
         self._mark("trainer_attached", attempt=self.attempt, life=q.life, restart=q.restart)
-        if self.phase is Phase.UNJOINED or q.manifest != self._manifest:
+        if self.phase is SyncPhase.UNJOINED or q.manifest != self._manifest:
             self._manifest = q.manifest
             self._join("its model is not yet compared with the run's")
 
@@ -204,7 +204,7 @@ class Session(Checkpoints):
         if attempt != self.attempt or not self._alive:
             notice = isinstance(message, Notice)
             over = f"attempt {attempt} is over, the newest is {self.attempt}"
-            return None if notice else Failure("StaleIncarnation", over)
+            return None if notice else ErrorReply("StaleIncarnation", over)
         if self._failure:
             return self._failure
         match message:
@@ -212,14 +212,14 @@ class Session(Checkpoints):
                 self._stepped(message)
             case LossHeard():
                 self._loss_heard(message)
-            case Moving(nbytes=nbytes, total=total):
+            case TransferProgress(nbytes=nbytes, total=total):
                 self._have_moved(nbytes, total)
                 return Halt(self._halt) if self._halt else Heard()
             case PushWanted() | PushMoved() | PullWanted() | PullMoved():
                 return self._talk(message)
             case RangeWanted():
                 answer = self._range(message)
-                self._starves = isinstance(answer, Wait)
+                self._starves = isinstance(answer, AskAgain)
                 return answer
             case SaveWanted():
                 return self._save()
@@ -230,7 +230,7 @@ class Session(Checkpoints):
                 self._left = True
                 return Heard()
             case _:
-                return Failure("RemoteProtocolError", f"{type(message).__name__} is not a word of rank 0")
+                return ErrorReply("RemoteProtocolError", f"{type(message).__name__} is not a word of rank 0")
         return None
 
     def _stepped(self, notice: Stepped) -> None:
@@ -276,7 +276,7 @@ class Session(Checkpoints):
             return RangesEnded(f"the run is finished with {self.progress.finished}", True)
         if book.exhausted and not self._ranges_asked:
             return self._end_of_data()
-        return Wait("the master is asked for data ranges")
+        return AskAgain("the master is asked for data ranges")
 
     def _end_of_data(self) -> Answer:
         """No range is left: have the rest pushed, so that every range is settled with what was trained on it.
@@ -291,9 +291,9 @@ class Session(Checkpoints):
             rest = f"{self.account.unsettled} tokens since the last push could not be settled in {END_S:g} s"
             self._mark("rest_given_up", attempt=self.attempt, tokens=self.account.unsettled, reason=self.reason)
             return RangesEnded(f"no data range is left to lease; {rest}: {self.reason}", False)
-        ours = self.phase in (Phase.RESTING, Phase.PUSHING, Phase.PULLING)  # else it is the master's turn
+        ours = self.phase in (SyncPhase.RESTING, SyncPhase.PUSHING, SyncPhase.PULLING)  # else it is the master's turn
         if not ours or self._now < max(self._backoff_until, self._rest_again_at) or self._unreachable_since is not None:
-            return Wait(self.reason)
+            return AskAgain(self.reason)
         self._rest_again_at = self._now + AGAIN_S
         return RangesEnded("no data range is left to lease", False, unsettled=True)
 
@@ -303,10 +303,10 @@ class Session(Checkpoints):
         self._mark_inner()
         self.ranges.take_back(self.account.lose_carried())
         self._mark("trainer_gone", attempt=self.attempt, reason=reason, tokens_lost=self.account.lost)
-        if self.phase in (Phase.ASKING_PUSH, Phase.PUSHING):
+        if self.phase in (SyncPhase.ASKING_PUSH, SyncPhase.PUSHING):
             self._give_back()
             self._abort(reason)
-        elif self.phase in (Phase.ASKING_PULL, Phase.PULLING):
+        elif self.phase in (SyncPhase.ASKING_PULL, SyncPhase.PULLING):
             self._close_pull(False)
 
     def _take_up(self, result: Result) -> None:
@@ -315,7 +315,7 @@ class Session(Checkpoints):
             self._out.append(replace(self._last_ask, delay_s=ASK_AGAIN_S))
             return
         taker = ANSWERS.get((self.phase, type(result)))
-        if self.phase is Phase.JOINING and isinstance(result, Joined):
+        if self.phase is SyncPhase.JOINING and isinstance(result, Joined):
             self._joined(result)
         elif taker is not None:
             taker(self, result)
@@ -324,9 +324,9 @@ class Session(Checkpoints):
 
     def _join(self, reason: str) -> None:
         if self._joined_in():  # the life that ends by this
-            self._former, self.account = Lived(self.inc, self.account.consumed), Account()
+            self._former, self.account = PastIncarnation(self.inc, self.account.consumed), Account()
         self._nonce = self._new_nonce()
-        self.phase, self.reason, self._grant = Phase.JOINING, reason, None
+        self.phase, self.reason, self._grant = SyncPhase.JOINING, reason, None
         i = self._identity
         self._ask(ClusterJoined(0, i.cluster, self._nonce, i.run, self._manifest, i.config_digest))
 
@@ -336,7 +336,7 @@ class Session(Checkpoints):
             return
         # The master tells of the life right before this one. If that was not ours (two agents, an answer to Join that
         # got lost), we don't know what he has of ours: tokens that he never heard of stay untold, none is told twice.
-        former, self._former = self._former, NO_LIFE
+        former, self._former = self._former, NO_INCARNATION
         ours = result.inc == former.inc + 1
         self._term, self.inc = result.term, result.inc
         self.account.lose_carried()
@@ -368,14 +368,14 @@ class Session(Checkpoints):
             return
         delay_s = result.retry_after_s if isinstance(result, Refused) else ASK_AGAIN_S
         assert self._ranges_event is not None
-        self._out.append(Ask("ranges", -self._ranges_seq, self._ranges_event, delay_s))
+        self._out.append(AskMaster("ranges", -self._ranges_seq, self._ranges_event, delay_s))
 
     @property
-    def lived(self) -> Lived:
+    def lived(self) -> PastIncarnation:
         """What the next agent must know if this one dies now."""
         if self._joined_in():
-            return Lived(self.inc, self.account.consumed)
-        return Lived(self._former.inc, self._former.consumed + self.account.consumed)
+            return PastIncarnation(self.inc, self.account.consumed)
+        return PastIncarnation(self._former.inc, self._former.consumed + self.account.consumed)
 
     def _joined_in(self) -> bool:
-        return self.inc > 0 and self.phase is not Phase.JOINING
+        return self.inc > 0 and self.phase is not SyncPhase.JOINING

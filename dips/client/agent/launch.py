@@ -1,4 +1,4 @@
-"""Starts the trainer so that it does not outlive its agent: `python -m dips.client.launch AGENT_PID -- COMMAND…`.
+"""Starts the trainer so that it does not outlive its agent: `python -m dips.client.agent.launch AGENT_PID -- COMMAND…`.
 
 The agent has threads (gRPC), so it must not run Python between fork and exec; this process does, and then becomes the
 command. The kernel sends SIGTERM when the agent dies in whatever way, and torchrun ends its workers on that.

@@ -15,18 +15,18 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import xxhash
 
-from dips.client.exchange import (
+from dips.client.rank.transfer_loop import (
     DEPTH,
     TRANSIT_BYTES,
-    Base,
-    Exchange,
-    Job,
-    Moving,
-    Order,
+    LayerOrder,
     Part,
     Progress,
-    Stats,
+    StagedChunk,
     TransferCancelled,
+    TransferIdentity,
+    TransferLoop,
+    TransferRate,
+    TransferStats,
 )
 from dips.errors import RemoteProtocolError
 from dips.protocol.effects import Grant
@@ -38,7 +38,17 @@ from dips.wire import streams
 from dips.wire.chunks import Range
 from dips.wire.frame import BadFrame, Buffer, Kind, check_body, pack
 
-__all__ = ["Base", "Encode", "Moving", "Piece", "Progress", "Stats", "TransferCancelled", "pull", "push"]
+__all__ = [
+    "Encode",
+    "Piece",
+    "Progress",
+    "TransferCancelled",
+    "TransferIdentity",
+    "TransferRate",
+    "TransferStats",
+    "pull",
+    "push",
+]
 
 Encode = Callable[[Range, memoryview], Buffer]  # a chunk and its elements in the caller's array → its body
 
@@ -48,7 +58,7 @@ SLOW_S = 1.0  # silence after which the next slave is asked too
 
 def push(
     grant: Grant,
-    base: Base,
+    base: TransferIdentity,
     pieces: Sequence[Piece],
     *,
     stall_s: float = 30.0,
@@ -56,7 +66,7 @@ def push(
     progress: Progress | None = None,
     encode: Encode | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> Stats:
+) -> TransferStats:
     """Bring `pieces` to the slaves of the grant; return when every slave has all of this rank's bytes.
 
     The arrays must not change until this returns. Legal after the push was granted; every rank calls it, also one
@@ -68,12 +78,14 @@ def push(
             StalePush: the push is over. LocalProtocolError: all ranks together do not hold each element exactly once.
             TransferCancelled.
     """
-    return Push(Order(grant, base, pieces, stall_s, clock), encode).run(cancel or threading.Event(), progress)
+    return PushTransfer(LayerOrder(grant, base, pieces, stall_s, clock), encode).run(
+        cancel or threading.Event(), progress
+    )
 
 
 def pull(
     grant: Grant,
-    base: Base,
+    base: TransferIdentity,
     pieces: Sequence[Piece],
     *,
     stall_s: float = 30.0,
@@ -81,22 +93,24 @@ def pull(
     progress: Progress | None = None,
     first_epoch: int = 1,
     clock: Callable[[], float] = time.monotonic,
-) -> Stats:
+) -> TransferStats:
     """Fill `pieces` with the grant's version; return when every element is there, checked.
 
     After an error the arrays hold anything. A pull may come in several calls, one after the other, each with other
-    pieces and a `first_epoch` above the last one's `Stats.last_epoch`.
+    pieces and a `first_epoch` above the last one's `TransferStats.last_epoch`.
     Errors  as for push, and StaleVersion: the pull is open on another version.
     """
-    return Pull(Order(grant, base, pieces, stall_s, clock, first_epoch)).run(cancel or threading.Event(), progress)
+    return PullTransfer(LayerOrder(grant, base, pieces, stall_s, clock, first_epoch)).run(
+        cancel or threading.Event(), progress
+    )
 
 
-class Push(Exchange):
+class PushTransfer(TransferLoop):
     """Sends what it is asked."""
 
     kind = "push"
 
-    def __init__(self, order: Order, encode: Encode | None) -> None:
+    def __init__(self, order: LayerOrder, encode: Encode | None) -> None:
         super().__init__(order)
         self._encode = encode or self._as_they_are
 
@@ -108,14 +122,14 @@ class Push(Exchange):
             view = part.share.view(chunk)
             if view is None:
                 raise RemoteProtocolError(f"{self._what}: slave {part.slave.name} asks for {chunk}, not held here")
-            if not self._put(Job(part, chunk, view, part.stream.id)):
+            if not self._put(StagedChunk(part, chunk, view, part.stream.id)):
                 raise RemoteProtocolError(f"{self._what}: slave {part.slave.name} asks for more than {DEPTH} chunks")
 
-    def heavy(self, job: Job) -> int:
+    def heavy(self, job: StagedChunk) -> int:
         job.body = self._encode(job.chunk, job.view)
         return xxhash.xxh3_64_intdigest(job.body)
 
-    def result(self, job: Job, value: int) -> None:
+    def result(self, job: StagedChunk, value: int) -> None:
         stream = job.part.stream
         if job.stream == stream.id and not job.part.done:
             stream.post(pack(stream.header(self._codec.range(*job.chunk), value)), job.body)
@@ -126,12 +140,12 @@ class Push(Exchange):
         return sum(p.nbytes if p.done else min(p.posted, p.nbytes) for p in self._parts)
 
 
-class Pull(Exchange):
+class PullTransfer(TransferLoop):
     """Asks, in the order of the grant, and checks what comes."""
 
     kind = "pull"
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: LayerOrder) -> None:
         super().__init__(order)
         self._pool = Transit(TRANSIT_BYTES)
 
@@ -158,9 +172,9 @@ class Pull(Exchange):
             return  # it was asked before the connection broke, or never: changes nothing
         view = part.share.view(chunk)
         assert view is not None, chunk
-        assert self._put(Job(part, chunk, view, part.stream.id, frame)), "the queue is as deep as the pool"
+        assert self._put(StagedChunk(part, chunk, view, part.stream.id, frame)), "the queue is as deep as the pool"
 
-    def heavy(self, job: Job) -> int:
+    def heavy(self, job: StagedChunk) -> int:
         assert job.frame is not None
         try:
             check_body(job.frame.header, job.frame.body)
@@ -169,7 +183,7 @@ class Pull(Exchange):
         np.copyto(np.frombuffer(job.view, np.uint8), np.frombuffer(job.frame.body, np.uint8))
         return 1
 
-    def result(self, job: Job, value: int) -> None:
+    def result(self, job: StagedChunk, value: int) -> None:
         intake = job.part.intake
         assert intake is not None
         if not value:

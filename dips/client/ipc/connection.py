@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from dips.client import local
-from dips.client.seal import ANSWER, TAG, Host, Seal
+from dips.client.ipc import messages
+from dips.client.ipc.seal import ANSWER, TAG, Seal, TokenServer
 
 ADMIT_S = 10.0  # for a rank to prove that it knows the token; who says nothing holds a connection no longer
 
@@ -21,7 +21,7 @@ class Connection:
     async def admit(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes) -> Connection:
         """Let in who proves the token; raise Denied, TimeoutError, or what a broken connection raises."""
         keep_alive(writer.get_extra_info("socket"))
-        host = Host(token)
+        host = TokenServer(token)
         writer.write(host.greeting)
         answer = await asyncio.wait_for(reader.readexactly(ANSWER), ADMIT_S)
         proof, seal = host.admit(answer)
@@ -34,16 +34,16 @@ class Connection:
         name = self._writer.get_extra_info("peername")
         return str(name[0]) if name else "this host"
 
-    async def read(self) -> local.Message:
+    async def read(self) -> messages.Message:
         """The next message; raise IncompleteReadError at the end, RemoteProtocolError on anything that is none."""
-        head = await self._reader.readexactly(local.LENGTH.size)
-        body = await self._reader.readexactly(local.body_length(head))
+        head = await self._reader.readexactly(messages.LENGTH.size)
+        body = await self._reader.readexactly(messages.body_length(head))
         if self._seal:
             self._seal.check(head + body, await self._reader.readexactly(TAG))
-        return local.decode(body)
+        return messages.decode(body)
 
-    async def write(self, message: local.Message) -> None:
-        words = local.encode(message)
+    async def write(self, message: messages.Message) -> None:
+        words = messages.encode(message)
         self._writer.write(words + self._seal.tag(words) if self._seal else words)
         await self._writer.drain()
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import socket
 import time
 
-from dips.client import local
-from dips.client.address import AGENT, Address, OnThisHost
-from dips.client.connection import keep_alive
-from dips.client.seal import GREETING, PROOF, TAG, Guest, Seal
+from dips.client.ipc import messages
+from dips.client.ipc.address import AGENT, Address, OnThisHost
+from dips.client.ipc.connection import keep_alive
+from dips.client.ipc.seal import GREETING, PROOF, TAG, Seal, TokenClient
 from dips.errors import Denied, DipsError, RemoteProtocolError, Unavailable
 
 GRACE_S = 30.0  # an agent that does not answer for poll_s and so long is hung
@@ -61,24 +61,24 @@ class Line:
                     raise Unavailable(f"{error} (tried for {within_s:g} s)") from error
                 time.sleep(AGAIN_S)
 
-    def ask(self, question: local.Question) -> local.Answer:
+    def ask(self, question: messages.Question) -> messages.Answer:
         """Ask, and wait for the answer; it may be Wait. Raise Unavailable if the agent is gone."""
         self.tell(question)
         try:
-            head = self._receive(local.LENGTH.size)
-            body = self._receive(local.body_length(head))
+            head = self._receive(messages.LENGTH.size)
+            body = self._receive(messages.body_length(head))
             if self._seal:
                 self._seal.check(head + body, self._receive(TAG))
         except OSError as error:
             raise Unavailable(f"the agent at {self._address} does not answer: {error}") from error
-        answer = local.decode(body)
-        if not isinstance(answer, local.Answer):
+        answer = messages.decode(body)
+        if not isinstance(answer, messages.Answer):
             raise RemoteProtocolError(f"the agent answered {type(answer).__name__} to {type(question).__name__}")
         return answer
 
-    def tell(self, message: local.Question | local.Notice) -> None:
+    def tell(self, message: messages.Question | messages.Notice) -> None:
         """Say something without waiting."""
-        words = local.encode(message)
+        words = messages.encode(message)
         try:
             self._socket.sendall(words + self._seal.tag(words) if self._seal else words)
         except OSError as error:
@@ -86,10 +86,10 @@ class Line:
 
     def outlive(self) -> None:
         """Return when the agent has closed the line, or its host is gone; for a line on which nothing is said."""
-        self._socket.settimeout(None)
         try:
+            self._socket.settimeout(None)
             self._socket.recv(1)
-        except OSError:  # reset, or the keep-alive gave up: gone either way
+        except OSError:  # reset, closed on this side before we came here, or the keep-alive gave up: gone either way
             pass
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class Line:
 
     def _introduce(self, token: bytes) -> Seal:
         keep_alive(self._socket)
-        guest = Guest(token, self._receive(GREETING))
+        guest = TokenClient(token, self._receive(GREETING))
         self._socket.sendall(guest.answer)
         return guest.admitted(self._receive(PROOF))
 

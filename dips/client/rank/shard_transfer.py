@@ -16,12 +16,19 @@ from typing import Any
 
 import torch
 
-from dips.client import transfer
-from dips.client.feedback import Feedback
 from dips.client.parallel import HostMemory, StreamedMemory
-from dips.client.transfer import Base, Piece, Stats
-from dips.client.underway import Flying, Job, Moved, Streamed, Underway, nothing
-from dips.client.voice import Voice
+from dips.client.rank import transfer
+from dips.client.rank.background_transfer import (
+    BackgroundTransfer,
+    StreamedTransfer,
+    ThreadedTransfer,
+    TransferResult,
+    TransferThread,
+    do_nothing,
+)
+from dips.client.rank.collectives import JobCollectives
+from dips.client.rank.feedback import Feedback
+from dips.client.rank.transfer import Piece, TransferIdentity, TransferStats
 from dips.errors import LocalProtocolError
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
@@ -33,10 +40,10 @@ from dips.wire import codecs
 Share = Callable[[int, int], str]
 
 
-class Mover:
+class ShardTransfer:
     """This rank's share of every transfer of the job."""
 
-    def __init__(self, memory: HostMemory, voice: Voice, stall_s: float, codec: str = "fp32") -> None:
+    def __init__(self, memory: HostMemory, voice: JobCollectives, stall_s: float, codec: str = "fp32") -> None:
         """`codec` is the run's: a lossy one takes 8 B more for each parameter that this rank pushes."""
         self._voice, self._stall_s = voice, stall_s
         self._memory = memory
@@ -45,7 +52,9 @@ class Mover:
         pulled, *pushed = voice.total([_travels(c, memory.pieces) for c in ("fp32", *codecs.CODECS)])
         self._bytes = {("pull", "fp32"): pulled, **{("push", c): n for c, n in zip(codecs.CODECS, pushed, strict=True)}}
 
-    def push(self, grant: Grant, base: Base, share: Share, accepted: int = 0, keep: bool = False) -> Underway:
+    def push(
+        self, grant: Grant, base: TransferIdentity, share: Share, accepted: int = 0, keep: bool = False
+    ) -> BackgroundTransfer:
         """Freeze what this rank speaks for and bring it to the slaves; all ranks call it.
 
         accepted  seq of the last push of this life whose Outcome was that; it settles what lossy pushes owe
@@ -57,17 +66,17 @@ class Mover:
         if feedback is not None:
             feedback.hear(base.inc, accepted)
         if grant.codec != "fp32" and (feedback is None or not feedback.holds(grant.base)):
-            job = Job(None)
+            job = TransferThread(None)
             job.halt(f"{grant.codec} was granted for differences to {grant.base}, not held here")
-            return Flying(job, base.seq, 0, self._voice, lambda: "")
+            return ThreadedTransfer(job, base.seq, 0, self._voice, lambda: "")
         self._memory.gather()
         if keep:
             self._memory.keep()
-        move: Callable[..., Stats] = partial(transfer.push, encode=self._memory.encode)
+        move: Callable[..., TransferStats] = partial(transfer.push, encode=self._memory.encode)
         if feedback is not None:
             feedback.freeze(base.seq, grant.codec)
             move = partial(transfer.push, encode=feedback.encode)
-        release = self._memory.release if isinstance(self._memory, StreamedMemory) else nothing
+        release = self._memory.release if isinstance(self._memory, StreamedMemory) else do_nothing
         total = self._bytes["push", grant.codec]
         return self._begin(move, self._memory.pieces, total, grant, base, share, release)
 
@@ -81,14 +90,14 @@ class Mover:
                 "load_state_dict(assign=True))"
             )
 
-    def pull(self, grant: Grant, base: Base, share: Share, accepted: int = 0) -> Underway:
+    def pull(self, grant: Grant, base: TransferIdentity, share: Share, accepted: int = 0) -> BackgroundTransfer:
         """Bring this rank's pieces of the version into host memory, and no further. `accepted` as for push.
 
         With a memory of one layer the version is installed when this is finished, or the model may be torn.
         """
         self._memory.finish()  # what came before leaves the host memory
         if isinstance(self._memory, StreamedMemory):
-            return Streamed(partial(self._stream, self._memory, grant, base, share))
+            return StreamedTransfer(partial(self._stream, self._memory, grant, base, share))
         if self._feedback is not None:
             self._feedback.hear(base.inc, accepted)
         return self._begin(transfer.pull, self._memory.pieces, self._bytes["pull", "fp32"], grant, base, share)
@@ -156,12 +165,14 @@ class Mover:
         base, owed = ([t.numpy() for t in saved[n].split(sizes)] if sizes else [] for n in ("base", "owed"))
         self._feedback.resume(version, base, owed)
 
-    def _stream(self, memory: StreamedMemory, grant: Grant, base: Base, share: Share, poll_s: float) -> Moved:
+    def _stream(
+        self, memory: StreamedMemory, grant: Grant, base: TransferIdentity, share: Share, poll_s: float
+    ) -> TransferResult:
         """Pull and install one layer after the other, each on all ranks or on none."""
         total, before, epoch = self._bytes["pull", "fp32"], 0, [1]
         ends_at = time.monotonic() + grant.deadline_s
 
-        def move(*words: Any, **options: Any) -> Stats:
+        def move(*words: Any, **options: Any) -> TransferStats:
             stats = transfer.pull(*words, first_epoch=epoch[0], **options)
             epoch[0] = stats.last_epoch + 1
             return stats
@@ -175,18 +186,18 @@ class Mover:
                 return replace(moved, nbytes=total, torn=layer > 0)
             memory.install_layer(layer)
             before += nbytes
-        return Moved(True, "", total)
+        return TransferResult(True, "", total)
 
     def _begin(
         self,
-        move: Callable[..., Stats],
+        move: Callable[..., TransferStats],
         pieces: Sequence[Piece],
         total: int,
         grant: Grant,
-        base: Base,
+        base: TransferIdentity,
         share: Share,
-        after: Callable[[], None] = nothing,
-    ) -> Underway:
+        after: Callable[[], None] = do_nothing,
+    ) -> BackgroundTransfer:
         """Move `pieces`, this rank's share of `total` bytes over all ranks; `after` is called when it is over."""
         if base.rank >= len(grant.order):  # asked for by a former attempt of the trainer, with fewer ranks
             order = (slaves_for_worker(r, len(grant.slaves)) for r in range(self.ranks))
@@ -194,7 +205,7 @@ class Mover:
         own = max(1, sum(codecs.named(grant.codec).range(*p.range).nbytes for p in pieces))
         seen = [0]
 
-        def work(cancel: threading.Event) -> Stats:
+        def work(cancel: threading.Event) -> TransferStats:
             return move(
                 grant,
                 base,
@@ -204,8 +215,8 @@ class Mover:
                 progress=lambda moved: seen.__setitem__(0, moved.nbytes),
             )
 
-        job = Job(work if pieces else None)
-        return Flying(job, base.seq, total, self._voice, lambda: share(seen[0] * total // own, total), after)
+        job = TransferThread(work if pieces else None)
+        return ThreadedTransfer(job, base.seq, total, self._voice, lambda: share(seen[0] * total // own, total), after)
 
 
 def _further(share: Share, before: int, total: int, moved: int, _: int) -> str:

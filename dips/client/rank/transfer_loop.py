@@ -40,7 +40,7 @@ FLUSH_MS = 500  # for the DONE of a pull to leave
 
 
 @dataclass(frozen=True, slots=True)
-class Moving:
+class TransferRate:
     """How far a transfer is."""
 
     nbytes: int
@@ -53,7 +53,7 @@ class Moving:
         return remaining_s(self.nbytes, self.total, self.bytes_per_s)
 
 
-Progress = Callable[[Moving], None]  # called on the caller's thread
+Progress = Callable[[TransferRate], None]  # called on the caller's thread
 
 
 class TransferCancelled(DipsError):
@@ -61,7 +61,7 @@ class TransferCancelled(DipsError):
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class TransferIdentity:
     """Who transfers: the part of every stream's name that is the same for all slaves."""
 
     run: str
@@ -72,7 +72,7 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
-class Stats:
+class TransferStats:
     """What a transfer moved."""
 
     nbytes: int  # as they travel: a lossy push has fewer than its pieces
@@ -82,11 +82,11 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class LayerOrder:
     """What is to be moved, and how long silence is borne."""
 
     grant: Grant
-    base: Base
+    base: TransferIdentity
     pieces: Sequence[Piece]
     stall_s: float
     clock: Callable[[], float]
@@ -107,7 +107,7 @@ class Part:
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class StagedChunk:
     """A chunk on its way through the stage: to be spelled and checksummed (push), or checked and copied (pull)."""
 
     part: Part
@@ -118,12 +118,12 @@ class Job:
     body: Buffer = b""  # push: how it travels, from the stage on
 
 
-class Exchange(ABC):
+class TransferLoop(ABC):
     """The loop of both directions; the calling thread owns everything but the stage."""
 
     kind: str
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: LayerOrder) -> None:
         keep_message_memory()
         grant, base, pieces = order.grant, order.base, order.pieces
         self._what = f"{self.kind} {base.cluster}/{base.inc} {base.seq} of rank {base.rank}"
@@ -140,7 +140,9 @@ class Exchange(ABC):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=_io_threads(grant))
         self._waker = Waker()
         self._codec = codecs.named(grant.codec) if self.kind == "push" else codecs.FP32
-        self._results: deque[tuple[Job, int]] = deque()  # of the stage: job, and checksum (push) or 1 for right (pull)
+        self._results: deque[tuple[StagedChunk, int]] = (
+            deque()
+        )  # of the stage: job, and checksum (push) or 1 for right (pull)
         self._parts = list(self._make_parts())
         self._total = sum(part.nbytes for part in self._parts)
         self._failure: Exception | None = None
@@ -176,7 +178,7 @@ class Exchange(ABC):
                     nbytes = sum(piece.nbytes for piece in self._codec.ranges(share.ranges))
                     yield Part(slave, share, nbytes, stream)
 
-    def run(self, cancel: threading.Event, progress: Progress | None) -> Stats:
+    def run(self, cancel: threading.Event, progress: Progress | None) -> TransferStats:
         """Move everything, or raise."""
         began, told = self._clock(), -1
         rate = Rate(began)
@@ -194,12 +196,12 @@ class Exchange(ABC):
                 if progress is not None and told != (moved := self._moved()):
                     told = moved
                     rate.saw(moved, now)
-                    progress(Moving(moved, self._total, rate.bytes_per_s))
+                    progress(TransferRate(moved, self._total, rate.bytes_per_s))
         finally:
             self._close(stage)
         connections = sum(part.stream.name.epoch for part in self._parts)
         last_epoch = max((part.stream.name.epoch for part in self._parts), default=self._first_epoch)
-        return Stats(self._total, self._clock() - began, connections, last_epoch)
+        return TransferStats(self._total, self._clock() - began, connections, last_epoch)
 
     def _round(self, now: float) -> None:
         for part in self._parts:
@@ -271,7 +273,7 @@ class Exchange(ABC):
         part.done = True
         part.stream.close(FLUSH_MS if self.kind == "pull" else 0)
 
-    def _close(self, stage: Stage[Job]) -> None:
+    def _close(self, stage: Stage[StagedChunk]) -> None:
         for part in self._parts:
             part.stream.close()
         stage.close()
@@ -279,7 +281,7 @@ class Exchange(ABC):
         self._context.term()  # on return libzmq reads no array of the caller's
         self._waker.close()
 
-    def _heavy(self, job: Job) -> None:
+    def _heavy(self, job: StagedChunk) -> None:
         """On the stage's thread."""
         try:
             value = self.heavy(job)
@@ -294,11 +296,11 @@ class Exchange(ABC):
             self._waker.wake()
 
     @abstractmethod
-    def heavy(self, job: Job) -> int:
+    def heavy(self, job: StagedChunk) -> int:
         """Checksum, or check and copy; on the stage's thread."""
 
     @abstractmethod
-    def result(self, job: Job, value: int) -> None:
+    def result(self, job: StagedChunk, value: int) -> None:
         """What `heavy` returned."""
 
     @abstractmethod

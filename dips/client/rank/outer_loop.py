@@ -23,10 +23,11 @@ from typing import Any
 
 from torch import nn
 
-from dips.client import address
-from dips.client.local import (
+from dips.client.ipc import address
+from dips.client.ipc.messages import (
     Answer,
     Attach,
+    Attached,
     Bye,
     Healed,
     PullWanted,
@@ -39,20 +40,20 @@ from dips.client.local import (
     Saved,
     SaveWanted,
     Stepped,
-    Welcome,
 )
-from dips.client.losses import Losses, finite
-from dips.client.mouth import Mouth
-from dips.client.mover import Mover
-from dips.client.orphan import process_name, watch_agent
-from dips.client.parallel import ForwardMemory, HostMemory, StreamedMemory, lay_out
-from dips.client.rounds import Rounds
-from dips.client.voice import Voice
+from dips.client.ipc.process import process_name
+from dips.client.parallel import HostMemory, LazyMemory, StreamedMemory, lay_out
+from dips.client.rank.agent_client import AgentClient
+from dips.client.rank.collectives import JobCollectives
+from dips.client.rank.losses import LossChannel, finite
+from dips.client.rank.orphan import watch_agent
+from dips.client.rank.rounds import Rounds
+from dips.client.rank.shard_transfer import ShardTransfer
 from dips.config import Shared, load_cluster
 from dips.errors import ConfigError, LocalProtocolError
 from dips.ids import VersionId
 
-MEMORY = {"whole": HostMemory, "streaming": StreamedMemory, "forward": ForwardMemory}  # by `install`
+MEMORY = {"whole": HostMemory, "streaming": StreamedMemory, "forward": LazyMemory}  # by `install`
 STATE_FORMAT = 1  # of state_dict; another number is refused, never guessed at
 
 
@@ -84,12 +85,12 @@ class OuterLoop(Rounds):
         config_file = load_cluster(Path(path))
         agent = address.find(config_file)
         self._unwatch = watch_agent(agent, config_file.poll_s)
-        voice = Voice(config_file.collective_s)
+        voice = JobCollectives(config_file.collective_s)
         layout = lay_out(model, voice, optimizer, config_file.speakers)
         memory = MEMORY[config_file.install](layout.adapter, layout.held, layout.plan, voice)
-        mover = Mover(memory, voice, config_file.stall_s, config_file.shared.codec)
-        super().__init__(config_file, voice, Mouth(voice, agent, config_file.poll_s), mover)
-        self._losses = Losses(voice) if layout.adapter.staged else None
+        mover = ShardTransfer(memory, voice, config_file.stall_s, config_file.shared.codec)
+        super().__init__(config_file, voice, AgentClient(voice, agent, config_file.poll_s), mover)
+        self._losses = LossChannel(voice) if layout.adapter.staged else None
         self._pid, self._closed, self._ranges_asked = os.getpid(), False, 0
         self.inner_steps = 0  # taken since this object was made
         self._attach(layout.plan.manifest.to_json())
@@ -287,7 +288,7 @@ class OuterLoop(Rounds):
         life, restart = (int(os.environ.get(key, "0")) for key in ("DIPS_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
         question = Attach(life, restart, process_name(), manifest, self._mover.ranks, self._mover.ranks)
         welcome = self._mouth.persist(question)
-        if not isinstance(welcome, Welcome):
+        if not isinstance(welcome, Attached):
             raise LocalProtocolError(f"expected Welcome from the agent, got {welcome!r}")
         self._attempt, self._progress = welcome.attempt, welcome.progress
 

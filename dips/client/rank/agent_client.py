@@ -8,32 +8,32 @@ from __future__ import annotations
 from typing import cast
 
 from dips import errors
-from dips.client import local
-from dips.client.address import Address
-from dips.client.line import Line
-from dips.client.local import Answer, Failure, Heard, Moving, Notice, Question, Wait
-from dips.client.voice import Voice
+from dips.client.ipc import messages
+from dips.client.ipc.address import Address
+from dips.client.ipc.messages import Answer, AskAgain, ErrorReply, Heard, Notice, Question, TransferProgress
+from dips.client.rank.collectives import JobCollectives
+from dips.client.rank.line import Line
 from dips.errors import DipsError
 
 
-class Mouth:
+class AgentClient:
     """The talk of all ranks with their agent."""
 
-    def __init__(self, voice: Voice, agent: Address, poll_s: float) -> None:
+    def __init__(self, voice: JobCollectives, agent: Address, poll_s: float) -> None:
         self._voice, self._agent, self._poll_s = voice, agent, poll_s
         self._line: Line | None = None
 
     def persist(self, question: Question) -> Answer:
         """Ask until there is an answer."""
-        while isinstance(answer := self.hear(question), Wait):
+        while isinstance(answer := self.hear(question), AskAgain):
             pass
         return answer
 
     def hear(self, question: Question) -> Answer:
         """Rank 0 asks the agent; all ranks hear the answer, and raise the same error if it is one."""
-        words = local.encode(self._speak(question)) if self._voice.rank == 0 else None
-        answer = cast(Answer, local.decode(self._voice.share(words)[local.LENGTH.size :]))
-        if isinstance(answer, Failure):
+        words = messages.encode(self._speak(question)) if self._voice.rank == 0 else None
+        answer = cast(Answer, messages.decode(self._voice.share(words)[messages.LENGTH.size :]))
+        if isinstance(answer, ErrorReply):
             raised = getattr(errors, answer.error, DipsError)
             raise raised(answer.message)
         return answer
@@ -48,7 +48,7 @@ class Mouth:
         if not self._line:
             return ""
         try:
-            answer = self._line.ask(Moving(attempt, moved, total))
+            answer = self._line.ask(TransferProgress(attempt, moved, total))
         except DipsError as error:  # the other ranks are waiting in a collective: they must hear of it there
             return str(error)
         return "" if isinstance(answer, Heard) else getattr(answer, "reason", str(answer))
@@ -64,4 +64,4 @@ class Mouth:
                 self._line = Line(self._agent, self._poll_s)
             return self._line.ask(question)
         except DipsError as error:
-            return Failure(type(error).__name__, str(error))
+            return ErrorReply(type(error).__name__, str(error))

@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from dips.client.deeds import Phase
-from dips.client.life import Life
-from dips.client.local import (
+from dips.client.agent.actions import SyncPhase
+from dips.client.agent.state import Life
+from dips.client.ipc.messages import (
     Answer,
+    AskAgain,
     Over,
     PullMoved,
     PullNow,
@@ -25,7 +26,6 @@ from dips.client.local import (
     PushNow,
     PushWanted,
     TrainOn,
-    Wait,
 )
 from dips.ids import PullId, PushId
 from dips.protocol.effects import (
@@ -52,16 +52,16 @@ class Talk(Life):
         if q.number > self._number:
             if isinstance(q, PushWanted) and self._reserving():
                 self._take(q.number)  # it asks again, after it trained on for a while; it has stood its time
-            elif isinstance(q, PushWanted | PullWanted) and self.phase is not Phase.RESTING:
+            elif isinstance(q, PushWanted | PullWanted) and self.phase is not SyncPhase.RESTING:
                 # The last talk is still being settled; a trainer that has parameters need not wait for one who is away.
                 away = isinstance(q, PushWanted) and self._unreachable_since is not None
-                return self._train_on(self.reason, again=True) if away else Wait(self.reason)
+                return self._train_on(self.reason, again=True) if away else AskAgain(self.reason)
             else:
                 self._take(q.number)
                 self._stands_since = self._now
                 self._open(q)
         verdict = self._verdict()
-        if isinstance(verdict, Wait) and self.phase is Phase.ASKING_PUSH and self._stands_long():
+        if isinstance(verdict, AskAgain) and self.phase is SyncPhase.ASKING_PUSH and self._stands_long():
             self._waiting = False  # nobody is asked for less because of it: what is granted waits for the next look
             return TrainOn(self.reason, self._pace.soon, self._fraction())
         return verdict
@@ -72,7 +72,7 @@ class Talk(Life):
 
     def _reserving(self) -> bool:
         """A push is asked for, or granted, and the ranks were not yet told to freeze."""
-        return self.phase is Phase.ASKING_PUSH or (self.phase is Phase.PUSHING and not self._cut)
+        return self.phase is SyncPhase.ASKING_PUSH or (self.phase is SyncPhase.PUSHING and not self._cut)
 
     def _stands_long(self) -> bool:
         """For one slot a trainer stands still once; for a master that does not answer not at all."""
@@ -80,14 +80,14 @@ class Talk(Life):
         return not self._overlap and in_vain
 
     def _open(self, q: PushWanted | PushMoved | PullWanted | PullMoved) -> None:
-        if isinstance(q, PushMoved) and self.phase is Phase.PUSHING and q.seq == self._seq:
+        if isinstance(q, PushMoved) and self.phase is SyncPhase.PUSHING and q.seq == self._seq:
             self._push_moved(q)
-        elif isinstance(q, PullMoved) and self.phase is Phase.PULLING and q.seq == self._seq:
+        elif isinstance(q, PullMoved) and self.phase is SyncPhase.PULLING and q.seq == self._seq:
             self._pull_moved(q)
         elif isinstance(q, PullWanted):
             self._pull_due = True
             self._rest("a pull is wanted")
-        elif self.phase is not Phase.RESTING:
+        elif self.phase is not SyncPhase.RESTING:
             pass  # what was moved belongs to a talk that is over; the present one will tell
         elif isinstance(q, PushMoved | PullMoved) or self._pull_due or self.progress.finished:
             self._rest("the transfer was ended meanwhile")
@@ -101,12 +101,12 @@ class Talk(Life):
     def _verdict(self) -> Answer:
         if self._told:
             return self._told
-        if self.phase is Phase.PUSHING and self._grant:
+        if self.phase is SyncPhase.PUSHING and self._grant:
             self._freeze()
             return PushNow(self.inc, self._seq, self._grant, self._accepted)
-        if self.phase is Phase.PULLING and self._grant:
+        if self.phase is SyncPhase.PULLING and self._grant:
             return PullNow(self.inc, self._seq, self._grant, self._fraction(), self._accepted, self._merge)
-        return Wait(self.reason, self._pace.soon)
+        return AskAgain(self.reason, self._pace.soon)
 
     def _freeze(self) -> None:
         """Cut the progress where the ranks freeze the model: all that they did before is counted, nothing after it."""
@@ -121,13 +121,13 @@ class Talk(Life):
 
     def _moving_id(self) -> PushId | PullId | None:
         """The push or pull that the ranks are moving now."""
-        if self.phase is Phase.PUSHING:
+        if self.phase is SyncPhase.PUSHING:
             return self._push_id()
-        return self._pull_id() if self.phase is Phase.PULLING else None
+        return self._pull_id() if self.phase is SyncPhase.PULLING else None
 
     def _rest(self, reason: str, again: bool = False, delay_s: float = 0.0) -> None:
         """The talk is over; a trainer that waits is given the pull that it needs, or its verdict."""
-        self.phase, self.reason, self._grant = Phase.RESTING, reason, None
+        self.phase, self.reason, self._grant = SyncPhase.RESTING, reason, None
         self._want_final()
         if self._waiting and self._pull_due:
             self._ask_pull(delay_s)
@@ -166,7 +166,7 @@ class Talk(Life):
             return
         self._have_moved(q.nbytes, q.nbytes)
         self.tally.moved["push"] += q.nbytes
-        self.phase, self.reason = Phase.FINISHING, "its push waits to be committed"
+        self.phase, self.reason = SyncPhase.FINISHING, "its push waits to be committed"
         p = self.account.frozen
         self._ask(PushFinished(0, self._push_id(), p.tokens, p.inner_steps, p.ranges, p.loss))
 
@@ -199,12 +199,12 @@ class Talk(Life):
             self._pull_failures = 0
 
     def _push_granted(self, grant: Grant) -> None:
-        self.phase, self.reason, self._grant = Phase.PUSHING, "its push is moving", grant
+        self.phase, self.reason, self._grant = SyncPhase.PUSHING, "its push is moving", grant
         self._mark_inner()
         self._cut = False
 
     def _refused(self, result: Refused) -> None:
-        if self.phase is Phase.ASKING_PULL:
+        if self.phase is SyncPhase.ASKING_PULL:
             self._pull_failed(f"its pull was refused: {result.reason}")
             self._rest(self.reason, delay_s=result.retry_after_s)
             return
@@ -212,12 +212,12 @@ class Talk(Life):
         self._rest(result.reason, again=True)
 
     def _committed(self, _: Committed) -> None:
-        self.phase, self.reason = Phase.AWAITING, "its push is committed, the window is open"
+        self.phase, self.reason = SyncPhase.AWAITING, "its push is committed, the window is open"
         self._mark("window_begin", seq=self._seq)
         self._ask(RoundAwaited(0, self._push_id()))
 
     def _outcome(self, result: Outcome) -> None:
-        if self.phase is Phase.AWAITING:
+        if self.phase is SyncPhase.AWAITING:
             self._mark("window_end", seq=self._seq)
         self._mark("outcome", outcome=result.kind, version=str(result.version), seq=self._seq, reason=result.reason)
         self.tally.turn(self._cause(), self._now)
@@ -239,22 +239,22 @@ class Talk(Life):
             self._close_pull(False)
 
     def _dropped(self, result: Dropped) -> None:
-        if self.phase is Phase.ASKING_PULL:
+        if self.phase is SyncPhase.ASKING_PULL:
             self._pull_failed(f"its pull was dropped: {result.reason}")
-        if self.phase is Phase.AWAITING:
+        if self.phase is SyncPhase.AWAITING:
             self._mark("window_end", seq=self._seq)
-        if self.phase in (Phase.ASKING_PUSH, Phase.FINISHING, Phase.AWAITING):
+        if self.phase in (SyncPhase.ASKING_PUSH, SyncPhase.FINISHING, SyncPhase.AWAITING):
             self._mark("outcome", outcome="dropped", version="", seq=self._seq, reason=result.reason)
         self._give_back()
-        if self.phase is Phase.ASKING_PUSH:
+        if self.phase is SyncPhase.ASKING_PUSH:
             self._backoff_until = self._now + AGAIN_S
-        self._rest(result.reason, again=self.phase is Phase.ASKING_PUSH, delay_s=RETRY_S)
+        self._rest(result.reason, again=self.phase is SyncPhase.ASKING_PUSH, delay_s=RETRY_S)
 
     def _pull_granted(self, grant: Grant, after_push: bool = False) -> None:
         if not self._waiting:  # the trainer was told to train on, or died
             self._close_pull(False)
             return
-        self.phase, self.reason, self._grant = Phase.PULLING, f"pulls {grant.version}", grant
+        self.phase, self.reason, self._grant = SyncPhase.PULLING, f"pulls {grant.version}", grant
         self._merge = self._overlap and after_push and not self._resync and not self.progress.finished
         self._begin_moving()
         self._mark("pull_begin", seq=self._seq, version=str(grant.version))
@@ -264,7 +264,7 @@ class Talk(Life):
 
     def _finished(self, result: Finished) -> None:
         self.progress = replace(self.progress, finished=result.version)
-        if self.phase is Phase.ASKING_PULL:
+        if self.phase is SyncPhase.ASKING_PULL:
             self._pull_due, self._final_tried = False, True
         self._give_back()
         self._rest("the run is finished")
@@ -281,41 +281,41 @@ class Talk(Life):
         if not self._overlap:
             self._pace.stood_still()
         self._seq, self._moved = self._seq + 1, (0, 0)
-        self.phase, self.reason = Phase.ASKING_PUSH, "it asks for a push"
+        self.phase, self.reason = SyncPhase.ASKING_PUSH, "it asks for a push"
         self._ask(PushRequested(0, self._push_id(), self.base, self._push_ranks))
 
     def _ask_pull(self, delay_s: float = 0.0) -> None:
         self._seq, self._moved = self._seq + 1, (0, 0)
-        self.phase, self.reason = Phase.ASKING_PULL, self.reason or "it asks for a pull"
+        self.phase, self.reason = SyncPhase.ASKING_PULL, self.reason or "it asks for a pull"
         self._ask(PullRequested(0, self._pull_id(), self._pull_ranks), delay_s)
 
     def _close_pull(self, installed: bool) -> None:
-        self.phase, self._grant = Phase.CLOSING, None
+        self.phase, self._grant = SyncPhase.CLOSING, None
         self._ask(PullFinished(0, self._pull_id(), installed))
 
     def _abort(self, reason: str) -> None:
-        self.phase, self.reason, self._grant = Phase.ABORTING, reason, None
+        self.phase, self.reason, self._grant = SyncPhase.ABORTING, reason, None
         self._ask(PushAborted(0, self._push_id(), reason))
 
 
 # Which answer is legal in which phase, and who takes it up. Pending is legal everywhere: the same is asked again.
-ANSWERS: Mapping[tuple[Phase, type], Callable[..., None]] = {
-    (Phase.ASKING_PUSH, Grant): Talk._push_granted,
-    (Phase.ASKING_PUSH, Refused): Talk._refused,
-    (Phase.ASKING_PUSH, Dropped): Talk._dropped,
-    (Phase.ASKING_PUSH, Finished): Talk._finished,
-    (Phase.FINISHING, Committed): Talk._committed,
-    (Phase.FINISHING, Outcome): Talk._outcome,
-    (Phase.FINISHING, Dropped): Talk._dropped,
-    (Phase.FINISHING, Finished): Talk._finished,
-    (Phase.AWAITING, Outcome): Talk._outcome,
-    (Phase.AWAITING, Dropped): Talk._dropped,
-    (Phase.AWAITING, Finished): Talk._finished,
-    (Phase.ABORTING, Acknowledged): Talk._closed,
-    (Phase.ASKING_PULL, Grant): Talk._pull_granted,
-    (Phase.ASKING_PULL, Refused): Talk._refused,
-    (Phase.ASKING_PULL, Dropped): Talk._dropped,
-    (Phase.ASKING_PULL, Finished): Talk._finished,
-    (Phase.CLOSING, Acknowledged): Talk._closed,
-    (Phase.CLOSING, Dropped): Talk._closed,
+ANSWERS: Mapping[tuple[SyncPhase, type], Callable[..., None]] = {
+    (SyncPhase.ASKING_PUSH, Grant): Talk._push_granted,
+    (SyncPhase.ASKING_PUSH, Refused): Talk._refused,
+    (SyncPhase.ASKING_PUSH, Dropped): Talk._dropped,
+    (SyncPhase.ASKING_PUSH, Finished): Talk._finished,
+    (SyncPhase.FINISHING, Committed): Talk._committed,
+    (SyncPhase.FINISHING, Outcome): Talk._outcome,
+    (SyncPhase.FINISHING, Dropped): Talk._dropped,
+    (SyncPhase.FINISHING, Finished): Talk._finished,
+    (SyncPhase.AWAITING, Outcome): Talk._outcome,
+    (SyncPhase.AWAITING, Dropped): Talk._dropped,
+    (SyncPhase.AWAITING, Finished): Talk._finished,
+    (SyncPhase.ABORTING, Acknowledged): Talk._closed,
+    (SyncPhase.ASKING_PULL, Grant): Talk._pull_granted,
+    (SyncPhase.ASKING_PULL, Refused): Talk._refused,
+    (SyncPhase.ASKING_PULL, Dropped): Talk._dropped,
+    (SyncPhase.ASKING_PULL, Finished): Talk._finished,
+    (SyncPhase.CLOSING, Acknowledged): Talk._closed,
+    (SyncPhase.CLOSING, Dropped): Talk._closed,
 }

@@ -158,7 +158,7 @@ class LossHeard:
 
 
 @dataclass(frozen=True, slots=True)
-class Moving:
+class TransferProgress:
     """How far rank 0 is with the present transfer; answered Heard, or Halt if it leads nowhere any more."""
 
     attempt: int
@@ -170,7 +170,7 @@ class Moving:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class AskAgain:
     """Not yet; the reason says what is waited for. A trainer that trains meanwhile asks again after `steps`."""
 
     reason: str
@@ -178,7 +178,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome:
+class Attached:
     attempt: int
     progress: float  # accepted tokens over the run's; 0 if the run has no token target
 
@@ -266,18 +266,29 @@ class Halt:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class ErrorReply:
     """Raise this: the class's name in dips.errors, and the message."""
 
     error: str
     message: str
 
 
-Question = Attach | PushWanted | PushMoved | PullWanted | PullMoved | Moving | RangeWanted | SaveWanted | Resume | Bye
+Question = (
+    Attach
+    | PushWanted
+    | PushMoved
+    | PullWanted
+    | PullMoved
+    | TransferProgress
+    | RangeWanted
+    | SaveWanted
+    | Resume
+    | Bye
+)
 Notice = Stepped | LossHeard
 Answer = (
-    Wait
-    | Welcome
+    AskAgain
+    | Attached
     | PushNow
     | PullNow
     | TrainOn
@@ -289,7 +300,7 @@ Answer = (
     | Healed
     | Heard
     | Halt
-    | Failure
+    | ErrorReply
 )
 Message = Question | Notice | Answer
 

@@ -11,17 +11,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dips.client.transfer import Stats
-from dips.client.voice import Voice
+from dips.client.rank.collectives import JobCollectives
+from dips.client.rank.transfer import TransferStats
 from dips.errors import DipsError, LocalProtocolError, Unavailable
 
 
-def nothing() -> None:
+def do_nothing() -> None:
     """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class TransferResult:
     """What all ranks agreed on: every one of them moved all of its bytes, or the transfer failed."""
 
     ok: bool
@@ -30,15 +30,15 @@ class Moved:
     torn: bool = False  # a pull that failed after its first layer was installed
 
 
-class Underway(ABC):
+class BackgroundTransfer(ABC):
     """A push or pull that was begun on all ranks."""
 
     @abstractmethod
-    def finish(self, poll_s: float) -> Moved:
+    def finish(self, poll_s: float) -> TransferResult:
         """Stand still until it is over; the ranks meet at least every `poll_s`."""
 
     @abstractmethod
-    def look(self) -> Moved | None:
+    def look(self) -> TransferResult | None:
         """What came of it, or None while it moves; stands still for nothing. Collective."""
 
     @abstractmethod
@@ -46,50 +46,50 @@ class Underway(ABC):
         """End it on this rank, whatever the others do."""
 
 
-class Streamed(Underway):
+class StreamedTransfer(BackgroundTransfer):
     """A pull that is installed layer by layer while the training stands still: it moves when it is finished."""
 
-    def __init__(self, stream: Callable[[float], Moved]) -> None:
+    def __init__(self, stream: Callable[[float], TransferResult]) -> None:
         self._stream = stream
 
-    def finish(self, poll_s: float) -> Moved:
+    def finish(self, poll_s: float) -> TransferResult:
         return self._stream(poll_s)
 
-    def look(self) -> Moved | None:
+    def look(self) -> TransferResult | None:
         raise LocalProtocolError("install: streaming and overlap: full exclude each other")
 
     def cancel(self) -> None:
         pass  # nothing moves between two calls
 
 
-class Flying(Underway):
+class ThreadedTransfer(BackgroundTransfer):
     """A transfer that moves in its thread."""
 
     def __init__(
         self,
-        job: Job,
+        job: TransferThread,
         seq: int,
         total: int,
-        voice: Voice,
+        voice: JobCollectives,
         tell: Callable[[], str],
-        after: Callable[[], None] = nothing,
+        after: Callable[[], None] = do_nothing,
     ) -> None:
         """`tell` says how far it is and returns why to give up; `after` is called once, when it is over."""
         self._job, self._seq, self._total, self._voice, self._tell = job, seq, total, voice, tell
         self._after = after
 
-    def finish(self, poll_s: float) -> Moved:
+    def finish(self, poll_s: float) -> TransferResult:
         while (moved := self._look(poll_s)) is None:
             pass
         return moved
 
-    def look(self) -> Moved | None:
+    def look(self) -> TransferResult | None:
         return self._look(0.0)
 
     def cancel(self) -> None:
         self._job.cancel()
 
-    def _look(self, wait_s: float) -> Moved | None:
+    def _look(self, wait_s: float) -> TransferResult | None:
         job = self._job
         job.wait(wait_s)
         job.halt(self._tell())
@@ -101,13 +101,13 @@ class Flying(Underway):
         if failed:
             job.cancel()
         self._after()
-        return Moved(not failed, job.reason if failed else "", self._total)
+        return TransferResult(not failed, job.reason if failed else "", self._total)
 
 
-class Job:
+class TransferThread:
     """One transfer in a thread; an error that nobody foresaw is raised where the ranks have agreed to give up."""
 
-    def __init__(self, work: Callable[[threading.Event], Stats] | None) -> None:
+    def __init__(self, work: Callable[[threading.Event], TransferStats] | None) -> None:
         self.error: BaseException | None = None
         self._cancel = threading.Event()
         self._thread: threading.Thread | None = None
@@ -142,7 +142,7 @@ class Job:
             raise own
         self.error = own  # that it was cancelled is no reason
 
-    def _run(self, work: Callable[[threading.Event], Stats]) -> None:
+    def _run(self, work: Callable[[threading.Event], TransferStats]) -> None:
         try:
             work(self._cancel)
         except BaseException as error:  # noqa: BLE001 (raised by cancel(), in the rank's own thread)
