@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from dips.client import trainer
+from dips.client.agent import trainer
 
 SERVER_NAME = "dips-forkserver"  # at most 15 bytes, in /proc/PID/comm
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36

@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dips.client import trainer
+from dips.client.agent import trainer
 from tests.forkserver import command as commands
 from tests.forkserver import process
 from tests.forkserver.client import REQUEST_BYTES, ForkServer

@@ -19,7 +19,7 @@ FORMS = {
     "script": [sys.executable, str(PROBE)],
     "unbuffered": [sys.executable, "-u", str(PROBE)],
     "module": [sys.executable, "-m", "tests.integration.probe"],
-    "exec": [sys.executable, "-m", "dips.client.launch", str(os.getpid()), "--", sys.executable, str(PROBE)],
+    "exec": [sys.executable, "-m", "dips.client.agent.launch", str(os.getpid()), "--", sys.executable, str(PROBE)],
 }
 
 

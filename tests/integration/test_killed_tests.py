@@ -26,7 +26,6 @@ time.sleep(600)
 TEST = """
 import subprocess, sys, time
 import numpy as np
-from dips.client.trainer import descendants
 from tests.integration.cluster_harness import Run
 
 def test_that_hangs(tmp_path):
