@@ -47,7 +47,7 @@ class Tensors(Adapter):
         self.reshard()
         for part in self._parts:
             for path, parameter in part.named_parameters():
-                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                local = parameter.to_local() if is_dtensor(parameter) else parameter
                 yield plain_name(path), local.detach()
 
     def reshard(self) -> None:
