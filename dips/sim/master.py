@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from dips.errors import StaleTerm
 from dips.master.ledger import Ledger
@@ -29,13 +29,13 @@ from dips.protocol.events import (
     PushStaged,
     Ticked,
 )
+from dips.protocol.manifest import Manifest
 from dips.protocol.membership import Judge
-from dips.protocol.records import ClusterEnded, Record, RunRow, VersionCommitted
+from dips.protocol.options import Options
+from dips.protocol.records import ClusterEnded, LedgerState, Record, RunRow, VersionCommitted
 from dips.protocol.slaves import EXIT_STALE
-from dips.sim.heap import Timer
-
-if TYPE_CHECKING:
-    from dips.sim.world import World
+from dips.sim.heap import Chance, Heap, Timer, Trace
+from dips.sim.network import Network
 
 Answer = Callable[[Any], None]
 WRITE_S = 0.02  # of a transaction, at most ten times that
@@ -43,6 +43,56 @@ PATIENCE_S = 1.4  # a question that is Pending is kept open so long, less than i
 LOOK_AGAIN_S = 0.06  # after a change, which seldom comes alone
 EXIT_LEDGER = 74  # a record could not be written: read the truth again (why.md 29)
 RESEND_S = 1.5  # an order without an answer is sent again under its number
+
+
+class MasterObserver:
+    """The hooks that a master calls; each does nothing by default."""
+
+    def restored(self, state: LedgerState) -> None:
+        """A master starts from this state."""
+
+    def recorded(self, record: Record) -> None:
+        """A record is durable."""
+
+    def before_step(self, master: MasterProcess, event: Event) -> None:
+        """A Coordinator is about to take an event."""
+
+    def after_step(self, master: MasterProcess, event: Event) -> None:
+        """It has taken it."""
+
+    def beat_read(self, role: str, name: str, life: int) -> None:
+        """A master read a heartbeat."""
+
+    def judged(self, verdict: Event) -> None:
+        """The Judge said that a cluster or slave is silent, or its trainer hangs."""
+
+    def noted(self, note: Note) -> None:
+        """A Coordinator wrote to the log."""
+
+    def order_leaves(self, order: Order) -> None:
+        """A master sends an order."""
+
+    def master_died(self, process: MasterProcess, rows: bool, written: bool) -> None:
+        """A master's process died; `rows`: while it wrote the row of a version, which is durable if `written`."""
+
+    def occurred(self, what: str) -> None:
+        """Something rare happened that has no hook of its own; coverage counts it by this name."""
+
+
+class MasterWorld(Protocol):
+    """What a master needs of the world around it."""
+
+    heap: Heap
+    chance: Chance
+    trace: Trace
+    network: Network
+    options: Options
+    manifest: Manifest
+
+    @property
+    def monitor(self) -> MasterObserver: ...
+    def later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer: ...
+    def master_exits(self, process: MasterProcess, effect: Exit) -> None: ...
 
 
 class Torn(Exception):
@@ -123,7 +173,7 @@ class LedgerDisk:
 class MasterMachine:
     """Where the master lives."""
 
-    def __init__(self, world: World, row: RunRow) -> None:
+    def __init__(self, world: MasterWorld, row: RunRow) -> None:
         self.world = world
         self.rng = world.chance.of("master")
         self.disk = LedgerDisk(row)
@@ -164,7 +214,7 @@ class MasterProcess:
         now = self.world.heap.now
         self.trusted = not machine.disk.old  # what it decides is compared with the twins
         if self.trusted:
-            self.world.watch.restored(state)
+            self.world.monitor.restored(state)
         self.coordinator = Coordinator(state, self.world.manifest, self.world.options, now)
         self.judge = Judge.restored(self.world.options.timing, state, now)
         self.alive = True
@@ -187,7 +237,7 @@ class MasterProcess:
         if self._tick is not None:
             self._tick.cancel()
         rows = any(isinstance(r, VersionCommitted) for r in self.writing or ())
-        self.world.watch.master_died(self, rows, self._ends_writing())
+        self.world.monitor.master_died(self, rows, self._ends_writing())
 
     def _ends_writing(self) -> bool:
         """The transaction under way ends as the disk pleases; True if it is durable."""
@@ -197,7 +247,7 @@ class MasterProcess:
         if fate < 0.5:
             self.ledger.write(self.writing)
         elif not disk.tear(self.writing, self.machine.rng.randint(1, 5)):
-            self.world.watch.met("torn_ledger")
+            self.world.monitor.occurred("torn_ledger")
             return False
         self._recorded(self.writing)
         return True
@@ -274,7 +324,7 @@ class MasterProcess:
         self._heard("cluster", beat.cluster, beat.inc)
         for event in self.judge.heard_cluster(beat, self.world.heap.now):
             if self.presides:
-                self.world.watch.judged(event)
+                self.world.monitor.judged(event)
             self._step(event)
         standing, push, pull = self.coordinator.cluster_standing(beat.cluster, beat.inc)
         lease_s = self.world.options.timing.lease_s
@@ -292,7 +342,7 @@ class MasterProcess:
 
     def _heard(self, role: str, name: str, life: int) -> None:
         if self.presides:
-            self.world.watch.beat_read(role, name, life)
+            self.world.monitor.beat_read(role, name, life)
 
     def _question(self, answer: Answer) -> int:
         self._questions += 1
@@ -311,9 +361,9 @@ class MasterProcess:
         if isinstance(event, ClusterJoined):  # it may fence a life, whose tokens the beats have told
             for told in self.judge.last_words(event.cluster):
                 self._step(told)
-        self.world.watch.before_step(self, event)
+        self.world.monitor.before_step(self, event)
         effects = self.coordinator.step(event, now)
-        self.world.watch.after_step(self, event)
+        self.world.monitor.after_step(self, event)
         for effect in effects:
             if isinstance(effect, Reply) and isinstance(effect.result, Joined):
                 self.judge.welcome_cluster(asked.cluster, effect.result.inc, now)
@@ -346,7 +396,7 @@ class MasterProcess:
             return
         for verdict in self.judge.verdicts(self.world.heap.now):
             if self.presides:
-                self.world.watch.judged(verdict)
+                self.world.monitor.judged(verdict)
             self._step(verdict)
         self._step(Ticked())
 
@@ -385,7 +435,8 @@ class MasterProcess:
 
     def _recorded(self, records: list[Record]) -> None:
         if self.trusted:
-            self.world.watch.recorded(records)
+            for record in records:
+                self.world.monitor.recorded(record)
 
     @property
     def presides(self) -> bool:
@@ -395,13 +446,13 @@ class MasterProcess:
     def _leave(self, effect: Effect) -> None:
         if isinstance(effect, Order):
             if self.trusted:
-                self.world.watch.order_leaves(effect)
+                self.world.monitor.order_leaves(effect)
             SentOrder(self, effect).send()
         elif isinstance(effect, Reply):
             self._answers.pop(effect.req)(effect.result)
         elif isinstance(effect, Note):
             self.world.trace.add(self.world.heap.now, f"note {effect.kind}", *(f"{k}={v}" for k, v in effect.fields))
-            self.world.watch.noted(effect)
+            self.world.monitor.noted(effect)
         elif isinstance(effect, Exit):
             self.exited = effect.reason
             self.world.master_exits(self, effect)

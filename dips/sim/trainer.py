@@ -7,12 +7,13 @@ kept by the real Feedback. A rank that died is seen by torchrun after a while; u
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from random import Random
+from typing import Any, Protocol
 
 import numpy as np
 
-from dips.client.feedback import Feedback
 from dips.client.local import (
     Answer,
     Attach,
@@ -38,35 +39,66 @@ from dips.client.local import (
 )
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant
+from dips.protocol.manifest import Manifest
+from dips.protocol.options import Options
 from dips.sim.fiber import Fiber, Gate, Resume, Story, sleep
 from dips.sim.fiber import Wait as Waiting
-from dips.sim.flow import CHUNKS, share
+from dips.sim.heap import Chance, Heap, Timer, Trace
+from dips.sim.ranks import SimRanks
+from dips.sim.scenario import Scenario
+from dips.sim.site import Site
+from dips.sim.transfer import DataNetwork, Pulled
 from dips.sim.transfer import Moving as UnderWay
-from dips.sim.transfer import Pulled
-from dips.sim.work import Frozen, Use, Work
+from dips.sim.work import Books, Frozen, Use, Work
 from dips.slave.ports import F32
-from dips.transport.shares import Piece
-from dips.wire import codecs
-from dips.wire.chunks import Range
 from dips.wire.frame import Buffer
-
-if TYPE_CHECKING:
-    from dips.sim.cluster import Agent
 
 POLL_S = 1.0  # rank 0 waits no longer for an answer before it asks the same again
 Talk = PushWanted | PushMoved | PullWanted | PullMoved
 
 
-class Trainer:
+class TrainerWorld(Protocol):
+    """What a trainer needs of the world around it."""
+
+    heap: Heap
+    chance: Chance
+    trace: Trace
+    books: Books
+    data: DataNetwork
+    scenario: Scenario
+    options: Options
+    manifest: Manifest
+    sizes: dict[int, int]
+
+    def later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer: ...
+    def descend(self, theta: dict[int, F32], rng: Random) -> None: ...
+
+
+class TrainerAgent(Protocol):
+    """What a trainer needs of its agent: answers, and somebody who takes note of what it does."""
+
+    gate: Gate
+
+    def hear(self, message: Question | Stepped) -> Answer | None: ...
+    def next_change(self, at_most_s: float) -> Waiting: ...
+    def ended(self) -> None: ...
+    def record_step(self) -> None: ...
+    def record_work(self, work: Work) -> None: ...
+    def record_push(self, push: PushId) -> None: ...
+    def record_push_end(self, push: PushId, moved: bool) -> None: ...
+    def record_pull(self, pull: PullId) -> None: ...
+    def record_install(self, trainer: SimTrainer) -> None: ...
+    def record_pull_end(self, installed: bool, attempt: int) -> None: ...
+
+
+class SimTrainer:
     """One attempt: from torchrun's start to its end."""
 
-    def __init__(self, agent: Agent, life: int) -> None:
-        self.agent, self.world, self.site, self.life = agent, agent.world, agent.site, life
+    def __init__(self, world: TrainerWorld, site: Site, agent: TrainerAgent, life: int) -> None:
+        self.agent, self.world, self.site, self.life = agent, world, site, life
         self.gate = Gate(agent.gate)  # closed while it hangs
         self.attempt = self._number = self._ranges_asked = self._look_in = 0
-        self.theta: dict[int, F32] = {}
-        self.held: list[VersionId | None] = [None] * self.site.ranks  # what each rank installed last
-        self.base: VersionId | None = None
+        self._ranks = SimRanks(world.sizes, site.ranks, world.options.codec != "fp32")
         self.works: list[Work] = []  # inner steps since the last install: what the next push carries, if not settled
         self.used: list[Use] = []  # data ranges used up since then
         self.range: int | None = None
@@ -75,13 +107,19 @@ class Trainer:
         self.moving: UnderWay | None = None
         self.pull_tries = 0
         self.alive = True
-        self._host: dict[int, F32] = {layer: np.zeros(n, np.float32) for layer, n in self.world.sizes.items()}
-        self._feedback = [self._feedback_of(rank) for rank in range(self.site.ranks)] if self._lossy else []
         self._fiber = Fiber(self._train(), self.gate)
 
     @property
-    def _lossy(self) -> bool:
-        return self.world.options.codec != "fp32"
+    def theta(self) -> dict[int, F32]:
+        return self._ranks.theta
+
+    @property
+    def held(self) -> list[VersionId | None]:
+        return self._ranks.held
+
+    @property
+    def base(self) -> VersionId | None:
+        return self._ranks.base
 
     def kill(self) -> None:
         """All ranks are gone."""
@@ -124,11 +162,10 @@ class Trainer:
     def _inner_step(self) -> Story:
         site = self.site
         yield sleep(self.world.heap, site.step_s * (0.7 + 0.6 * site.rng.random()), f"inner step of {site.name}")
-        self.world.watch.stepped(self.agent)
+        self.agent.record_step()
         work = Work(site.name, self.range or 0, site.rng.randint(1, 5))
-        self.world.books.did(work)
         self.works.append(work)
-        self.agent.earned(work)
+        self.agent.record_work(work)
         self.world.descend(self.theta, site.rng)
         self._hear(Stepped(self.attempt, work.tokens, 1.0))
         self._look_in -= 1
@@ -178,27 +215,26 @@ class Trainer:
 
     def _push(self, verdict: PushNow) -> Story:
         push = PushId(self.site.name, verdict.inc, verdict.seq)
-        self.world.watch.granted(self.agent, push)
+        self.agent.record_push(push)
         spell = self._freeze(push, verdict)
         start = partial(self.world.data.push, push, verdict.grant, spell, self.site.ranks, self.agent.gate)
         moved = yield from self._move(start)
         nbytes = self.moving.meter.nbytes if self.moving else 0
         self.moving = None
-        self.world.watch.push_moved(self.agent, push, bool(moved))
+        self.agent.record_push_end(push, bool(moved))
         return PushMoved(self.attempt, self._next(), verdict.seq, bool(moved), "" if moved else "it broke", nbytes)
 
     def _pull(self, verdict: PullNow) -> Story:
         pull = PullId(self.site.name, verdict.inc, verdict.seq)
-        for feedback in self._feedback:
-            feedback.hear(verdict.inc, verdict.accepted)
-        self.world.watch.pulling(self.agent, pull)
+        self._ranks.hear(verdict)
+        self.agent.record_pull(pull)
         start = partial(self.world.data.pull, pull, verdict.grant, self.site.ranks, self.agent.gate)
         landed = yield from self._move(start)
         nbytes = self.moving.meter.nbytes if self.moving else 0
         self.moving = None
         installed = bool(landed) and self._install(landed, verdict.grant)
         self.pull_tries += 1
-        self.world.watch.pulled(self.agent, installed, self.pull_tries)
+        self.agent.record_pull_end(installed, self.pull_tries)
         self.pull_tries = 0 if installed else self.pull_tries
         reason = "" if installed else "it broke"
         return PullMoved(self.attempt, self._next(), verdict.seq, installed, reason, nbytes)
@@ -247,7 +283,7 @@ class Trainer:
         if diverged:
             self.site.diverged -= 1
             theta[0][0] = np.float32("nan") if self.site.rng.random() < 0.5 else np.float32(1e4)
-        bodies, content = self._spelled(theta, verdict)
+        bodies, content = self._ranks.freeze(theta, verdict)
         settled = self.world.books.settled
         work = tuple(w for w in self.works if id(w) not in settled)
         used = tuple(use for use in self.used if not use.settled)
@@ -255,73 +291,12 @@ class Trainer:
         self.world.books.frozen[push] = frozen
         return partial(_body, bodies)
 
-    def _spelled(
-        self, theta: dict[int, F32], verdict: PushNow
-    ) -> tuple[dict[tuple[int, int, int], Buffer], dict[int, F32]]:
-        """Every chunk's body, and what a slave's slot holds when all are in it."""
-        codec = codecs.named(verdict.grant.codec)
-        for layer, a in theta.items():
-            self._host[layer][:] = a
-        for feedback in self._feedback:
-            feedback.hear(verdict.inc, verdict.accepted)
-            assert not codec.lossy or feedback.holds(verdict.grant.base), f"{self.base} is not {verdict.grant.base}"
-            feedback.freeze(verdict.seq, codec.name)
-        base = self._base_of(verdict.grant) if codec.lossy else None
-        content = base or {layer: np.zeros_like(a) for layer, a in theta.items()}
-        bodies: dict[tuple[int, int, int], Buffer] = {}
-        for layer, rank, where in self._chunks():
-            values = self._host[layer][where]
-            body: Buffer = codec.encode(values) if not codec.lossy else b""
-            if self._feedback:
-                chunk = Range(layer, 0, where.start, where.stop - where.start)
-                body = self._feedback[rank].encode(chunk, values.view(np.uint8).data)
-            bodies[rank, layer, where.start] = bytes(body)
-            with np.errstate(all="ignore"):
-                codec.put(body, content[layer][where])
-        return bodies, content
-
-    def _base_of(self, grant: Grant) -> dict[int, F32]:
-        """θ of the granted base, from the twin: what the slaves put into the slot."""
-        assert grant.base is not None
-        return self.world.lineage.twin.arrays(grant.base)
-
-    def _chunks(self) -> list[tuple[int, int, slice]]:
-        found = []
-        for layer, size in self.world.sizes.items():
-            for rank in range(self.site.ranks):
-                whole = share(size, rank, self.site.ranks)
-                for number in range(CHUNKS):
-                    part = share(whole.stop - whole.start, number, CHUNKS)
-                    if part.stop > part.start:
-                        found.append((layer, rank, slice(whole.start + part.start, whole.start + part.stop)))
-        return found
-
-    def _feedback_of(self, rank: int) -> Feedback:
-        cuts = [(layer, share(size, rank, self.site.ranks)) for layer, size in self.world.sizes.items()]
-        return Feedback([Piece(l, 0, c.start, c.stop - c.start, self._host[l][c]) for l, c in cuts if c.stop > c.start])
-
     def _install(self, landed: list[Pulled], grant: Grant) -> bool:
-        """Every rank that the all-reduce allows copies what it has."""
-        allowed = self.agreed(landed)
-        if allowed and not self.theta:
-            self.theta = {layer: np.zeros(size, np.float32) for layer, size in self.world.sizes.items()}
-        for pulled in allowed:
-            for layer, where, values in pulled.pieces:
-                self.theta[layer][where] = values
-                self._host[layer][where] = values
-            self.held[pulled.rank] = pulled.versions[0] if pulled.versions else grant.version
-        if len(allowed) == self.site.ranks:
-            self.base = grant.version
-            for feedback in self._feedback:
-                feedback.installed(grant.version)
-            self.agent.overwritten(self)
-            self.world.watch.installed(self.agent)
-        return bool(allowed)
-
-    def agreed(self, landed: list[Pulled]) -> list[Pulled]:
-        """The all-reduce (MIN) of (version, whole): all ranks copy or none does."""
-        versions = {v for pulled in landed for v in pulled.versions}
-        return landed if len(versions) == 1 and all(pulled.whole for pulled in landed) else []
+        """Put what was pulled into the model, on all ranks or on none."""
+        installed = self._ranks.install(landed, grant.version)
+        if installed and self.base == grant.version:
+            self.agent.record_install(self)
+        return installed
 
 
 def _body(bodies: dict[tuple[int, int, int], Buffer], rank: int, layer: int, where: slice) -> Buffer:

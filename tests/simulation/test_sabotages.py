@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dips.errors import ConfigError
-from dips.sim.__main__ import play
-from dips.sim.sabotage import SABOTAGES, sabotaged
+from tests.simulation.sabotage import SABOTAGES, sabotaged
+from tests.simulation.trial import play
 
 WITHIN = 200
 

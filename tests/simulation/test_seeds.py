@@ -9,9 +9,9 @@ from statistics import median
 
 import pytest
 
-from dips.sim.__main__ import covered, play, play_all, report, spread
-from dips.sim.coverage import ROWS
-from dips.sim.world import World, digest
+from tests.simulation.__main__ import covered, play_all, report, spread
+from tests.simulation.coverage import ROWS
+from tests.simulation.trial import SeedTrial, play
 
 SEEDS = int(os.environ.get("DIPS_SEEDS", "500"))
 
@@ -36,15 +36,19 @@ def test_every_invariant_holds_on_every_seed() -> None:
 
 def test_a_seed_is_a_whole_description() -> None:
     """The same seed gives the same events and the same bytes; another seed another run."""
-    worlds = [World(7), World(7), World(8)]
-    for world in worlds:
-        world.run()
-    assert digest(worlds[0]) == digest(worlds[1]) != digest(worlds[2])
+    trials = [SeedTrial(7), SeedTrial(7), SeedTrial(8)]
+    for trial in trials:
+        trial.run()
+    assert trials[0].digest() == trials[1].digest() != trials[2].digest()
 
 
 def test_a_seed_does_not_depend_on_the_hashing_of_strings() -> None:
     """Another process with another PYTHONHASHSEED plays the same run: no set is iterated where order matters."""
-    command = [sys.executable, "-c", "from dips.sim.world import *; w = World(5); w.run(); print(digest(w))"]
+    command = [
+        sys.executable,
+        "-c",
+        "from tests.simulation.trial import *; t = SeedTrial(5); t.run(); print(t.digest())",
+    ]
     told = []
     for hashing in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": hashing}
@@ -56,6 +60,6 @@ def test_a_failing_seed_says_how_to_play_it_again() -> None:
     """The report of a failing seed holds the invariant, the last events and the command that repeats it."""
     result = play((0, "flip-on-prepared"))
     text = report(result, "flip-on-prepared")
-    assert "[2] Commit" in text
-    assert "python -m dips.sim --seed 0 --sabotage flip-on-prepared" in text
+    assert "[2] CommitInvariant" in text
+    assert "python -m tests.simulation --seed 0 --sabotage flip-on-prepared" in text
     assert len(result.failure.trace if result.failure else ()) == 40

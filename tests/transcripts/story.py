@@ -24,7 +24,7 @@ from dips.protocol.options import DataOptions, Options, PenaltyOptions, StopOpti
 from dips.protocol.placement import place
 from dips.protocol.records import Record, RunRow
 from dips.sim.master import LedgerDisk
-from dips.sim.spelling import spell
+from tests.transcripts.spelling import spell
 
 Words = dict[str, str]  # the `key=value` words of a command
 RUN, CONFIG = "story", "config"

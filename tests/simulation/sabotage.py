@@ -27,7 +27,7 @@ from dips.protocol.world import World as Deciding
 from dips.sim.disk import SimDisk
 from dips.sim.flow import OpenedPush, SimFlow
 from dips.sim.master import MasterProcess
-from dips.sim.trainer import Trainer
+from dips.sim.ranks import SimRanks
 from dips.sim.transfer import Pulled
 from dips.slave import moving
 from dips.slave.fences import Fences
@@ -168,10 +168,10 @@ def _accept_old_stream() -> list[Patch]:
 
 
 def _install_alone() -> list[Patch]:
-    def agreed(self: Trainer, landed: list[Pulled]) -> list[Pulled]:
+    def agreed(landed: list[Pulled]) -> list[Pulled]:
         return [pulled for pulled in landed if pulled.whole]
 
-    return [(Trainer, "agreed", agreed)]
+    return [(SimRanks, "agreed", staticmethod(agreed))]
 
 
 def _blind_leases() -> list[Patch]:

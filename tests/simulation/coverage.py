@@ -6,19 +6,15 @@ meets nothing until its lease runs out or its successor joins. Each seed counts 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import AbortVersion, CommitVersion, LoadVersion, Note, Registered
 from dips.protocol.events import ClusterSilent, Event, TrainerChanged
 from dips.protocol.records import ClusterEnded, IncarnationGiven, LedgerState, Record, RolledBack, VersionCommitted
-from dips.sim.watch import Listener
-
-if TYPE_CHECKING:
-    from dips.sim.cluster import Agent
-    from dips.sim.master import MasterProcess
-    from dips.sim.slave import Process
-    from dips.sim.world import World
+from dips.sim.agent import SimAgent
+from dips.sim.master import MasterProcess
+from dips.sim.observer import Observer
+from dips.sim.slave import SlaveProcess
+from dips.sim.world import World
 
 # design.md section 9: what fails → what was seen to happen
 ROWS: dict[str, str] = {
@@ -65,7 +61,7 @@ POINTS: dict[str, str] = {
 }
 
 
-class Coverage(Listener):
+class Coverage(Observer):
     """Watches one world; `seen` holds the names of the rows and points that it met."""
 
     def __init__(self, world: World) -> None:
@@ -81,6 +77,9 @@ class Coverage(Listener):
 
     def met(self, row: str) -> None:
         self.seen[row] = None
+
+    def occurred(self, what: str) -> None:
+        self.met(what)
 
     # ---- records ---------------------------------------------------------------------------------------------------
 
@@ -138,13 +137,13 @@ class Coverage(Listener):
 
     # ---- slaves ----------------------------------------------------------------------------------------------------
 
-    def slave_crashed(self, process: Process) -> None:
+    def slave_crashed(self, process: SlaveProcess) -> None:
         """Its memory is gone; what lay prepared on its disk stays."""
         prepared = process.versions.prepared
         if prepared is not None and prepared in process.machine.disk.good:
             self._orphans[process.name] = prepared
 
-    def registered(self, process: Process, answer: Registered) -> None:
+    def registered(self, process: SlaveProcess, answer: Registered) -> None:
         order = answer.order
         if isinstance(order, CommitVersion):
             self.met("slave_in_doubt")
@@ -168,16 +167,16 @@ class Coverage(Listener):
 
     # ---- clusters --------------------------------------------------------------------------------------------------
 
-    def granted(self, agent: Agent, push: PushId) -> None:
+    def granted(self, agent: SimAgent, push: PushId) -> None:
         self._moving[agent.name] = "push"
 
-    def pulling(self, agent: Agent, pull: PullId) -> None:
+    def pulling(self, agent: SimAgent, pull: PullId) -> None:
         self._moving[agent.name] = "pull"
 
-    def push_moved(self, agent: Agent, push: PushId, moved: bool) -> None:
+    def push_moved(self, agent: SimAgent, push: PushId, moved: bool) -> None:
         self._moving.pop(agent.name, None)
 
-    def pulled(self, agent: Agent, installed: bool, attempt: int) -> None:
+    def pulled(self, agent: SimAgent, installed: bool, attempt: int) -> None:
         self._moving.pop(agent.name, None)
         if not installed:
             return
@@ -186,13 +185,13 @@ class Coverage(Listener):
         if self._new_lives.get(agent.name) == agent.inc:
             self.met("cluster_back")
 
-    def trainer_died(self, agent: Agent, rank: bool) -> None:
+    def trainer_died(self, agent: SimAgent, rank: bool) -> None:
         moving = self._moving.pop(agent.name, None)
         if rank and moving is not None:
             self.met(f"rank_in_{moving}")
         self._dead_trainers[agent.name] = agent.inc
 
-    def agent_exits(self, agent: Agent, reason: str) -> None:
+    def agent_exits(self, agent: SimAgent, reason: str) -> None:
         self.met("fenced_agent")
 
     # ---- links -----------------------------------------------------------------------------------------------------
