@@ -10,25 +10,23 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from dips import errors
 from dips.client.account import Lived
 from dips.client.deeds import KEPT_AT, Ask, Deed, Hurry, Identity, Mark, Stop
 from dips.client.local import Answer, Question, Stepped
 from dips.client.pace import Pace
 from dips.client.session import Session
-from dips.errors import Busy, DipsError, Unavailable, UnavailableMaster
+from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
-from dips.protocol.beats import ClusterBeatAnswer
-from dips.protocol.effects import Failed, Finished, Grant, Joined, Outcome
+from dips.protocol.beats import NO_MEETING, ClusterBeatAnswer
+from dips.protocol.effects import Finished, Grant, Joined, Outcome
 from dips.sim.fiber import Fiber, Gate, Resume, Story, Wait, sleep
+from dips.sim.master_client import SimMasterClient
 from dips.sim.network import Network
 from dips.sim.site import Site
 from dips.sim.trainer import SimTrainer, TrainerWorld
 from dips.sim.work import Frozen, Work
 from dips.slave.ports import F32
 
-CALL_S = 2.0  # deadline of one question
-PAUSE_S = 0.3  # until a master that did not answer is asked again
 PATIENCE_S = 6.0  # a trainer waits so long for a master that does not answer
 
 
@@ -62,8 +60,11 @@ class ClusterObserver:
     def pulled(self, agent: SimAgent, installed: bool, attempt: int) -> None:
         """A pull is over; `attempt` counts those in a row that failed, and this one."""
 
+    def merged(self, agent: SimAgent) -> None:
+        """What was pulled is in a model that has trained on since its push was frozen."""
+
     def trainer_died(self, agent: SimAgent, rank: bool) -> None:
-        """A trainer is dead; `rank`: one rank of it died first."""
+        """A trainer is dead; `rank`: one rank of it died first. Its agent may not know it yet."""
 
     def agent_exits(self, agent: SimAgent, reason: str) -> None:
         """An agent ends of its own accord."""
@@ -90,16 +91,18 @@ class SimAgent:
         self._exits = exits
         self._nonces = 0
         identity = Identity(settings.run, self.name, settings.config_digest)
-        self.session = Session(identity, self._nonce, PATIENCE_S, Pace(steps=settings.inner_steps), former=former)
+        pace = Pace(aligned=site.aligned_steps) if site.aligned_steps else Pace(steps=settings.inner_steps)
+        self.session = Session(identity, self._nonce, PATIENCE_S, pace, site.overlap, former)
         self.left = former  # behind, on its disk
         self.gate = Gate()  # closed while the whole machine is stopped
         self.alive = True
         self.term = 0
         self.consumed = 0  # tokens since the last Joined, by the world's own count
         self.outcome_at = self.world.heap.now  # when it last heard an Outcome, or its trainer began
+        self.meets = False  # it pushes when the master says, together with others
         self.finished: VersionId | None = None  # the run is over and it holds its last version
         self._lives = 0
-        self._asking: dict[str, Fiber] = {}
+        self._master = SimMasterClient(world.heap, world.network, self.name, self.gate, self)
         self._waiting: list[Resume] = []  # rank 0 waits for a change
         self._beats = Fiber(self._beat(), self.gate)
         self.trainer: SimTrainer | None = None
@@ -120,6 +123,11 @@ class SimAgent:
         return self.trainer.theta if self.trainer else {}
 
     @property
+    def received(self) -> dict[int, F32]:
+        """What was pulled last, as it came."""
+        return self.trainer.received if self.trainer else {}
+
+    @property
     def held(self) -> list[VersionId | None]:
         return self.trainer.held if self.trainer else []
 
@@ -127,32 +135,56 @@ class SimAgent:
         """SIGKILL of the agent: torchrun dies with it (PR_SET_PDEATHSIG)."""
         self.alive = False
         self._beats.kill()
-        for fiber in self._asking.values():
-            fiber.kill()
+        self._master.kill()
         if self.trainer is not None:
             self.trainer.kill()
-            self._lose(self.trainer, "its agent ended")
+            self.trainer.lose_work("its agent ended")
 
-    def trainer_died(self, reason: str, rank: bool = False) -> None:
-        """torchrun has ended all ranks; it is started again."""
-        self.world.monitor.trainer_died(self, rank)
+    def trainer_died(self, reason: str) -> None:
+        """torchrun has ended; the agent sees it at once, and starts it again."""
+        self._end_trainer()
+        self._do(self.session.trainer_gone(reason, self.world.heap.now))
+        self._start_later(0.5 + 2.0 * self.site.rng.random(), self._lives + 1, 0)
+
+    def rank_died(self, rank: int) -> None:
+        """torchrun has seen a rank die: it starts all ranks again, in place, or ends when it has done so too often."""
+        trainer = self.trainer
+        assert trainer is not None
+        if trainer.restart >= self.site.restarts:
+            self.trainer_died(f"rank {rank} died")
+            return
+        self._end_trainer()
+        rng = self.world.chance.of(f"torchrun/{self.name}")
+        # The end of rank 0's connection is seen at once, or only when its successor is already there.
+        seen_s = 0.0 if rng.random() < 0.5 else 4.0 * rng.random()
+        hung_up = partial(self._on_hang_up, trainer.attempt)
+        self.world.later(seen_s, f"rank 0 of {self.name} is gone", partial(self.gate.pass_on, hung_up))
+        self._start_later(0.3 + 1.5 * rng.random(), trainer.life, trainer.restart + 1)
+
+    def _on_hang_up(self, attempt: int) -> None:
+        if self.alive and attempt and attempt == self.session.attempt:
+            self._do(self.session.trainer_gone("rank 0 is gone", self.world.heap.now))
+
+    def _end_trainer(self) -> None:
         trainer, self.trainer = self.trainer, None
         assert trainer is not None
         trainer.kill()
-        self._lose(trainer, "its trainer died")
-        self._do(self.session.trainer_gone(reason, self.world.heap.now))
-        delay_s = 0.5 + 2.0 * self.site.rng.random()
-        self.world.later(delay_s, f"{self.name} restarts its trainer", partial(self.gate.pass_on, self._start_trainer))
+        trainer.lose_work("its trainer died")
 
     def ended(self) -> None:
         """The training script is through."""
         self.finished = self.session.progress.finished
 
-    def _start_trainer(self) -> None:
+    def _start_later(self, delay_s: float, life: int, restart: int) -> None:
+        start = partial(self.gate.pass_on, partial(self._start_trainer, life, restart))
+        self.world.later(delay_s, f"{self.name} restarts its trainer", start)
+
+    def _start_trainer(self, life: int = 1, restart: int = 0) -> None:
+        """`life`: which start of torchrun by this agent; `restart`: how often that torchrun has restarted the ranks."""
         if self.alive and self.trainer is None:
-            self._lives += 1
+            self._lives = life
             self.outcome_at = self.world.heap.now
-            self.trainer = SimTrainer(self.world, self.site, self, self._lives)
+            self.trainer = SimTrainer(self.world, self.site, self, life, restart)
 
     def _nonce(self) -> str:
         self._nonces += 1
@@ -176,19 +208,14 @@ class SimAgent:
     def record_pull(self, pull: PullId) -> None:
         self.world.monitor.pulling(self, pull)
 
-    def record_install(self, trainer: SimTrainer) -> None:
-        """All ranks hold what was pulled; it has taken the place of everything that the trainer did."""
-        self._lose(trainer, "a pull overwrote it")
+    def record_install(self, merged: bool) -> None:
+        """All ranks hold what was pulled; `merged`: and what they have trained since they froze their push."""
         self.world.monitor.installed(self)
+        if merged:
+            self.world.monitor.merged(self)
 
     def record_pull_end(self, installed: bool, attempt: int) -> None:
         self.world.monitor.pulled(self, installed, attempt)
-
-    @staticmethod
-    def _lose(trainer: SimTrainer, cause: str) -> None:
-        for work in trainer.works:
-            work.lost = cause
-        trainer.works, trainer.used = [], []
 
     # ---- rank 0 ----------------------------------------------------------------------------------------------------
 
@@ -218,7 +245,7 @@ class SimAgent:
     def _do(self, deeds: list[Deed]) -> None:
         for deed in deeds:
             if isinstance(deed, Ask):
-                self._start_asking(deed)
+                self._master.ask(deed)
             elif isinstance(deed, Mark):
                 self._marked(deed)
             elif isinstance(deed, Hurry):
@@ -238,10 +265,10 @@ class SimAgent:
         if mark.kind == "joined":
             self.consumed = self.session.account.lost  # what its former life lost and did not tell
             if self.trainer is not None:
-                self._lose(self.trainer, "its life at the master ended")  # the pull that follows overwrites it
+                self.trainer.lose_work("its life at the master ended")  # the pull that follows overwrites it
                 self.trainer.range = None  # leased to its former life
         elif mark.kind == "life_ended" and self.trainer is not None:
-            self._lose(self.trainer, "its life at the master ended")
+            self.trainer.lose_work("its life at the master ended")
         elif mark.kind == "outcome":
             self.outcome_at = self.world.heap.now
             if mark.fields["outcome"] == "dropped":
@@ -257,30 +284,14 @@ class SimAgent:
         self.world.monitor.agent_exits(self, stop.reason)
         self._exits(self)
 
-    def _start_asking(self, ask: Ask) -> None:
-        older = self._asking.get(ask.channel)
-        if older is not None:
-            older.kill()
-        self._asking[ask.channel] = Fiber(self._carry(ask), self.gate)
+    def on_hindrance(self, reason: str) -> None:
+        """The master does not answer, or has no room."""
+        self._do(self.session.hindered(reason, self.world.heap.now))
 
-    def _carry(self, ask: Ask) -> Story:
-        """Carry one question to the master, again and again until he answers; hand the answer to the session."""
-        yield sleep(self.world.heap, ask.delay_s, f"{self.name} asks")
-        while True:
-            answer = yield partial(self.world.network.call, self.name, "master", ask.event, CALL_S)
-            error = _error(answer)
-            now = self.world.heap.now
-            if isinstance(error, Unavailable | Busy):
-                self._do(self.session.hindered(str(error), now))
-                yield sleep(self.world.heap, PAUSE_S, f"{self.name} asks again")
-            elif error is not None:
-                self._do(self.session.failed(ask.number, error, now))
-                return
-            else:
-                self._hear_answer(ask, answer)
-                return
+    def on_failure(self, ask: Ask, error: DipsError) -> None:
+        self._do(self.session.failed(ask.number, error, self.world.heap.now))
 
-    def _hear_answer(self, ask: Ask, answer: Any) -> None:
+    def on_answer(self, ask: Ask, answer: Any) -> None:
         if ask.number == self.session._question:
             if isinstance(answer, Grant | Joined | Finished):
                 version = answer.head if isinstance(answer, Joined) else answer.version
@@ -311,13 +322,5 @@ class SimAgent:
 
     def _heard(self, inc: int, answer: Any) -> None:
         if self.alive and isinstance(answer, ClusterBeatAnswer):
+            self.meets = answer.push_in_s != NO_MEETING
             self._do(self.session.beat_answered(inc, answer, self.world.heap.now))
-
-
-def _error(answer: Any) -> DipsError | None:
-    if answer is None:
-        return UnavailableMaster("the master does not answer")
-    if isinstance(answer, Failed):
-        found: DipsError = getattr(errors, answer.error, DipsError)(answer.message)
-        return found
-    return None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dips.client.account import NO_LIFE
-from dips.sim.agent import CALL_S, AgentWorld, SimAgent
+from dips.sim.agent import AgentWorld, SimAgent
+from dips.sim.master_client import CALL_S
 from dips.sim.site import Site
 
 RESTART_S = 2.0  # until an agent that exited on its own account is started again
@@ -67,10 +68,11 @@ class SimCluster:
     def crash_trainer(self) -> None:
         """torchrun ends, and the agent sees it at once."""
         if self.agent is not None and self.agent.trainer is not None and not self.agent.trainer.over:
+            self.world.monitor.trainer_died(self.agent, False)
             self.agent.trainer_died("its trainer crashed")
 
     def crash_rank(self, rank: int, seen_s: float) -> None:
-        """One rank dies; torchrun needs a while to end the others."""
+        """One rank dies; torchrun needs a while to see it and to end the others."""
         agent = self.agent
         trainer = agent.trainer if agent is not None else None
         if agent is None or trainer is None or trainer.over or agent.gate.closed:
@@ -79,7 +81,8 @@ class SimCluster:
 
         def seen() -> None:
             if agent.alive and agent.trainer is trainer:
-                agent.trainer_died(f"rank {rank % self.site.ranks} died", rank=True)
+                self.world.monitor.trainer_died(agent, True)
+                agent.rank_died(rank % self.site.ranks)
 
         self.world.later(seen_s, f"{self.name}: torchrun ends all ranks", lambda: agent.gate.pass_on(seen))
 

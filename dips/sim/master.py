@@ -32,6 +32,7 @@ from dips.protocol.events import (
 from dips.protocol.manifest import Manifest
 from dips.protocol.membership import Judge
 from dips.protocol.options import Options
+from dips.protocol.pace import Meetings
 from dips.protocol.records import ClusterEnded, LedgerState, Record, RunRow, VersionCommitted
 from dips.protocol.slaves import EXIT_STALE
 from dips.sim.heap import Chance, Heap, Timer, Trace
@@ -217,6 +218,7 @@ class MasterProcess:
             self.world.monitor.restored(state)
         self.coordinator = Coordinator(state, self.world.manifest, self.world.options, now)
         self.judge = Judge.restored(self.world.options.timing, state, now)
+        self.meetings = Meetings()
         self.alive = True
         self.exited = ""
         self.inbox: list[Callable[[], None]] | None = None  # while nobody looks, what came in
@@ -272,6 +274,7 @@ class MasterProcess:
 
     def be_blind(self, gap_s: float) -> None:
         self.judge.shift(gap_s)
+        self.meetings.shift(gap_s)
         self._step(Blind(gap_s))
 
     # ---- what comes in ---------------------------------------------------------------------------------------------
@@ -327,8 +330,11 @@ class MasterProcess:
                 self.world.monitor.judged(event)
             self._step(event)
         standing, push, pull = self.coordinator.cluster_standing(beat.cluster, beat.inc)
-        lease_s = self.world.options.timing.lease_s
-        told = ClusterBeatAnswer(self.coordinator.term, lease_s, standing, push, pull, self.coordinator.progress())
+        now, lease_s = self.world.heap.now, self.world.options.timing.lease_s
+        if standing == "live":
+            self.meetings.heard(beat)
+        due = self.meetings.push_in_s(beat.cluster, self.coordinator.gathering(), now)
+        told = ClusterBeatAnswer(self.coordinator.term, lease_s, standing, push, pull, self.coordinator.progress(), due)
         self._say(told, answer)
 
     def _slave_beat(self, beat: SlaveBeat, answer: Answer) -> None:
@@ -371,6 +377,7 @@ class MasterProcess:
                 self.judge.welcome_slave(asked.slave, effect.result.sinc, now)
             elif isinstance(effect, ClusterEnded):
                 self.judge.forget_cluster(effect.cluster)
+                self.meetings.forget(effect.cluster)
         self.outbox.extend(effects)
         if self._kept and (asked is None or any(not isinstance(effect, Reply) for effect in effects)):
             self._look_again(LOOK_AGAIN_S)  # something has changed

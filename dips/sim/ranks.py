@@ -28,11 +28,12 @@ class SimRanks:
     """The model as `ranks` processes hold it together."""
 
     def __init__(self, sizes: Mapping[int, int], ranks: int, lossy: bool) -> None:
-        self.sizes, self.ranks, self._lossy = sizes, ranks, lossy
+        self.sizes, self.ranks = sizes, ranks
         self.theta: Arrays = {}
         self.held: list[VersionId | None] = [None] * ranks  # what each rank installed last
         self.base: VersionId | None = None  # what all of them installed last
-        self._at_base: Arrays = {}  # θ of it, where pushes are differences to it
+        self.received: Arrays = {}  # θ of it, as it was pulled
+        self._pushed: Arrays = {}  # θ as the last push froze it
         self._host: Arrays = {layer: np.zeros(n, np.float32) for layer, n in sizes.items()}
         self._feedback = [self._feedback_of(rank) for rank in range(ranks)] if lossy else []
 
@@ -42,7 +43,11 @@ class SimRanks:
             feedback.hear(verdict.inc, verdict.accepted)
 
     def freeze(self, theta: Arrays, verdict: PushNow) -> tuple[dict[tuple[int, int, int], Buffer], Arrays]:
-        """Every chunk's body by (rank, layer, place), and what a slave's slot holds when all of them are in it."""
+        """Every chunk's body by (rank, layer, place), and what a slave's slot holds when all of them are in it.
+
+        `theta` is what is pushed: that of the ranks, unless it is bad on purpose.
+        """
+        self._pushed = {layer: a.copy() for layer, a in self.theta.items()}
         grant = verdict.grant
         codec = codecs.named(grant.codec)
         for layer, a in theta.items():
@@ -51,7 +56,7 @@ class SimRanks:
         for feedback in self._feedback:
             assert not codec.lossy or feedback.holds(grant.base), f"{self.base} is not {grant.base}"
             feedback.freeze(verdict.seq, codec.name)
-        start = self._at_base if codec.lossy else {layer: np.zeros_like(a) for layer, a in theta.items()}
+        start = self.received if codec.lossy else {layer: np.zeros_like(a) for layer, a in theta.items()}
         content = {layer: a.copy() for layer, a in start.items()}
         bodies: dict[tuple[int, int, int], Buffer] = {}
         for layer, rank, where in self._chunks():
@@ -65,20 +70,23 @@ class SimRanks:
                 codec.put(body, content[layer][where])
         return bodies, content
 
-    def install(self, landed: list[Pulled], version: VersionId) -> bool:
-        """Every rank that the all-reduce allows copies what it has; True if any did."""
+    def install(self, landed: list[Pulled], version: VersionId, merge: bool) -> bool:
+        """Every rank that the all-reduce allows copies what it has; True if any did.
+
+        `merge`: what was trained since the push was frozen stays: θ ← θ_version + (θ − θ_pushed).
+        """
         allowed = self.agreed(landed)
         if allowed and not self.theta:
             self.theta = {layer: np.zeros(size, np.float32) for layer, size in self.sizes.items()}
         for pulled in allowed:
             for layer, where, values in pulled.pieces:
-                self.theta[layer][where] = values
                 self._host[layer][where] = values
+                theta = self.theta[layer][where]
+                theta[:] = values + (theta - self._pushed[layer][where]) if merge else values
             self.held[pulled.rank] = pulled.versions[0] if pulled.versions else version
         if len(allowed) == self.ranks:
             self.base = version
-            if self._lossy:
-                self._at_base = {layer: a.copy() for layer, a in self._host.items()}
+            self.received = {layer: a.copy() for layer, a in self._host.items()}
             for feedback in self._feedback:
                 feedback.installed(version)
         return bool(allowed)

@@ -8,9 +8,10 @@ kept by the real Feedback. A rank that died is seen by torchrun after a while; u
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from random import Random
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -38,17 +39,16 @@ from dips.client.local import (
     Welcome,
 )
 from dips.ids import PullId, PushId, VersionId
-from dips.protocol.effects import Grant
 from dips.protocol.manifest import Manifest
 from dips.protocol.options import Options
-from dips.sim.fiber import Fiber, Gate, Resume, Story, sleep
+from dips.sim.fiber import Fiber, Gate, Story, sleep
 from dips.sim.fiber import Wait as Waiting
 from dips.sim.heap import Chance, Heap, Timer, Trace
 from dips.sim.ranks import SimRanks
 from dips.sim.scenario import Scenario
 from dips.sim.site import Site
 from dips.sim.transfer import DataNetwork, Pulled
-from dips.sim.transfer import Moving as UnderWay
+from dips.sim.underway import SimBackgroundTransfer
 from dips.sim.work import Books, Frozen, Use, Work
 from dips.slave.ports import F32
 from dips.wire.frame import Buffer
@@ -87,15 +87,15 @@ class TrainerAgent(Protocol):
     def record_push(self, push: PushId) -> None: ...
     def record_push_end(self, push: PushId, moved: bool) -> None: ...
     def record_pull(self, pull: PullId) -> None: ...
-    def record_install(self, trainer: SimTrainer) -> None: ...
+    def record_install(self, merged: bool) -> None: ...
     def record_pull_end(self, installed: bool, attempt: int) -> None: ...
 
 
 class SimTrainer:
     """One attempt: from torchrun's start to its end."""
 
-    def __init__(self, world: TrainerWorld, site: Site, agent: TrainerAgent, life: int) -> None:
-        self.agent, self.world, self.site, self.life = agent, world, site, life
+    def __init__(self, world: TrainerWorld, site: Site, agent: TrainerAgent, life: int, restart: int) -> None:
+        self.agent, self.world, self.site, self.life, self.restart = agent, world, site, life, restart
         self.gate = Gate(agent.gate)  # closed while it hangs
         self.attempt = self._number = self._ranges_asked = self._look_in = 0
         self._ranks = SimRanks(world.sizes, site.ranks, world.options.codec != "fp32")
@@ -104,7 +104,10 @@ class SimTrainer:
         self.range: int | None = None
         self.finished = False
         self.over = False  # it said goodbye
-        self.moving: UnderWay | None = None
+        self._cut = (0, 0)  # of `works` and `used`: so many are in the push that was frozen last
+        self.out: SimBackgroundTransfer | None = None  # what moves now
+        self._talk: Talk | None = None  # under overlap: what the agent is still to answer
+        self._soon = 1  # inner steps until the next look at what is out
         self.pull_tries = 0
         self.alive = True
         self._fiber = Fiber(self._train(), self.gate)
@@ -118,6 +121,10 @@ class SimTrainer:
         return self._ranks.held
 
     @property
+    def received(self) -> dict[int, F32]:
+        return self._ranks.received
+
+    @property
     def base(self) -> VersionId | None:
         return self._ranks.base
 
@@ -125,21 +132,22 @@ class SimTrainer:
         """All ranks are gone."""
         self.alive = False
         self._fiber.kill()
-        if self.moving is not None:
-            self.moving.cancel()
+        if self.out is not None:
+            self.out.moving.cancel()
 
     def lose_rank(self, rank: int) -> None:
         """One rank is gone, the others stand still in their next collective until torchrun ends them."""
         self._fiber.kill()
-        if self.moving is not None:
-            self.moving.lose(rank)
+        if self.out is not None:
+            self.out.moving.lose(rank)
 
     # ---- the training script ---------------------------------------------------------------------------------------
 
     def _train(self) -> Story:
         world = self.world
         yield sleep(world.heap, 0.3 + self.site.rng.random(), f"{self.site.name} starts its trainer")
-        attach = Attach(self.life, 0, str(self.life), world.manifest.to_json(), self.site.ranks, self.site.ranks)
+        manifest, ranks = world.manifest.to_json(), self.site.ranks
+        attach = Attach(self.life, self.restart, f"{self.life}.{self.restart}", manifest, ranks, ranks)
         welcome = yield from self._persist(attach)
         assert isinstance(welcome, Welcome), welcome
         self.attempt = welcome.attempt
@@ -152,9 +160,13 @@ class SimTrainer:
             self.range = given.range if isinstance(given, RangeGiven) else None
             if isinstance(given, RangesEnded):
                 if given.finished:
+                    yield from self._settle()
+                if given.finished and not self.finished:
                     yield from self._obey(PushWanted(self.attempt, self._next()))
                 break
             yield from self._inner_step()
+        if self.out is not None:
+            self.out.halt()
         self._hear(Bye(self.attempt))
         self.over = True
         self.agent.ended()
@@ -170,25 +182,100 @@ class SimTrainer:
         self._hear(Stepped(self.attempt, work.tokens, 1.0))
         self._look_in -= 1
         if self._look_in <= 0:
-            yield from self._obey(PushWanted(self.attempt, self._next()))
+            question = PushWanted(self.attempt, 0 if self.out or self._talk else self._next())
+            yield from self._look(question) if site.overlap else self._obey(question)
+
+    def lose_work(self, cause: str) -> None:
+        """Everything since the last install is lost."""
+        self._lose_first(cause, len(self.works), len(self.used))
+
+    def _lose_first(self, cause: str, works: int, used: int) -> None:
+        for work in self.works[:works]:
+            work.lost = cause
+        del self.works[:works], self.used[:used]
+        self._cut = (0, 0)
 
     # ---- the talk --------------------------------------------------------------------------------------------------
 
     def _obey(self, talk: Talk) -> Story:
-        """Do what the agent says, until it says to train on."""
+        """Do what the agent says, standing still until it says to train on."""
         while True:
             verdict = yield from self._persist(talk)
-            if isinstance(verdict, PushNow):
-                talk = yield from self._push(verdict)
-            elif isinstance(verdict, PullNow):
-                talk = yield from self._pull(verdict)
-            elif isinstance(verdict, TrainOn):
-                self._look_in = verdict.steps
+            begun = self._begin(verdict)
+            if begun is None:
                 return
-            else:
+            self.out = begun
+            talk = yield from self._finish(begun)
+
+    def _look(self, question: PushWanted) -> Story:
+        """Under overlap: go on with what is out, or ask what is due; stand still for neither."""
+        if self.out is not None:
+            if not self._is_over(self.out):
+                self._look_in = self._soon
+                return
+            self._talk = self._land(self.out)
+        self._talk = self._talk or question
+        answer = self._hear(replace(self._talk, at_once=True))
+        if isinstance(answer, Wait):
+            self._look_in = self._soon = answer.steps
+            return
+        self._talk, self.out = None, self._begin(answer)
+        if self.out is not None and isinstance(answer, PullNow) and not answer.merge:
+            talk = yield from self._finish(self.out)  # no step before it is worth taking
+            yield from self._obey(talk)
+        elif self.out is not None:
+            self._look_in = self._soon
+
+    def _settle(self) -> Story:
+        """Stand still until nothing is out."""
+        if self.out is not None:
+            self._talk = yield from self._finish(self.out)
+        if self._talk is not None:
+            talk, self._talk = self._talk, None
+            yield from self._obey(talk)
+
+    def _begin(self, verdict: Answer | None) -> SimBackgroundTransfer | None:
+        """Begin the transfer that the agent ordered; None if it ordered none."""
+        match verdict:
+            case PushNow():
+                return self._push(verdict)
+            case PullNow():
+                return self._pull(verdict)
+            case TrainOn():
+                self._look_in = verdict.steps
+            case _:
                 assert isinstance(verdict, Over), verdict
                 self.finished = True
-                return
+        return None
+
+    def _finish(self, out: SimBackgroundTransfer) -> Story:
+        """Stand still until it is over, and say what came of it."""
+        while not out.over:
+            yield out.change(POLL_S, f"{self.site.name} polls")
+            self._is_over(out)
+        return self._land(out)
+
+    def _is_over(self, out: SimBackgroundTransfer) -> bool:
+        """Tell the agent how far it is; the agent may know that it leads nowhere."""
+        if not out.over:
+            answer = self._hear(Moving(self.attempt, out.meter.nbytes, out.meter.total))
+            if isinstance(answer, Halt):
+                out.halt()
+        return out.over
+
+    def _land(self, out: SimBackgroundTransfer) -> Talk:
+        """It is over on all ranks: put what was pulled into the model, and say so."""
+        self.out = None
+        verdict, nbytes, ok = out.verdict, out.meter.nbytes, bool(out.result)
+        if isinstance(verdict, PushNow):
+            self.agent.record_push_end(PushId(self.site.name, verdict.inc, verdict.seq), ok)
+            return PushMoved(self.attempt, self._next(), verdict.seq, ok, "" if ok else "it broke", nbytes)
+        installed = ok and self._install(out.result, verdict)
+        self.pull_tries += 1
+        self.agent.record_pull_end(installed, self.pull_tries)
+        self.pull_tries = 0 if installed else self.pull_tries
+        reason = "" if installed else "it broke"
+        return PullMoved(self.attempt, self._next(), verdict.seq, installed, reason, nbytes)
 
     def _persist(self, question: Question) -> Story:
         while True:
@@ -213,67 +300,19 @@ class SimTrainer:
 
     # ---- bytes -----------------------------------------------------------------------------------------------------
 
-    def _push(self, verdict: PushNow) -> Story:
+    def _push(self, verdict: PushNow) -> SimBackgroundTransfer:
         push = PushId(self.site.name, verdict.inc, verdict.seq)
         self.agent.record_push(push)
         spell = self._freeze(push, verdict)
         start = partial(self.world.data.push, push, verdict.grant, spell, self.site.ranks, self.agent.gate)
-        moved = yield from self._move(start)
-        nbytes = self.moving.meter.nbytes if self.moving else 0
-        self.moving = None
-        self.agent.record_push_end(push, bool(moved))
-        return PushMoved(self.attempt, self._next(), verdict.seq, bool(moved), "" if moved else "it broke", nbytes)
+        return SimBackgroundTransfer(self.world.heap, verdict, start)
 
-    def _pull(self, verdict: PullNow) -> Story:
+    def _pull(self, verdict: PullNow) -> SimBackgroundTransfer:
         pull = PullId(self.site.name, verdict.inc, verdict.seq)
         self._ranks.hear(verdict)
         self.agent.record_pull(pull)
         start = partial(self.world.data.pull, pull, verdict.grant, self.site.ranks, self.agent.gate)
-        landed = yield from self._move(start)
-        nbytes = self.moving.meter.nbytes if self.moving else 0
-        self.moving = None
-        installed = bool(landed) and self._install(landed, verdict.grant)
-        self.pull_tries += 1
-        self.agent.record_pull_end(installed, self.pull_tries)
-        self.pull_tries = 0 if installed else self.pull_tries
-        reason = "" if installed else "it broke"
-        return PullMoved(self.attempt, self._next(), verdict.seq, installed, reason, nbytes)
-
-    def _move(self, start: partial[UnderWay]) -> Story:
-        """Move, and tell the agent how far; it may know that this leads nowhere. None if it was halted."""
-        ended: list[object] = []
-        waiting: list[Resume] = []
-
-        def done(result: object) -> None:
-            ended.append(result)
-            for resume in list(waiting):
-                resume(None)
-
-        self.moving = start(done)
-        meter = self.moving.meter
-        while not ended:
-            yield self._either(waiting, POLL_S)
-            if not ended and isinstance(self._hear(Moving(self.attempt, meter.nbytes, meter.total)), Halt):
-                self.moving.cancel()
-                meter.ended = self.world.heap.now
-                return None
-        return ended[0]
-
-    def _either(self, waiting: list[Resume], seconds: float) -> Waiting:
-        """Wait for the end of the transfer, or so long."""
-
-        def begin(resume: Resume) -> None:
-            timer = self.world.heap.after(seconds, f"{self.site.name} polls", lambda: first(None))
-
-            def first(value: Any) -> None:
-                if first in waiting:
-                    waiting.remove(first)
-                    timer.cancel()
-                    resume(value)
-
-            waiting.append(first)
-
-        return begin
+        return SimBackgroundTransfer(self.world.heap, verdict, start)
 
     def _freeze(self, push: PushId, verdict: PushNow) -> partial[Buffer]:
         """Cut the progress, and keep what every slave must hold when all of it has moved."""
@@ -289,13 +328,21 @@ class SimTrainer:
         used = tuple(use for use in self.used if not use.settled)
         frozen = Frozen(push, self.base, content, work, used, diverged, verdict.grant.codec)
         self.world.books.frozen[push] = frozen
+        self._cut = (len(self.works), len(self.used))
         return partial(_body, bodies)
 
-    def _install(self, landed: list[Pulled], grant: Grant) -> bool:
-        """Put what was pulled into the model, on all ranks or on none."""
-        installed = self._ranks.install(landed, grant.version)
-        if installed and self.base == grant.version:
-            self.agent.record_install(self)
+    def _install(self, landed: list[Pulled], verdict: PullNow) -> bool:
+        """Put what was pulled into the model, on all ranks or on none.
+
+        It takes the place of everything that was trained before; of a merge, up to the freeze of the push before it.
+        """
+        version = verdict.grant.version
+        installed = self._ranks.install(landed, version, verdict.merge)
+        if installed and self.base == version:
+            self._lose_first(
+                "a pull overwrote it", *(self._cut if verdict.merge else (len(self.works), len(self.used)))
+            )
+            self.agent.record_install(verdict.merge and bool(self.works))
         return installed
 
 

@@ -77,7 +77,8 @@ class World:
 
     def _site(self, number: int) -> Site:
         name, shape = NAMES[number], self.scenario.clusters[number]
-        return Site(name, shape.ranks, shape.step_s, self.chance.of(f"cluster/{name}"))
+        rng = self.chance.of(f"cluster/{name}")
+        return Site(name, shape.ranks, shape.step_s, rng, shape.aligned_steps, shape.overlap, shape.restarts)
 
     def _row(self, placement: tuple[tuple[str, tuple[int, ...]], ...]) -> RunRow:
         return RunRow(

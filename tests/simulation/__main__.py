@@ -14,7 +14,7 @@ from multiprocessing import Pool
 from statistics import median
 
 from dips.sim.month import Month
-from tests.simulation.coverage import POINTS, ROWS
+from tests.simulation.coverage import POINTS, ROWS, WAYS
 from tests.simulation.sabotage import SABOTAGES
 from tests.simulation.trial import Result, Trial, play
 
@@ -68,7 +68,7 @@ def spread(results: list[Result]) -> dict[str, list[int]]:
 
 def covered(results: list[Result]) -> dict[str, int]:
     """How many seeds met each row."""
-    return {row: sum(row in r.seen for r in results) for row in (*ROWS, *POINTS)}
+    return {row: sum(row in r.seen for r in results) for row in (*ROWS, *POINTS, *WAYS)}
 
 
 def coverage(results: list[Result]) -> str:
@@ -76,7 +76,9 @@ def coverage(results: list[Result]) -> str:
     seeds = covered(results)
     rows = [f"{seeds[row]:>7}  {what}" for row, what in ROWS.items()]
     points = [f"{seeds[row]:>7}  {what}" for row, what in POINTS.items()]
-    return "\n".join(["  seeds  design.md section 9", *rows, "", "  seeds  crash points", *points])
+    ways = [f"{seeds[row]:>7}  {what}" for row, what in WAYS.items()]
+    heads = ("  seeds  failures", "", "  seeds  crash points", "", "  seeds  ways to run")
+    return "\n".join([heads[0], *rows, *heads[1:3], *points, *heads[3:], *ways])
 
 
 def play_month(days: float, seed: int) -> tuple[Month, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from dips.protocol.options import Clip, DataOptions, Options, OuterOptions, PenaltyOptions, StopOptions, TimingOptions
@@ -20,9 +21,9 @@ def scenario_of(seed: int) -> Scenario:
     slaves, clusters = rng.randint(2, 3), rng.randint(2, 3)
     layers = rng.randint(slaves, 4)
     ranks = [rng.choice((1, 1, 2, 2, 3)) for _ in range(clusters)]
-    step_s = [0.12 + 0.3 * rng.random() for _ in range(clusters)]
+    shapes = tuple(ClusterShape(n, 0.12 + 0.3 * rng.random()) for n in ranks)
     return Scenario(
-        clusters=tuple(ClusterShape(n, s) for n, s in zip(ranks, step_s, strict=True)),
+        clusters=_ways(chance.of("ways"), shapes),
         slaves=slaves,
         layers=layers,
         slots=rng.randint(1, 2),
@@ -32,6 +33,20 @@ def scenario_of(seed: int) -> Scenario:
         lasts_s=FAULTS_S + QUIET_S + MORE_S,
         quiet_at=FAULTS_S,
         steady=False,
+    )
+
+
+def _ways(rng: Random, shapes: tuple[ClusterShape, ...]) -> tuple[ClusterShape, ...]:
+    """How each cluster runs: half of the seeds have clusters of each kind, most have several kinds side by side."""
+    aligns, overlaps = rng.random() < 0.5, rng.random() < 0.5
+    return tuple(
+        replace(
+            shape,
+            aligned_steps=rng.randint(2, 6) if rng.random() < 0.8 and aligns else 0,
+            overlap=rng.random() < 0.8 and overlaps,
+            restarts=rng.choice((0, 3, 3, 3)),
+        )
+        for shape in shapes
     )
 
 
@@ -51,7 +66,7 @@ def _options(rng: Random) -> Options:
     outer = OuterOptions(clip=Clip(norm=rng.choice((0.05, 1.0))))
     stop = StopOptions(versions=rng.randint(8, 14) if rng.random() < 0.1 else 0)
     codec = rng.choices(("fp32", "bf16", "int8"), (6, 2, 2))[0]
-    durability = rng.choices(("commit", "async"), (3, 1))[0]
+    durability = rng.choices(("commit", "async"), (5, 4))[0]
     failing, requeue = rng.choices(("degrade", "stop"), (3, 1))[0], rng.choice(("none", "undone"))
     return Options(
         outer, penalty, stop, DataOptions(ranges=5000), timing, codec=codec,

@@ -58,7 +58,7 @@ class LineageInvariant(Invariant):
         assert agent.base is not None
         for layer, (theta, _) in self._expected(agent.base, tuple(agent.theta)):
             self.require(
-                agent.theta[layer].tobytes() == theta,
+                agent.received[layer].tobytes() == theta,
                 f"{agent.name} installed another {agent.base} than the reference's",
             )
 
