@@ -9,6 +9,7 @@ from dips.protocol.records import (
     RolledBack,
     VersionCommitted,
     VersionDurable,
+    VersionsRetired,
 )
 from dips.sim.agent import SimAgent
 from dips.sim.world import World
@@ -145,7 +146,11 @@ class DurableInvariant(Invariant):
 
 
 class AuthorityInvariant(Invariant):
-    """Every lineage ends in the initial model: each row's parent is the head before it, each round is a new one."""
+    """Every lineage ends in the initial model: each row's parent is the head before it, each round is a new one.
+
+    A rollback goes to a version that may still be offered; to the initial model only as long as no durable version was
+    retired: an empty directory is not the beginning of the run.
+    """
 
     number = 7
 
@@ -153,6 +158,8 @@ class AuthorityInvariant(Invariant):
         super().__init__(world)
         self.head = GENESIS
         self.lineage = [GENESIS]
+        self.durable: set[VersionId] = set()
+        self.retired: set[VersionId] = set()
 
     def recorded(self, record: Record) -> None:
         if isinstance(record, VersionCommitted):
@@ -163,11 +170,21 @@ class AuthorityInvariant(Invariant):
             self.require(follows, f"{record.version} cannot follow {self.head}")
             self.head = record.version
             self.lineage.append(record.version)
+            if record.durable:
+                self.durable.add(record.version)
+        elif isinstance(record, VersionDurable):
+            self.durable.add(record.version)
+        elif isinstance(record, VersionsRetired):
+            self.retired.update(record.versions)
         elif isinstance(record, RolledBack):
             kept = self.lineage.index(record.head) + 1 if record.head in self.lineage else 0
             self.require(
                 kept > 0 and tuple(self.lineage[kept:]) == record.undone,
                 f"rolled back to {record.head} and undid {record.undone}, the lineage is {self.lineage}",
             )
+            gone = self.retired.intersection(self.lineage)
+            self.require(record.head not in gone, f"rolled back to {record.head}, which was retired")
+            anew = record.head == GENESIS and bool(gone & self.durable)
+            self.require(not anew, f"the run begins anew, though it had {', '.join(map(str, sorted(gone)))}")
             del self.lineage[kept:]
             self.head = record.head

@@ -1,7 +1,7 @@
 """Transcripts: stories of the Coordinator that an operator can read. Commands go in, its answers come out, as text.
 
-A story is a text of blocks: a line `> command`, and under it what the Coordinator said, one effect a line. `replay`
-carries out the commands and returns the same text with the answers of today; a test compares. Records are written into
+A story is a text of blocks: a line `> command`, and under it what the Coordinator said, one effect a line; replay.py
+carries out the commands. Records are written into
 a real ledger in memory, so a master can crash before or after what it said last was durable.
 
 Notation: `→` an order to a slave, `■` a record, `←` an answer to whoever asked, `·` a note for the log, `!` an exit.
@@ -9,8 +9,6 @@ Notation: `→` an order to a slave, `■` a record, `←` an answer to whoever 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import isinf
 
@@ -296,77 +294,6 @@ class Teller:
     def _pull(self, text: str) -> PullId:
         cluster, inc, seq = _transfer(text, "^")
         return PullId(cluster, inc, seq)
-
-
-COMMANDS: dict[str, Callable[[Teller, str, Words], list[str]]] = {
-    "registers": Teller.registers,
-    "answers": Teller.answers,
-    "fails": Teller.fails,
-    "staged": Teller.staged,
-    "refuses": Teller.refuses_push,
-    "lost": Teller.slave_silent,
-    "joins": Teller.joins,
-    "asks-push": Teller.asks_push,
-    "finishes-push": Teller.finishes_push,
-    "aborts": Teller.aborts_push,
-    "awaits": Teller.awaits,
-    "asks-pull": Teller.asks_pull,
-    "finishes-pull": Teller.finishes_pull,
-    "leases": Teller.leases,
-    "silent": Teller.cluster_silent,
-    "told": Teller.told,
-    "leaves": Teller.leaves,
-    "trainer": Teller.trainer,
-    "measures": Teller.measures,
-    "beats": Teller.beat,
-    "readmitted": Teller.readmit,
-    "drained": Teller.drain,
-    "ready": Teller.ready,
-    "trains": Teller.trains,
-    "pushes": Teller.pushes,
-    "passes": Teller.later,
-    "sleeps": Teller.sleep,
-    "blind": Teller.blind,
-    "restarts": Teller.restart,
-    "tells": Teller.status,
-}
-
-
-def replay(text: str) -> str:
-    """Carry out every command of a story; return the text with what the machine answers today."""
-    told, teller = [], None
-    for line, is_command in _lines(text):
-        told.append(line)
-        if not is_command:
-            continue
-        subject, verb, words = _parse(line[2:])
-        if (subject, verb) == ("run", "begins"):
-            teller = Teller(words)
-            told += teller.status("", {})
-        elif teller is None:
-            raise ValueError(f"a story begins with `> run begins`, not with {line!r}")
-        elif verb not in COMMANDS:
-            raise ValueError(f"{line!r}: no command {verb!r}; there are {', '.join(COMMANDS)}")
-        else:
-            told += COMMANDS[verb](teller, subject, words) or ["nothing"]
-        told.append("")
-    return "\n".join(told).rstrip("\n") + "\n"
-
-
-def _lines(text: str) -> Iterator[tuple[str, bool]]:
-    """Comments, blank lines before them, and commands; the answers of yesterday are left out."""
-    for line in text.splitlines():
-        if line.startswith("> "):
-            yield line, True
-        elif line.startswith("#"):
-            yield line, False
-
-
-def _parse(command: str) -> tuple[str, str, Words]:
-    """`s0 fails kind=deaf why="no answer"` → subject, verb, words."""
-    subject, verb, *rest = re.findall(r'(?:[^\s"]|"[^"]*")+', command)
-    pairs = [word.partition("=") for word in rest]
-    return subject, verb, {key: value.strip('"') for key, _, value in pairs}
 
 
 def _transfer(text: str, sign: str) -> tuple[str, int, int]:
