@@ -22,8 +22,9 @@ from dips.protocol.effects import Finished, Grant, Joined, Outcome
 from dips.sim.fiber import Fiber, Gate, Resume, Story, Wait, sleep
 from dips.sim.master_client import SimMasterClient
 from dips.sim.network import Network
+from dips.sim.ports import TrainerWorld
 from dips.sim.site import Site
-from dips.sim.trainer import SimTrainer, TrainerWorld
+from dips.sim.trainer import SimTrainer
 from dips.sim.work import Frozen, Work
 from dips.slave.ports import F32
 
@@ -138,7 +139,7 @@ class SimAgent:
         self._master.kill()
         if self.trainer is not None:
             self.trainer.kill()
-            self.trainer.lose_work("its agent ended")
+            self.trainer.in_hand.lose("its agent ended")
 
     def trainer_died(self, reason: str) -> None:
         """torchrun has ended; the agent sees it at once, and starts it again."""
@@ -169,7 +170,7 @@ class SimAgent:
         trainer, self.trainer = self.trainer, None
         assert trainer is not None
         trainer.kill()
-        trainer.lose_work("its trainer died")
+        trainer.in_hand.lose("its trainer died")
 
     def ended(self) -> None:
         """The training script is through."""
@@ -265,10 +266,10 @@ class SimAgent:
         if mark.kind == "joined":
             self.consumed = self.session.account.lost  # what its former life lost and did not tell
             if self.trainer is not None:
-                self.trainer.lose_work("its life at the master ended")  # the pull that follows overwrites it
+                self.trainer.in_hand.lose("its life at the master ended")  # the pull that follows overwrites it
                 self.trainer.range = None  # leased to its former life
         elif mark.kind == "life_ended" and self.trainer is not None:
-            self.trainer.lose_work("its life at the master ended")
+            self.trainer.in_hand.lose("its life at the master ended")
         elif mark.kind == "outcome":
             self.outcome_at = self.world.heap.now
             if mark.fields["outcome"] == "dropped":

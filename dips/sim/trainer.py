@@ -7,11 +7,8 @@ kept by the real Feedback. A rank that died is seen by torchrun after a while; u
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from random import Random
-from typing import Protocol
 
 import numpy as np
 
@@ -39,56 +36,18 @@ from dips.client.local import (
     Welcome,
 )
 from dips.ids import PullId, PushId, VersionId
-from dips.protocol.manifest import Manifest
-from dips.protocol.options import Options
 from dips.sim.fiber import Fiber, Gate, Story, sleep
-from dips.sim.fiber import Wait as Waiting
-from dips.sim.heap import Chance, Heap, Timer, Trace
+from dips.sim.ports import TrainerAgent, TrainerWorld
 from dips.sim.ranks import SimRanks
-from dips.sim.scenario import Scenario
 from dips.sim.site import Site
-from dips.sim.transfer import DataNetwork, Pulled
+from dips.sim.transfer import Pulled
 from dips.sim.underway import SimBackgroundTransfer
-from dips.sim.work import Books, Frozen, Use, Work
+from dips.sim.work import Frozen, Use, Work, WorkInHand
 from dips.slave.ports import F32
 from dips.wire.frame import Buffer
 
 POLL_S = 1.0  # rank 0 waits no longer for an answer before it asks the same again
 Talk = PushWanted | PushMoved | PullWanted | PullMoved
-
-
-class TrainerWorld(Protocol):
-    """What a trainer needs of the world around it."""
-
-    heap: Heap
-    chance: Chance
-    trace: Trace
-    books: Books
-    data: DataNetwork
-    scenario: Scenario
-    options: Options
-    manifest: Manifest
-    sizes: dict[int, int]
-
-    def later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer: ...
-    def descend(self, theta: dict[int, F32], rng: Random) -> None: ...
-
-
-class TrainerAgent(Protocol):
-    """What a trainer needs of its agent: answers, and somebody who takes note of what it does."""
-
-    gate: Gate
-
-    def hear(self, message: Question | Stepped) -> Answer | None: ...
-    def next_change(self, at_most_s: float) -> Waiting: ...
-    def ended(self) -> None: ...
-    def record_step(self) -> None: ...
-    def record_work(self, work: Work) -> None: ...
-    def record_push(self, push: PushId) -> None: ...
-    def record_push_end(self, push: PushId, moved: bool) -> None: ...
-    def record_pull(self, pull: PullId) -> None: ...
-    def record_install(self, merged: bool) -> None: ...
-    def record_pull_end(self, installed: bool, attempt: int) -> None: ...
 
 
 class SimTrainer:
@@ -99,12 +58,10 @@ class SimTrainer:
         self.gate = Gate(agent.gate)  # closed while it hangs
         self.attempt = self._number = self._ranges_asked = self._look_in = 0
         self._ranks = SimRanks(world.sizes, site.ranks, world.options.codec != "fp32")
-        self.works: list[Work] = []  # inner steps since the last install: what the next push carries, if not settled
-        self.used: list[Use] = []  # data ranges used up since then
+        self.in_hand = WorkInHand()
         self.range: int | None = None
         self.finished = False
         self.over = False  # it said goodbye
-        self._cut = (0, 0)  # of `works` and `used`: so many are in the push that was frozen last
         self.out: SimBackgroundTransfer | None = None  # what moves now
         self._talk: Talk | None = None  # under overlap: what the agent is still to answer
         self._soon = 1  # inner steps until the next look at what is out
@@ -156,7 +113,7 @@ class SimTrainer:
             self._ranges_asked += 1
             given = yield from self._persist(RangeWanted(self.attempt, self._ranges_asked))
             if self.range is not None:
-                self.used.append(Use(self.range))
+                self.in_hand.used.append(Use(self.range))
             self.range = given.range if isinstance(given, RangeGiven) else None
             if isinstance(given, RangesEnded):
                 if given.finished:
@@ -176,7 +133,7 @@ class SimTrainer:
         yield sleep(self.world.heap, site.step_s * (0.7 + 0.6 * site.rng.random()), f"inner step of {site.name}")
         self.agent.record_step()
         work = Work(site.name, self.range or 0, site.rng.randint(1, 5))
-        self.works.append(work)
+        self.in_hand.works.append(work)
         self.agent.record_work(work)
         self.world.descend(self.theta, site.rng)
         self._hear(Stepped(self.attempt, work.tokens, 1.0))
@@ -184,16 +141,6 @@ class SimTrainer:
         if self._look_in <= 0:
             question = PushWanted(self.attempt, 0 if self.out or self._talk else self._next())
             yield from self._look(question) if site.overlap else self._obey(question)
-
-    def lose_work(self, cause: str) -> None:
-        """Everything since the last install is lost."""
-        self._lose_first(cause, len(self.works), len(self.used))
-
-    def _lose_first(self, cause: str, works: int, used: int) -> None:
-        for work in self.works[:works]:
-            work.lost = cause
-        del self.works[:works], self.used[:used]
-        self._cut = (0, 0)
 
     # ---- the talk --------------------------------------------------------------------------------------------------
 
@@ -323,12 +270,9 @@ class SimTrainer:
             self.site.diverged -= 1
             theta[0][0] = np.float32("nan") if self.site.rng.random() < 0.5 else np.float32(1e4)
         bodies, content = self._ranks.freeze(theta, verdict)
-        settled = self.world.books.settled
-        work = tuple(w for w in self.works if id(w) not in settled)
-        used = tuple(use for use in self.used if not use.settled)
+        work, used = self.in_hand.freeze(self.world.books)
         frozen = Frozen(push, self.base, content, work, used, diverged, verdict.grant.codec)
         self.world.books.frozen[push] = frozen
-        self._cut = (len(self.works), len(self.used))
         return partial(_body, bodies)
 
     def _install(self, landed: list[Pulled], verdict: PullNow) -> bool:
@@ -339,10 +283,8 @@ class SimTrainer:
         version = verdict.grant.version
         installed = self._ranks.install(landed, version, verdict.merge)
         if installed and self.base == version:
-            self._lose_first(
-                "a pull overwrote it", *(self._cut if verdict.merge else (len(self.works), len(self.used)))
-            )
-            self.agent.record_install(verdict.merge and bool(self.works))
+            self.in_hand.lose("a pull overwrote it", frozen_only=verdict.merge)
+            self.agent.record_install(verdict.merge and bool(self.in_hand.works))
         return installed
 
 

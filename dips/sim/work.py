@@ -27,6 +27,29 @@ class Use:
     settled: bool = False
 
 
+@dataclass
+class WorkInHand:
+    """What a trainer has done since its last install: the next push carries it, if it is not settled by then."""
+
+    works: list[Work] = field(default_factory=list)
+    used: list[Use] = field(default_factory=list)
+    _frozen: tuple[int, int] = (0, 0)  # so many of both are in the push that was frozen last
+
+    def freeze(self, books: Books) -> tuple[tuple[Work, ...], tuple[Use, ...]]:
+        """Cut for a push; return what it carries."""
+        self._frozen = (len(self.works), len(self.used))
+        works = tuple(work for work in self.works if id(work) not in books.settled)
+        return works, tuple(use for use in self.used if not use.settled)
+
+    def lose(self, cause: str, frozen_only: bool = False) -> None:
+        """It is gone, or overwritten: all of it, or only what the last push has frozen."""
+        works, used = self._frozen if frozen_only else (len(self.works), len(self.used))
+        for work in self.works[:works]:
+            work.lost = cause
+        del self.works[:works], self.used[:used]
+        self._frozen = (0, 0)
+
+
 @dataclass(frozen=True)
 class Frozen:
     """What a cluster meant to push: the truth that the ledger's rows are compared with."""

@@ -113,7 +113,7 @@ class TokensInvariant(Invariant):
 
     def at_rest(self) -> None:
         agents = [agent for cluster in self.world.clusters.values() for agent in cluster.agents]
-        carried = {id(w) for agent in agents if agent.trainer for w in agent.trainer.works}
+        carried = {id(w) for agent in agents if agent.trainer for w in agent.trainer.in_hand.works}
         for work in self.world.books.work:
             fate = id(work) in self.settled or bool(work.lost) or id(work) in carried
             if not fate:

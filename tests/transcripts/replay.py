@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 
-from tests.transcripts.story import Teller, Words
+from tests.transcripts.story import Teller
+from tests.transcripts.words import Words, parse
 
 COMMANDS: dict[str, Callable[[Teller, str, Words], list[str]]] = {
     "registers": Teller.registers,
@@ -48,7 +48,7 @@ def replay(text: str) -> str:
         told.append(line)
         if not is_command:
             continue
-        subject, verb, words = _parse(line[2:])
+        subject, verb, words = parse(line[2:])
         if (subject, verb) == ("run", "begins"):
             teller = Teller(words)
             told += teller.status("", {})
@@ -69,10 +69,3 @@ def _lines(text: str) -> Iterator[tuple[str, bool]]:
             yield line, True
         elif line.startswith("#"):
             yield line, False
-
-
-def _parse(command: str) -> tuple[str, str, Words]:
-    """`s0 fails kind=deaf why="no answer"` → subject, verb, words."""
-    subject, verb, *rest = re.findall(r'(?:[^\s"]|"[^"]*")+', command)
-    pairs = [word.partition("=") for word in rest]
-    return subject, verb, {key: value.strip('"') for key, _, value in pairs}

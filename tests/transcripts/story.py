@@ -18,13 +18,12 @@ from dips.protocol import events as ev
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Apply, Fold, Measure, Order, OrderBody, Persist, Registered, Reply
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.protocol.options import DataOptions, Options, PenaltyOptions, StopOptions, TimingOptions
 from dips.protocol.placement import place
 from dips.protocol.records import Record, RunRow
 from dips.sim.master import LedgerDisk
 from tests.transcripts.spelling import spell
+from tests.transcripts.words import Words, options, transfer
 
-Words = dict[str, str]  # the `key=value` words of a command
 RUN, CONFIG = "story", "config"
 BASE_NORM_SQ = 0.01  # Σ(θ − θ_j)² of a layer, unless a story says otherwise
 
@@ -35,7 +34,7 @@ class Teller:
     def __init__(self, words: Words) -> None:
         names = [f"s{i}" for i in range(int(words.get("slaves", "2")))]
         layers = [Layer(f"l{i}", (Parameter(f"l{i}.w", (4,)),)) for i in range(len(names))]
-        self.manifest, self.options = Manifest(tuple(layers)), _options(words)
+        self.manifest, self.options = Manifest(tuple(layers)), options(words)
         placement = place(self.manifest, names)
         genesis = tuple(f"{i:032x}" for i in range(len(layers)))
         row = RunRow(RUN, CONFIG, self.manifest.to_json(), placement, genesis, (2.0,) * len(layers))
@@ -288,30 +287,13 @@ class Teller:
         return int(words["life"]) if "life" in words else self.lives[name]
 
     def _push(self, text: str) -> PushId:
-        cluster, inc, seq = _transfer(text, "#")
+        cluster, inc, seq = transfer(text, "#")
         return PushId(cluster, inc, seq)
 
     def _pull(self, text: str) -> PullId:
-        cluster, inc, seq = _transfer(text, "^")
+        cluster, inc, seq = transfer(text, "^")
         return PullId(cluster, inc, seq)
-
-
-def _transfer(text: str, sign: str) -> tuple[str, int, int]:
-    life, _, seq = text.partition(sign)
-    name, _, inc = life.partition("/")
-    return name, int(inc), int(seq)
 
 
 def _kind(body: OrderBody) -> str:
     return type(body).__name__
-
-
-def _options(words: Words) -> Options:
-    timing = TimingOptions(
-        window_s=float(words.get("window", "10")), busy_retry_s=2.0, min_push_bps=float(words.get("min_push_bps", "0"))
-    )
-    penalty = PenaltyOptions(warmup_rounds=int(words.get("warmup", "1")), gate_patience=int(words.get("patience", "3")))
-    stop = StopOptions(versions=int(words.get("stop", "0")))
-    data = DataOptions(ranges=int(words.get("ranges", "0")))
-    chosen = {k: words[k] for k in ("codec", "order", "durability", "on_persist_failure", "requeue") if k in words}
-    return Options(penalty=penalty, timing=timing, stop=stop, data=data, **chosen)  # type: ignore[arg-type]
