@@ -24,6 +24,7 @@ from dips.sim.master_client import SimMasterClient
 from dips.sim.network import Network
 from dips.sim.ports import TrainerWorld
 from dips.sim.site import Site
+from dips.sim.torchrun import SimTorchrun
 from dips.sim.trainer import SimTrainer
 from dips.sim.work import Frozen, Work
 from dips.slave.ports import F32
@@ -102,18 +103,21 @@ class SimAgent:
         self.outcome_at = self.world.heap.now  # when it last heard an Outcome, or its trainer began
         self.meets = False  # it pushes when the master says, together with others
         self.finished: VersionId | None = None  # the run is over and it holds its last version
-        self._lives = 0
         self._master = SimMasterClient(world.heap, world.network, self.name, self.gate, self)
         self._waiting: list[Resume] = []  # rank 0 waits for a change
         self._beats = Fiber(self._beat(), self.gate)
-        self.trainer: SimTrainer | None = None
-        self._start_trainer()
+        self.torchrun = SimTorchrun(world, site, self)
+        self.torchrun.start()
 
     # ---- lives -----------------------------------------------------------------------------------------------------
 
     @property
     def inc(self) -> int:
         return self.session.inc
+
+    @property
+    def trainer(self) -> SimTrainer | None:
+        return self.torchrun.trainer
 
     @property
     def base(self) -> VersionId | None:
@@ -137,55 +141,22 @@ class SimAgent:
         self.alive = False
         self._beats.kill()
         self._master.kill()
-        if self.trainer is not None:
-            self.trainer.kill()
-            self.trainer.in_hand.lose("its agent ended")
+        self.torchrun.end("its agent ended")
 
-    def trainer_died(self, reason: str) -> None:
-        """torchrun has ended; the agent sees it at once, and starts it again."""
-        self._end_trainer()
+    def on_trainer_start(self) -> None:
+        self.outcome_at = self.world.heap.now
+
+    def on_trainer_gone(self, reason: str) -> None:
         self._do(self.session.trainer_gone(reason, self.world.heap.now))
-        self._start_later(0.5 + 2.0 * self.site.rng.random(), self._lives + 1, 0)
 
-    def rank_died(self, rank: int) -> None:
-        """torchrun has seen a rank die: it starts all ranks again, in place, or ends when it has done so too often."""
-        trainer = self.trainer
-        assert trainer is not None
-        if trainer.restart >= self.site.restarts:
-            self.trainer_died(f"rank {rank} died")
-            return
-        self._end_trainer()
-        rng = self.world.chance.of(f"torchrun/{self.name}")
-        # The end of rank 0's connection is seen at once, or only when its successor is already there.
-        seen_s = 0.0 if rng.random() < 0.5 else 4.0 * rng.random()
-        hung_up = partial(self._on_hang_up, trainer.attempt)
-        self.world.later(seen_s, f"rank 0 of {self.name} is gone", partial(self.gate.pass_on, hung_up))
-        self._start_later(0.3 + 1.5 * rng.random(), trainer.life, trainer.restart + 1)
-
-    def _on_hang_up(self, attempt: int) -> None:
+    def on_hang_up(self, attempt: int) -> None:
+        """The connection of this attempt's rank 0 has ended; a newer one may be there already."""
         if self.alive and attempt and attempt == self.session.attempt:
-            self._do(self.session.trainer_gone("rank 0 is gone", self.world.heap.now))
-
-    def _end_trainer(self) -> None:
-        trainer, self.trainer = self.trainer, None
-        assert trainer is not None
-        trainer.kill()
-        trainer.in_hand.lose("its trainer died")
+            self.on_trainer_gone("rank 0 is gone")
 
     def ended(self) -> None:
         """The training script is through."""
         self.finished = self.session.progress.finished
-
-    def _start_later(self, delay_s: float, life: int, restart: int) -> None:
-        start = partial(self.gate.pass_on, partial(self._start_trainer, life, restart))
-        self.world.later(delay_s, f"{self.name} restarts its trainer", start)
-
-    def _start_trainer(self, life: int = 1, restart: int = 0) -> None:
-        """`life`: which start of torchrun by this agent; `restart`: how often that torchrun has restarted the ranks."""
-        if self.alive and self.trainer is None:
-            self._lives = life
-            self.outcome_at = self.world.heap.now
-            self.trainer = SimTrainer(self.world, self.site, self, life, restart)
 
     def _nonce(self) -> str:
         self._nonces += 1

@@ -69,7 +69,7 @@ class SimCluster:
         """torchrun ends, and the agent sees it at once."""
         if self.agent is not None and self.agent.trainer is not None and not self.agent.trainer.over:
             self.world.monitor.trainer_died(self.agent, False)
-            self.agent.trainer_died("its trainer crashed")
+            self.agent.torchrun.crash("its trainer crashed")
 
     def crash_rank(self, rank: int, seen_s: float) -> None:
         """One rank dies; torchrun needs a while to see it and to end the others."""
@@ -82,7 +82,7 @@ class SimCluster:
         def seen() -> None:
             if agent.alive and agent.trainer is trainer:
                 self.world.monitor.trainer_died(agent, True)
-                agent.rank_died(rank % self.site.ranks)
+                agent.torchrun.on_dead_rank(rank % self.site.ranks)
 
         self.world.later(seen_s, f"{self.name}: torchrun ends all ranks", lambda: agent.gate.pass_on(seen))
 
