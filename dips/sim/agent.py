@@ -62,8 +62,11 @@ class ClusterObserver:
     def pulled(self, agent: SimAgent, installed: bool, attempt: int) -> None:
         """A pull is over; `attempt` counts those in a row that failed, and this one."""
 
-    def merged(self, agent: SimAgent) -> None:
-        """What was pulled is in a model that has trained on since its push was frozen."""
+    def merged(self, agent: SimAgent, kept: bool) -> None:
+        """Under overlap, what was pulled is in a model that has trained on since its push was frozen.
+
+        `kept`: and so is what it has trained; if that was not finite, it is lost.
+        """
 
     def trainer_died(self, agent: SimAgent, rank: bool) -> None:
         """A trainer is dead; `rank`: one rank of it died first. Its agent may not know it yet."""
@@ -98,7 +101,6 @@ class SimAgent:
         self.left = former  # behind, on its disk
         self.gate = Gate()  # closed while the whole machine is stopped
         self.alive = True
-        self.term = 0
         self.consumed = 0  # tokens since the last Joined, by the world's own count
         self.outcome_at = self.world.heap.now  # when it last heard an Outcome, or its trainer began
         self.meets = False  # it pushes when the master says, together with others
@@ -180,11 +182,11 @@ class SimAgent:
     def record_pull(self, pull: PullId) -> None:
         self.world.monitor.pulling(self, pull)
 
-    def record_install(self, merged: bool) -> None:
-        """All ranks hold what was pulled; `merged`: and what they have trained since they froze their push."""
+    def record_install(self) -> None:
         self.world.monitor.installed(self)
-        if merged:
-            self.world.monitor.merged(self)
+
+    def record_merge(self, kept: bool) -> None:
+        self.world.monitor.merged(self, kept)
 
     def record_pull_end(self, installed: bool, attempt: int) -> None:
         self.world.monitor.pulled(self, installed, attempt)

@@ -91,6 +91,11 @@ class SimRanks:
                 feedback.installed(version)
         return bool(allowed)
 
+    def may_merge(self) -> bool:
+        """What was trained since the push was frozen is finite on all ranks."""
+        with np.errstate(all="ignore"):
+            return all(bool(np.isfinite(a - self._pushed[layer]).all()) for layer, a in self.theta.items())
+
     @staticmethod
     def agreed(landed: list[Pulled]) -> list[Pulled]:
         """The all-reduce (MIN) of (version, whole): all ranks copy or none does."""

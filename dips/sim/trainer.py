@@ -109,17 +109,20 @@ class SimTrainer:
         assert isinstance(welcome, Welcome), welcome
         self.attempt = welcome.attempt
         yield from self._obey(PullWanted(self.attempt, self._next()))
+        rest = False  # the data is used up, and some of what was trained is to be pushed yet
         while not self.finished:
-            self._ranges_asked += 1
+            self._ranges_asked += not rest
             given = yield from self._persist(RangeWanted(self.attempt, self._ranges_asked))
             if self.range is not None:
                 self.in_hand.used.append(Use(self.range))
             self.range = given.range if isinstance(given, RangeGiven) else None
             if isinstance(given, RangesEnded):
-                if given.finished:
-                    yield from self._settle()
-                if given.finished and not self.finished:
-                    yield from self._obey(PushWanted(self.attempt, self._next()))
+                rest = given.unsettled
+                yield from self._settle()
+                if (given.finished or rest) and not self.finished:
+                    yield from self._obey(PushWanted(self.attempt, self._next(), demanded=rest))
+                if rest:
+                    continue
                 break
             yield from self._inner_step()
         if self.out is not None:
@@ -217,12 +220,16 @@ class SimTrainer:
         if isinstance(verdict, PushNow):
             self.agent.record_push_end(PushId(self.site.name, verdict.inc, verdict.seq), ok)
             return PushMoved(self.attempt, self._next(), verdict.seq, ok, "" if ok else "it broke", nbytes)
-        installed = ok and self._install(out.result, verdict)
+        merge = verdict.merge and self._ranks.may_merge()
+        installed = ok and self._install(out.result, verdict.grant.version, merge)
         self.pull_tries += 1
         self.agent.record_pull_end(installed, self.pull_tries)
         self.pull_tries = 0 if installed else self.pull_tries
         reason = "" if installed else "it broke"
-        return PullMoved(self.attempt, self._next(), verdict.seq, installed, reason, nbytes)
+        merged = installed and merge
+        if installed and verdict.merge:
+            self.agent.record_merge(merged)
+        return PullMoved(self.attempt, self._next(), verdict.seq, installed, reason, nbytes, merged=merged)
 
     def _persist(self, question: Question) -> Story:
         while True:
@@ -264,9 +271,9 @@ class SimTrainer:
     def _freeze(self, push: PushId, verdict: PushNow) -> partial[Buffer]:
         """Cut the progress, and keep what every slave must hold when all of it has moved."""
         assert self.base is not None
-        theta = {layer: a.copy() for layer, a in self.theta.items()}
+        theta = self.theta if self.site.overlap else {layer: a.copy() for layer, a in self.theta.items()}
         diverged = self.site.diverged > 0
-        if diverged:
+        if diverged:  # under overlap the model itself: what is not finite cannot be merged
             self.site.diverged -= 1
             theta[0][0] = np.float32("nan") if self.site.rng.random() < 0.5 else np.float32(1e4)
         bodies, content = self._ranks.freeze(theta, verdict)
@@ -275,16 +282,15 @@ class SimTrainer:
         self.world.books.frozen[push] = frozen
         return partial(_body, bodies)
 
-    def _install(self, landed: list[Pulled], verdict: PullNow) -> bool:
+    def _install(self, landed: list[Pulled], version: VersionId, merge: bool) -> bool:
         """Put what was pulled into the model, on all ranks or on none.
 
         It takes the place of everything that was trained before; of a merge, up to the freeze of the push before it.
         """
-        version = verdict.grant.version
-        installed = self._ranks.install(landed, version, verdict.merge)
+        installed = self._ranks.install(landed, version, merge)
         if installed and self.base == version:
-            self.in_hand.lose("a pull overwrote it", frozen_only=verdict.merge)
-            self.agent.record_install(verdict.merge and bool(self.in_hand.works))
+            self.in_hand.lose("a pull overwrote it", frozen_only=merge)
+            self.agent.record_install()
         return installed
 
 

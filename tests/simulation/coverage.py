@@ -57,6 +57,7 @@ POINTS: dict[str, str] = {
     "lossy": "a push in bf16 or int8 was accepted",
     "one_way": "a link was parted one way only",
     "quarantine": "a diverged push was gated",
+    "unmerged": "what was trained under overlap was not finite, and the version was installed whole",
 }
 
 
@@ -180,8 +181,11 @@ class Coverage(Observer):
         if agent.meets:
             self.met("aligned")
 
-    def merged(self, agent: SimAgent) -> None:
-        self.met("overlap")
+    def merged(self, agent: SimAgent, kept: bool) -> None:
+        if not kept:
+            self.met("unmerged")
+        elif agent.trainer is not None and agent.trainer.in_hand.works:
+            self.met("overlap")
 
     def pulling(self, agent: SimAgent, pull: PullId) -> None:
         self._moving[agent.name] = "pull"
