@@ -37,14 +37,14 @@ def scenario_of(seed: int) -> Scenario:
 
 
 def _ways(rng: Random, shapes: tuple[ClusterShape, ...]) -> tuple[ClusterShape, ...]:
-    """How each cluster runs: half of the seeds have clusters of each kind, most have several kinds side by side."""
-    aligns, overlaps = rng.random() < 0.5, rng.random() < 0.5
+    """How each cluster runs: half of the seeds have clusters of each kind, mostly beside others."""
+    aligns, overlaps = rng.random() < 0.6, rng.random() < 0.5
     return tuple(
         replace(
             shape,
             aligned_steps=rng.randint(2, 6) if rng.random() < 0.8 and aligns else 0,
             overlap=rng.random() < 0.8 and overlaps,
-            restarts=rng.choice((0, 3, 3, 3)),
+            restarts=rng.choice((0, 3, 3, 3, 3, 3)),
         )
         for shape in shapes
     )
