@@ -10,11 +10,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from dips.client.account import Lived
-from dips.client.deeds import KEPT_AT, Ask, Deed, Hurry, Identity, Mark, Stop
-from dips.client.local import Answer, Question, Stepped
-from dips.client.pace import Pace
-from dips.client.session import Session
+from dips.client.agent.account import PastIncarnation
+from dips.client.agent.actions import (
+    KEPT_AT,
+    Action,
+    AskMaster,
+    ClusterIdentity,
+    RecordMark,
+    SendHeartbeat,
+    StopTrainer,
+)
+from dips.client.agent.pace import Pace
+from dips.client.agent.session import Session
+from dips.client.ipc.messages import Answer, Question, Stepped
 from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.beats import NO_MEETING, ClusterBeatAnswer
@@ -88,14 +96,14 @@ class SimAgent:
     """One process of the agent, with the trainer that it keeps alive."""
 
     def __init__(
-        self, world: AgentWorld, site: Site, process: str, former: Lived, exits: Callable[[SimAgent], None]
+        self, world: AgentWorld, site: Site, process: str, former: PastIncarnation, exits: Callable[[SimAgent], None]
     ) -> None:
         """`former`: the last life of an agent that died here; `exits` is called when this one ends by itself."""
         self.world, self.site, self.name, self.process = world, site, site.name, process
         settings = self.world.scenario
         self._exits = exits
         self._nonces = 0
-        identity = Identity(settings.run, self.name, settings.config_digest)
+        identity = ClusterIdentity(settings.run, self.name, settings.config_digest)
         pace = Pace(aligned=site.aligned_steps) if site.aligned_steps else Pace(steps=settings.inner_steps)
         self.session = Session(identity, self._nonce, PATIENCE_S, pace, site.overlap, former)
         self.left = former  # behind, on its disk
@@ -194,8 +202,8 @@ class SimAgent:
     # ---- rank 0 ----------------------------------------------------------------------------------------------------
 
     def hear(self, message: Question | Stepped) -> Answer | None:
-        answer, deeds = self.session.hear(message, self.world.heap.now)
-        self._do(deeds)
+        answer, actions = self.session.hear(message, self.world.heap.now)
+        self._do(actions)
         return answer
 
     def next_change(self, at_most_s: float) -> Wait:
@@ -216,24 +224,24 @@ class SimAgent:
 
     # ---- the master ------------------------------------------------------------------------------------------------
 
-    def _do(self, deeds: list[Deed]) -> None:
-        for deed in deeds:
-            if isinstance(deed, Ask):
-                self._master.ask(deed)
-            elif isinstance(deed, Mark):
-                self._marked(deed)
-            elif isinstance(deed, Hurry):
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, AskMaster):
+                self._master.ask(action)
+            elif isinstance(action, RecordMark):
+                self._marked(action)
+            elif isinstance(action, SendHeartbeat):
                 self._say_beat()
             else:
-                self._stopped(deed)
-        if deeds and self._waiting:  # not at once: whoever changed it is still at work
+                self._stopped(action)
+        if actions and self._waiting:  # not at once: whoever changed it is still at work
             self.world.later(0.0, f"{self.name} wakes rank 0", self._wake)
 
     def _wake(self) -> None:
         for resume in list(self._waiting):
             resume(None)
 
-    def _marked(self, mark: Mark) -> None:
+    def _marked(self, mark: RecordMark) -> None:
         if mark.kind in KEPT_AT:
             self.left = self.session.lived
         if mark.kind == "joined":
@@ -248,7 +256,7 @@ class SimAgent:
             if mark.fields["outcome"] == "dropped":
                 self.world.monitor.dropped(self, PushId(self.name, self.inc, int(str(mark.fields["seq"]))))
 
-    def _stopped(self, stop: Stop) -> None:
+    def _stopped(self, stop: StopTrainer) -> None:
         """The session cannot go on: ours was fenced, or something is broken that must never break."""
         if not self.alive:
             return
@@ -262,10 +270,10 @@ class SimAgent:
         """The master does not answer, or has no room."""
         self._do(self.session.hindered(reason, self.world.heap.now))
 
-    def on_failure(self, ask: Ask, error: DipsError) -> None:
+    def on_failure(self, ask: AskMaster, error: DipsError) -> None:
         self._do(self.session.failed(ask.number, error, self.world.heap.now))
 
-    def on_answer(self, ask: Ask, answer: Any) -> None:
+    def on_answer(self, ask: AskMaster, answer: Any) -> None:
         if ask.number == self.session._question:
             if isinstance(answer, Grant | Joined | Finished):
                 version = answer.head if isinstance(answer, Joined) else answer.version

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dips.client.account import NO_LIFE
+from dips.client.agent.account import NO_INCARNATION
 from dips.sim.agent import AgentWorld, SimAgent
 from dips.sim.master_client import CALL_S
 from dips.sim.site import Site
@@ -16,7 +16,7 @@ class SimCluster:
     def __init__(self, world: AgentWorld, site: Site) -> None:
         self.world, self.site, self.name = world, site, site.name
         self.agent: SimAgent | None = None
-        self.left = NO_LIFE  # by the last agent, on the disk of the machine where the next one starts
+        self.left = NO_INCARNATION  # by the last agent, on the disk of the machine where the next one starts
         self.zombies: list[SimAgent] = []  # stopped, and taken for dead: each has a successor
         self.lives = 0
 
@@ -50,7 +50,7 @@ class SimCluster:
 
     def abandon(self) -> SimAgent | None:
         """SIGSTOP of everything, for so long that another is started in its place, elsewhere; it may wake later."""
-        agent, self.agent, self.left = self.agent, None, NO_LIFE
+        agent, self.agent, self.left = self.agent, None, NO_INCARNATION
         if agent is not None:
             agent.gate.close()
             self.zombies.append(agent)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from dips import errors
-from dips.client.deeds import Ask
+from dips.client.agent.actions import AskMaster
 from dips.errors import Busy, DipsError, Unavailable, UnavailableMaster
 from dips.protocol.effects import Failed
 from dips.sim.fiber import Fiber, Gate, Story, sleep
@@ -20,8 +20,8 @@ PAUSE_S = 0.3  # until a master that did not answer is asked again
 class Asker(Protocol):
     """Who asks, and is told what came of it."""
 
-    def on_answer(self, ask: Ask, answer: Any) -> None: ...
-    def on_failure(self, ask: Ask, error: DipsError) -> None: ...
+    def on_answer(self, ask: AskMaster, answer: Any) -> None: ...
+    def on_failure(self, ask: AskMaster, error: DipsError) -> None: ...
     def on_hindrance(self, reason: str) -> None: ...
 
 
@@ -32,7 +32,7 @@ class SimMasterClient:
         self._heap, self._network, self._name, self._gate, self._asker = heap, network, name, gate, asker
         self._asking: dict[str, Fiber] = {}
 
-    def ask(self, ask: Ask) -> None:
+    def ask(self, ask: AskMaster) -> None:
         older = self._asking.get(ask.channel)
         if older is not None:
             older.kill()
@@ -42,7 +42,7 @@ class SimMasterClient:
         for fiber in self._asking.values():
             fiber.kill()
 
-    def _carry(self, ask: Ask) -> Story:
+    def _carry(self, ask: AskMaster) -> Story:
         yield sleep(self._heap, ask.delay_s, f"{self._name} asks")
         while True:
             answer = yield partial(self._network.call, self._name, "master", ask.event, CALL_S)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Protocol
 
-from dips.client.local import Answer, Question, Stepped
+from dips.client.ipc.messages import Answer, Question, Stepped
 from dips.ids import PullId, PushId
 from dips.protocol.manifest import Manifest
 from dips.protocol.options import Options

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from dips.client.feedback import Feedback
-from dips.client.local import PullNow, PushNow
+from dips.client.ipc.messages import PullNow, PushNow
+from dips.client.rank.feedback import Feedback
 from dips.ids import VersionId
 from dips.sim.flow import CHUNKS, share
 from dips.sim.transfer import Pulled

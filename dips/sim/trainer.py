@@ -12,13 +12,14 @@ from functools import partial
 
 import numpy as np
 
-from dips.client.local import (
+from dips.client.ipc.messages import (
     Answer,
+    AskAgain,
     Attach,
+    Attached,
     Bye,
-    Failure,
+    ErrorReply,
     Halt,
-    Moving,
     Over,
     PullMoved,
     PullNow,
@@ -32,8 +33,7 @@ from dips.client.local import (
     RangeWanted,
     Stepped,
     TrainOn,
-    Wait,
-    Welcome,
+    TransferProgress,
 )
 from dips.ids import PullId, PushId, VersionId
 from dips.sim.fiber import Fiber, Gate, Story, sleep
@@ -106,7 +106,7 @@ class SimTrainer:
         manifest, ranks = world.manifest.to_json(), self.site.ranks
         attach = Attach(self.life, self.restart, f"{self.life}.{self.restart}", manifest, ranks, ranks)
         welcome = yield from self._persist(attach)
-        assert isinstance(welcome, Welcome), welcome
+        assert isinstance(welcome, Attached), welcome
         self.attempt = welcome.attempt
         yield from self._obey(PullWanted(self.attempt, self._next()))
         rest = False  # the data is used up, and some of what was trained is to be pushed yet
@@ -166,7 +166,7 @@ class SimTrainer:
             self._talk = self._land(self.out)
         self._talk = self._talk or question
         answer = self._hear(replace(self._talk, at_once=True))
-        if isinstance(answer, Wait):
+        if isinstance(answer, AskAgain):
             self._look_in = self._soon = answer.steps
             return
         self._talk, self.out = None, self._begin(answer)
@@ -208,7 +208,7 @@ class SimTrainer:
     def _is_over(self, out: SimBackgroundTransfer) -> bool:
         """Tell the agent how far it is; the agent may know that it leads nowhere."""
         if not out.over:
-            answer = self._hear(Moving(self.attempt, out.meter.nbytes, out.meter.total))
+            answer = self._hear(TransferProgress(self.attempt, out.meter.nbytes, out.meter.total))
             if isinstance(answer, Halt):
                 out.halt()
         return out.over
@@ -235,17 +235,17 @@ class SimTrainer:
         while True:
             changed = self.agent.next_change(POLL_S)
             answer = self._hear(question)
-            if not isinstance(answer, Wait):
+            if not isinstance(answer, AskAgain):
                 return answer
             yield changed
 
     def _hear(self, message: Question | Stepped) -> Answer | None:
         answer = self.agent.hear(message)
-        if isinstance(answer, Failure) and not answer.error.startswith("Stale"):
+        if isinstance(answer, ErrorReply) and not answer.error.startswith("Stale"):
             raise AssertionError(f"{self.site.name}: the agent answers {answer.error}: {answer.message}")
-        if isinstance(answer, Failure):  # another attempt took over, or the agent is being ended
+        if isinstance(answer, ErrorReply):  # another attempt took over, or the agent is being ended
             self._fiber.kill()
-            return Wait(answer.message)
+            return AskAgain(answer.message)
         return answer
 
     def _next(self) -> int:
@@ -275,7 +275,8 @@ class SimTrainer:
         diverged = self.site.diverged > 0
         if diverged:  # under overlap the model itself: what is not finite cannot be merged
             self.site.diverged -= 1
-            theta[0][0] = np.float32("nan") if self.site.rng.random() < 0.5 else np.float32(1e4)
+            nan = self.site.rng.random() < 0.5 or self.site.overlap
+            theta[0][0] = np.float32("nan") if nan else np.float32(1e4)
         bodies, content = self._ranks.freeze(theta, verdict)
         work, used = self.in_hand.freeze(self.world.books)
         frozen = Frozen(push, self.base, content, work, used, diverged, verdict.grant.codec)

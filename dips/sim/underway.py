@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dips.client.local import PullNow, PushNow
+from dips.client.ipc.messages import PullNow, PushNow
 from dips.sim.fiber import Resume, Wait
 from dips.sim.heap import Heap
 from dips.sim.transfer import Moving

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dips.client.deeds import Phase
+from dips.client.agent.actions import SyncPhase
 from dips.ids import PushId, VersionId
 from dips.protocol.effects import Outcome
 from dips.protocol.records import (
@@ -123,7 +123,7 @@ class TokensInvariant(Invariant):
 
     def _account(self, agent: SimAgent) -> None:
         """A client's own count: everything since its Joined is carried, frozen, accepted, gated or lost."""
-        if agent.inc == 0 or agent.session.phase is Phase.JOINING:
+        if agent.inc == 0 or agent.session.phase is SyncPhase.JOINING:
             return
         account = agent.session.account
         if account.consumed != agent.consumed:

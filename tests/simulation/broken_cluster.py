@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dips.client.account import Account, Portion
-from dips.client.session import Session
+from dips.client.agent.account import Account, Portion
+from dips.client.agent.session import Session
 from dips.protocol import clusters
 from dips.protocol.beats import ClusterBeat
 from dips.protocol.events import ClusterLeft

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +21,10 @@ Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)
 
 
 def announce_before_record() -> list[Patch]:
-    def write(self: MasterProcess, records: list[Record]) -> None:
+    def write(self: MasterProcess, records: Sequence[Record]) -> None:
         self.world.later(0.1, "the ledger writes, unwaited", lambda: self.wrote(records))
+        self.core.on_written()
+        self._carry_out()
 
     return [(MasterProcess, "write", write)]
 
@@ -66,12 +69,14 @@ def stats_of_skipped_rounds() -> list[Patch]:
 
 def blind_leases() -> list[Patch]:
     def wake(self: MasterProcess) -> None:
-        if self.inbox is None:
+        if self.inbox is None or not self.alive:
             return
         came, self.inbox = self.inbox, None
+        self.core._expected_at = self.world.heap.now  # no gap is seen
         self._look()
         for read in came:
             read()
+        self._carry_out()
 
     return [(MasterProcess, "wake", wake)]
 

@@ -1,0 +1,119 @@
+"""Where a job's agent is to be found: by a Unix socket on its own host, by TCP and a token from the job's other hosts.
+
+    DIPS_AGENT=unix:/path/agent.sock     what the agent hands to the command that it starts, or
+    DIPS_AGENT=tcp://HOST:PORT           what whoever starts the ranks of other hosts says; the agent reads it, too
+    DIPS_AGENT_TOKEN=…                   the job's token, at least LEAST_TOKEN characters; or the file `token`
+
+Without DIPS_AGENT the cluster file's `agent` tells, else the Unix socket in its directory. Knows no socket.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dips.config import ClusterFile, host_port
+from dips.errors import ConfigError
+
+AGENT, TOKEN = "DIPS_AGENT", "DIPS_AGENT_TOKEN"
+PID_FILE = "agent.pid"  # in the agent's directory, held while it runs
+MOST_PATH = 107  # bytes of a Unix socket's path, a limit of Linux
+LEAST_TOKEN = 16  # characters; `openssl rand -hex 32` makes 64
+
+
+@dataclass(frozen=True, slots=True)
+class OnThisHost:
+    """A Unix socket."""
+
+    path: Path
+    said_by: str  # what named it, for who reads an error
+
+    def __str__(self) -> str:
+        return f"unix:{self.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class OnAnyHost:
+    """A TCP port; who dials it must know the token."""
+
+    host: str
+    port: int
+    token: bytes
+    said_by: str
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}"
+
+    def __repr__(self) -> str:
+        return f"OnAnyHost({self})"  # without the token
+
+
+Address = OnThisHost | OnAnyHost
+
+
+def find(config: ClusterFile, environment: Mapping[str, str] = os.environ) -> Address:
+    """Where a rank dials its agent; raise ConfigError if what names it cannot be used."""
+    remote = over_network(config, environment)
+    if remote is not None:
+        token = token_of(config, environment)
+        if token is None:
+            raise ConfigError(
+                f"{remote[2]}: ranks that dial the agent need the job's token: set {TOKEN}, as the agent has it, or "
+                "name its file under the key `token`"
+            )
+        return OnAnyHost(remote[0], remote[1], token, remote[2])
+    named = environment.get(AGENT, "")
+    return OnThisHost(Path(named.removeprefix("unix:")), AGENT) if named else OnThisHost(socket_path(config), "socket")
+
+
+def over_network(config: ClusterFile, environment: Mapping[str, str] = os.environ) -> tuple[str, int, str] | None:
+    """Host and port of the agent for ranks of other hosts, and what said so; None for one host."""
+    named = environment.get(AGENT, "")
+    if named.startswith("unix:") or not (named or config.agent):
+        return None
+    said_by, address = (AGENT, named.removeprefix("tcp://")) if named else ("agent", _filled_in(config, environment))
+    if named and address == named:
+        raise ConfigError(f"{AGENT}: expected tcp://HOST:PORT or unix:/PATH, got {named!r}")
+    try:
+        return (*host_port(address), said_by)
+    except ConfigError as error:
+        raise ConfigError(f"{said_by}: {error}") from error
+
+
+def token_of(config: ClusterFile, environment: Mapping[str, str] = os.environ) -> bytes | None:
+    """The job's token, if it has one already; raise ConfigError if it is too short or its file cannot be read."""
+    text, said_by = environment.get(TOKEN, ""), TOKEN
+    if not text and config.token:
+        said_by = f"token: {config.token}"
+        try:
+            text = config.token.read_text().strip()
+        except OSError as error:
+            raise ConfigError(f"{said_by}: cannot be read: {error.strerror}") from error
+    elif not text:
+        return None
+    if len(text) < LEAST_TOKEN:
+        raise ConfigError(f"{said_by}: expected at least {LEAST_TOKEN} characters, got {len(text)}")
+    return text.encode()
+
+
+def socket_path(config: ClusterFile) -> Path:
+    """The Unix socket of this host; raise ConfigError if the kernel cannot take the path."""
+    path = (config.socket or config.directory / "agent.sock").absolute()
+    if len(str(path).encode()) > MOST_PATH:
+        raise ConfigError(f"socket: {path} is longer than {MOST_PATH} bytes: name a shorter one under the key `socket`")
+    return path
+
+
+def _filled_in(config: ClusterFile, environment: Mapping[str, str]) -> str:
+    """`$MASTER_ADDR:29410` takes its host from what torchrun and its launchers say."""
+    assert config.agent is not None
+    host, colon, port = config.agent.rpartition(":")
+    if not host.startswith("$"):
+        return config.agent
+    value = environment.get(host.strip("${}"), "")
+    if not value:
+        raise ConfigError(f"agent: {config.agent} names the variable {host.strip('${}')}, which is not set here")
+    return f"[{value}]{colon}{port}" if ":" in value else f"{value}{colon}{port}"
