@@ -2,7 +2,7 @@
 
 A call ends exactly once: with the first answer that comes before its deadline, or with None. What reaches a host is
 handed to the process that lives there at that moment, so a message may outlive its sender and meet a successor: that
-is what the fences (protocol.md section 1) are for.
+is what the fences (docs/architecture.md#invariants) are for.
 """
 
 from __future__ import annotations

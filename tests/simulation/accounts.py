@@ -25,7 +25,7 @@ from tests.simulation.checks import Invariant
 class OnceInvariant(Invariant):
     """Each push is in at most one row; "accepted" is told if and only if it is in that row, "dropped" if it is in none.
 
-    The row of an undone version counts: its clusters still carry that work in their parameters (why.md 26).
+    The row of an undone version counts: its clusters still carry that work in their parameters (docs/rationale.md#26).
     """
 
     number = 4

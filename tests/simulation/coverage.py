@@ -1,4 +1,4 @@
-"""Which failures a seed has really met: the rows of design.md section 9, and the crash points of protocol.md section 1.
+"""Which failures a seed has really met: the rows of docs/architecture.md#failure-table, and crash points.
 
 A row is met when it was *seen* to happen and to end as the table says, not when a fault was planned: an agent that dies
 meets nothing until its lease runs out or its successor joins. Each seed counts once for each row that it met.
@@ -16,7 +16,7 @@ from dips.sim.observer import Observer
 from dips.sim.slave import SlaveProcess
 from dips.sim.world import World
 
-# design.md section 9: what fails → what was seen to happen
+# docs/architecture.md#failure-table: what fails → what was seen to happen
 ROWS: dict[str, str] = {
     "trainer": "a rank or trainer died; the same life pulled and went on",
     "cluster": "a cluster's lease ran out",
@@ -32,7 +32,7 @@ ROWS: dict[str, str] = {
     "partition": "messages vanished on a parted link, and its ends spoke again",
 }
 
-# protocol.md section 1, the crash table, and what else section 4 of it names.
+# docs/protocol.md#crash-points, and whatever else chance alone would seldom meet.
 POINTS: dict[str, str] = {
     "master_before_row": "a master died over an open round: no row, presumed abort",
     "master_after_row": "a master died over a flip: the row stands, Commit is said again",

@@ -134,7 +134,7 @@ def rot(world: World, rng: Random) -> None:
 
 
 def _ask_operator(world: World) -> None:
-    """If no version is left that every disk holds, nothing is invented: somebody restores a directory (why.md 22)."""
+    """If no version is left that every disk holds, nothing is invented: somebody restores a directory (docs/rationale.md#22)."""
     world.later(OPERATOR_S, "the operator looks at the disks", partial(restore_if_all_is_lost, world))
 
 
@@ -208,7 +208,7 @@ def old_ledger(world: World, rng: Random) -> None:
     """With everybody down, a backup of the ledger is put back; a version was made in a round that it does not know.
 
     So every slave that holds that version can tell, and the first to register makes the master refuse; before that it
-    answers no cluster. A backup that lacks no round nobody can tell from the newest (why.md 2, 4).
+    answers no cluster. A backup that lacks no round nobody can tell from the newest (docs/rationale.md#2, #4).
     """
     copy = world.master.disk.copy()
     (known,) = copy.execute("SELECT coalesce(max(round), 0) FROM rounds").fetchone()

@@ -1,4 +1,4 @@
-"""Many seeds of the simulated world: every invariant after every event (protocol.md section 4)."""
+"""Many seeds of the simulated world: every invariant after every event (docs/architecture.md#invariants)."""
 
 from __future__ import annotations
 

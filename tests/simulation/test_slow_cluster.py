@@ -1,4 +1,4 @@
-"""A cluster at 1/30 of the others' bandwidth takes part, and the others hardly notice (why.md 19, 24, 31).
+"""A cluster at 1/30 of the others' bandwidth takes part, and the others hardly notice (docs/rationale.md#19, #24, #31).
 
 The real Coordinator, ledger and shards in the simulated world, all invariants on; no faults, since what is shown is
 what slowness alone costs.
