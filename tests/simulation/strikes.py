@@ -134,7 +134,7 @@ def rot(world: World, rng: Random) -> None:
 
 
 def _ask_operator(world: World) -> None:
-    """If no version is left that every disk holds, nothing is invented: somebody restores a directory (docs/rationale.md#22)."""
+    """With no version left that every disk holds, somebody restores a directory (docs/rationale.md#22)."""
     world.later(OPERATOR_S, "the operator looks at the disks", partial(restore_if_all_is_lost, world))
 
 
