@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from dips.protocol.enums import Activity
+
 
 class Phase(StrEnum):
     """Where the talk with the master stands."""
@@ -25,15 +27,15 @@ class Phase(StrEnum):
 
 
 # What a person sees in status and beats; phases that are not here do not hold up the trainer.
-ACTIVITY: Mapping[Phase, str] = {
-    Phase.JOINING: "idle",
-    Phase.ASKING_PUSH: "push",
-    Phase.PUSHING: "push",
-    Phase.FINISHING: "push",
-    Phase.AWAITING: "window",
-    Phase.ASKING_PULL: "pull",
-    Phase.PULLING: "pull",
-    Phase.CLOSING: "pull",
+ACTIVITY: Mapping[Phase, Activity] = {
+    Phase.JOINING: Activity.IDLE,
+    Phase.ASKING_PUSH: Activity.PUSH,
+    Phase.PUSHING: Activity.PUSH,
+    Phase.FINISHING: Activity.PUSH,
+    Phase.AWAITING: Activity.WINDOW,
+    Phase.ASKING_PULL: Activity.PULL,
+    Phase.PULLING: Activity.PULL,
+    Phase.CLOSING: Activity.PULL,
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from dips.errors import Corrupt
 from dips.ids import GENESIS, PushId, VersionId
+from dips.protocol.enums import OutcomeKind
 from dips.protocol.records import (
     ClusterTotals,
     FoldRow,
@@ -226,7 +227,7 @@ def _newest_outcomes(db: sqlite3.Connection) -> tuple[tuple[OutcomeRow, VersionI
     found = []
     for *row, version, number in db.execute(query):
         outcome = _outcome(row)
-        found.append((outcome, VersionId(version, number) if outcome.kind == "accepted" else None))
+        found.append((outcome, VersionId(version, number) if outcome.kind is OutcomeKind.ACCEPTED else None))
     return tuple(found)
 
 
@@ -310,7 +311,7 @@ def _fold(row: Any) -> FoldRow:
 def _outcome(row: Any) -> OutcomeRow:
     cluster, inc, seq, kind, reason, tokens, inner_steps, norm, score, ranges = row
     push = PushId(cluster, inc, seq)
-    return OutcomeRow(push, kind, reason, tokens, inner_steps, _real(norm), _real(score), _ints(ranges))
+    return OutcomeRow(push, OutcomeKind(kind), reason, tokens, inner_steps, _real(norm), _real(score), _ints(ranges))
 
 
 def _real(value: float | None) -> float:

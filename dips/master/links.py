@@ -12,7 +12,7 @@ from typing import Any
 
 from grpc import ChannelConnectivity, aio
 
-from dips.errors import DipsError, StaleTerm, UnavailableSlave
+from dips.errors import DipsError, UnavailableSlave, UnresponsiveSlave
 from dips.protocol.effects import OpenPush, Order
 from dips.protocol.events import OrderAnswered, OrderFailed
 from dips.transport import control
@@ -38,11 +38,10 @@ class Link:
             async with asyncio.timeout(order.deadline_s):
                 answer = await self._until_heard(order)
         except TimeoutError:
-            return self._failed(order, "deaf", f"no answer within {order.deadline_s:g} s from {self.address}")
-        except StaleTerm as error:
-            return self._failed(order, "stale_term", str(error))
+            error = UnresponsiveSlave(f"no answer within {order.deadline_s:g} s from {self.address}")
+            return order_failed(order, error)
         except DipsError as error:
-            return self._failed(order, "refused", f"{type(error).__name__}: {error}")
+            return order_failed(order, error)
         return OrderAnswered(order.slave, order.sinc, order.number, answer)
 
     async def close(self) -> None:
@@ -85,8 +84,9 @@ class Link:
         reply: Answer = await call
         return reply
 
-    def _failed(self, order: Order, kind: str, reason: str) -> OrderFailed:
-        return OrderFailed(order.slave, order.sinc, order.number, kind, reason)
+
+def order_failed(order: Order, error: DipsError) -> OrderFailed:
+    return OrderFailed(order.slave, order.sinc, order.number, type(error), str(error))
 
 
 class Links:
@@ -111,7 +111,7 @@ class Links:
         """Have an order carried out by the slave that it names."""
         link = self._links.get(order.slave)
         if link is None:
-            return OrderFailed(order.slave, order.sinc, order.number, "refused", f"{order.slave} has no address yet")
+            return order_failed(order, UnavailableSlave(f"{order.slave} has no address yet"))
         return await link.execute(order)
 
     async def close(self) -> None:

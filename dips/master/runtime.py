@@ -18,8 +18,9 @@ from dips.errors import UnavailableMaster
 from dips.master.journal import Journal
 from dips.master.outbox import Outbox
 from dips.master.ports import CoordinatorLike, JudgeLike, Outside
-from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer, SlaveBeat, SlaveBeatAnswer
+from dips.protocol.alignment import Alignment
 from dips.protocol.effects import Effect, Exit, Joined, Note, Order, Registered, Reply, Result
+from dips.protocol.enums import Standing
 from dips.protocol.events import (
     Blind,
     ClusterJoined,
@@ -29,7 +30,7 @@ from dips.protocol.events import (
     SlaveRegistered,
     Ticked,
 )
-from dips.protocol.pace import Meetings
+from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer, SlaveHeartbeat, SlaveHeartbeatAnswer
 from dips.telemetry.logs import Log
 from dips.telemetry.timeline import Timeline
 
@@ -42,7 +43,7 @@ FLUSH_S = 5.0  # a graceful stop waits so long for what is on its way out
 class _Beat:
     """A beat on the inbox; its answer leaves by the outbox."""
 
-    beat: ClusterBeat | SlaveBeat
+    beat: ClusterHeartbeat | SlaveHeartbeat
     answer: asyncio.Future[Any]
 
 
@@ -72,7 +73,7 @@ class Runtime:
         journal: Journal | None = None,
     ) -> None:
         self._coordinator, self._judge, self._outside = coordinator, judge, outside
-        self._meetings = Meetings()
+        self._alignment = Alignment()
         self._term, self._beat_s, self._lease_s, self._clock = term, beat_s, lease_s, clock
         self._log, self._timeline, self._journal = log, timeline, journal
         self._inbox: deque[Event | _Beat] = deque()
@@ -85,7 +86,7 @@ class Runtime:
         self._code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._judging_from = 0.0  # after a gap: nobody is judged before this time
         self.beats: dict[
-            tuple[str, str], tuple[ClusterBeat | SlaveBeat, float]
+            tuple[str, str], tuple[ClusterHeartbeat | SlaveHeartbeat, float]
         ] = {}  # newest by (role, name), when heard
 
     # ---- for servicers and app -------------------------------------------------------------------------------------
@@ -109,8 +110,8 @@ class Runtime:
         finally:
             self._questions.pop(req, None)
 
-    async def beat(self, beat: ClusterBeat | SlaveBeat) -> Any:
-        """Take a beat; return its ClusterBeatAnswer or SlaveBeatAnswer."""
+    async def beat(self, beat: ClusterHeartbeat | SlaveHeartbeat) -> Any:
+        """Take a beat; return its ClusterHeartbeatAnswer or SlaveHeartbeatAnswer."""
         if self._code.done():
             raise UnavailableMaster("this master is stopping")
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -124,10 +125,10 @@ class Runtime:
         return self._changed
 
     def view(self) -> dict[str, Any]:
-        now, gathering = self._clock(), self._coordinator.gathering()
+        now, timing = self._clock(), self._coordinator.window_timing()
         picture = self._coordinator.view(now)
         for name, cluster in picture.get("clusters", {}).items():
-            cluster["pace"] = self._meetings.explain(name, gathering, now)
+            cluster["pace"] = self._alignment.explain(name, timing, now)
         return picture if self._journal is None else {**picture, "journal": self._journal.told()}
 
     def stop(self, code: int = 0) -> None:
@@ -174,7 +175,7 @@ class Runtime:
             return
         self._log.warning("blind", gap_s=round(gap_s, 3))
         self._judge.shift(gap_s)
-        self._meetings.shift(gap_s)
+        self._alignment.shift(gap_s)
         self._step(Blind(gap_s), now)
         self._judging_from = now + self._beat_s / 2  # what lies in the sockets is read first
 
@@ -185,14 +186,14 @@ class Runtime:
                 self._hear(item, now)
                 continue
             if isinstance(item, ClusterJoined):  # it may fence a life, whose tokens the beats have told
-                for event in self._judge.last_words(item.cluster):
+                for event in self._judge.report_tokens(item.cluster):
                     self._step(event, now)
             self._step(item, now)
 
     def _judge_and_tick(self, now: float) -> None:
         for event in self._judge.verdicts(now):
             if isinstance(event, ClusterSilent):
-                self._meetings.forget(event.cluster)
+                self._alignment.forget(event.cluster)
             self._step(event, now)
         if now >= self._coordinator.next_deadline():
             self._step(Ticked(), now)
@@ -251,37 +252,39 @@ class Runtime:
                 self._judge.welcome_slave(event.slave, result.sinc, now)
                 self._outside.learn(event.slave, event.address)
             case ClusterLeft(), _:
-                if self._coordinator.cluster_standing(event.cluster, event.inc)[0] == "gone":
+                if self._coordinator.cluster_standing(event.cluster, event.inc)[0] is Standing.GONE:
                     self._judge.forget_cluster(event.cluster)
-                    self._meetings.forget(event.cluster)
+                    self._alignment.forget(event.cluster)
                     self.beats.pop(("cluster", event.cluster), None)
 
     def _hear(self, item: _Beat, now: float) -> None:
-        answer: ClusterBeatAnswer | SlaveBeatAnswer
-        if isinstance(item.beat, ClusterBeat):
+        answer: ClusterHeartbeatAnswer | SlaveHeartbeatAnswer
+        if isinstance(item.beat, ClusterHeartbeat):
             answer = self._hear_cluster(item.beat, now)
         else:
             answer = self._hear_slave(item.beat, now)
         self._outbox.put(_Tell(item.answer, answer))
 
-    def _hear_cluster(self, beat: ClusterBeat, now: float) -> ClusterBeatAnswer:
-        for event in self._judge.heard_cluster(beat, now):
+    def _hear_cluster(self, beat: ClusterHeartbeat, now: float) -> ClusterHeartbeatAnswer:
+        for event in self._judge.on_cluster_heartbeat(beat, now):
             self._step(event, now)
         standing, push, pull = self._coordinator.cluster_standing(beat.cluster, beat.inc)
-        if standing == "live":  # so only names that the Coordinator knows are kept
+        if standing is Standing.LIVE:  # so only names that the Coordinator knows are kept
             self.beats["cluster", beat.cluster] = (beat, now)
-            self._meetings.heard(beat)
-        due = self._meetings.push_in_s(beat.cluster, self._coordinator.gathering(), now)
-        return ClusterBeatAnswer(self._term, self._lease_s, standing, push, pull, self._coordinator.progress(), due)
+            self._alignment.record_heartbeat(beat)
+        due = self._alignment.push_in_s(beat.cluster, self._coordinator.window_timing(), now)
+        return ClusterHeartbeatAnswer(
+            self._term, self._lease_s, standing, push, pull, self._coordinator.progress(), due
+        )
 
-    def _hear_slave(self, beat: SlaveBeat, now: float) -> SlaveBeatAnswer:
-        for event in self._judge.heard_slave(beat, now):
+    def _hear_slave(self, beat: SlaveHeartbeat, now: float) -> SlaveHeartbeatAnswer:
+        for event in self._judge.on_slave_heartbeat(beat, now):
             self._step(event, now)
         register, as_of, pushes, pulls = self._coordinator.slave_live(beat.slave, beat.sinc)
         register = register or beat.term != self._term
         if not register:
             self.beats["slave", beat.slave] = (beat, now)
-        return SlaveBeatAnswer(self._term, self._lease_s, register, as_of, pushes, pulls)
+        return SlaveHeartbeatAnswer(self._term, self._lease_s, register, as_of, pushes, pulls)
 
     # ---- the outbox ------------------------------------------------------------------------------------------------
 

@@ -12,11 +12,9 @@ from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message
 
-from dips import errors
-from dips.errors import DipsError, LocalProtocolError
 from dips.master import status
 from dips.master.runtime import Runtime
-from dips.protocol import beats, events
+from dips.protocol import events, heartbeats
 from dips.protocol.effects import Acknowledged, Failed, Pending, Result
 from dips.wire import messages
 from dips.wire.generated import cluster_pb2, names_pb2, operator_pb2, slave_pb2, status_pb2
@@ -42,9 +40,9 @@ class Clusters(ClusterServiceServicer):
     async def Join(self, request: Any, context: Any) -> cluster_pb2.JoinReply:
         return await self._answer(request, events.ClusterJoined, cluster_pb2.JoinReply)
 
-    async def Beat(self, request: Any, context: Any) -> cluster_pb2.ClusterBeatAnswer:
-        answer = await self._runtime.beat(messages.from_proto(request, beats.ClusterBeat))
-        return cast(cluster_pb2.ClusterBeatAnswer, messages.to_proto(answer))
+    async def Beat(self, request: Any, context: Any) -> cluster_pb2.ClusterHeartbeatAnswer:
+        answer = await self._runtime.beat(messages.from_proto(request, heartbeats.ClusterHeartbeat))
+        return cast(cluster_pb2.ClusterHeartbeatAnswer, messages.to_proto(answer))
 
     async def RequestPush(self, request: Any, context: Any) -> cluster_pb2.RequestPushReply:
         return await self._answer(request, events.PushRequested, cluster_pb2.RequestPushReply)
@@ -85,9 +83,9 @@ class Slaves(SlaveServiceServicer):
         result = await self._asker.ask(lambda req: messages.from_proto(request, events.SlaveRegistered, req=req))
         return cast(slave_pb2.Registered, messages.to_proto(result))
 
-    async def Beat(self, request: Any, context: Any) -> slave_pb2.SlaveBeatAnswer:
-        answer = await self._runtime.beat(messages.from_proto(request, beats.SlaveBeat))
-        return cast(slave_pb2.SlaveBeatAnswer, messages.to_proto(answer))
+    async def Beat(self, request: Any, context: Any) -> slave_pb2.SlaveHeartbeatAnswer:
+        answer = await self._runtime.beat(messages.from_proto(request, heartbeats.SlaveHeartbeat))
+        return cast(slave_pb2.SlaveHeartbeatAnswer, messages.to_proto(answer))
 
     async def Staged(self, request: Any, context: Any) -> names_pb2.Acknowledged:
         self._runtime.tell(messages.from_proto(request, events.PushStaged))
@@ -138,14 +136,14 @@ class _Asker:
         self._polls = 0  # under way
 
     async def ask(self, make: Callable[[int], events.Event]) -> Result:
-        """Ask at most PATIENCE_S long; raise the class of dips.errors that a Failed names."""
+        """Ask at most PATIENCE_S long; raise the error that a Failed bears."""
         loop = asyncio.get_running_loop()
         patient_until = loop.time() + PATIENCE_S
         while True:
             changed = self._runtime.changed  # taken before the question: a change between the two is not missed
             result = await self._runtime.ask(make)
             if isinstance(result, Failed):
-                raise _error_of(result)
+                raise result.error(result.message)
             left = patient_until - loop.time()
             if not isinstance(result, Pending) or left <= 0:
                 return result
@@ -161,10 +159,3 @@ class _Asker:
             pass  # nothing was seen to change: look again all the same
         finally:
             self._polls -= 1
-
-
-def _error_of(failed: Failed) -> DipsError:
-    cls = getattr(errors, failed.error, None)
-    if not (isinstance(cls, type) and issubclass(cls, DipsError)):
-        return LocalProtocolError(f"the coordinator named an error that does not exist: {failed}")
-    return cls(failed.message)

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-from dips.protocol.beats import ClusterBeat, SlaveBeat
+from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 
-Beats = Mapping[tuple[str, str], tuple[ClusterBeat | SlaveBeat, float]]  # by (role, name), with the time when heard
+Beats = Mapping[
+    tuple[str, str], tuple[ClusterHeartbeat | SlaveHeartbeat, float]
+]  # by (role, name), with the time when heard
 
 _TOLD_ALREADY = frozenset(
     {"cluster", "slave", "inc", "sinc", "term", "base", "memory", "tokens_lost"}
@@ -26,7 +28,7 @@ def status(view: Mapping[str, Any], beats: Beats, now: float) -> dict[str, Any]:
             found = beats.get((role, name))
             if found is not None:
                 known.update(_told(found[0]), heard_s=now - found[1])
-                if isinstance(found[0], ClusterBeat):  # the view counts lives that are over, a beat its own
+                if isinstance(found[0], ClusterHeartbeat):  # the view counts lives that are over, a beat its own
                     known["tokens_lost"] = known.get("tokens_lost", 0) + found[0].tokens_lost
         merged[section] = peers
     return merged
@@ -37,9 +39,9 @@ def to_json(merged: Mapping[str, Any]) -> str:
     return json.dumps(_finite(merged), separators=(",", ":"))
 
 
-def _told(beat: ClusterBeat | SlaveBeat) -> dict[str, Any]:
+def _told(beat: ClusterHeartbeat | SlaveHeartbeat) -> dict[str, Any]:
     fields = {f.name: getattr(beat, f.name) for f in dataclasses.fields(beat) if f.name not in _TOLD_ALREADY}
-    if isinstance(beat, SlaveBeat):
+    if isinstance(beat, SlaveHeartbeat):
         fields["staged"] = [str(push) for push in beat.staged]
         fields["transfers"] = [dataclasses.asdict(t) for t in beat.transfers]
     return fields

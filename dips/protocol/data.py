@@ -1,10 +1,9 @@
-"""Data ranges and their fates (§4.2, why.md 37): each is free, leased to one life of a cluster, or settled for good.
+"""Data ranges (§4.2, why.md 37): each is free, leased to one incarnation of a cluster, or settled for good.
 
 A leased range stays leased while its cluster carries it unsettled. An accepted push settles its ranges as trained, a
-gated one as gated; when a life ends, what it had leased and not settled is free again. What only versions that were
-rolled back have trained is undone: leased again with `requeue: undone`, else never, since clusters still carry that
-work in their parameters. Range e·ranges + i is range i
-in epoch e, so nothing is trained twice under one number.
+gated one as gated; when an incarnation ends, what it had leased and not settled is free again. What only versions that
+were rolled back have trained is undone: leased again with `requeue: undone`, else never, since clusters still carry
+that work in their parameters. Range e·ranges + i is range i in epoch e, so nothing is trained twice under one number.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dips.protocol.options import DataOptions
 
 @dataclass
 class Lease:
-    """What one life of a cluster holds: the answer to its last question, and all ranges that are not settled."""
+    """What one incarnation of a cluster holds: the answer to its last question, and all ranges that are not settled."""
 
     seq: int = 0
     answer: tuple[int, ...] = ()
@@ -99,7 +98,7 @@ class RangeBook:
             self.undone |= over
 
     def release(self, cluster: str, inc: int, keep: Sequence[int] = ()) -> None:
-        """Free what a dead life held, but for `keep`: the ranges of its push that is committed and not yet settled."""
+        """Free what an ended incarnation held, but for `keep`: the ranges of its push that is not yet settled."""
         lease = self._leases.pop((cluster, inc), None)
         if lease is None:
             return

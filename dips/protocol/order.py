@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-Lines = tuple[tuple[int, ...], ...]  # for each slave the workers, in the order in which it asks them
+from dips.protocol.enums import AskOrder
 
-TURNS, RANDOM = RULES = ("turns", "random")  # random: there to be compared with
+Lines = tuple[tuple[int, ...], ...]  # for each slave the workers, in the order in which it asks them
 
 LEAST_SHARE = 0.5  # of its own rate: a worker begins at a slave that has so much of its link left
 MOST_PAIRS = 128  # of workers and slaves that are matched; beyond, a rotation: a decision must not take long
@@ -34,14 +34,16 @@ def workers_for_slave(slave: int, workers: int, slaves: int) -> tuple[int, ...]:
     return tuple(sorted(range(workers), key=lambda w: ((slave - w) % slaves, w)))
 
 
-def walk(rule: str, worker: int, slaves: int, salt: str) -> tuple[int, ...]:
+def slaves_in_order(rule: AskOrder, worker: int, slaves: int, salt: str) -> tuple[int, ...]:
     """`slaves_for_worker`, or any order: `salt` names the transfer."""
-    return shuffled(slaves, f"{salt}/{worker}") if rule == RANDOM else slaves_for_worker(worker, slaves)
+    return shuffled(slaves, f"{salt}/{worker}") if rule is AskOrder.RANDOM else slaves_for_worker(worker, slaves)
 
 
-def line(rule: str, slave: int, workers: int, slaves: int, salt: str) -> tuple[int, ...]:
+def workers_in_order(rule: AskOrder, slave: int, workers: int, slaves: int, salt: str) -> tuple[int, ...]:
     """`workers_for_slave`, or any order: `salt` names the transfer."""
-    return shuffled(workers, f"{salt}/{slave}") if rule == RANDOM else workers_for_slave(slave, workers, slaves)
+    return (
+        shuffled(workers, f"{salt}/{slave}") if rule is AskOrder.RANDOM else workers_for_slave(slave, workers, slaves)
+    )
 
 
 def shuffled(count: int, salt: str) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 from statistics import median
 
+from dips.protocol.enums import PenaltyRule
 from dips.protocol.options import PenaltyOptions
 from dips.protocol.records import PenaltyRow, ScoreHistory
 
@@ -78,7 +79,7 @@ class Penalty:
         g = norm(layer_sq, inner_steps) if finite and all(isfinite(sq) for sq in layer_sq) else float("inf")
         if not g < LARGEST_NORM:
             return Verdict(False, 0.0, 0.0, "not finite: NaN, Inf or overflow in its parameters", tracked=False)
-        if self._options.rule == "none":
+        if self._options.rule is PenaltyRule.NONE:
             return Verdict(True, g, 0.0, "finite", tracked=True)
         cap = self._cap(cluster, inner_steps)
         if g > cap:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dips import errors
 from dips.client.account import Lived
 from dips.client.deeds import KEPT_AT, Ask, Deed, Hurry, Identity, Mark, Stop
 from dips.client.local import Answer, Question, Stepped
@@ -17,8 +16,8 @@ from dips.client.pace import Pace
 from dips.client.session import Session
 from dips.errors import Busy, DipsError, Unavailable, UnavailableMaster
 from dips.ids import PushId, VersionId
-from dips.protocol.beats import ClusterBeatAnswer
 from dips.protocol.effects import Failed, Finished, Grant, Joined, Outcome
+from dips.protocol.heartbeats import ClusterHeartbeatAnswer
 from dips.sim.fiber import Fiber, Gate, Resume, Story, Wait, sleep
 from dips.sim.trainer import Trainer
 from dips.sim.work import Work
@@ -240,7 +239,7 @@ class Agent:
         )
 
     def _heard(self, inc: int, answer: Any) -> None:
-        if self.alive and isinstance(answer, ClusterBeatAnswer):
+        if self.alive and isinstance(answer, ClusterHeartbeatAnswer):
             self._do(self.session.beat_answered(inc, answer, self.world.heap.now))
 
 
@@ -248,6 +247,5 @@ def _error(answer: Any) -> DipsError | None:
     if answer is None:
         return UnavailableMaster("the master does not answer")
     if isinstance(answer, Failed):
-        found: DipsError = getattr(errors, answer.error, DipsError)(answer.message)
-        return found
+        return answer.error(answer.message)
     return None

@@ -14,9 +14,8 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from dips.errors import StaleTerm
+from dips.errors import StaleTerm, UnresponsiveSlave
 from dips.master.ledger import Ledger
-from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer, SlaveBeat, SlaveBeatAnswer
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Acknowledged, Effect, Exit, Failed, Joined, Note, Order, Pending, Registered, Reply
 from dips.protocol.events import (
@@ -29,6 +28,7 @@ from dips.protocol.events import (
     PushStaged,
     Ticked,
 )
+from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer, SlaveHeartbeat, SlaveHeartbeatAnswer
 from dips.protocol.membership import Judge
 from dips.protocol.records import ClusterEnded, Record, RunRow, VersionCommitted
 from dips.protocol.slaves import EXIT_STALE
@@ -231,9 +231,9 @@ class MasterProcess:
             return
         if self.inbox is not None:
             self.inbox.append(lambda: self.receive(message, answer))
-        elif isinstance(message, ClusterBeat):
+        elif isinstance(message, ClusterHeartbeat):
             self._cluster_beat(message, answer)
-        elif isinstance(message, SlaveBeat):
+        elif isinstance(message, SlaveHeartbeat):
             self._slave_beat(message, answer)
         elif isinstance(message, PushStaged | PushRefused):
             self._step(message)
@@ -270,25 +270,25 @@ class MasterProcess:
             for question in kept:
                 self._ask(*question)
 
-    def _cluster_beat(self, beat: ClusterBeat, answer: Answer) -> None:
+    def _cluster_beat(self, beat: ClusterHeartbeat, answer: Answer) -> None:
         self._heard("cluster", beat.cluster, beat.inc)
-        for event in self.judge.heard_cluster(beat, self.world.heap.now):
+        for event in self.judge.on_cluster_heartbeat(beat, self.world.heap.now):
             if self.presides:
                 self.world.watch.judged(event)
             self._step(event)
         standing, push, pull = self.coordinator.cluster_standing(beat.cluster, beat.inc)
         lease_s = self.world.options.timing.lease_s
-        told = ClusterBeatAnswer(self.coordinator.term, lease_s, standing, push, pull, self.coordinator.progress())
+        told = ClusterHeartbeatAnswer(self.coordinator.term, lease_s, standing, push, pull, self.coordinator.progress())
         self._say(told, answer)
 
-    def _slave_beat(self, beat: SlaveBeat, answer: Answer) -> None:
+    def _slave_beat(self, beat: SlaveHeartbeat, answer: Answer) -> None:
         self._heard("slave", beat.slave, beat.sinc)
-        for event in self.judge.heard_slave(beat, self.world.heap.now):
+        for event in self.judge.on_slave_heartbeat(beat, self.world.heap.now):
             self._step(event)
         register, as_of, pushes, pulls = self.coordinator.slave_live(beat.slave, beat.sinc)
         register = register or beat.term != self.coordinator.term
         lease_s = self.world.options.timing.lease_s
-        self._say(SlaveBeatAnswer(self.coordinator.term, lease_s, register, as_of, pushes, pulls), answer)
+        self._say(SlaveHeartbeatAnswer(self.coordinator.term, lease_s, register, as_of, pushes, pulls), answer)
 
     def _heard(self, role: str, name: str, life: int) -> None:
         if self.presides:
@@ -309,7 +309,7 @@ class MasterProcess:
     def _step(self, event: Event, asked: Any = None) -> None:
         now = self.world.heap.now
         if isinstance(event, ClusterJoined):  # it may fence a life, whose tokens the beats have told
-            for told in self.judge.last_words(event.cluster):
+            for told in self.judge.report_tokens(event.cluster):
                 self._step(told)
         self.world.watch.before_step(self, event)
         effects = self.coordinator.step(event, now)
@@ -412,10 +412,11 @@ class MasterProcess:
         if isinstance(answer, OrderAnswered):
             event = answer
         elif isinstance(answer, Failed):
-            kind = "stale_term" if answer.error == "StaleTerm" else "refused"
-            event = OrderFailed(order.slave, order.sinc, order.number, kind, f"{answer.error}: {answer.message}")
+            event = OrderFailed(order.slave, order.sinc, order.number, answer.error, answer.message)
         else:
-            event = OrderFailed(order.slave, order.sinc, order.number, "deaf", "no answer before the deadline")
+            event = OrderFailed(
+                order.slave, order.sinc, order.number, UnresponsiveSlave, "no answer before the deadline"
+            )
         if self.inbox is not None:
             self.inbox.append(lambda: self._step(event))
         elif self.alive:

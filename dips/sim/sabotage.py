@@ -17,13 +17,14 @@ from dips.client.session import Session
 from dips.errors import ConfigError
 from dips.ids import PullId, PushId, VersionId
 from dips.master.ledger import Ledger
-from dips.protocol import clusters, round, slaves
-from dips.protocol.beats import ClusterBeat
+from dips.protocol import clusters, settlement, slaves
 from dips.protocol.effects import Apply, Fold, Order, Registered
+from dips.protocol.entities import Cluster, Fanout
+from dips.protocol.enums import FanoutKind
 from dips.protocol.events import Answer, ClusterLeft, Folded, OrderAnswered
+from dips.protocol.heartbeats import ClusterHeartbeat
 from dips.protocol.records import LedgerState, Record
-from dips.protocol.world import Chorus, Cluster
-from dips.protocol.world import World as Deciding
+from dips.protocol.run_state import RunState
 from dips.sim.disk import SimDisk
 from dips.sim.flow import OpenedPush, SimFlow
 from dips.sim.master import MasterProcess
@@ -54,17 +55,17 @@ def _announce_before_record() -> list[Patch]:
 
 
 def _record_before_all_persisted() -> list[Patch]:
-    honest = slaves.answered
+    honest = slaves.take_answer
 
-    def answered(w: Deciding, event: OrderAnswered) -> Chorus | None:
-        found = w.choruses.get(event.number)
-        chorus = honest(w, event)
-        if chorus is None and found is not None and found[0].kind == "persist" and found[0].answers:
-            w.forget_orders(frozenset({"persist"}))
+    def take_answer(run: RunState, event: OrderAnswered) -> Fanout | None:
+        found = run.fanouts.get(event.number)
+        fanout = honest(run, event)
+        if fanout is None and found is not None and found[0].kind is FanoutKind.PERSIST and found[0].answers:
+            run.forget_orders(frozenset({FanoutKind.PERSIST}))
             return found[0]
-        return chorus
+        return fanout
 
-    return [(slaves, "answered", answered)]
+    return [(slaves, "take_answer", take_answer)]
 
 
 def _flip_on_prepared() -> list[Patch]:
@@ -147,14 +148,14 @@ def _keep_local() -> list[Patch]:
 
 
 def _stats_of_skipped_rounds() -> list[Patch]:
-    honest = round.skip
+    honest = settlement.skip_round
 
-    def skip(w: Deciding, reason: str) -> None:
-        if w.round is not None:
-            w.penalty.keep(*round._statistics(w, w.round))
-        honest(w, reason)
+    def skip_round(run: RunState, reason: str) -> None:
+        if run.round is not None:
+            run.penalty.keep(*settlement.statistics_after(run, run.round))
+        honest(run, reason)
 
-    return [(round, "skip", skip)]
+    return [(settlement, "skip_round", skip_round)]
 
 
 def _accept_old_stream() -> list[Patch]:
@@ -207,13 +208,13 @@ def _tokens_cut_at_pull() -> list[Patch]:
 
 
 def _lose_what_was_settled() -> list[Patch]:
-    honest_end, honest_beat, honest_leave = clusters.end, Session.beat, Session.leave
+    honest_end, honest_beat, honest_leave = clusters.end_incarnation, Session.beat, Session.leave
 
-    def end(w: Deciding, cluster: Cluster, reason: str, consumed: int, told_lost: int = 0) -> None:
-        # what a beat told as unsettled counts as lost
-        honest_end(w, cluster, reason, consumed + cluster.settled, told_lost)
+    def end(run: RunState, cluster: Cluster, reason: str, consumed: int, reported_lost: int = 0) -> None:
+        # what a heartbeat reported as unsettled counts as lost
+        honest_end(run, cluster, reason, consumed + cluster.settled, reported_lost)
 
-    def beat(self: Session) -> ClusterBeat | None:
+    def beat(self: Session) -> ClusterHeartbeat | None:
         told = honest_beat(self)
         return told and replace(told, tokens_consumed=told.tokens_carried + told.tokens_lost)
 
@@ -221,7 +222,7 @@ def _lose_what_was_settled() -> list[Patch]:
         left = honest_leave(self)
         return left and replace(left, tokens_consumed=self.account.unsettled + self.account.lost)
 
-    return [(clusters, "end", end), (Session, "beat", beat), (Session, "leave", leave)]
+    return [(clusters, "end_incarnation", end), (Session, "beat", beat), (Session, "leave", leave)]
 
 
 def _offers_without_ledger() -> list[Patch]:

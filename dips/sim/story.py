@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import isinf
 
+from dips.errors import error_named
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.master.ledger import Ledger
 from dips.protocol import events as ev
@@ -122,10 +123,12 @@ class Teller:
                 return ev.Done()
 
     def fails(self, slave: str, words: Words) -> list[str]:
-        """The oldest order (of one kind) that it has not answered fails: deaf, refused or stale_term."""
+        """The oldest order (of one kind) that it has not answered fails with an error of dips.errors."""
         order = next(o for o in self.orders if o.slave == slave and words.get("only") in (None, _kind(o.body)))
         self.orders.remove(order)
-        return self.step(ev.OrderFailed(slave, order.sinc, order.number, words["kind"], words.get("why", "")))
+        error = error_named(words["error"])
+        assert error is not None, f"no class of dips.errors: {words['error']}"
+        return self.step(ev.OrderFailed(slave, order.sinc, order.number, error, words.get("why", "")))
 
     def staged(self, slave: str, words: Words) -> list[str]:
         push = self._push(words["push"])
@@ -176,8 +179,8 @@ class Teller:
         return self.step(ev.ClusterSilent(cluster, self._life(cluster, words), 10.0, consumed, lost))
 
     def told(self, cluster: str, words: Words) -> list[str]:
-        """The judge tells what the life's beats said of its tokens; asked before each Join."""
-        return self.step(ev.ClusterTold(cluster, self._life(cluster, words), int(words["tokens"])))
+        """The judge reports the tokens of an incarnation; asked before each Join."""
+        return self.step(ev.TokensReported(cluster, self._life(cluster, words), int(words["tokens"])))
 
     def leaves(self, cluster: str, words: Words) -> list[str]:
         return self.step(
@@ -363,7 +366,7 @@ def _lines(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _parse(command: str) -> tuple[str, str, Words]:
-    """`s0 fails kind=deaf why="no answer"` → subject, verb, words."""
+    """`s0 fails error=UnresponsiveSlave why="no answer"` → subject, verb, words."""
     subject, verb, *rest = re.findall(r'(?:[^\s"]|"[^"]*")+', command)
     pairs = [word.partition("=") for word in rest]
     return subject, verb, {key: value.strip('"') for key, _, value in pairs}

@@ -180,11 +180,8 @@ def _raised(error: aio.AioRpcError, deadline_s: float, peer: str, unavailable: t
 
 def _class_named(error: aio.AioRpcError) -> type[DipsError] | None:
     """Find the class that the peer raised; a name that we do not know says nothing."""
-    for key, value in error.trailing_metadata() or ():
-        found = getattr(errors, str(value), None) if key == ERROR_KEY else None
-        if isinstance(found, type) and issubclass(found, DipsError):
-            return found
-    return None
+    names = (str(value) for key, value in error.trailing_metadata() or () if key == ERROR_KEY)
+    return next((found for name in names if (found := errors.error_named(name)) is not None), None)
 
 
 def _cannot_listen(key: str, address: str) -> str:

@@ -22,7 +22,7 @@ MAY: dict[str, set[str]] = {
     "dips.__init__": set(),
     "dips.errors": set(),
     "dips.ids": {"dips.errors"},
-    "dips.config": LOW | {"dips.protocol.options"},
+    "dips.config": LOW | {"dips.protocol.enums", "dips.protocol.options"},
     "dips.telemetry": LOW,
     "dips.protocol": LOW,
     "dips.outer": LOW,

@@ -1,201 +1,33 @@
 """Everything that the Coordinator knows, and the few verbs by which its parts say what is to be done.
 
-One owner: only `Coordinator.step` lets the functions of slaves.py, clusters.py, pushes.py, pulls.py and round.py change
-it. `now` is the time of the present step; `out` collects the step's effects in their order.
+Only `Coordinator.step` changes it, through the functions of slaves.py, clusters.py, pushes.py, pulls.py and round.py.
+`now` is the time of the present step; `out` collects the step's effects in their order.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
-from statistics import median
 
+from dips.errors import StaleIncarnation, UnavailableMaster
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.data import RangeBook
 from dips.protocol.deadlines import transfer_deadline_s
 from dips.protocol.effects import Effect, Failed, Grant, Note, Order, OrderBody, Progress, Reply, Result, SlaveAddress
-from dips.protocol.events import Answer
+from dips.protocol.entities import Bodies, Cluster, Durability, Fanout, Pull, Push, Round, Slave, Subject
+from dips.protocol.enums import FanoutKind, RequeuePolicy, RoundResult, Standing
 from dips.protocol.manifest import BYTES_PER_PARAMETER, Manifest
-from dips.protocol.moves import CLUSTER_MOVES, SLAVE_MOVES, ClusterState, RoundState, SlaveState, move
+from dips.protocol.moves import ClusterState, SlaveState
 from dips.protocol.options import Options
-from dips.protocol.order import walk
-from dips.protocol.penalty import Penalty, Verdict
-from dips.protocol.records import LedgerState, OutcomeRow, Record, VersionRow
+from dips.protocol.order import slaves_in_order
+from dips.protocol.penalty import Penalty
+from dips.protocol.records import LedgerState, Record, VersionRow
 
 OLD_LEDGER = "this ledger is an old copy: put the newest one back, or see `dips-master recover`"
 LINEAGE_KEPT = 1_000  # newest versions; a base older than they are counts as no ancestor: its staleness is unknown
-PACES_KEPT = 16  # times between pushes of a cluster, for the window's default and for who is expected
 
 
-@dataclass
-class Slave:
-    """One holder of layers; the placement names it, a Register gives it a life."""
-
-    name: str
-    layers: tuple[int, ...]
-    sinc: int = 0
-    nonce: str = ""
-    state: SlaveState = SlaveState.STARTING
-    reason: str = "not registered since this master started"
-    address: str = ""
-    lanes: tuple[str, ...] = ()
-    key: str = ""
-    slots: int = 0
-    memory: VersionId | None = None
-    offer: frozenset[VersionId] | None = None  # what it said it can serve; None: not said since that changed
-    deaf: int = 0  # orders in a row past their deadline
-    draining: bool = False  # an operator wants it out of service when nothing is open on it
-    registered: bool = False  # in this life of the master
-    garbage: tuple[VersionId, ...] = ()  # on its disk and in no row: deleted when this ledger is proven
-    must_hear: bool = False  # it was lost as deaf: READY again only after it has answered a Ping
-
-    def become(self, state: SlaveState, reason: str) -> None:
-        if state != self.state:
-            self.state = move(SLAVE_MOVES, self.state, state, f"slave {self.name}")
-        self.reason = reason
-
-
-@dataclass
-class Push:
-    """One push from OpenPush to its Outcome."""
-
-    id: PushId
-    base: VersionId
-    ranks: int
-    deadline: float
-    deadline_s: float
-    due: float = 0.0  # when it should be here, by its cluster's bandwidth; 0 while that is unknown
-    codec: str = "fp32"
-    opened: bool = False
-    staged: set[str] = field(default_factory=set)
-    committed: bool = False
-    tokens: int = 0
-    inner_steps: int = 0
-    ranges: tuple[int, ...] = ()
-    loss: float = 0.0
-    verdict: Verdict | None = None
-    weight: float = 0.0
-
-
-@dataclass
-class Pull:
-    """One pull from OpenPull to FinishPull; `opened` when every slave has pinned the version."""
-
-    id: PullId
-    version: VersionId
-    ranks: int
-    deadline: float
-    deadline_s: float
-    opened: bool = False
-    first: int = 0  # ranks of the pulls before it: its own begin at the slaves after theirs
-
-
-@dataclass
-class Cluster:
-    """One training cluster in its present life."""
-
-    name: str
-    inc: int
-    nonce: str
-    state: ClusterState = ClusterState.JOINING
-    reason: str = "joined"
-    seq_high: int = 0  # the highest seq of a push or pull in this life
-    base: VersionId | None = None
-    ranks: int = 1
-    moving: bool = True  # its inner steps are seen moving
-    consumed: int = 0  # tokens of this life in all, as last told by the judge
-    lost: int = 0  # of those, with dead trainers
-    settled: int = 0  # tokens of this life that were accepted or gated
-    accounted: int = 0  # tokens of the newest life that is over: settled, lost, or with its last push
-    push: Push | None = None
-    pull: Pull | None = None
-    dropped_push: tuple[int, str] = (0, "")  # (seq, reason) of the last that was dropped
-    closed_pull: tuple[int, str] = (0, "")  # (seq, reason) of the last that was closed
-    outcome: OutcomeRow | None = None
-    outcome_version: VersionId | None = None
-    bytes_per_s: float | None = None  # of its transfers, by its beats; stays over its lives: it is its link's
-    measured_at: float = 0.0
-    requested_at: float | None = None  # its last RequestPush that was granted
-    paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES_KEPT))
-    counts: dict[str, int] = field(default_factory=lambda: {"accepted": 0, "gated": 0, "skipped": 0, "undone": 0})
-    tokens: dict[str, int] = field(default_factory=lambda: {"accepted": 0, "gated": 0, "lost": 0, "undone": 0})
-
-    @property
-    def live(self) -> bool:
-        return self.state is not ClusterState.GONE
-
-    @property
-    def pace(self) -> float | None:
-        """Median seconds between two pushes; None before the second."""
-        return median(self.paces) if self.paces else None
-
-    def become(self, state: ClusterState, reason: str) -> None:
-        if state != self.state:
-            self.state = move(CLUSTER_MOVES, self.state, state, f"cluster {self.name}")
-        self.reason = reason
-
-    def reborn(self, inc: int, nonce: str) -> None:
-        """A new life under the same name: counters stay, everything that moves is gone."""
-        self.inc, self.nonce = inc, nonce
-        self.state, self.reason = ClusterState.JOINING, "joined"
-        self.seq_high, self.base, self.moving = 0, None, True
-        self.consumed = self.lost = self.settled = 0
-        self.push = self.pull = self.outcome = self.outcome_version = self.requested_at = None
-        self.dropped_push = self.closed_pull = (0, "")
-
-
-@dataclass
-class Round:
-    """One attempt at an outer step."""
-
-    number: int
-    state: RoundState
-    reason: str
-    opened: float
-    closes: float
-    queue: list[Push] = field(default_factory=list)  # committed, to be measured in this order
-    current: Push | None = None  # being measured or folded
-    folded: list[Push] = field(default_factory=list)
-    gated: list[Push] = field(default_factory=list)
-    acc_sq: float = 0.0  # Σ over slaves of Σ acc² after the last fold
-    scale: float = 0.0
-    delta_norm: float = 0.0
-    clipped: bool = False
-
-    @property
-    def unfolded(self) -> list[Push]:
-        """Committed, and still in their slots: the one being measured or folded, and those after it."""
-        return [self.current, *self.queue] if self.current else list(self.queue)
-
-    @property
-    def pushes(self) -> list[Push]:
-        return [*self.folded, *self.gated, *self.unfolded]
-
-
-@dataclass
-class Chorus:
-    """One order given to several slaves; complete when all have answered."""
-
-    kind: str  # whose continuation it is: see coordinator.CONTINUE
-    subject: PushId | PullId | int | VersionId
-    waiting: set[str]
-    answers: dict[str, Answer] = field(default_factory=dict)
-
-
-@dataclass
-class Durability:
-    """How the run stands with its disks; `state` with its reason, as everything."""
-
-    state: str  # "durable" | "degraded": versions are announced without a snapshot | "stopped": no more rounds
-    reason: str = ""
-    failures: int = 0  # snapshots in a row that failed on some slave
-    late: Chorus | None = None  # the head's snapshot, being written after its commit
-    late_failed: tuple[str, ...] = ()  # why it failed, by slave, while others still write
-    again_at: float = 0.0  # the head's snapshot failed: not tried again before
-
-
-class World:
+class RunState:
     """The state of the whole run as the master sees it."""
 
     def __init__(self, state: LedgerState, manifest: Manifest, options: Options, now: float) -> None:
@@ -215,7 +47,7 @@ class World:
         for peer in state.clusters:
             cluster = self.clusters[peer.name]
             cluster.state = ClusterState.GONE if peer.ended else ClusterState.TRAINING
-            cluster.reason = "its life ended" if peer.ended else "known from the ledger"
+            cluster.reason = "its incarnation ended" if peer.ended else "known from the ledger"
         self._restore_outcomes(state)
         self._restore_totals(state)
         self.versions: dict[VersionId, VersionRow] = {  # the lineage, in order
@@ -227,20 +59,20 @@ class World:
         self.next_round = state.next_round
         self.tokens_accepted = sum(v.tokens for v in state.versions)  # by the lineage
         self.finished = state.finished
-        requeue = options.requeue == "undone"
+        requeue = options.requeue is RequeuePolicy.UNDONE
         self.ranges = RangeBook(options.data, state.settled, state.leased, state.undone_ranges, requeue)
         genesis_norm = sum(state.row.genesis_norms)
         self.penalty = Penalty(options.penalty, state.penalty, state.history, genesis_norm)
         self.round: Round | None = None
         self.opened_at: float | None = None  # when the last window opened
         self.waiting: list[Push] = []  # committed while no window was open to them
-        self.flipping: Chorus | None = None
-        self.durability = Durability("durable")
+        self.flipping: Fanout | None = None
+        self.durability = Durability()
         self.rollback_waits = ""  # for whom, while some slave cannot offer the head
         self.closed_at = now  # when the last window closed
         self.update_s = 0.0  # from there to the last flip; 0 if the round left θ as it was
-        self.counts = {"applied": 0, "unchanged": 0, "skipped": 0, **dict(state.rounds)}
-        self.choruses: dict[int, tuple[Chorus, Order]] = {}  # unanswered orders by number
+        self.counts = {**dict.fromkeys(map(str, RoundResult), 0), **dict(state.rounds)}
+        self.fanouts: dict[int, tuple[Fanout, Order]] = {}  # unanswered orders by number
         self.last_number = 0
 
     def forget_old_versions(self) -> None:
@@ -281,83 +113,82 @@ class World:
 
     def order(
         self,
-        kind: str,
-        subject: PushId | PullId | int | VersionId,
-        bodies: dict[str, OrderBody],
+        kind: FanoutKind,
+        subject: Subject,
+        bodies: Bodies,
         deadline_s: float,
-    ) -> Chorus:
+    ) -> Fanout:
         """Give each named slave its order; the continuation of `kind` is called when all have answered."""
-        chorus = Chorus(kind, subject, set(bodies))
+        fanout = Fanout(kind, subject, set(bodies))
         for name, body in bodies.items():
             self.last_number += 1
             order = Order(name, self.slaves[name].sinc, self.term, self.last_number, body, deadline_s)
-            self.choruses[self.last_number] = (chorus, order)
+            self.fanouts[self.last_number] = (fanout, order)
             self.out.append(order)
-        return chorus
+        return fanout
 
-    def say_otherwise(self, number: int, body: OrderBody) -> None:
-        """Give a slave another order in the place of one that it refused; the chorus goes on."""
-        chorus, old = self.choruses.pop(number)
+    def replace_order(self, number: int, body: OrderBody) -> None:
+        """Give a slave another order in the place of one that it refused; the fanout goes on."""
+        fanout, old = self.fanouts.pop(number)
         self.last_number += 1
         order = Order(old.slave, self.slaves[old.slave].sinc, self.term, self.last_number, body, old.deadline_s)
-        self.choruses[self.last_number] = (chorus, order)
+        self.fanouts[self.last_number] = (fanout, order)
         self.out.append(order)
 
-    def order_all(
-        self, kind: str, subject: PushId | PullId | int | VersionId, body: OrderBody, deadline_s: float
-    ) -> Chorus:
+    def order_all(self, kind: FanoutKind, subject: Subject, body: OrderBody, deadline_s: float) -> Fanout:
         """Give every READY slave the same order."""
         return self.order(kind, subject, {s.name: body for s in self.ready_slaves()}, deadline_s)
 
-    def forget_orders(self, kinds: frozenset[str], subject: PushId | PullId | int | VersionId | None = None) -> None:
+    def forget_orders(self, kinds: frozenset[FanoutKind], subject: Subject | None = None) -> None:
         """Whatever is answered to these from now on no longer matters."""
-        for number, (chorus, _) in list(self.choruses.items()):
-            if chorus.kind in kinds and (subject is None or chorus.subject == subject):
-                del self.choruses[number]
+        for number, (fanout, _) in list(self.fanouts.items()):
+            if fanout.kind in kinds and (subject is None or fanout.subject == subject):
+                del self.fanouts[number]
 
     # ---- what others ask ----
 
-    def standing(self, name: str, inc: int) -> str:
-        """What a life is to this master: "live", "gone" (join again) or "fenced" (a newer life exists: exit)."""
+    def standing(self, name: str, inc: int) -> Standing:
         cluster = self.clusters.get(name)
         if cluster is None or inc > cluster.inc:
-            return "gone"
+            return Standing.GONE
         if inc < cluster.inc:
-            return "fenced"
-        return "live" if cluster.live else "gone"
+            return Standing.FENCED
+        return Standing.LIVE if cluster.live else Standing.GONE
 
     @property
     def proven(self) -> bool:
-        """Whether the slaves have been heard that know if this ledger is an old copy (why.md 2, 4).
+        """Whether the slaves have registered that know if this ledger is an old copy (why.md 2, 4).
 
         All of them, since the one that serves what this ledger lacks may come last; after a lease those that came. A
         first term is no copy's: any one slave does.
         """
-        heard = [slave.registered for slave in self.slaves.values()]
+        registered = [slave.registered for slave in self.slaves.values()]
         waited = self.term == 1 or self.now - self.started >= self.options.timing.lease_s
-        return all(heard) or (waited and any(heard))
+        return all(registered) or (waited and any(registered))
 
-    def unproven(self, req: int) -> bool:
-        """Whether slaves have yet to register; the asker is told to come again."""
+    def refuse_unproven(self, req: int) -> bool:
+        """Ask the asker to come again if slaves have yet to register; return whether that was so."""
         if self.proven:
             return False
         away = ", ".join(s.name for s in self.slaves.values() if not s.registered)
-        self.reply(req, Failed("UnavailableMaster", f"not yet registered: {away}; slaves know if this ledger is old"))
+        self.reply(req, Failed(UnavailableMaster, f"not yet registered: {away}; slaves know if this ledger is old"))
         return True
 
-    def living(self, req: int, name: str, inc: int) -> Cluster | None:
-        """Return the cluster if this life of it is live; else answer the question with StaleIncarnation.
+    def live_cluster(self, req: int, name: str, inc: int) -> Cluster | None:
+        """Return the cluster if this incarnation of it is live; else answer the question with StaleIncarnation.
 
         Before the slaves have registered nothing is answered: an old copy of the ledger would call leases foreign and
-        lives unknown that are not, and a cluster would end by it.
+        incarnations unknown that are not, and a cluster would end by it.
         """
-        if self.unproven(req):
+        if self.refuse_unproven(req):
             return None
         stand = self.standing(name, inc)
-        if stand == "live":
+        if stand is Standing.LIVE:
             return self.clusters[name]
         present = self.clusters[name].inc if name in self.clusters else 0
-        self.reply(req, Failed("StaleIncarnation", f"{name}/{inc} is {stand}; the present life is {name}/{present}"))
+        self.reply(
+            req, Failed(StaleIncarnation, f"{name}/{inc} is {stand}; the present incarnation is {name}/{present}")
+        )
         return None
 
     def ready_slaves(self) -> list[Slave]:
@@ -380,7 +211,7 @@ class World:
         """What a cluster needs to move; `first` ranks of other transfers walk before its own."""
         slaves = tuple(SlaveAddress(s.name, s.sinc, s.lanes, s.layers, s.key) for s in self.slaves.values())
         workers = range(first, first + ranks)
-        order = tuple(walk(self.options.order, worker, len(slaves), str(version)) for worker in workers)
+        order = tuple(slaves_in_order(self.options.order, worker, len(slaves), str(version)) for worker in workers)
         return Grant(version, slaves, order, deadline_s)
 
     @property
