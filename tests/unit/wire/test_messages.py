@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from enum import StrEnum
 from typing import Any
 
 import pytest
@@ -53,6 +54,8 @@ def value_of(name: str, hint: Any) -> st.SearchStrategy[Any]:
         return st.lists(value_of(name, arguments[0]), max_size=3).map(tuple)
     if dataclasses.is_dataclass(hint):
         return built(typing.cast(type, hint))
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return st.sampled_from(list(hint))
     if hint is str:
         return NAMES if name in ("run", "cluster", "slave", "name") else st.text(max_size=40)
     if name == "req":
