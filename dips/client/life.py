@@ -49,6 +49,8 @@ class Life:
         self._seq = self._ranges_seq = 0
         self._ranges_asked = False
         self._ranges_event = cast("RangesRequested | None", None)  # the last that was asked
+        self._ended_at = cast("float | None", None)  # when the data ended before all of it was settled
+        self._rest_again_at = 0.0  # the next try to push the rest
         self._sick = False  # the loss was not finite since the last freeze, and that was said
         self._claimed: tuple[int, ...] = ()  # ranges of a checkpoint that were asked for
         self.settled = 0  # pushes of this cluster that were accepted or gated, in all its lives

@@ -84,6 +84,7 @@ class PullMoved:
     nbytes: int
     torn: bool = False  # some layers are installed and others are not: the model is good for nothing but another pull
     at_once: bool = False  # answer now, with Wait if need be: the ranks train meanwhile
+    merged: bool = False  # what was trained since the last push was frozen was kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +197,8 @@ class PushNow:
 class PullNow:
     """Receive `grant.version`, and install it on all ranks or on none.
 
-    `merge`: what was trained since the last push was frozen is kept: θ_local ← θ_version + (θ_local − θ_pushed).
+    `merge`: what was trained since the last push was frozen is kept: θ_local ← θ_version + (θ_local − θ_pushed); unless
+    that is not finite on some rank, which PullMoved says.
     """
 
     inc: int
@@ -233,6 +235,7 @@ class RangeGiven:
 class RangesEnded:
     reason: str
     finished: bool  # the run is; otherwise the data is used up
+    unsettled: bool = False  # push what was trained since the last push, then ask again: no inner step follows
 
 
 @dataclass(frozen=True, slots=True)

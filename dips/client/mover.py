@@ -50,7 +50,9 @@ class Mover:
 
         accepted  seq of the last push of this life whose Outcome was that; it settles what lossy pushes owe
         keep      remember the shard as it is now, for a `merge`; 4 B more for each parameter of this rank's shard
+        Errors    LocalProtocolError, the same on all ranks: the model's memory was replaced since it was laid out
         """
+        self._check_places()
         feedback = self._feedback
         if feedback is not None:
             feedback.hear(base.inc, accepted)
@@ -68,6 +70,16 @@ class Mover:
         release = self._memory.release if isinstance(self._memory, StreamedMemory) else nothing
         total = self._bytes["push", grant.codec]
         return self._begin(move, self._memory.pieces, total, grant, base, share, release)
+
+    def _check_places(self) -> None:
+        heard = [words.decode() for words in self._voice.gather(self._memory.replaced().encode())]
+        lost = [f"rank {rank}: {name}" for rank, name in enumerate(heard) if name]
+        if lost:
+            raise LocalProtocolError(
+                f"{lost[0]}: the model's parameters were replaced after OuterLoop was made, so what it would push is "
+                "not what is trained: call fully_shard first, then OuterLoop (as well as to(device) and "
+                "load_state_dict(assign=True))"
+            )
 
     def pull(self, grant: Grant, base: Base, share: Share, accepted: int = 0) -> Underway:
         """Bring this rank's pieces of the version into host memory, and no further. `accepted` as for push.
@@ -92,13 +104,20 @@ class Mover:
         self._landed(version)
         self._memory.install()
 
-    def merge(self, version: VersionId) -> None:
+    def merge(self, version: VersionId) -> bool:
         """Bring what was pulled into a model that has trained on: θ_local ← θ_version + (θ_local − θ_pushed).
 
-        Legal after a push that was kept (why.md 36). Collective, as `install`.
+        Legal after a push that was kept (why.md 36). If either of the two is not finite on any rank, the sum would
+        never be finite again: the version is installed as it is, on all ranks, and this returns False. Collective, as
+        `install`.
         """
         self._landed(version)
-        self._memory.merge()
+        (finite,) = self._voice.least([int(self._memory.merge_is_finite())])
+        if finite:
+            self._memory.merge()
+        else:
+            self._memory.install()
+        return bool(finite)
 
     def stepped(self) -> None:
         """An inner step was taken; what an install through the forward has left is installed."""

@@ -25,6 +25,7 @@ from torch import nn
 
 from dips.client import address
 from dips.client.local import (
+    Answer,
     Attach,
     Bye,
     Healed,
@@ -176,7 +177,8 @@ class OuterLoop(Rounds):
     def ranges(self) -> Iterator[int]:
         """Yield the data ranges leased to this cluster, the same on all ranks, until none is left or the run is over.
 
-        A range counts as trained when the next one is asked for. Split its samples over your data-parallel ranks.
+        A range counts as trained when the next one is asked for. At the end of the data what was trained since the last
+        push is pushed before this returns, and settled. Split a range's samples over your data-parallel ranks.
         Raise ConfigError if the run has no data ranges (`shared.data.ranges`).
         """
         total = self._config.shared.data.ranges
@@ -188,16 +190,10 @@ class OuterLoop(Rounds):
             self._check()
             self._voice.meet("OuterLoop.ranges")
             self._ranges_asked += 1
-            answer = self._mouth.persist(RangeWanted(self._attempt, self._ranges_asked))
-            if isinstance(answer, RangeGiven):
-                yield answer.range
-                continue
-            if isinstance(answer, RangesEnded) and answer.finished:
-                self._settle()
-                if not self._finished:
-                    # nothing is pushed: the final version is pulled
-                    self._obey(PushWanted(self._attempt, self._next()))
-            return
+            answer = self._next_range()
+            if not isinstance(answer, RangeGiven):
+                return
+            yield answer.range
 
     def state_dict(self) -> dict[str, Any]:
         """What a cluster's checkpoint needs of the outer loop, for `torch.save` or `torch.distributed.checkpoint`.
@@ -266,6 +262,24 @@ class OuterLoop(Rounds):
             self.close()
         else:
             self._mouth.hang_up()
+
+    # ---- data ranges -------------------------------------------------------------------------------------------------
+
+    def _next_range(self) -> Answer:
+        """Ask for a data range; when none is left, push until nothing that was trained is unsettled."""
+        while True:
+            answer = self._mouth.persist(RangeWanted(self._attempt, self._ranges_asked))
+            if not isinstance(answer, RangesEnded):
+                return answer
+            moved = self.moving
+            self._settle()
+            if moved and not self._finished:
+                continue  # its outcome may have settled all, or given some back
+            if not self._finished and (answer.finished or answer.unsettled):
+                # of a run that is finished nothing is pushed: the final version is pulled
+                self._obey(PushWanted(self._attempt, self._next(), demanded=answer.unsettled))
+            if self._finished or not answer.unsettled:
+                return answer
 
     # ---- the talk ----------------------------------------------------------------------------------------------------
 

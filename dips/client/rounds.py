@@ -131,11 +131,15 @@ class Rounds:
             return PushMoved(self._attempt, self._next(), verdict.seq, moved.ok, moved.reason, moved.nbytes)
         assert isinstance(verdict, PullNow)
         self._torn = moved.torn or (self._torn and not moved.ok)
+        merged = False
         if moved.ok:  # on all ranks
-            install = self._mover.merge if verdict.merge else self._mover.install
-            install(verdict.grant.version)
+            if verdict.merge:
+                merged = self._mover.merge(verdict.grant.version)
+            else:
+                self._mover.install(verdict.grant.version)
             self._version, self._progress = verdict.grant.version, verdict.progress
-        return PullMoved(self._attempt, self._next(), verdict.seq, moved.ok, moved.reason, moved.nbytes, self._torn)
+        number, torn = self._next(), self._torn
+        return PullMoved(self._attempt, number, verdict.seq, moved.ok, moved.reason, moved.nbytes, torn, merged=merged)
 
     def _base(self, verdict: PushNow | PullNow) -> Base:
         return Base(self._config.shared.run, self._config.cluster, verdict.inc, verdict.seq, self._mover.rank)

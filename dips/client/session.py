@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dips.client.account import NO_LIFE, Account, Lived, RangeQueue
+from dips.client.account import NO_LIFE, NOTHING, Account, Lived, RangeQueue
 from dips.client.checkpoints import Checkpoints
 from dips.client.deeds import ACTIVITY, Ask, Deed, Hurry, Phase
 from dips.client.local import (
@@ -37,7 +37,7 @@ from dips.client.local import (
     Wait,
     Welcome,
 )
-from dips.client.talk import ANSWERS
+from dips.client.talk import AGAIN_S, ANSWERS
 from dips.errors import DipsError, LocalProtocolError, Stale, StaleIncarnation
 from dips.protocol.effects import Dropped, Finished, Joined, Pending, Ranges, Refused, Result
 from dips.protocol.enums import Activity, Standing, TrainerState
@@ -46,6 +46,7 @@ from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
 
 ASK_AGAIN_S = 0.05  # after Pending; the master holds the question open itself
 MARK_EVERY_S = 0.5  # inner steps on the timeline, at most so often
+END_S = 600.0  # at the end of the data, the last push is tried for so long
 
 
 class Session(Checkpoints):
@@ -194,7 +195,7 @@ class Session(Checkpoints):
         self._starves = self._left = False
         self._push_ranks, self._pull_ranks = q.push_ranks, q.pull_ranks
         self._pace.cut(self._now)
-        self.ranges.exhausted = False
+        self.ranges.exhausted, self._ended_at, self._rest_again_at = False, None, 0.0
         self._mark("trainer_attached", attempt=self.attempt, life=q.life, restart=q.restart)
         if self.phase is Phase.UNJOINED or q.manifest != self._manifest:
             self._manifest = q.manifest
@@ -271,12 +272,32 @@ class Session(Checkpoints):
         if not book.waiting and not book.exhausted and not self._ranges_asked and self._joined_in():
             self._ask_ranges()
         if given is not None:
+            self._ended_at = None
             return RangeGiven(given)
         if self.progress.finished:
             return RangesEnded(f"the run is finished with {self.progress.finished}", True)
         if book.exhausted and not self._ranges_asked:
-            return RangesEnded("no data range is left to lease", False)
+            return self._end_of_data()
         return Wait("the master is asked for data ranges")
+
+    def _end_of_data(self) -> Answer:
+        """No range is left: have the rest pushed, so that every range is settled with what was trained on it.
+
+        A rest that cannot be settled for END_S, because no slot is to be had or the master is away, is given up.
+        """
+        if self.account.frozen == NOTHING and self.account.carried == NOTHING:
+            return RangesEnded("no data range is left to lease", False)
+        if self._ended_at is None:
+            self._ended_at = self._now
+        if self._now - self._ended_at >= END_S:
+            rest = f"{self.account.unsettled} tokens since the last push could not be settled in {END_S:g} s"
+            self._mark("rest_given_up", attempt=self.attempt, tokens=self.account.unsettled, reason=self.reason)
+            return RangesEnded(f"no data range is left to lease; {rest}: {self.reason}", False)
+        ours = self.phase in (Phase.RESTING, Phase.PUSHING, Phase.PULLING)  # else it is the master's turn
+        if not ours or self._now < max(self._backoff_until, self._rest_again_at) or self._unreachable_since is not None:
+            return Wait(self.reason)
+        self._rest_again_at = self._now + AGAIN_S
+        return RangesEnded("no data range is left to lease", False, unsettled=True)
 
     def _bury(self, reason: str) -> None:
         self._alive = self._waiting = False

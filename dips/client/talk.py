@@ -178,7 +178,7 @@ class Talk(Life):
             self._have_moved(q.nbytes, q.nbytes)
             self.tally.moved["pull"] += q.nbytes
             self.base, self._resync, self._pull_due, self._pull_failures = version, False, False, 0
-            if not self._merge:
+            if not q.merged:
                 self.ranges.take_back_unserved(self.account.lose_carried())  # work that the pull has overwritten
             self.reason = f"trains on {version}"
         else:

@@ -19,11 +19,13 @@ from math import ceil
 from statistics import median
 
 from dips.protocol.enums import TrainerState
-from dips.protocol.heartbeats import OWN_PACE, ClusterHeartbeat
+from dips.protocol.heartbeats import LEAST_BYTES_PER_S, OWN_PACE, ClusterHeartbeat
 
 LEAST_SHARE = 1 / 8  # of the H that a cluster would take by itself: with fewer steps a push is not worth its bytes
 MOST_CHANGE = 1.25  # of the period, from one window to the next: one odd measurement must not move everybody
 LATE_SHARE = 0.25  # of the period: who is later than that goes to the next window
+LEAST_STEP_S = 1e-6  # no inner step is faster: a smaller number was not measured
+NEVER_S = 1e9  # thirty years: an absurd speed must not give numbers that the other end of the wire refuses
 WORKED_SHARE = 0.5  # of the period: who has worked less since its last push was in this window
 
 
@@ -45,7 +47,7 @@ class _Member:
 
     @property
     def period_s(self) -> float:
-        return self.wanted * self.step_s
+        return min(self.wanted * self.step_s, NEVER_S)
 
 
 class Alignment:
@@ -59,7 +61,8 @@ class Alignment:
 
     def record_heartbeat(self, heartbeat: ClusterHeartbeat) -> None:
         """Take note of a cluster's speed; one that does not align, or whose speed is unknown, is no member."""
-        if heartbeat.aligned_steps > 0 and heartbeat.step_s > 0 and heartbeat.trainer is TrainerState.TRAINING:
+        trains = heartbeat.trainer is TrainerState.TRAINING
+        if trains and heartbeat.aligned_steps > 0 and heartbeat.step_s >= LEAST_STEP_S:
             self._members[heartbeat.cluster] = _Member(
                 heartbeat.aligned_steps, heartbeat.step_s, heartbeat.since_push, heartbeat.bytes_per_s
             )
@@ -91,7 +94,7 @@ class Alignment:
             earliest = now
         begin = self._anchor - self._lead_s(cluster, timing)
         periods = max(0, ceil((earliest - begin) / self.period_s))
-        return max(0.0, begin + periods * self.period_s - now)
+        return min(NEVER_S, max(0.0, begin + periods * self.period_s - now))
 
     def explain(self, cluster: str, timing: WindowTiming, now: float) -> str:
         """Describe the cluster's pace, for people; empty if it keeps its own."""
@@ -120,10 +123,12 @@ class Alignment:
     def _lead_s(self, cluster: str, timing: WindowTiming) -> float:
         """How long before the window its push begins: its own duration, and of those that follow it in its slot."""
         durations = {
-            name: timing.model_bytes / m.bytes_per_s if m.bytes_per_s > 0 else 0.0 for name, m in self._members.items()
+            name: timing.model_bytes / m.bytes_per_s if m.bytes_per_s >= LEAST_BYTES_PER_S else 0.0
+            for name, m in self._members.items()
         }
         longest_first = sorted(durations, key=lambda name: (-durations[name], name))
-        ends = [0.0] * max(1, timing.slots)  # seconds before the window at which each slot is taken, from behind
+        slots = max(1, min(timing.slots, len(durations)))
+        ends = [0.0] * slots  # seconds before the window at which each slot is taken, from behind
         for name in longest_first:
             slot = ends.index(min(ends))
             ends[slot] += durations[name]

@@ -101,12 +101,17 @@ def end_incarnation(run: RunState, cluster: Cluster, reason: str, consumed: int,
     # Tokens of a committed push are not lost with the cluster: its round settles them.
     open_seq, open_tokens = (committed.id.seq, committed.tokens) if committed else (0, 0)
     brought = cluster.settled + open_tokens
-    lost = max(reported_lost, consumed - brought)
+    lost = _countable(cluster, brought, max(reported_lost, consumed - brought))
     cluster.accounted = brought + lost
     cluster.tokens["lost"] += lost
     cluster.become(ClusterState.GONE, reason)
     run.record(ClusterEnded(cluster.name, cluster.inc, reason, lost, run.now, open_seq, open_tokens))
     run.note("cluster_gone", cluster=cluster.name, inc=cluster.inc, reason=reason)
+
+
+def _countable(cluster: Cluster, brought: int, lost: int) -> int:
+    """Of what an incarnation reports as lost, what its cluster's sums can hold: an absurd heartbeat is cut."""
+    return max(0, min(lost, pushes.MAX_TOKENS - brought, pushes.MAX_TOKENS - cluster.tokens["lost"]))
 
 
 def on_trainer_changed(run: RunState, event: TrainerChanged) -> None:

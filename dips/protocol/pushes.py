@@ -36,6 +36,7 @@ from dips.protocol.run_state import OLD_LEDGER, RunState
 TRANSFER_GRACE_S = 5.0  # the slaves' own deadline comes first; this one catches what they could not report
 LEAST_RETRY_S = 0.2  # a push that is here is still to be measured and folded before its slot is free
 MAX_RANKS = 65_536
+MAX_TOKENS = (1 << 53) - 1  # of a run: every sum of tokens stays exact, in the ledger and as a JSON number
 
 
 def on_push_requested(run: RunState, event: PushRequested) -> None:
@@ -183,6 +184,8 @@ def _finish(run: RunState, cluster: Cluster, event: PushFinished) -> Result:
     missing = [name for name in run.slaves if name not in push.staged]
     if missing:
         return Pending("not yet staged on " + ", ".join(missing))
+    if reason := _uncountable(run, cluster, event.tokens):
+        return Failed(RemoteProtocolError, reason)
     push.committed = True
     loss = event.loss if isfinite(event.loss) else 0.0  # shown to people only
     push.tokens, push.inner_steps, push.ranges, push.loss = event.tokens, event.inner_steps, event.ranges, loss
@@ -190,6 +193,16 @@ def _finish(run: RunState, cluster: Cluster, event: PushFinished) -> Result:
     cluster.become(ClusterState.COMMITTED, "its push is committed")
     run.note("push_committed", push=push.id, tokens=push.tokens, inner_steps=push.inner_steps, loss=push.loss)
     return Committed()
+
+
+def _uncountable(run: RunState, cluster: Cluster, tokens: int) -> str:
+    """Why so many tokens more cannot be counted; empty if they can: with them the run's total, and the cluster's."""
+    committed = [*(run.round.pushes if run.round else ()), *run.waiting]
+    of_run = run.tokens_accepted + sum(p.tokens for p in committed)
+    of_cluster = cluster.counted + sum(p.tokens for p in committed if p.id.cluster == cluster.name)
+    if max(of_run, of_cluster) + tokens <= MAX_TOKENS:
+        return ""
+    return f"tokens: {tokens} more would bring the count above {MAX_TOKENS}, the most that a run can have"
 
 
 def on_push_aborted(run: RunState, event: PushAborted) -> None:

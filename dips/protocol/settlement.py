@@ -200,12 +200,13 @@ def _settle(
 
 
 def finish_if_due(run: RunState) -> None:
-    """End the run when what `stop` names is reached and no round is open (Algorithm 1, line 7)."""
+    """End the run when what `stop` names is reached, or its data, and no round is open (Algorithm 1, line 7)."""
     stop = run.options.stop
     reasons = (
         (stop.tokens and run.tokens_accepted >= stop.tokens, f"{stop.tokens} tokens are accepted"),
         (stop.versions and run.head.version >= stop.versions, f"{stop.versions} outer steps are made"),
         (stop.wall_s and run.now - run.started >= stop.wall_s, f"{stop.wall_s:g} s are over"),
+        (run.ranges.used_up, f"all {run.ranges.total} data ranges are settled"),
     )
     reason = next((why for due, why in reasons if due), "")
     if not reason or run.finished or run.round is not None:

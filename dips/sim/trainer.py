@@ -106,15 +106,19 @@ class Trainer:
         assert isinstance(welcome, Welcome), welcome
         self.attempt = welcome.attempt
         yield from self._obey(PullWanted(self.attempt, self._next()))
+        rest = False  # the data is used up, and some of what was trained is to be pushed yet
         while not self.finished:
-            self._ranges_asked += 1
+            self._ranges_asked += not rest
             given = yield from self._persist(RangeWanted(self.attempt, self._ranges_asked))
             if self.range is not None:
                 self.used.append(Use(self.range))
             self.range = given.range if isinstance(given, RangeGiven) else None
             if isinstance(given, RangesEnded):
-                if given.finished:
-                    yield from self._obey(PushWanted(self.attempt, self._next()))
+                rest = given.unsettled
+                if given.finished or rest:
+                    yield from self._obey(PushWanted(self.attempt, self._next(), demanded=rest))
+                if rest:
+                    continue
                 break
             yield from self._inner_step()
         self._hear(Bye(self.attempt))

@@ -18,6 +18,7 @@ import typing
 from collections.abc import Callable, Hashable, Iterable
 from enum import StrEnum
 from functools import cache
+from math import inf, isnan
 from typing import Any, TypeVar, Union, cast
 
 from google.protobuf.message import Message
@@ -28,12 +29,38 @@ from dips.protocol import effects, events, heartbeats
 from dips.wire.generated import cluster_pb2, names_pb2, operator_pb2, slave_pb2, status_pb2
 
 MAX_MESSAGE_BYTES = 16 << 20  # one control message; a manifest of 100,000 parameters is about 8 MiB of JSON
-MAX_INTEGER = (1 << 63) - 1  # the ledger's widest integer
+MAX_INTEGER = (1 << 53) - 1  # exact as a double and in JSON; a thousand of them still add up in SQLite's 64 bits
+MAX_REAL = float(1 << 53)  # seconds, bytes/s, weights: products of two stay finite
 MAX_ITEMS = 1 << 20  # in one list: data ranges, layers, ranks
 MAX_TEXT = 256  # nonces, addresses, digests, states
 MAX_REASON = 2000  # longer reasons are cut, not refused: a long complaint must not cost a push
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RealBounds:
+    """What a float that arrives may be."""
+
+    least: float = 0.0
+    most: float = MAX_REAL
+    nan: bool = False
+
+    def hold(self, value: float) -> bool:
+        return self.nan if isnan(value) else self.least <= value <= self.most
+
+
+_REAL = RealBounds()  # of every float that is not named here
+_REALS = {
+    # Shown to people only, and most worth showing when training diverges; the ledger gets 0 (pushes.py), JSON null.
+    ("ClusterHeartbeat", "loss"): RealBounds(-inf, inf, nan=True),
+    ("PushFinished", "loss"): RealBounds(-inf, inf, nan=True),
+    # A broken push has norms like these; the penalty gates it.
+    ("Measured", "layer_sq"): RealBounds(0.0, inf, nan=True),
+    # round.py skips a round whose sum is not finite.
+    ("Folded", "acc_sq"): RealBounds(0.0, inf, nan=True),
+    ("ClusterHeartbeatAnswer", "push_in_s"): RealBounds(heartbeats.OWN_PACE),
+}
 
 _NAMES = frozenset({"run", "cluster", "slave", "name"})  # become file names, metrics and log lines
 _UNBOUNDED_TEXT = frozenset({"manifest"})  # MAX_MESSAGE_BYTES bounds it
@@ -97,31 +124,34 @@ def _field(cls: type, name: str, hint: Any) -> tuple[_Spell, _Read]:
         members = [a for a in arguments if a is not types.NoneType]
         return _message_pair(name, members[0], optional=True) if len(members) == 1 else _oneof_pair(name)
     if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
-        return _list_pair(name, arguments[0])
+        return _list_pair(cls, name, arguments[0])
     if dataclasses.is_dataclass(hint):
         return _message_pair(name, cast(type, hint), optional=False)
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return _enum_pair(name, hint)
     if hint in (int, float, str, bool):
-        return _scalar_pair(name, hint)
+        return _scalar_pair(cls, name)
     raise LocalProtocolError(f"{cls.__name__}.{name}: no spelling for {hint!r}")
 
 
-def _scalar_pair(name: str, hint: type) -> tuple[_Spell, _Read]:
+def _scalar_pair(cls: type, name: str) -> tuple[_Spell, _Read]:
+    reals = _REALS.get((cls.__name__, name), _REAL)
+
     def spell(message: Message, value: Any) -> None:
         setattr(message, name, value[:MAX_REASON] if name == "reason" else value)
 
-    return spell, lambda message: _checked(name, getattr(message, name))
+    return spell, lambda message: _checked(name, getattr(message, name), reals)
 
 
 def _enum_pair(name: str, words: type[StrEnum]) -> tuple[_Spell, _Read]:
     """A member travels as its value; a word that is none is refused."""
 
     def read(message: Message) -> Any:
+        word = getattr(message, name)
         try:
-            return words(getattr(message, name))
+            return words(word)
         except ValueError as error:
-            raise RemoteProtocolError(f"{name}: expected {' or '.join(words)}, got {error}") from error
+            raise RemoteProtocolError(f"{name}: expected {' or '.join(words)}, got {word!r:.80}") from error
 
     return lambda message, value: setattr(message, name, words(value).value), read
 
@@ -147,8 +177,8 @@ def _oneof_pair(name: str) -> tuple[_Spell, _Read]:
     return (lambda message, value: _set_member(message, name, value), lambda message: _get_member(message, name))
 
 
-def _list_pair(name: str, item: Any) -> tuple[_Spell, _Read]:
-    spell_item, read_item = _item_pair(name, item)
+def _list_pair(cls: type, name: str, item: Any) -> tuple[_Spell, _Read]:
+    spell_item, read_item = _item_pair(cls, name, item)
 
     def spell(message: Message, values: Iterable[Any]) -> None:
         getattr(message, name).extend([spell_item(v) for v in values])
@@ -156,15 +186,16 @@ def _list_pair(name: str, item: Any) -> tuple[_Spell, _Read]:
     return spell, lambda message: tuple(read_item(v) for v in _bounded(name, getattr(message, name)))
 
 
-def _item_pair(name: str, item: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+def _item_pair(cls: type, name: str, item: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     if dataclasses.is_dataclass(item):
         return to_proto, lambda raw: from_proto(raw, cast(type, item))
     if typing.get_origin(item) is tuple:  # a list within a list, of whole numbers
         return (
             lambda values: cluster_pb2.Indices(values=values),
-            lambda raw: tuple(_checked(name, v) for v in _bounded(name, raw.values)),
+            lambda raw: tuple(_checked(name, v, _REAL) for v in _bounded(name, raw.values)),
         )
-    return lambda value: value, lambda value: _checked(name, value)
+    reals = _REALS.get((cls.__name__, name), _REAL)
+    return lambda value: value, lambda value: _checked(name, value, reals)
 
 
 # ---- leaves -------------------------------------------------------------------------------------------------------
@@ -188,12 +219,14 @@ def _get_member(message: Message, oneof: str) -> Any:
     return from_proto(raw, _dataclass(raw.DESCRIPTOR.name))
 
 
-def _checked(name: str, value: Any) -> Any:
+def _checked(name: str, value: Any, reals: RealBounds) -> Any:
     """Bound one leaf that arrived; text is cut only where it is a reason."""
     if isinstance(value, str):
         return _checked_text(name, value)
     if isinstance(value, int) and value > MAX_INTEGER:
         raise RemoteProtocolError(f"{name}: expected at most {MAX_INTEGER}, got {value}")
+    if isinstance(value, float) and not reals.hold(value):
+        raise RemoteProtocolError(f"{name}: expected a number from {reals.least:g} to {reals.most:g}, got {value:g}")
     return value
 
 

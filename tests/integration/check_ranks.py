@@ -25,7 +25,7 @@ from dips.client.mover import Mover
 from dips.client.parallel import HostMemory, Laid, StreamedMemory, lay_out
 from dips.client.transfer import Base, Stats
 from dips.client.voice import Voice
-from dips.errors import ConfigError, UnavailableSlave
+from dips.errors import ConfigError, LocalProtocolError, UnavailableSlave
 from dips.ids import GENESIS
 from dips.protocol.effects import Grant
 
@@ -146,6 +146,53 @@ def one_rank_tears(voice: Voice, model: nn.Module) -> dict[str, Any]:
     return {"torn": [torn.ok, torn.torn], "nines": nines, "again": [again.ok, again.torn], "whole": whole}
 
 
+def pull_and_merge(voice: Voice, diverged: bool) -> dict[str, Any]:
+    """Every rank trains on beside a pull of nines; with `diverged` one element of rank 1 is not finite by then."""
+    model = sharded(init_device_mesh("cpu", (2,)))
+    layout = lay_out(model, voice)
+    memory = HostMemory(layout.adapter, layout.held, layout.plan, voice)
+    mover = Mover(memory, voice, stall_s=5.0)
+    mine = [local(p).detach() for p in model.parameters()]
+    with torch.no_grad():
+        for shard in mine:
+            shard.fill_(4.0)
+        memory.gather()
+        memory.keep()
+        for shard in mine:
+            shard.add_(0.5)
+        if diverged and voice.rank == 1:
+            next(shard for shard in mine if shard.numel()).view(-1)[0] = float("nan")
+    for piece in memory.pieces:
+        piece.array[:] = 9.0
+    merged = mover.merge(GRANT.version)
+    return {"merged": merged, "values": sorted({value for shard in mine for value in shard.flatten().tolist()})}
+
+
+def replaced_on(voice: Voice, ranks: set[int]) -> str:
+    """What a rank is told of a push when the parameters of `ranks` are not those that were laid out."""
+    model = Model()
+    mover = moving(model, voice)
+    if voice.rank in ranks:
+        model.blocks[0] = nn.Linear(4, 5)
+    try:
+        mover.push(GRANT, Base("run", "c", 1, 5, mover.rank), lambda _moved, _total: "").cancel()
+    except LocalProtocolError as error:
+        return str(error)
+    return ""
+
+
+def sharded_late(voice: Voice) -> str:
+    """What a rank is told of a push when `fully_shard` came after the model was laid out."""
+    model = Model()
+    mover = moving(model, voice)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    try:
+        mover.push(GRANT, Base("run", "c", 1, 6, mover.rank), lambda _moved, _total: "")
+    except LocalProtocolError as error:
+        return str(error)
+    return ""
+
+
 def main(out: Path) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -171,6 +218,10 @@ def main(out: Path) -> None:
         "wrong on rank 1": refused(wrong_on_rank_1(voice), voice),
         "fails": one_rank_fails(voice, sharded(flat)),
         "tears": one_rank_tears(voice, sharded(flat)),
+        "merges": pull_and_merge(voice, diverged=False),
+        "diverged": pull_and_merge(voice, diverged=True),
+        "sharded late": sharded_late(voice),
+        "replaced on rank 1": replaced_on(voice, {1}),
         "pulls": all_ranks_pull(voice, sharded(flat)),
     }
     out.with_name(f"{out.name}.{voice.rank}").write_text(json.dumps(found))

@@ -68,6 +68,7 @@ class HostMemory:
         self._params = [list(self._copies(layer)) for layer in range(len(names))]
         self._masters = [list(self._master_copies(layer)) for layer in range(len(names))]
         self._kept: dict[Copy, torch.Tensor] = {}  # the shard as it was pushed
+        self._places = {place for place in self._places_now() if place[0] in by_name}
 
     @property
     def pieces(self) -> list[Piece]:
@@ -87,6 +88,16 @@ class HostMemory:
     def items(self) -> int:
         """Elements of 4 B that are allocated."""
         return self._host.numel()
+
+    def replaced(self) -> str:
+        """The first parameter that is not where it was when this was made: what is read here, nobody trains any more.
+
+        `fully_shard`, `to(device)` and load_state_dict(assign=True) replace a model's memory. "" if all are there.
+        """
+        return min((name for name, _ in self._places - self._places_now()), default="")
+
+    def _places_now(self) -> set[tuple[str, int]]:
+        return {(name, memory.data_ptr()) for name, memory in self._adapter.memory()}
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -142,6 +153,14 @@ class HostMemory:
             for copy, kept in self._kept.items():
                 kept.view(copy.view.shape).copy_(copy.view, non_blocking=True)
             self._device.wait()
+
+    @torch.no_grad()
+    def merge_is_finite(self) -> bool:
+        """Whether what was trained since `keep` is worth a `merge`: this rank's θ_local and θ_kept are finite."""
+        return all(
+            bool(torch.isfinite(copy.view).all()) and bool(torch.isfinite(kept).all())
+            for copy, kept in self._kept.items()
+        )
 
     @torch.no_grad()
     def merge(self) -> None:

@@ -50,6 +50,12 @@ class Megatron(Adapter):
     def held(self) -> list[Held]:
         return list(self._held())
 
+    def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for chunk in self._chunks:
+            names = dict(_global_names(chunk))
+            for path, parameter in chunk.named_parameters():
+                yield names[path], parameter.detach()
+
     def reload(self) -> None:
         if self._optimizer is not None and hasattr(self._optimizer, "reload_model_params"):
             self._optimizer.reload_model_params()

@@ -8,6 +8,7 @@ cluster, what is written when (plan.py, host.py).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -51,6 +52,10 @@ class Adapter(ABC):
 
         Raise ConfigError naming the parameter and what would be supported.
         """
+
+    @abstractmethod
+    def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name every parameter that lies on this rank, frozen ones too, and this rank's memory of it as it is now."""
 
     def homes(self) -> list[Home]:
         """Which modules read which of these parameters, in the order of the forward as far as it can be told.

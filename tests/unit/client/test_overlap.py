@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from dips.client.local import PullMoved, PullNow, PushMoved, PushNow, PushWanted, TrainOn, Wait
+from dips.client.local import (
+    PullMoved,
+    PullNow,
+    PushMoved,
+    PushNow,
+    PushWanted,
+    RangeGiven,
+    RangeWanted,
+    TrainOn,
+    Wait,
+)
 from dips.protocol.effects import Acknowledged, Committed, Finished, Outcome, Progress, Refused
 from dips.protocol.events import PullFinished, PushFinished, PushRequested
 from tests.unit.client.test_session import V1, H, Play, grant, outcome
@@ -57,7 +67,7 @@ def test_what_was_trained_meanwhile_is_merged_and_carried(play: Play, kind: str)
     verdict = play.say(moved)
     assert isinstance(verdict, PullNow) and verdict.merge
     play.step(4)
-    told = play.say(PullMoved(play.s.attempt, next(play.number), verdict.seq, True, "", 9, at_once=True))
+    told = play.say(PullMoved(1, next(play.number), verdict.seq, True, "", 9, at_once=True, merged=True))
     assert play.s.base == V1
     assert play.s.account.carried.inner_steps == 16
     assert isinstance(told, TrainOn) and told.steps == H - 16, "the pace began anew at the freeze"
@@ -140,3 +150,21 @@ def test_a_finished_run_is_said_at_the_next_look(play: Play) -> None:
     play.say(asked)
     play.master(Finished(V1))
     assert isinstance(play.say(asked), Wait), "the final version is pulled first"
+
+
+def test_what_was_not_merged_is_lost_and_its_ranges_are_served_again() -> None:
+    """The ranks' parameters were not finite: they installed the version as it is, and begin anew from it."""
+    play = Play(overlap=True)
+    play.begin(ranges=(5, 6, 7))
+    assert play.say(RangeWanted(1, 1)) == RangeGiven(5)
+    _, moved = pushed(play, steps=5)
+    assert play.say(RangeWanted(1, 2)) == RangeGiven(6)
+    play.say(moved)
+    play.master(Committed())
+    play.master(outcome("gated"))
+    verdict = play.say(moved)
+    assert isinstance(verdict, PullNow) and verdict.merge
+    play.say(PullMoved(1, next(play.number), verdict.seq, True, "", 9, at_once=True, merged=False))
+    assert (play.s.account.carried.inner_steps, play.s.account.lost) == (0, 50)
+    assert play.say(RangeWanted(1, 3)) == RangeGiven(5)
+    play.adds_up((H + 8) * 10)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dips.protocol.alignment import Alignment, WindowTiming
+from dips.protocol.alignment import NEVER_S, Alignment, WindowTiming
 from dips.protocol.enums import Activity, TrainerState
 from dips.protocol.heartbeats import OWN_PACE, ClusterHeartbeat
 
@@ -66,6 +68,36 @@ def test_pushes_that_share_a_slot_begin_one_after_the_other() -> None:
         alignment.record_heartbeat(beat(name, 0.1, bytes_per_s=100.0))
     told = sorted(alignment.push_in_s(name, gathering(nbytes=100), 0.0) for name in "abcd")
     assert told == pytest.approx([4.4, 4.4, 5.4, 5.4])
+
+
+REALS = st.sampled_from([0.0, 5e-324, 1e-300, 1e-6, 1.0, 1e6, float(1 << 53)])
+COUNTS = st.sampled_from([0, 1, 64, (1 << 53) - 1])
+
+
+@given(
+    st.lists(st.tuples(REALS, COUNTS, COUNTS, REALS), min_size=1, max_size=4),
+    st.sampled_from([0, 2, (1 << 53) - 1]),
+    st.booleans(),
+)
+def test_no_beat_that_the_wire_lets_in_is_too_much(
+    members: list[tuple[float, int, int, float]], slots: int, opened: bool
+) -> None:
+    """Speeds and rates at the very edges give a number of seconds that the cluster's agent lets in as well."""
+    alignment, found = Alignment(), gathering(5.0 if opened else None, slots, nbytes=1 << 40)
+    for i, (step_s, since, wanted, bytes_per_s) in enumerate(members):
+        alignment.record_heartbeat(beat(f"c{i}", step_s, since, wanted, bytes_per_s))
+    for i in range(len(members)):
+        left = alignment.push_in_s(f"c{i}", found, 10.0)
+        assert left == OWN_PACE or 0 <= left <= NEVER_S
+        alignment.explain(f"c{i}", found, 10.0)
+
+
+def test_one_absurd_speed_leaves_the_others_a_number() -> None:
+    """A cluster whose inner step takes 2^53 s makes the period long, and not endless, for the other."""
+    alignment = Alignment()
+    alignment.record_heartbeat(beat("absurd", float(1 << 53), wanted=(1 << 53) - 1))
+    alignment.record_heartbeat(beat("a", 0.1))
+    assert 0 <= alignment.push_in_s("a", gathering(), 0.0) <= NEVER_S
 
 
 @dataclass
