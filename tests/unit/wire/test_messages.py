@@ -103,6 +103,8 @@ def _plain(name: str, hint: Any) -> Any:
         return ()
     if dataclasses.is_dataclass(hint):
         return _example(typing.cast(type, hint))
+    if issubclass(hint, StrEnum):
+        return next(iter(hint))
     return "a" if hint is str else hint()
 
 
