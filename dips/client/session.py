@@ -40,7 +40,7 @@ from dips.client.local import (
 from dips.client.talk import AGAIN_S, ANSWERS
 from dips.errors import DipsError, LocalProtocolError, Stale, StaleIncarnation
 from dips.protocol.effects import Dropped, Finished, Joined, Pending, Ranges, Refused, Result
-from dips.protocol.enums import Activity, Standing, TrainerState
+from dips.protocol.enums import Activity, ClusterStanding, TrainerState
 from dips.protocol.events import ClusterJoined, ClusterLeft
 from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
 
@@ -148,11 +148,11 @@ class Session(Checkpoints):
         self._term, self._unreachable_since = answer.term, None
         self._progressed(answer.progress)
         self._pace.told(answer.push_in_s, now)
-        if answer.standing is Standing.LIVE:
+        if answer.standing is ClusterStanding.LIVE:
             self._notice_drop(answer)
-        if answer.standing is Standing.FENCED:
+        if answer.standing is ClusterStanding.FENCED:
             self._stop(StaleIncarnation(f"{self._identity.cluster}/{inc} is fenced by a newer life of the cluster"))
-        elif answer.standing is Standing.GONE:
+        elif answer.standing is ClusterStanding.GONE:
             self._rejoin()
         elif self.phase is Phase.UNSURE:
             self._give_back()

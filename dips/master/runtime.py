@@ -20,7 +20,7 @@ from dips.master.outbox import Outbox
 from dips.master.ports import CoordinatorLike, JudgeLike, Outside
 from dips.protocol.alignment import Alignment
 from dips.protocol.effects import Effect, Exit, Joined, Note, Order, Registered, Reply, Result
-from dips.protocol.enums import Standing
+from dips.protocol.enums import ClusterStanding
 from dips.protocol.events import (
     Blind,
     ClusterJoined,
@@ -252,7 +252,7 @@ class Runtime:
                 self._judge.welcome_slave(event.slave, result.sinc, now)
                 self._outside.learn(event.slave, event.address)
             case ClusterLeft(), _:
-                if self._coordinator.cluster_standing(event.cluster, event.inc)[0] is Standing.GONE:
+                if self._coordinator.cluster_standing(event.cluster, event.inc)[0] is ClusterStanding.GONE:
                     self._judge.forget_cluster(event.cluster)
                     self._alignment.forget(event.cluster)
                     self.beats.pop(("cluster", event.cluster), None)
@@ -269,7 +269,7 @@ class Runtime:
         for event in self._judge.on_cluster_heartbeat(beat, now):
             self._step(event, now)
         standing, push, pull = self._coordinator.cluster_standing(beat.cluster, beat.inc)
-        if standing is Standing.LIVE:  # so only names that the Coordinator knows are kept
+        if standing is ClusterStanding.LIVE:  # so only names that the Coordinator knows are kept
             self.beats["cluster", beat.cluster] = (beat, now)
             self._alignment.record_heartbeat(beat)
         due = self._alignment.push_in_s(beat.cluster, self._coordinator.window_timing(), now)

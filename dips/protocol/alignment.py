@@ -83,7 +83,7 @@ class Alignment:
         member = self._members.get(cluster)
         if member is None:
             return OWN_PACE
-        self._follow(timing, now)
+        self._follow_windows(timing, now)
         assert self._anchor is not None
         least = max(1, ceil(member.wanted * LEAST_SHARE))
         if member.since_push < least:
@@ -108,7 +108,7 @@ class Alignment:
             f"pushes in {left:.1f} s, a window every {self.period_s:.1f} s"
         )
 
-    def _follow(self, timing: WindowTiming, now: float) -> None:
+    def _follow_windows(self, timing: WindowTiming, now: float) -> None:
         """Move the grid to the last window, and the period a little towards what the members want."""
         opened = timing.opened_at is not None and timing.opened_at != self._opened_at
         if self._anchor is not None and not opened:

@@ -28,7 +28,7 @@ def reorder_pushes(run: RunState) -> None:
     workers = list[Worker]()
     for cluster, push in moving:
         rate = min(link, (cluster.bytes_per_s or link * push.ranks) / push.ranks)
-        left = _left(run, cluster, push) / push.ranks
+        left = _share_left(run, cluster, push) / push.ranks
         workers += [Worker(tuple(left * n / rate for n in nbytes), rate / link)] * push.ranks
     for slave, line in zip(slaves, lines(workers, len(slaves)), strict=True):
         place_of, first = {worker: place for place, worker in enumerate(line)}, 0
@@ -45,7 +45,7 @@ def _slave_link(moving: list[tuple[Cluster, Push]], slaves: int) -> float:
     return max((c.bytes_per_s for c, _ in moving if c.bytes_per_s), default=float(slaves)) / slaves
 
 
-def _left(run: RunState, cluster: Cluster, push: Push) -> float:
+def _share_left(run: RunState, cluster: Cluster, push: Push) -> float:
     """Share of a push that is still to come, by our guess."""
     if not push.due or not cluster.bytes_per_s:
         return 1.0

@@ -6,7 +6,7 @@ from dips.errors import Busy, ConfigError, CorruptManifest, RemoteProtocolError
 from dips.protocol import pulls, pushes
 from dips.protocol.effects import Acknowledged, Failed, Finished, Joined, Ranges
 from dips.protocol.entities import Cluster
-from dips.protocol.enums import Role, Standing
+from dips.protocol.enums import ClusterStanding, Role
 from dips.protocol.events import (
     BandwidthMeasured,
     ClusterJoined,
@@ -27,7 +27,7 @@ MAX_RANGES_ASKED = 1_024
 
 def on_cluster_joined(run: RunState, event: ClusterJoined) -> None:
     """Begin an incarnation; the older one is fenced, its uncommitted push dropped. A repeated nonce changes nothing."""
-    problem = _mismatch(run, event)
+    problem = _find_mismatch(run, event)
     if problem:
         run.reply(event.req, problem)
         return
@@ -35,21 +35,23 @@ def on_cluster_joined(run: RunState, event: ClusterJoined) -> None:
         return
     cluster = run.clusters.get(event.cluster)
     if cluster is None or not (cluster.live and cluster.nonce == event.nonce):
-        cluster = _begin(run, event, cluster)
+        cluster = _begin_incarnation(run, event, cluster)
     ranges = run.ranges.held_by(cluster.name, cluster.inc)
     run.reply(
         event.req,
-        Joined(run.term, cluster.inc, run.head, run.progress(), ranges, cluster.accounted, _settled(run, cluster)),
+        Joined(
+            run.term, cluster.inc, run.head, run.progress(), ranges, cluster.accounted, _settled_pushes(run, cluster)
+        ),
     )
 
 
-def _settled(run: RunState, cluster: Cluster) -> int:
+def _settled_pushes(run: RunState, cluster: Cluster) -> int:
     """Pushes of this cluster whose work is in the run or refused for good; one in a window is about to be."""
     in_window = [p for p in (*(run.round.pushes if run.round else ()), *run.waiting) if p.id.cluster == cluster.name]
     return cluster.counts["accepted"] + cluster.counts["gated"] + len(in_window)
 
 
-def _mismatch(run: RunState, event: ClusterJoined) -> Failed | None:
+def _find_mismatch(run: RunState, event: ClusterJoined) -> Failed | None:
     if event.run != run.row.run:
         return Failed(
             ConfigError, f"shared.run: this master serves {run.row.run!r}, the cluster belongs to {event.run!r}"
@@ -71,7 +73,7 @@ def _mismatch(run: RunState, event: ClusterJoined) -> Failed | None:
     return None
 
 
-def _begin(run: RunState, event: ClusterJoined, old: Cluster | None) -> Cluster:
+def _begin_incarnation(run: RunState, event: ClusterJoined, old: Cluster | None) -> Cluster:
     inc = 1
     if old is not None:
         inc = old.inc + 1
@@ -97,11 +99,11 @@ def end_incarnation(run: RunState, cluster: Cluster, reason: str, consumed: int,
         pushes.drop_push(run, cluster, reason)
     if cluster.pull:
         pulls.close_pull(run, cluster, reason)
-    run.ranges.release(cluster.name, cluster.inc, keep=committed.ranges if committed else ())
+    run.ranges.release_lease(cluster.name, cluster.inc, keep=committed.ranges if committed else ())
     # Tokens of a committed push are not lost with the cluster: its round settles them.
     open_seq, open_tokens = (committed.id.seq, committed.tokens) if committed else (0, 0)
     brought = cluster.settled + open_tokens
-    lost = _countable(cluster, brought, max(reported_lost, consumed - brought))
+    lost = _countable_loss(cluster, brought, max(reported_lost, consumed - brought))
     cluster.accounted = brought + lost
     cluster.tokens["lost"] += lost
     cluster.become(ClusterState.GONE, reason)
@@ -109,7 +111,7 @@ def end_incarnation(run: RunState, cluster: Cluster, reason: str, consumed: int,
     run.note("cluster_gone", cluster=cluster.name, inc=cluster.inc, reason=reason)
 
 
-def _countable(cluster: Cluster, brought: int, lost: int) -> int:
+def _countable_loss(cluster: Cluster, brought: int, lost: int) -> int:
     """Of what an incarnation reports as lost, what its cluster's sums can hold: an absurd heartbeat is cut."""
     return max(0, min(lost, pushes.MAX_TOKENS - brought, pushes.MAX_TOKENS - cluster.tokens["lost"]))
 
@@ -149,7 +151,7 @@ def on_ranges_requested(run: RunState, event: RangesRequested) -> None:
     if run.finished:
         run.reply(event.req, Finished(run.finished))
         return
-    taken, new = run.ranges.lease(cluster.name, cluster.inc, event.seq, event.count, event.claims)
+    taken, new = run.ranges.lease_ranges(cluster.name, cluster.inc, event.seq, event.count, event.claims)
     if new and taken:
         run.record(RangesLeased(cluster.name, cluster.inc, event.seq, taken))
     run.reply(event.req, Ranges(taken, not taken))
@@ -157,14 +159,14 @@ def on_ranges_requested(run: RunState, event: RangesRequested) -> None:
 
 def on_cluster_left(run: RunState, event: ClusterLeft) -> None:
     """End gracefully; a repetition is acknowledged again."""
-    if run.standing(event.cluster, event.inc) is Standing.LIVE:
+    if run.standing(event.cluster, event.inc) is ClusterStanding.LIVE:
         end_incarnation(run, run.clusters[event.cluster], "left", event.tokens_consumed)
     run.reply(event.req, Acknowledged())
 
 
 def on_cluster_silent(run: RunState, event: ClusterSilent) -> None:
     """Its lease ran out."""
-    if run.standing(event.cluster, event.inc) is Standing.LIVE:
+    if run.standing(event.cluster, event.inc) is ClusterStanding.LIVE:
         reason = f"silent for {event.silent_s:.1f} s"
         end_incarnation(run, run.clusters[event.cluster], reason, event.tokens_consumed, event.tokens_lost)
 

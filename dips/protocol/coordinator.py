@@ -31,7 +31,7 @@ from dips.protocol import (
 from dips.protocol.alignment import WindowTiming
 from dips.protocol.effects import Effect, Progress
 from dips.protocol.entities import Fanout
-from dips.protocol.enums import FanoutKind, Standing
+from dips.protocol.enums import ClusterStanding, FanoutKind
 from dips.protocol.events import (
     BandwidthMeasured,
     Blind,
@@ -194,13 +194,13 @@ class Coordinator:
     def progress(self) -> Progress:
         return self._run.progress()
 
-    def cluster_standing(self, cluster: str, inc: int) -> tuple[Standing, PushId | None, PullId | None]:
+    def cluster_standing(self, cluster: str, inc: int) -> tuple[ClusterStanding, PushId | None, PullId | None]:
         """(standing, its open push, its open pull): what a heartbeat is answered with."""
         run = self._run
         standing = run.standing(cluster, inc)
         if cluster in run.clusters and not run.proven:
-            return Standing.LIVE, None, None  # an old ledger may not know this incarnation: see RunState.proven
-        if standing is not Standing.LIVE:
+            return ClusterStanding.LIVE, None, None  # an old ledger may not know this incarnation: see RunState.proven
+        if standing is not ClusterStanding.LIVE:
             return standing, None, None
         found = run.clusters[cluster]
         return standing, found.push.id if found.push else None, found.pull.id if found.pull else None

@@ -66,7 +66,7 @@ class RangeBook:
         lease = self._leases.get((cluster, inc))
         return tuple(lease.ranges) if lease else ()
 
-    def lease(
+    def lease_ranges(
         self, cluster: str, inc: int, seq: int, count: int, claims: Sequence[int] = ()
     ) -> tuple[tuple[int, ...], bool]:
         """Lease up to `count` ranges, or those of `claims` that are free; return them, and whether they are new.
@@ -77,15 +77,15 @@ class RangeBook:
         if seq <= lease.seq:
             return lease.answer, False
         taken = (
-            tuple(r for r in claims if self._claim(r))
+            tuple(r for r in claims if self._claim_range(r))
             if claims
-            else tuple(self._take() for _ in range(min(count, self.free)))
+            else tuple(self._take_next() for _ in range(min(count, self.free)))
         )
         lease.seq, lease.answer = seq, taken
         lease.ranges += taken
         return taken, True
 
-    def settle(self, cluster: str, inc: int, ranges: Sequence[int]) -> None:
+    def settle_ranges(self, cluster: str, inc: int, ranges: Sequence[int]) -> None:
         """Trained or gated: never leased again in this lineage."""
         self.settled.update(ranges)
         lease = self._leases.get((cluster, inc))
@@ -93,7 +93,7 @@ class RangeBook:
             gone = set(ranges)
             lease.ranges = [r for r in lease.ranges if r not in gone]
 
-    def undo(self, ranges: Iterable[int]) -> None:
+    def undo_ranges(self, ranges: Iterable[int]) -> None:
         """Their version was rolled back."""
         over = self.settled & set(ranges)
         self.settled -= over
@@ -102,7 +102,7 @@ class RangeBook:
         else:
             self.undone |= over
 
-    def release(self, cluster: str, inc: int, keep: Sequence[int] = ()) -> None:
+    def release_lease(self, cluster: str, inc: int, keep: Sequence[int] = ()) -> None:
         """Free what an ended incarnation held, but for `keep`: the ranges of its push that is not yet settled."""
         lease = self._leases.pop((cluster, inc), None)
         if lease is None:
@@ -111,7 +111,7 @@ class RangeBook:
         if keep:
             self._leases[cluster, inc] = Lease(lease.seq, lease.answer, [r for r in lease.ranges if r in keep])
 
-    def _claim(self, number: int) -> bool:
+    def _claim_range(self, number: int) -> bool:
         """Take a named range if nobody has it."""
         if self._next <= number < self.total:
             self._freed += range(self._next, number + 1)
@@ -121,7 +121,7 @@ class RangeBook:
         self._freed.remove(number)
         return True
 
-    def _take(self) -> int:
+    def _take_next(self) -> int:
         if self._freed:
             return self._freed.pop(0)
         self._next += 1

@@ -58,7 +58,7 @@ class Role(StrEnum):
     SLAVE = "slave"
 
 
-class Standing(StrEnum):
+class ClusterStanding(StrEnum):
     """What an incarnation of a cluster is to this master."""
 
     LIVE = "live"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Progress
-from dips.protocol.enums import Activity, Standing, TrainerState
+from dips.protocol.enums import Activity, ClusterStanding, TrainerState
 
 LEAST_BYTES_PER_S = 1.0  # a slower transfer counts as not moving: times made from such rates leave the finite
 OWN_PACE = -1.0  # ClusterHeartbeatAnswer.push_in_s: the cluster keeps its own pace
@@ -42,7 +42,7 @@ class ClusterHeartbeat:
 class ClusterHeartbeatAnswer:
     term: int
     lease_s: float
-    standing: Standing
+    standing: ClusterStanding
     push: PushId | None
     pull: PullId | None
     progress: Progress

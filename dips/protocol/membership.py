@@ -96,7 +96,7 @@ class Judge:
         signs = (heartbeat.inner_steps, heartbeat.activity, heartbeat.bytes_moved)
         if signs != known.signs or _waits_for_others(heartbeat):
             known.signs, known.progressed_at = signs, now
-        found = self._trainer(heartbeat.cluster, known, heartbeat.trainer is not TrainerState.DEAD, now)
+        found = self._judge_trainer(heartbeat.cluster, known, heartbeat.trainer is not TrainerState.DEAD, now)
         measured = known.bandwidth.measure(heartbeat.bytes_per_s)
         return found if measured is None else [*found, BandwidthMeasured(heartbeat.cluster, heartbeat.inc, measured)]
 
@@ -117,7 +117,7 @@ class Judge:
                 found.append(ClusterSilent(name, cluster.inc, silent_s, cluster.tokens_consumed, cluster.tokens_lost))
                 del self._clusters[name]
             else:
-                found += self._trainer(name, cluster, cluster.moving, now)
+                found += self._judge_trainer(name, cluster, cluster.moving, now)
         for name, slave in sorted(self._slaves.items()):
             if now - slave.heard_at >= lease:
                 found.append(SlaveSilent(name, slave.sinc, now - slave.heard_at))
@@ -141,16 +141,16 @@ class Judge:
         due += [c.progressed_at + hang for c in self._clusters.values() if c.moving]
         return min(due, default=inf)
 
-    def _trainer(self, name: str, cluster: _Cluster, alive: bool, now: float) -> list[Event]:
+    def _judge_trainer(self, name: str, cluster: _Cluster, alive: bool, now: float) -> list[Event]:
         hung = now - cluster.progressed_at >= self._options.hang_s
         moving = alive and not hung
         if moving == cluster.moving:
             return []
         cluster.moving = moving
-        reason = "training" if moving else (self._hung(cluster) if alive else "its trainer died")
+        reason = "training" if moving else (self._hang_reason(cluster) if alive else "its trainer died")
         return [TrainerChanged(name, cluster.inc, moving, reason)]
 
-    def _hung(self, cluster: _Cluster) -> str:
+    def _hang_reason(self, cluster: _Cluster) -> str:
         what = "no byte of its transfer" if cluster.signs[1] in _TRANSFERS else "no inner step"
         return f"its trainer hangs: {what} seen for {self._options.hang_s:g} s"
 

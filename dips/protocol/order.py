@@ -84,7 +84,7 @@ class Turn:
 
 def plan(workers: Sequence[Worker], slaves: int) -> list[Turn]:
     """The schedule behind the lines, in order of beginning."""
-    return _Schedule(workers, slaves).play()
+    return _Schedule(workers, slaves).play_turns()
 
 
 class _Schedule:
@@ -98,12 +98,12 @@ class _Schedule:
         self._running: list[tuple[float, int]] = []  # (end, index in _turns)
         self._turns: list[Turn] = []
 
-    def play(self) -> list[Turn]:
+    def play_turns(self) -> list[Turn]:
         now = 0.0
         while True:
-            while pairs := self._matched():
+            while pairs := self._match_pairs():
                 for worker, slave in pairs:
-                    self._begin(worker, slave, now)
+                    self._begin_turn(worker, slave, now)
             if not self._running:
                 return self._turns
             now = self._running[0][0]
@@ -112,7 +112,7 @@ class _Schedule:
                 self._busy[turn.worker] = False
                 self._room[turn.slave] += turn.share
 
-    def _begin(self, worker: int, slave: int, now: float) -> None:
+    def _begin_turn(self, worker: int, slave: int, now: float) -> None:
         fill, seconds = self._workers[worker].fill, self._workers[worker].seconds[slave]
         share = min(fill, self._room[slave])
         self._pending[worker].discard(slave)
@@ -121,7 +121,7 @@ class _Schedule:
         self._turns.append(Turn(now, now + seconds * fill / share, worker, slave, share))
         heapq.heappush(self._running, (self._turns[-1].end, len(self._turns) - 1))
 
-    def _matched(self) -> list[tuple[int, int]]:
+    def _match_pairs(self) -> list[tuple[int, int]]:
         """Free workers and slaves that begin now, each in one pair."""
         near = {
             w: [s for s in sorted(slaves) if LEAST_SHARE * self._workers[w].fill <= self._room[s] + _EPSILON]
@@ -153,12 +153,12 @@ def heaviest_first(edges: Mapping[Node, Sequence[Node]], load: Mapping[Node, flo
     settled: set[Node] = set()  # only asked for membership
     for node in sorted(load, key=lambda n: (-load[n], n)):
         if edges[node] and node not in mates:
-            _cover(node, edges, mates, settled)
+            _cover_node(node, edges, mates, settled)
         settled.add(node)
     return mates
 
 
-def _cover(node: Node, edges: Mapping[Node, Sequence[Node]], mates: dict[Node, Node], settled: set[Node]) -> None:
+def _cover_node(node: Node, edges: Mapping[Node, Sequence[Node]], mates: dict[Node, Node], settled: set[Node]) -> None:
     """Give `node` a mate along an alternating path that ends at a free node, or else takes a lighter one's mate."""
     came: dict[Node, Node] = {}  # node of the other side → whence it was reached
     walk, lighter = [node], None
@@ -168,7 +168,7 @@ def _cover(node: Node, edges: Mapping[Node, Sequence[Node]], mates: dict[Node, N
                 continue
             came[other] = here
             if other not in mates:
-                _flip(node, other, came, mates)
+                _flip_path(node, other, came, mates)
                 return
             mate = mates[other]
             if lighter is None and mate not in settled:
@@ -176,10 +176,10 @@ def _cover(node: Node, edges: Mapping[Node, Sequence[Node]], mates: dict[Node, N
             walk.append(mate)
     if lighter is not None:
         del mates[mates[lighter]]
-        _flip(node, lighter, came, mates)
+        _flip_path(node, lighter, came, mates)
 
 
-def _flip(node: Node, end: Node, came: Mapping[Node, Node], mates: dict[Node, Node]) -> None:
+def _flip_path(node: Node, end: Node, came: Mapping[Node, Node], mates: dict[Node, Node]) -> None:
     while True:
         here = came[end]
         before = mates.get(here)

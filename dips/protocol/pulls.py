@@ -17,10 +17,10 @@ def on_pull_requested(run: RunState, event: PullRequested) -> None:
     """Legal in any state but the middle of a push; pins the head everywhere. A repetition gets the same Grant."""
     cluster = run.live_cluster(event.req, event.pull.cluster, event.pull.inc)
     if cluster is not None:
-        run.reply(event.req, _request(run, cluster, event))
+        run.reply(event.req, _answer_request(run, cluster, event))
 
 
-def _request(run: RunState, cluster: Cluster, event: PullRequested) -> Result:
+def _answer_request(run: RunState, cluster: Cluster, event: PullRequested) -> Result:
     pull = cluster.pull
     if pull and pull.id == event.pull:
         if not pull.opened:

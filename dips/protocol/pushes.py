@@ -43,13 +43,13 @@ def on_push_requested(run: RunState, event: PushRequested) -> None:
     """Legal in TRAINING; effects OpenPush on every slave. A repetition gets Pending, then the same Grant."""
     cluster = run.live_cluster(event.req, event.push.cluster, event.push.inc)
     if cluster is not None:
-        run.reply(event.req, _request(run, cluster, event))
+        run.reply(event.req, _answer_request(run, cluster, event))
 
 
-def _request(run: RunState, cluster: Cluster, event: PushRequested) -> Result:
+def _answer_request(run: RunState, cluster: Cluster, event: PushRequested) -> Result:
     push = cluster.push
     if push and push.id == event.push:
-        return _grant(run, push) if push.opened else Pending("the slaves are reserving a slot for it")
+        return _grant_of(run, push) if push.opened else Pending("the slaves are reserving a slot for it")
     if cluster.dropped_push.seq == event.push.seq:
         return Dropped(cluster.dropped_push.reason)
     if event.push.seq <= cluster.seq_high:
@@ -75,7 +75,7 @@ def _request(run: RunState, cluster: Cluster, event: PushRequested) -> Result:
         return Refused(run.options.timing.busy_retry_s, reason)
     if reason := _no_slot(run):
         return Refused(_retry_s(run), reason)
-    _open(run, cluster, event)
+    _open_push(run, cluster, event)
     return Pending("the slaves are reserving a slot for it")
 
 
@@ -94,12 +94,12 @@ def _retry_s(run: RunState) -> float:
     return min(longest, max(LEAST_RETRY_S, soonest))
 
 
-def _open(run: RunState, cluster: Cluster, event: PushRequested) -> None:
+def _open_push(run: RunState, cluster: Cluster, event: PushRequested) -> None:
     transfer_s = run.transfer_s(cluster)
     cluster.seq_high, cluster.base, cluster.ranks = event.push.seq, event.base, event.ranks
     cluster.outcome = cluster.outcome_version = None
-    codec, deadline = _codec(run, event.base), run.now + transfer_s + TRANSFER_GRACE_S
-    cluster.push = Push(event.push, event.base, event.ranks, deadline, transfer_s, _due(run, cluster), codec)
+    codec, deadline = _choose_codec(run, event.base), run.now + transfer_s + TRANSFER_GRACE_S
+    cluster.push = Push(event.push, event.base, event.ranks, deadline, transfer_s, _due_at(run, cluster), codec)
     if cluster.requested_at is not None:
         cluster.paces.append(run.now - cluster.requested_at)
     cluster.requested_at = run.now
@@ -112,7 +112,7 @@ def _open(run: RunState, cluster: Cluster, event: PushRequested) -> None:
     run.order(FanoutKind.OPEN_PUSH, event.push, dict(orders), run.options.timing.order_s)
 
 
-def _codec(run: RunState, base: VersionId) -> PushCodec:
+def _choose_codec(run: RunState, base: VersionId) -> PushCodec:
     """Lossy only for differences to what every slave holds now; an older base, an orphan, a flip under way: fp32."""
     return run.options.codec if base == run.head and run.flipping is None else PushCodec.FP32
 
@@ -127,16 +127,16 @@ def on_push_opened(run: RunState, fanout: Fanout) -> None:
     cluster = run.cluster_of(fanout.subject)
     if cluster is None or cluster.push is None:
         return
-    cluster.push.opened, cluster.push.due = True, _due(run, cluster)
+    cluster.push.opened, cluster.push.due = True, _due_at(run, cluster)
     cluster.reason = "pushing"
     run.note("push_granted", push=cluster.push.id, base=cluster.push.base)
 
 
-def _due(run: RunState, cluster: Cluster) -> float:
+def _due_at(run: RunState, cluster: Cluster) -> float:
     return run.now + run.moving_s(cluster) if cluster.bytes_per_s else 0.0
 
 
-def _grant(run: RunState, push: Push) -> Grant:
+def _grant_of(run: RunState, push: Push) -> Grant:
     grant = run.grant(run.head, push.ranks, push.deadline_s)
     return replace(grant, codec=push.codec, base=_held_base(push))
 
@@ -165,10 +165,10 @@ def on_push_finished(run: RunState, event: PushFinished) -> None:
     """Commit: staged on every slave, so it has a place in a window. A repetition gets Committed again."""
     cluster = run.live_cluster(event.req, event.push.cluster, event.push.inc)
     if cluster is not None:
-        run.reply(event.req, _finish(run, cluster, event))
+        run.reply(event.req, _commit_push(run, cluster, event))
 
 
-def _finish(run: RunState, cluster: Cluster, event: PushFinished) -> Result:
+def _commit_push(run: RunState, cluster: Cluster, event: PushFinished) -> Result:
     push = cluster.push
     if push is None or push.id != event.push:
         if cluster.outcome and cluster.outcome.push == event.push:
@@ -184,7 +184,7 @@ def _finish(run: RunState, cluster: Cluster, event: PushFinished) -> Result:
     missing = [name for name in run.slaves if name not in push.staged]
     if missing:
         return Pending("not yet staged on " + ", ".join(missing))
-    if reason := _uncountable(run, cluster, event.tokens):
+    if reason := _why_uncountable(run, cluster, event.tokens):
         return Failed(RemoteProtocolError, reason)
     push.committed = True
     loss = event.loss if isfinite(event.loss) else 0.0  # shown to people only
@@ -195,7 +195,7 @@ def _finish(run: RunState, cluster: Cluster, event: PushFinished) -> Result:
     return Committed()
 
 
-def _uncountable(run: RunState, cluster: Cluster, tokens: int) -> str:
+def _why_uncountable(run: RunState, cluster: Cluster, tokens: int) -> str:
     """Why so many tokens more cannot be counted; empty if they can: with them the run's total, and the cluster's."""
     committed = [*(run.round.pushes if run.round else ()), *run.waiting]
     of_run = run.tokens_accepted + sum(p.tokens for p in committed)
@@ -219,10 +219,10 @@ def on_round_awaited(run: RunState, event: RoundAwaited) -> None:
     """Legal until the next push; answered from the ledger, also after a restart."""
     cluster = run.live_cluster(event.req, event.push.cluster, event.push.inc)
     if cluster is not None:
-        run.reply(event.req, _outcome(run, cluster, event.push))
+        run.reply(event.req, _answer_awaited(run, cluster, event.push))
 
 
-def _outcome(run: RunState, cluster: Cluster, push: PushId) -> Result:
+def _answer_awaited(run: RunState, cluster: Cluster, push: PushId) -> Result:
     if cluster.push and cluster.push.id == push:
         return Pending(run.round.reason if run.round else "waits for the next window")
     row = cluster.outcome

@@ -18,7 +18,7 @@ def on_readmission_asked(run: RunState, event: ReadmissionAsked) -> None:
     if not run.penalty.row(event.cluster).quarantined:
         run.reply(event.req, Refused(0.0, f"{event.cluster} is not quarantined"))
         return
-    row = run.penalty.readmit(event.cluster)
+    row = run.penalty.readmit_cluster(event.cluster)
     run.record(ClusterReadmitted(row, run.next_round - 1, run.now))
     run.note("cluster_readmitted", cluster=event.cluster, warm_left=row.warm_left)
     run.reply(event.req, Acknowledged())

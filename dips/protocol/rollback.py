@@ -28,19 +28,19 @@ def offered_versions(event: SlaveRegistered) -> frozenset[VersionId]:
 
 def consider_rollback(run: RunState) -> None:
     """A slave has named what it offers: roll back if one of them lacks the head and all have named theirs."""
-    lacking = [s.name for s in run.slaves.values() if s.offer is not None and not _offers(run, s, run.head)]
+    lacking = [s.name for s in run.slaves.values() if s.offer is not None and not _can_offer(run, s, run.head)]
     run.rollback_waits = ""
     if not lacking or run.round is not None:
         return  # a round that is being written down ends first: its row says what the head is
     for slave in run.ready_slaves():
         if slave.offer is None:
-            _ask(run, slave, f"{', '.join(lacking)} cannot offer {run.head}: what does it offer?")
+            _ask_offer(run, slave, f"{', '.join(lacking)} cannot offer {run.head}: what does it offer?")
     unasked = [s.name for s in run.slaves.values() if s.offer is None]
     if unasked:
         run.rollback_waits = f"{', '.join(lacking)} cannot offer {run.head}; not yet heard from: {', '.join(unasked)}"
         return
     kept = [v.version for v in reversed(run.versions.values()) if not v.retired]
-    head = next((v for v in kept if all(_offers(run, s, v) for s in run.slaves.values())), None)
+    head = next((v for v in kept if all(_can_offer(run, s, v) for s in run.slaves.values())), None)
     if head is None:
         run.rollback_waits = (
             f"no version is offered by every slave: {_describe_offers(run)}; restore a snapshot directory"
@@ -49,7 +49,7 @@ def consider_rollback(run: RunState) -> None:
     _roll_back(run, head, f"{', '.join(lacking)} cannot offer {run.head}")
 
 
-def _offers(run: RunState, slave: Slave, version: VersionId) -> bool:
+def _can_offer(run: RunState, slave: Slave, version: VersionId) -> bool:
     """v0@r0 is the initial model, which every slave has; it is offered until a version that all had is retired.
 
     From then on a slave that has nothing else has lost its directory, and the run must not begin anew for that.
@@ -66,7 +66,7 @@ def _describe_offers(run: RunState) -> str:
     )
 
 
-def _ask(run: RunState, slave: Slave, reason: str) -> None:
+def _ask_offer(run: RunState, slave: Slave, reason: str) -> None:
     """It serves on; the answer to its next heartbeat orders it to register."""
     slave.become(SlaveState.RESTORING, reason)
     flip.stop_waiting_for(run, slave.name)
@@ -87,14 +87,14 @@ def _roll_back(run: RunState, head: VersionId, reason: str) -> None:
         run.finished = None
     for slave in run.ready_slaves():
         if slave.memory != head:
-            _ask(run, slave, f"the head is {head} again")
+            _ask_offer(run, slave, f"the head is {head} again")
     run.note("rolled_back", head=head, undone=",".join(str(v.version) for v in undone), reason=reason)
 
 
 def _undo_shares(run: RunState, row: VersionRow) -> None:
     run.tokens_accepted -= row.tokens
     for name, tokens, ranges in row.shares:
-        run.ranges.undo(ranges)
+        run.ranges.undo_ranges(ranges)
         cluster = run.clusters.get(name)
         if cluster is None:
             continue

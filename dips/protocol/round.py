@@ -64,7 +64,7 @@ def on_push_measured(run: RunState, fanout: Fanout) -> None:
     push = r.current
     layer_sq, finite = _gather_norms(run, fanout)
     exempt = not run.is_ancestor(push.base)
-    push.verdict = run.penalty.verdict(push.id.cluster, layer_sq, finite, push.inner_steps, exempt)
+    push.verdict = run.penalty.judge_push(push.id.cluster, layer_sq, finite, push.inner_steps, exempt)
     if push.tokens <= 0:
         push.verdict = Verdict(False, 0.0, 0.0, "it brings no tokens", tracked=False)
     if push.verdict.accepted:

@@ -15,7 +15,7 @@ from dips.protocol.data import RangeBook
 from dips.protocol.deadlines import transfer_deadline_s
 from dips.protocol.effects import Effect, Failed, Grant, Note, Order, OrderBody, Progress, Reply, Result, SlaveAddress
 from dips.protocol.entities import Bodies, Cluster, Durability, Fanout, Pull, Push, Round, Slave, Subject
-from dips.protocol.enums import FanoutKind, RequeuePolicy, RoundResult, Standing
+from dips.protocol.enums import ClusterStanding, FanoutKind, RequeuePolicy, RoundResult
 from dips.protocol.manifest import BYTES_PER_PARAMETER, Manifest
 from dips.protocol.moves import ClusterState, SlaveState
 from dips.protocol.options import Options
@@ -147,13 +147,13 @@ class RunState:
 
     # ---- what others ask ----
 
-    def standing(self, name: str, inc: int) -> Standing:
+    def standing(self, name: str, inc: int) -> ClusterStanding:
         cluster = self.clusters.get(name)
         if cluster is None or inc > cluster.inc:
-            return Standing.GONE
+            return ClusterStanding.GONE
         if inc < cluster.inc:
-            return Standing.FENCED
-        return Standing.LIVE if cluster.live else Standing.GONE
+            return ClusterStanding.FENCED
+        return ClusterStanding.LIVE if cluster.live else ClusterStanding.GONE
 
     @property
     def proven(self) -> bool:
@@ -183,7 +183,7 @@ class RunState:
         if self.refuse_unproven(req):
             return None
         stand = self.standing(name, inc)
-        if stand is Standing.LIVE:
+        if stand is ClusterStanding.LIVE:
             return self.clusters[name]
         present = self.clusters[name].inc if name in self.clusters else 0
         self.reply(

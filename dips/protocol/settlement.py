@@ -41,7 +41,7 @@ def commit_version(run: RunState, r: Round, digests: tuple[tuple[str, str], ...]
     rows, history = statistics_after(run, r)
     row = _version_row(run, r, version, digests, durable, rows, history)
     run.record(row)
-    run.penalty.keep(rows, history)
+    run.penalty.keep_statistics(rows, history)
     tokens = sum(f.tokens for f in row.folds)
     shares = tuple((f.push.cluster, f.tokens, f.ranges) for f in row.folds)
     run.versions[version] = VersionRow(version, row.parent, durable, tokens, False, shares)
@@ -51,7 +51,7 @@ def commit_version(run: RunState, r: Round, digests: tuple[tuple[str, str], ...]
     run.tokens_accepted += tokens
     run.counts[RoundResult.APPLIED] += 1
     run.note("version_committed", version=version, round=r.number, contributions=len(r.folded), tokens=tokens)
-    pulling = [c for c in (_settle(run, p, _kind(p), version) for p in r.pushes) if c is not None]
+    pulling = [c for c in (_settle_push(run, p, _kind_of(p), version) for p in r.pushes) if c is not None]
     flip.flip_slaves(run, version, pulling)
     durability.retire_versions(run)
     finish_if_due(run)
@@ -61,7 +61,7 @@ def statistics_after(run: RunState, r: Round) -> tuple[dict[str, PenaltyRow], Sc
     """The penalty's statistics as this round leaves them."""
     verdicts = [Settled(p.id.cluster, p.verdict) for p in (*r.folded, *r.gated) if p.verdict is not None]
     live = [c.name for c in run.clusters.values() if c.live]
-    rows, history = run.penalty.settled(verdicts, live)
+    rows, history = run.penalty.compute_statistics(verdicts, live)
     if r.folded and r.state is not RoundState.COLLECTING:
         history = ScoreHistory(history.scores, (*history.delta_norms, r.delta_norm)[-DELTA_NORMS_KEPT:])
     return rows, history
@@ -81,7 +81,7 @@ def _version_row(
         for p in r.folded
         if p.verdict is not None
     )
-    outcomes = tuple(_outcome_row(p, _kind(p), version) for p in r.pushes)
+    outcomes = tuple(_outcome_row(p, _kind_of(p), version) for p in r.pushes)
     o = run.options.outer
     return VersionCommitted(
         version, run.head, durable, folds, outcomes, r.scale, o.lr, o.momentum, r.delta_norm, r.clipped, digests,
@@ -98,14 +98,14 @@ def end_unchanged(run: RunState, r: Round) -> None:
     outcomes = tuple(_outcome_row(p, OutcomeKind.GATED, None) for p in r.gated)
     reason = "all contributions were gated"
     run.record(RoundEnded(r.number, RoundResult.UNCHANGED, reason, outcomes, tuple(rows.values()), run.now))
-    run.penalty.keep(rows, history)
+    run.penalty.keep_statistics(rows, history)
     run.counts[RoundResult.UNCHANGED] += 1
     run.update_s = 0.0
     run.round = None
     run.note("round_unchanged", round=r.number, gated=len(r.gated))
     _abort_on_slaves(run, r, f"unchanged: {reason}")
     for push in r.gated:
-        cluster = _settle(run, push, OutcomeKind.GATED, None)
+        cluster = _settle_push(run, push, OutcomeKind.GATED, None)
         if cluster is not None:
             cluster.become(ClusterState.TRAINING, "gated")
     finish_if_due(run)
@@ -152,7 +152,7 @@ def _drop_on_slaves(run: RunState, push: Push, reason: str) -> None:
 
 def _give_back(run: RunState, over: list[Push], reason: str) -> None:
     for push in over:
-        cluster = _settle(run, push, OutcomeKind.SKIPPED, None, reason)
+        cluster = _settle_push(run, push, OutcomeKind.SKIPPED, None, reason)
         if cluster is not None:
             cluster.become(ClusterState.TRAINING, f"its round was skipped: {reason}")
 
@@ -160,7 +160,7 @@ def _give_back(run: RunState, over: list[Push], reason: str) -> None:
 # ---- one push -------------------------------------------------------------------------------------------------------
 
 
-def _kind(push: Push) -> OutcomeKind:
+def _kind_of(push: Push) -> OutcomeKind:
     """The outcome of a push in a round that made a version."""
     return OutcomeKind.ACCEPTED if push.verdict is not None and push.verdict.accepted else OutcomeKind.GATED
 
@@ -173,21 +173,21 @@ def _outcome_row(push: Push, kind: OutcomeKind, version: VersionId | None, reaso
     return OutcomeRow(push.id, kind, why, push.tokens, push.inner_steps, norm, score, push.ranges)
 
 
-def _settle(
+def _settle_push(
     run: RunState, push: Push, kind: OutcomeKind, version: VersionId | None, reason: str = ""
 ) -> Cluster | None:
     """Give the push's cluster its Outcome; return the cluster if it waits for it and so will pull."""
     cluster = run.clusters[push.id.cluster]
     same_incarnation = cluster.inc == push.id.inc
     if kind is not OutcomeKind.SKIPPED:
-        run.ranges.settle(push.id.cluster, push.id.inc, push.ranges)
+        run.ranges.settle_ranges(push.id.cluster, push.id.inc, push.ranges)
         cluster.tokens[kind] += push.tokens
         cluster.settled += push.tokens if same_incarnation else 0
     elif not (same_incarnation and cluster.live):
         cluster.tokens["lost"] += push.tokens
     cluster.counts[kind] += 1
     if not (same_incarnation and cluster.live):
-        run.ranges.release(push.id.cluster, push.id.inc)
+        run.ranges.release_lease(push.id.cluster, push.id.inc)
         return None
     if cluster.push is push:
         cluster.push = None

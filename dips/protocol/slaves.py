@@ -38,7 +38,7 @@ PROOF_RETRY_S = 0.25  # the other slaves register within a heartbeat of a restar
 def on_slave_registered(run: RunState, event: SlaveRegistered) -> None:
     """Give the process its incarnation, and the next thing to do until it holds the head."""
     slave = run.slaves.get(event.slave)
-    problem = _mismatch(run, event)
+    problem = _find_mismatch(run, event)
     if problem or slave is None:
         run.reply(
             event.req,
@@ -51,16 +51,16 @@ def on_slave_registered(run: RunState, event: SlaveRegistered) -> None:
         return
     slave.registered = True
     lose_slave(run, slave, "its process is a new one" if slave.nonce != event.nonce else "it registered again")
-    _identify(run, slave, event)
+    _give_incarnation(run, slave, event)
     slave.offer = rollback.offered_versions(event)
     rollback.consider_rollback(run)
     order = _ping_first(run, slave) if slave.needs_ping else _order_for(run, event)
-    _enter(run, slave, event, order)
+    _enter_state(run, slave, event, order)
     genesis = tuple(run.row.genesis[layer] for layer in slave.layers)
     run.reply(event.req, Registered(run.term, slave.sinc, order, run.head, slave.layers, genesis, run.row.manifest))
 
 
-def _mismatch(run: RunState, event: SlaveRegistered) -> Failed | None:
+def _find_mismatch(run: RunState, event: SlaveRegistered) -> Failed | None:
     if event.run != run.row.run:
         return Failed(
             ConfigError, f"shared.run: this master serves {run.row.run!r}, the slave belongs to {event.run!r}"
@@ -89,7 +89,7 @@ def _has_row(run: RunState, version: VersionId) -> bool:
     return version in run.versions or version in run.undone or (oldest is not None and version.version < oldest.version)
 
 
-def _identify(run: RunState, slave: Slave, event: SlaveRegistered) -> None:
+def _give_incarnation(run: RunState, slave: Slave, event: SlaveRegistered) -> None:
     if slave.nonce != event.nonce:
         slave.sinc, slave.nonce = slave.sinc + 1, event.nonce
         flip.stop_waiting_for(run, slave.name)  # orders to its former incarnation will never be answered
@@ -136,7 +136,7 @@ def _order_for(run: RunState, event: SlaveRegistered) -> SlaveOrder:
     )
 
 
-def _enter(run: RunState, slave: Slave, event: SlaveRegistered, order: SlaveOrder) -> None:
+def _enter_state(run: RunState, slave: Slave, event: SlaveRegistered, order: SlaveOrder) -> None:
     if not isinstance(order, Hold):
         reason = (
             order.reason if isinstance(order, RegisterLater) else f"ordered to {type(order).__name__} {order.version}"

@@ -37,8 +37,8 @@ def build_view(run: RunState, now: float) -> dict[str, Any]:
         },
         "undone": [str(v) for v in run.undone][-UNDONE_SHOWN:],
         "undone_total": len(run.undone),
-        "clusters": {c.name: _cluster(run, c) for c in run.clusters.values()},
-        "slaves": {s.name: _slave(run, s) for s in run.slaves.values()},
+        "clusters": {c.name: _view_cluster(run, c) for c in run.clusters.values()},
+        "slaves": {s.name: _view_slave(run, s) for s in run.slaves.values()},
         "ranges": {
             "total": run.ranges.total,
             "free": run.ranges.free,
@@ -62,7 +62,7 @@ def _why_idle(run: RunState) -> str:
     return "the slaves are flipping" if run.flipping is not None else "waits for the first push"
 
 
-def _cluster(run: RunState, c: Cluster) -> dict[str, Any]:
+def _view_cluster(run: RunState, c: Cluster) -> dict[str, Any]:
     statistics = run.penalty.row(c.name)
     return {
         "inc": c.inc,
@@ -85,7 +85,7 @@ def _cluster(run: RunState, c: Cluster) -> dict[str, Any]:
     }
 
 
-def _slave(run: RunState, s: Slave) -> dict[str, Any]:
+def _view_slave(run: RunState, s: Slave) -> dict[str, Any]:
     return {
         "sinc": s.sinc,
         "state": str(s.state),

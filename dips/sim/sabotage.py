@@ -152,7 +152,7 @@ def _stats_of_skipped_rounds() -> list[Patch]:
 
     def skip_round(run: RunState, reason: str) -> None:
         if run.round is not None:
-            run.penalty.keep(*settlement.statistics_after(run, run.round))
+            run.penalty.keep_statistics(*settlement.statistics_after(run, run.round))
         honest(run, reason)
 
     return [(settlement, "skip_round", skip_round)]

@@ -53,7 +53,7 @@ from dips.protocol.effects import (
     Refused,
     Result,
 )
-from dips.protocol.enums import Standing
+from dips.protocol.enums import ClusterStanding
 from dips.protocol.events import (
     ClusterJoined,
     ClusterLeft,
@@ -175,7 +175,7 @@ class Play:
     def beat(self, standing: str) -> None:
         beat = self.s.beat()
         assert beat is not None
-        answer = ClusterHeartbeatAnswer(3, 10.0, Standing(standing), None, None, NONE_YET)
+        answer = ClusterHeartbeatAnswer(3, 10.0, ClusterStanding(standing), None, None, NONE_YET)
         self.do(self.s.beat_answered(beat.inc, answer, self.now))
 
     def adds_up(self, consumed: int) -> None:
@@ -380,7 +380,7 @@ def test_a_push_that_the_master_has_dropped_is_halted(play: Play) -> None:
     play.step()
     assert play.s.beat() is not None
     verdict = play.push_until_granted()
-    nothing = ClusterHeartbeatAnswer(3, 10.0, Standing.LIVE, None, None, NONE_YET)
+    nothing = ClusterHeartbeatAnswer(3, 10.0, ClusterStanding.LIVE, None, None, NONE_YET)
     moving = Moving(play.s.attempt, 10, 100)
     play.do(play.s.beat_answered(play.s.inc, nothing, play.now))
     assert play.say(moving) == Heard()

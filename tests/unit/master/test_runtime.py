@@ -28,7 +28,7 @@ from dips.protocol.effects import (
     Progress,
     Reply,
 )
-from dips.protocol.enums import Activity, Role, Standing, TrainerState
+from dips.protocol.enums import Activity, ClusterStanding, Role, TrainerState
 from dips.protocol.events import (
     Blind,
     ClusterJoined,
@@ -61,7 +61,7 @@ class FakeCoordinator:
         self.seen: list[Event] = []
         self.script: dict[type, Callable[[Any], list[Effect]]] = {}
         self.deadline = inf
-        self.standing = Standing.LIVE
+        self.standing = ClusterStanding.LIVE
         self.heard = asyncio.Event()
 
     def step(self, event: Event, now: float) -> list[Effect]:
@@ -77,7 +77,7 @@ class FakeCoordinator:
     def progress(self) -> Progress:
         return Progress(0, 0, None)
 
-    def cluster_standing(self, cluster: str, inc: int) -> tuple[Standing, PushId | None, PullId | None]:
+    def cluster_standing(self, cluster: str, inc: int) -> tuple[ClusterStanding, PushId | None, PullId | None]:
         return self.standing, PUSH, None
 
     def slave_live(self, slave: str, sinc: int) -> tuple[bool, int, tuple[PushId, ...], tuple[PullId, ...]]:
@@ -202,7 +202,12 @@ async def test_a_beat_tells_nothing_that_is_not_durable(tmp_path: Path) -> None:
         assert not done
         h.outside.disk.set()
         answer = await beating
-        assert (answer.term, answer.standing, answer.push, answer.lease_s) == (3, Standing.LIVE, PUSH, TIMING.lease_s)
+        assert (answer.term, answer.standing, answer.push, answer.lease_s) == (
+            3,
+            ClusterStanding.LIVE,
+            PUSH,
+            TIMING.lease_s,
+        )
         await asking
 
 
@@ -323,7 +328,7 @@ async def test_who_left_is_not_judged_silent(tmp_path: Path) -> None:
         h.coordinator.script[ClusterJoined] = joins
         h.coordinator.script[ClusterLeft] = lambda e: [Reply(e.req, Acknowledged())]
         await h.runtime.ask(lambda req: ClusterJoined(req, *JOIN))
-        h.coordinator.standing = Standing.GONE
+        h.coordinator.standing = ClusterStanding.GONE
         await h.runtime.ask(lambda req: ClusterLeft(req, "a", 1, 0))
         assert h.judge.next_deadline() == inf
 
@@ -331,10 +336,10 @@ async def test_who_left_is_not_judged_silent(tmp_path: Path) -> None:
 async def test_beats_of_live_peers_are_kept(tmp_path: Path) -> None:
     """The newest beat of a peer that the Coordinator knows is kept for the status; a stranger's is not."""
     async with house(tmp_path) as h:
-        h.coordinator.standing = Standing.GONE
+        h.coordinator.standing = ClusterStanding.GONE
         await h.runtime.beat(beat())
         assert h.runtime.beats == {}
-        h.coordinator.standing = Standing.LIVE
+        h.coordinator.standing = ClusterStanding.LIVE
         await h.runtime.beat(beat(inner_steps=5))
         await h.runtime.beat(beat(inner_steps=6))
         ((kept, _),) = h.runtime.beats.values()
