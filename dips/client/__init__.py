@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dips.client.learning_rate import cosine, schedule
-    from dips.client.outer_loop import OuterLoop
+    from dips.client.rank.outer_loop import OuterLoop
 
 __all__ = ["OuterLoop", "cosine", "schedule"]
 
-_HOMES = {"OuterLoop": "outer_loop", "cosine": "learning_rate", "schedule": "learning_rate"}
+_HOMES = {"OuterLoop": "rank.outer_loop", "cosine": "learning_rate", "schedule": "learning_rate"}
 
 
 def __getattr__(name: str) -> Any:

@@ -27,7 +27,7 @@ from megatron.core import parallel_state
 from torch import nn
 
 from dips.client.parallel.rect import Rect, cut_flat, rects
-from dips.client.parallel.seam import Adapter, Block, Held, blocks, check_dtype
+from dips.client.parallel.seam import Adapter, Held, TensorBlock, blocks, check_dtype
 from dips.errors import ConfigError
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -79,7 +79,7 @@ class Megatron(Adapter):
             return Held(name, shape, writes, writes)
         return Held(name, shape, masters, writes, masters if parameter.dtype is not torch.float32 else ())
 
-    def _masters(self, name: str, parameter: nn.Parameter, parts: list[Rect]) -> tuple[Block, ...] | None:
+    def _masters(self, name: str, parameter: nn.Parameter, parts: list[Rect]) -> tuple[TensorBlock, ...] | None:
         """What the optimizer holds of this parameter on this rank; None if it works on the parameter itself."""
         master = getattr(parameter, "main_param", None)
         if self._optimizer is None:

@@ -22,7 +22,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what fp32 holds exact
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class TensorBlock:
     """A rectangle of a full parameter, and this rank's memory of it."""
 
     rect: Rect
@@ -35,9 +35,9 @@ class Held:
 
     name: str  # in the full model, whatever the layout
     shape: tuple[int, ...]  # of the full parameter
-    reads: tuple[Block, ...]  # what a push takes: fp32 masters where the framework has them
-    writes: tuple[Block, ...]  # what a pull fills: what the model computes with
-    masters: tuple[Block, ...] = ()  # written after `reload`, exactly; each lies within `writes`
+    reads: tuple[TensorBlock, ...]  # what a push takes: fp32 masters where the framework has them
+    writes: tuple[TensorBlock, ...]  # what a pull fills: what the model computes with
+    masters: tuple[TensorBlock, ...] = ()  # written after `reload`, exactly; each lies within `writes`
 
 
 class Adapter(ABC):
@@ -71,7 +71,7 @@ class Adapter(ABC):
         """Tell the framework that the parameters were written."""
 
 
-def blocks(name: str, memory: torch.Tensor, parts: list[Rect]) -> tuple[Block, ...]:
+def blocks(name: str, memory: torch.Tensor, parts: list[Rect]) -> tuple[TensorBlock, ...]:
     """Pair rectangles with the contiguous memory in which they lie one behind the other."""
     if not memory.is_contiguous():
         raise ConfigError(
@@ -79,7 +79,7 @@ def blocks(name: str, memory: torch.Tensor, parts: list[Rect]) -> tuple[Block, .
         )
     flat, at, made = memory.detach().view(-1), 0, []
     for rect in parts:
-        made.append(Block(rect, flat[at : at + rect.numel].view(rect.rows, rect.cols)))
+        made.append(TensorBlock(rect, flat[at : at + rect.numel].view(rect.rows, rect.cols)))
         at += rect.numel
     assert at == flat.numel(), (name, at, flat.numel())
     return tuple(made)

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from dips.client.local import PullMoved, PullNow, PushMoved, PushNow, RangeGiven, RangesEnded, RangeWanted, Wait
-from dips.client.session import END_S
-from dips.client.talk import AGAIN_S
+from dips.client.agent.outer_sync import AGAIN_S
+from dips.client.agent.session import END_S
+from dips.client.ipc.messages import (
+    AskAgain,
+    PullMoved,
+    PullNow,
+    PushMoved,
+    PushNow,
+    RangeGiven,
+    RangesEnded,
+    RangeWanted,
+)
 from dips.ids import GENESIS
 from dips.protocol.effects import Acknowledged, Committed, Finished, Ranges, Refused
 from dips.protocol.events import ClusterLeft, PushFinished, RangesRequested
@@ -27,7 +36,7 @@ def last_range_of(play: Play, steps: int) -> None:
 
 def settle(play: Play, moved: PushMoved, kind: str) -> None:
     """The push is committed and settled, and what it brings is pulled."""
-    assert isinstance(play.say(moved), Wait)
+    assert isinstance(play.say(moved), AskAgain)
     play.master(Committed())
     play.master(outcome(kind))
     verdict = play.say(moved)
@@ -69,7 +78,7 @@ def test_a_last_range_of_exactly_h_steps_is_settled() -> None:
     play.do(play.s.trainer_gone("it ended", play.now))
     play.say(play.attach(life=2, pid=8))
     play.pull(V1)
-    assert isinstance(play.say(RangeWanted(2, 1)), Wait)
+    assert isinstance(play.say(RangeWanted(2, 1)), AskAgain)
     play.master(Ranges((), True), "ranges")
     assert play.say(RangeWanted(2, 1)) == ENDED, "after a restart it is not trained again"
 
@@ -82,13 +91,13 @@ def test_a_last_push_that_comes_to_nothing_is_tried_again() -> None:
     moved = play.push_until_committed()
     play.master(outcome("skipped", None, pull=False))
     play.say(moved)
-    assert isinstance(play.say(RangeWanted(1, 2)), Wait)
+    assert isinstance(play.say(RangeWanted(1, 2)), AskAgain)
     play.now += AGAIN_S
     assert play.say(RangeWanted(1, 2)) == UNSETTLED
     play.say(play.want_push())
     play.master(Refused(5.0, "all 2 slots are in use"))
     play.now += 4.9
-    assert isinstance(play.say(RangeWanted(1, 2)), Wait)
+    assert isinstance(play.say(RangeWanted(1, 2)), AskAgain)
     play.now += 0.2
     assert play.say(RangeWanted(1, 2)) == UNSETTLED
     assert push(play).tokens == 30
@@ -103,7 +112,7 @@ def test_a_push_that_is_still_being_settled_is_waited_for() -> None:
     play.do(play.s.hindered("no answer", 0.0))
     play.do(play.s.hindered("no answer", 1000.0))
     play.now = 1000.0
-    assert isinstance(play.say(RangeWanted(1, 2)), Wait)
+    assert isinstance(play.say(RangeWanted(1, 2)), AskAgain)
     play.master(outcome("accepted", pull=False))
     assert play.say(RangeWanted(1, 2)) == UNSETTLED, "the range was not known to be used up when it was frozen"
     assert push(play).ranges == (7,)
@@ -124,7 +133,7 @@ def test_a_rest_that_nobody_takes_is_given_up() -> None:
     assert play.say(RangeWanted(1, 2)) == UNSETTLED
     play.say(play.want_push())
     play.master(Refused(2 * END_S, "all 2 slots are in use"))
-    assert isinstance(play.say(RangeWanted(1, 2)), Wait)
+    assert isinstance(play.say(RangeWanted(1, 2)), AskAgain)
     play.now += END_S
     answer = play.say(RangeWanted(1, 2))
     assert isinstance(answer, RangesEnded) and not answer.unsettled

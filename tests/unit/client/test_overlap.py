@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dips.client.local import (
+from dips.client.ipc.messages import (
+    AskAgain,
     PullMoved,
     PullNow,
     PushMoved,
@@ -13,7 +14,6 @@ from dips.client.local import (
     RangeGiven,
     RangeWanted,
     TrainOn,
-    Wait,
 )
 from dips.protocol.effects import Acknowledged, Committed, Finished, Outcome, Progress, Refused
 from dips.protocol.events import PullFinished, PushFinished, PushRequested
@@ -35,7 +35,7 @@ def pushed(play: Play, steps: int) -> tuple[PushNow, PushMoved]:
     """Train until a push is due, and until it is granted; `steps` more are taken before it has moved."""
     play.step(H)
     asked = want(play)
-    assert isinstance(play.say(asked), Wait), "the trainer is answered at once and trains on"
+    assert isinstance(play.say(asked), AskAgain), "the trainer is answered at once and trains on"
     play.asked(PushRequested)
     play.step(2)  # while the slots are reserved
     play.master(grant())
@@ -49,7 +49,7 @@ def pushed(play: Play, steps: int) -> tuple[PushNow, PushMoved]:
 def test_progress_is_cut_where_the_ranks_freeze(play: Play) -> None:
     """Steps up to the freeze go with the push, later ones with the next."""
     _, moved = pushed(play, steps=5)
-    assert isinstance(play.say(moved), Wait)
+    assert isinstance(play.say(moved), AskAgain)
     asked = play.asked(PushFinished)
     assert (asked.inner_steps, asked.tokens) == (H + 3, (H + 3) * 10)
     assert play.s.account.carried.inner_steps == 5
@@ -61,7 +61,7 @@ def test_what_was_trained_meanwhile_is_merged_and_carried(play: Play, kind: str)
     _, moved = pushed(play, steps=5)
     play.say(moved)
     play.master(Committed())
-    assert isinstance(play.say(moved), Wait)
+    assert isinstance(play.say(moved), AskAgain)
     play.step(7)
     play.master(outcome(kind))
     verdict = play.say(moved)
@@ -94,7 +94,7 @@ def test_no_second_push_while_one_is_out(play: Play) -> None:
     play.master(Committed())
     for _ in range(3):
         play.step(H)
-        assert isinstance(play.say(moved), Wait)
+        assert isinstance(play.say(moved), AskAgain)
     assert play.s.account.carried.inner_steps == 5 * H
 
 
@@ -114,7 +114,7 @@ def test_a_master_that_is_away_holds_nobody_up(play: Play) -> None:
     play.master(Committed())
     play.do(play.s.hindered("no answer", 0.0))
     play.do(play.s.hindered("no answer", 1000.0))
-    assert isinstance(play.say(moved), Wait)
+    assert isinstance(play.say(moved), AskAgain)
     play.master(outcome("accepted"))
     verdict = play.say(moved)
     assert isinstance(verdict, PullNow) and verdict.merge
@@ -149,7 +149,7 @@ def test_a_finished_run_is_said_at_the_next_look(play: Play) -> None:
     asked = want(play)
     play.say(asked)
     play.master(Finished(V1))
-    assert isinstance(play.say(asked), Wait), "the final version is pulled first"
+    assert isinstance(play.say(asked), AskAgain), "the final version is pulled first"
 
 
 def test_what_was_not_merged_is_lost_and_its_ranges_are_served_again() -> None:
