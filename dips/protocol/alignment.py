@@ -22,7 +22,7 @@ from dips.protocol.enums import TrainerState
 from dips.protocol.heartbeats import LEAST_BYTES_PER_S, OWN_PACE, ClusterHeartbeat
 
 LEAST_SHARE = 1 / 8  # of the H that a cluster would take by itself: with fewer steps a push is not worth its bytes
-MOST_CHANGE = 1.25  # of the period, from one window to the next: one odd measurement must not move everybody
+MOST_CHANGE = 1.25  # of the period, from one window to the next: one odd measurement must not move all
 LATE_SHARE = 0.25  # of the period: who is later than that goes to the next window
 LEAST_STEP_S = 1e-6  # no inner step is faster: a smaller number was not measured
 NEVER_S = 1e9  # thirty years: an absurd speed must not give numbers that the other end of the wire refuses
@@ -57,7 +57,7 @@ class Alignment:
         self._members: dict[str, _Member] = {}
         self._anchor: float | None = None  # a time on the grid
         self._opened_at: float | None = None  # the window from which the grid was taken
-        self.period_s = 0.0  # 0: nobody's speed is known yet
+        self.period_s = 0.0  # 0: no speed is known yet
 
     def record_heartbeat(self, heartbeat: ClusterHeartbeat) -> None:
         """Take note of a cluster's speed; one that does not align, or whose speed is unknown, is no member."""

@@ -1,8 +1,8 @@
-"""Who is asked when, over all pushes that move: issued anew when a push joins (§3.1, Figure 5; order.py).
+"""In which order slaves ask the ranks of all moving pushes: computed anew when a push joins (§3.1, Figure 5; order.py).
 
 What is left of a push is estimated from its cluster's bandwidth and the time since its grant; a wrong guess costs a
-turn and nothing else, since slaves skip who has nothing left. One push alone keeps the order of its OpenPush.
-With `order: random` everybody is asked, and asks, in an order of their own: what the plan is compared with.
+turn and nothing else, since slaves skip ranks that have nothing left. One push alone keeps the order of its OpenPush.
+With `order: random` each rank and slave keeps a random order of its own: what the plan is compared with.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dips.protocol.manifest import BYTES_PER_PARAMETER
 from dips.protocol.order import Worker, lines
 from dips.protocol.run_state import RunState
 
-LEAST_LEFT = 0.01  # of a push that should be here by our guess and is not
+LEAST_LEFT = 0.01  # of a push that should be here by that estimate and is not
 
 
 def reorder_pushes(run: RunState) -> None:

@@ -112,7 +112,7 @@ class RangeBook:
             self._leases[cluster, inc] = Lease(lease.seq, lease.answer, [r for r in lease.ranges if r in keep])
 
     def _claim_range(self, number: int) -> bool:
-        """Take a named range if nobody has it."""
+        """Take a named range if it is free."""
         if self._next <= number < self.total:
             self._freed += range(self._next, number + 1)
             self._next = number + 1

@@ -37,7 +37,7 @@ def reserves_disk(run: RunState) -> bool:
 
 
 def on_snapshot_failed(run: RunState, reason: str) -> None:
-    """A snapshot, or the room for it, was not to be had; see what follows in `state`."""
+    """A snapshot failed, or had no room; see what follows in `state`."""
     d = run.durability
     d.failures += 1
     run.note("persist_failed", head=run.head, in_a_row=d.failures, reason=reason)

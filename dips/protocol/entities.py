@@ -39,7 +39,7 @@ class Slave:
     key: str = ""
     slots: int = 0
     memory: VersionId | None = None
-    offer: frozenset[VersionId] | None = None  # what it said it can serve; None: not said since that changed
+    offer: frozenset[VersionId] | None = None  # what it offers to serve; None: not named since that changed
     unanswered: int = 0  # orders in a row past their deadline
     draining: bool = False  # an operator wants it out of service when nothing is open on it
     registered: bool = False  # since this master started

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 
 class OutcomeKind(StrEnum):
-    """What a round says to each of its clusters."""
+    """The outcome of one push in its round."""
 
     ACCEPTED = "accepted"
     GATED = "gated"
@@ -67,7 +67,7 @@ class ClusterStanding(StrEnum):
 
 
 class TrainerState(StrEnum):
-    """What a cluster's heartbeat says of its trainer."""
+    """A cluster's trainer, by its heartbeat."""
 
     STARTING = "starting"
     TRAINING = "training"

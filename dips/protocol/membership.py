@@ -58,7 +58,7 @@ class Judge:
 
     @classmethod
     def restored(cls, options: TimingOptions, state: LedgerState, now: float) -> Judge:
-        """After a start of the master everybody known gets one full lease before anybody is judged."""
+        """After a start of the master every known peer gets one full lease before it is judged."""
         judge = cls(options)
         for peer in state.clusters:
             if not peer.ended:
@@ -133,7 +133,7 @@ class Judge:
             slave.heard_at += gap_s
 
     def next_deadline(self) -> float:
-        """When the next verdict may be due; inf if nobody is known."""
+        """When the next verdict may be due; inf if there are no peers."""
         lease, hang = self._options.lease_s, self._options.hang_s
         due = [c.heard_at + lease for c in self._clusters.values()] + [
             s.heard_at + lease for s in self._slaves.values()

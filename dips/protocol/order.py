@@ -144,7 +144,7 @@ Node = tuple[str, int]  # ("w", worker) or ("s", slave)
 
 
 def heaviest_first(edges: Mapping[Node, Sequence[Node]], load: Mapping[Node, float]) -> dict[Node, Node]:
-    """A matching, told from both sides, that leaves no node free for the sake of a lighter one on its side.
+    """A matching, given from both sides, that leaves no node free for the sake of a lighter one on its side.
 
     So a node that is busy to the last turn of every schedule is busy in this turn too: what makes the number of turns
     that of the busiest node (König), where all pairs are equal.

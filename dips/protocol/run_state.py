@@ -1,4 +1,4 @@
-"""Everything that the Coordinator knows, and the few verbs by which its parts say what is to be done.
+"""The state of the whole run, and the methods by which handlers order, record and reply.
 
 Only `Coordinator.step` changes it, through the functions of slaves.py, clusters.py, pushes.py, pulls.py and round.py.
 `now` is the time of the present step; `out` collects the step's effects in their order.
@@ -195,7 +195,7 @@ class RunState:
         return [s for s in self.slaves.values() if s.state is SlaveState.READY]
 
     def offers_changed(self) -> None:
-        """What slaves said to offer no longer holds: a version is new, or on the disks, or gone from them."""
+        """What slaves offered no longer holds: a version is new, or on the disks, or gone from them."""
         for slave in self.slaves.values():
             slave.offer = None
 

@@ -35,7 +35,7 @@ ROUND_ORDERS = frozenset({FanoutKind.MEASURE, FanoutKind.FOLD, FanoutKind.APPLY,
 
 
 def commit_version(run: RunState, r: Round, digests: tuple[tuple[str, str], ...], *, durable: bool) -> None:
-    """Write the version's row, which makes it exist, and let everybody flip."""
+    """Write the version's row, which makes it exist, and order the flip."""
     version = VersionId(run.head.version + 1, r.number)
     r.state = move(ROUND_MOVES, r.state, RoundState.IDLE, f"round {r.number}")
     rows, history = statistics_after(run, r)
