@@ -122,7 +122,7 @@ def treatment(error: DipsError) -> Treatment:
     return next(t for cls, t in TREATMENTS if isinstance(error, cls))
 
 
-def error_named(name: str) -> type[DipsError] | None:
-    """Find a class of this module by its name, as the wire and the journal spell it."""
+def class_named(name: str) -> type[DipsError] | None:
+    """Return the class of this module that a peer named; None for a name that says nothing here."""
     found = globals().get(name)
     return found if isinstance(found, type) and issubclass(found, DipsError) else None

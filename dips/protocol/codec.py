@@ -30,7 +30,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from dips import ids
-from dips.errors import Corrupt, LocalProtocolError, error_named
+from dips.errors import Corrupt, LocalProtocolError, class_named
 from dips.protocol import (
     data,
     effects,
@@ -229,7 +229,7 @@ def _plain(w: _StateWriter, value: Any) -> Any:
 
 
 def _error_class(_: _StateWriter, value: type) -> Any:
-    if error_named(value.__name__) is not value:
+    if class_named(value.__name__) is not value:
         raise LocalProtocolError(f"{value.__qualname__} is no class of dips.errors: it has no spelling")
     return ["e", value.__name__]
 
@@ -309,7 +309,7 @@ def _numbers(_: _StateReader, rest: list[Any]) -> set[int]:
 
 
 def _read_error_class(_: _StateReader, rest: list[Any]) -> type:
-    found = error_named(rest[0])
+    found = class_named(rest[0])
     if found is None:
         raise ValueError(f"no class of dips.errors: {rest[0]!r}")
     return found

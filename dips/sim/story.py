@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import isinf
 
-from dips.errors import error_named
+from dips.errors import class_named
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.master.ledger import Ledger
 from dips.protocol import events as ev
@@ -126,7 +126,7 @@ class Teller:
         """The oldest order (of one kind) that it has not answered fails with an error of dips.errors."""
         order = next(o for o in self.orders if o.slave == slave and words.get("only") in (None, _kind(o.body)))
         self.orders.remove(order)
-        error = error_named(words["error"])
+        error = class_named(words["error"])
         assert error is not None, f"no class of dips.errors: {words['error']}"
         return self.step(ev.OrderFailed(slave, order.sinc, order.number, error, words.get("why", "")))
 
