@@ -25,8 +25,8 @@ from dips.client.agent.session import Session
 from dips.client.ipc.messages import Answer, Question, Stepped
 from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
-from dips.protocol.beats import NO_MEETING, ClusterBeatAnswer
 from dips.protocol.effects import Finished, Grant, Joined, Outcome
+from dips.protocol.heartbeats import OWN_PACE, ClusterHeartbeatAnswer
 from dips.sim.fiber import Fiber, Gate, Resume, Story, Wait, sleep
 from dips.sim.master_client import SimMasterClient
 from dips.sim.network import Network
@@ -303,6 +303,6 @@ class SimAgent:
         )
 
     def _heard(self, inc: int, answer: Any) -> None:
-        if self.alive and isinstance(answer, ClusterBeatAnswer):
-            self.meets = answer.push_in_s != NO_MEETING
+        if self.alive and isinstance(answer, ClusterHeartbeatAnswer):
+            self.meets = answer.push_in_s != OWN_PACE
             self._do(self.session.beat_answered(inc, answer, self.world.heap.now))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Protocol
 
-from dips import errors
 from dips.client.agent.actions import AskMaster
 from dips.errors import Busy, DipsError, Unavailable, UnavailableMaster
 from dips.protocol.effects import Failed
@@ -61,6 +60,5 @@ def _error(answer: Any) -> DipsError | None:
     if answer is None:
         return UnavailableMaster("the master does not answer")
     if isinstance(answer, Failed):
-        found: DipsError = getattr(errors, answer.error, DipsError)(answer.message)
-        return found
+        return answer.error(answer.message)
     return None

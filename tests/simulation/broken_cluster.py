@@ -8,10 +8,10 @@ from typing import Any
 from dips.client.agent.account import Account, Portion
 from dips.client.agent.session import Session
 from dips.protocol import clusters
-from dips.protocol.beats import ClusterBeat
+from dips.protocol.entities import Cluster
 from dips.protocol.events import ClusterLeft
-from dips.protocol.world import Cluster
-from dips.protocol.world import World as Deciding
+from dips.protocol.heartbeats import ClusterHeartbeat
+from dips.protocol.run_state import RunState
 from dips.sim.ranks import SimRanks
 from dips.sim.transfer import Pulled
 
@@ -36,13 +36,13 @@ def tokens_cut_at_pull() -> list[Patch]:
 
 
 def lose_what_was_settled() -> list[Patch]:
-    honest_end, honest_beat, honest_leave = clusters.end, Session.beat, Session.leave
+    honest_end, honest_beat, honest_leave = clusters.end_incarnation, Session.beat, Session.leave
 
-    def end(w: Deciding, cluster: Cluster, reason: str, consumed: int, told_lost: int = 0) -> None:
-        # what a beat told as unsettled counts as lost
-        honest_end(w, cluster, reason, consumed + cluster.settled, told_lost)
+    def end(run: RunState, cluster: Cluster, reason: str, consumed: int, reported_lost: int = 0) -> None:
+        # what a heartbeat reported as unsettled counts as lost
+        honest_end(run, cluster, reason, consumed + cluster.settled, reported_lost)
 
-    def beat(self: Session) -> ClusterBeat | None:
+    def beat(self: Session) -> ClusterHeartbeat | None:
         told = honest_beat(self)
         return told and replace(told, tokens_consumed=told.tokens_carried + told.tokens_lost)
 
@@ -50,7 +50,7 @@ def lose_what_was_settled() -> list[Patch]:
         left = honest_leave(self)
         return left and replace(left, tokens_consumed=self.account.unsettled + self.account.lost)
 
-    return [(clusters, "end", end), (Session, "beat", beat), (Session, "leave", leave)]
+    return [(clusters, "end_incarnation", end), (Session, "beat", beat), (Session, "leave", leave)]
 
 
 def forget_a_range() -> list[Patch]:
