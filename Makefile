@@ -39,7 +39,7 @@ check: $(VENV)/dev.stamp ## ruff, format, mypy --strict, generated stubs, manife
 	@echo "all checks passed"
 
 sim: $(VENV)/dev.stamp ## the simulated world, SEEDS=N of them; a failing seed prints itself, a table what they met (ARGS="--days 33")
-	@$(BIN)/python -m dips.sim --seeds $(SEEDS) $(ARGS)
+	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) $(ARGS)
 
 chaos: $(VENV)/dev.stamp ## kill, stop and partition real processes, fill and rot their disks, two files at a time; under 12 minutes (STORM_S=600)
 	@DIPS_STORM_S=$(STORM_S) $(BIN)/python -m pytest -m chaos -n 2 --dist loadfile tests/chaos $(ARGS)
