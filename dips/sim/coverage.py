@@ -17,7 +17,7 @@ from dips.sim.watch import Listener
 if TYPE_CHECKING:
     from dips.sim.cluster import Agent
     from dips.sim.master import MasterProcess
-    from dips.sim.slave import Process
+    from dips.sim.slave import SlaveProcess
     from dips.sim.world import World
 
 # design.md section 9: what fails → what was seen to happen
@@ -138,13 +138,13 @@ class Coverage(Listener):
 
     # ---- slaves ----------------------------------------------------------------------------------------------------
 
-    def slave_crashed(self, process: Process) -> None:
+    def slave_crashed(self, process: SlaveProcess) -> None:
         """Its memory is gone; what lay prepared on its disk stays."""
         prepared = process.versions.prepared
         if prepared is not None and prepared in process.machine.disk.good:
             self._orphans[process.name] = prepared
 
-    def registered(self, process: Process, answer: Registered) -> None:
+    def registered(self, process: SlaveProcess, answer: Registered) -> None:
         order = answer.order
         if isinstance(order, CommitVersion):
             self.met("slave_in_doubt")

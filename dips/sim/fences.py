@@ -24,7 +24,7 @@ from dips.sim.work import Frozen
 if TYPE_CHECKING:
     from dips.sim.cluster import Agent
     from dips.sim.master import MasterProcess
-    from dips.sim.slave import Process
+    from dips.sim.slave import SlaveProcess
     from dips.sim.world import World
 
 
@@ -42,12 +42,12 @@ class Fences(Invariant):
         if isinstance(record, IncarnationGiven) and record.role == "slave":
             self.sinc[record.name] = max(record.inc, self.sinc.get(record.name, 0))
 
-    def before_order(self, process: Process, order: Order) -> None:
+    def before_order(self, process: SlaveProcess, order: Order) -> None:
         shard = process.shard
         old = order.term < shard.term or order.sinc != shard.sinc
         self.before = _of_slave(process) if old else None
 
-    def after_order(self, process: Process, order: Order) -> None:
+    def after_order(self, process: SlaveProcess, order: Order) -> None:
         if self.before is not None:
             same = self.before == _of_slave(process)
             self.require(
@@ -75,7 +75,7 @@ class Fences(Invariant):
         )
 
 
-def _of_slave(process: Process) -> Any:
+def _of_slave(process: SlaveProcess) -> Any:
     versions, shard = process.versions, process.shard
     return (
         versions.memory,
@@ -154,7 +154,7 @@ class Memory(Invariant):
                 self.fail(f"{machine.name}: two banks for one holder in {holders}")
             self._leaks(machine.process, slots)
 
-    def _leaks(self, process: Process, slots: tuple[PushId, ...]) -> None:
+    def _leaks(self, process: SlaveProcess, slots: tuple[PushId, ...]) -> None:
         master = self.world.master.process
         now = self.world.heap.now
         listening = master is not None and master.inbox is None and process.holds and now > self.world.quiet_at

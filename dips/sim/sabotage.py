@@ -29,10 +29,11 @@ from dips.sim.flow import OpenedPush, SimFlow
 from dips.sim.master import MasterProcess
 from dips.sim.trainer import Trainer
 from dips.sim.transfer import Pulled
-from dips.slave import moving
-from dips.slave.fences import Fences
+from dips.slave import open_transfers
+from dips.slave.order_fences import OrderFences
 from dips.slave.ports import Arrays
 from dips.slave.shard import Shard
+from dips.slave.shard_round import ShardRound
 
 Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)
 
@@ -68,25 +69,25 @@ def _record_before_all_persisted() -> list[Patch]:
 
 
 def _flip_on_prepared() -> list[Patch]:
-    honest = Shard._apply
+    honest = ShardRound.apply
 
-    def apply(self: Shard, order: Apply, opened: tuple[int, int]) -> Answer:
+    def apply(self: ShardRound, order: Apply, opened: tuple[int, int]) -> Answer:
         answer = honest(self, order, opened)
-        self._flip(order.version)
+        self.flip(order.version)
         return answer
 
-    return [(Shard, "_apply", apply)]
+    return [(ShardRound, "apply", apply)]
 
 
 def _refold_on_retry() -> list[Patch]:
-    honest_admit, honest_fold = Fences.admit, Shard._fold
+    honest_admit, honest_fold = OrderFences.admit, ShardRound.fold
     kept: dict[tuple[int, PushId], Any] = {}
 
-    def admit(self: Fences, order: Order) -> Answer | None:
+    def admit(self: OrderFences, order: Order) -> Answer | None:
         remembered = honest_admit(self, order)
         return None if isinstance(order.body, Fold) else remembered
 
-    def fold(self: Shard, order: Fold, opened: tuple[int, int]) -> Answer:
+    def fold(self: ShardRound, order: Fold, opened: tuple[int, int]) -> Answer:
         key = (id(self), order.push)
         if key not in kept:
             arrays = self.versions._open[order.push].arrays if order.push in self.versions._open else {}
@@ -100,7 +101,7 @@ def _refold_on_retry() -> list[Patch]:
             acc.arrays[layer] += order.weight * (theta[layer] - theta_j)
         return Folded(1.0)
 
-    return [(Fences, "admit", admit), (Shard, "_fold", fold)]
+    return [(OrderFences, "admit", admit), (ShardRound, "fold", fold)]
 
 
 def _reuse_round_after_restart() -> list[Patch]:
@@ -187,13 +188,15 @@ def _blind_leases() -> list[Patch]:
 
 
 def _leak_slot() -> list[Patch]:
-    def refuse_closed(closed: moving.Closed, transfer: PushId | PullId) -> None:
+    def refuse_closed(closed: open_transfers.Closed, transfer: PushId | PullId) -> None:
         """No tombstone."""
 
-    def heal(self: moving.Moving, live_pushes: Any, live_pulls: Any, as_of: moving.Opened) -> list[str]:
+    def heal(
+        self: open_transfers.OpenTransfers, live_pushes: Any, live_pulls: Any, as_of: open_transfers.Opened
+    ) -> list[str]:
         return []
 
-    return [(moving, "_refuse_closed", refuse_closed), (moving.Moving, "heal", heal)]
+    return [(open_transfers, "_refuse_closed", refuse_closed), (open_transfers.OpenTransfers, "heal", heal)]
 
 
 def _tokens_cut_at_pull() -> list[Patch]:

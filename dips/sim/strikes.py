@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dips.sim.site import Site
-    from dips.sim.slave import Machine
+    from dips.sim.slave import SlaveMachine
     from dips.sim.world import World
 
 Strike = Callable[["World", Random], None]
@@ -28,7 +28,7 @@ def _site(world: World, rng: Random) -> Site:
     return rng.choice(list(world.sites.values()))
 
 
-def _machine(world: World, rng: Random) -> Machine:
+def _machine(world: World, rng: Random) -> SlaveMachine:
     return rng.choice(list(world.machines.values()))
 
 

@@ -17,7 +17,7 @@ from dips.sim.work import Frozen
 if TYPE_CHECKING:
     from dips.sim.cluster import Agent
     from dips.sim.master import MasterProcess
-    from dips.sim.slave import Process
+    from dips.sim.slave import SlaveProcess
     from dips.sim.world import World
 
 
@@ -80,7 +80,7 @@ class Listener:
     def trainer_died(self, agent: Agent, rank: bool) -> None:
         """A trainer is dead; `rank`: one rank of it died first."""
 
-    def slave_crashed(self, process: Process) -> None:
+    def slave_crashed(self, process: SlaveProcess) -> None:
         """A slave's process is about to die."""
 
     def master_died(self, process: MasterProcess, rows: bool, written: bool) -> None:
@@ -95,13 +95,13 @@ class Listener:
     def order_leaves(self, order: Order) -> None:
         """A master sends an order."""
 
-    def before_order(self, process: Process, order: Order) -> None:
+    def before_order(self, process: SlaveProcess, order: Order) -> None:
         """A slave is about to carry out an order."""
 
-    def after_order(self, process: Process, order: Order) -> None:
+    def after_order(self, process: SlaveProcess, order: Order) -> None:
         """It has."""
 
-    def registered(self, process: Process, answer: Registered) -> None:
+    def registered(self, process: SlaveProcess, answer: Registered) -> None:
         """A slave was answered."""
 
     def before_step(self, master: MasterProcess, event: Event) -> None:
@@ -210,7 +210,7 @@ class Watch:
     def trainer_died(self, agent: Agent, rank: bool) -> None:
         self._call("trainer_died", agent, rank)
 
-    def slave_crashed(self, process: Process) -> None:
+    def slave_crashed(self, process: SlaveProcess) -> None:
         self._call("slave_crashed", process)
 
     def master_died(self, process: MasterProcess, rows: bool, written: bool) -> None:
@@ -225,7 +225,7 @@ class Watch:
     def order_leaves(self, order: Order) -> None:
         self._call("order_leaves", order)
 
-    def registered(self, process: Process, answer: Registered) -> None:
+    def registered(self, process: SlaveProcess, answer: Registered) -> None:
         self._call("registered", process, answer)
 
     def beat_read(self, role: str, name: str, life: int) -> None:
@@ -240,10 +240,10 @@ class Watch:
     def at_rest(self) -> None:
         self._call("at_rest")
 
-    def before_order(self, process: Process, order: Order) -> None:
+    def before_order(self, process: SlaveProcess, order: Order) -> None:
         self._call("before_order", process, order)
 
-    def after_order(self, process: Process, order: Order) -> None:
+    def after_order(self, process: SlaveProcess, order: Order) -> None:
         self._call("after_order", process, order)
 
     def before_step(self, master: MasterProcess, event: Event) -> None:

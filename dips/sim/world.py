@@ -29,7 +29,7 @@ from dips.sim.invariants import Authority, Commit, Data, Durable, Finite, Lineag
 from dips.sim.master import MasterMachine, MasterProcess
 from dips.sim.network import Network
 from dips.sim.site import Site
-from dips.sim.slave import Machine
+from dips.sim.slave import SlaveMachine
 from dips.sim.strikes import OPERATOR_S
 from dips.sim.transfer import DataNetwork
 from dips.sim.watch import Invariant, Listener, Violation, Watch
@@ -186,8 +186,8 @@ class World:
         self.coverage, counter = Coverage(self), Counter(self.result)
         self.watch = Watch([*self._invariants(), self.faults, self.coverage, counter, *listeners])
         self.network = Network(self.heap, self.chance, self.watch)
-        self.touched: dict[str, Machine] = {}
-        self.looked_at: list[Machine] = []
+        self.touched: dict[str, SlaveMachine] = {}
+        self.looked_at: list[SlaveMachine] = []
         self.look_everywhere = False
         self._shown = False
         self._asleep_s = 0.0
@@ -211,7 +211,7 @@ class World:
             genesis=tuple(xxhash.xxh3_128_hexdigest(a.tobytes()) for a in self.genesis.values()),
             genesis_norms=tuple(float(np.linalg.norm(a)) for a in self.genesis.values()),
         )
-        self.machines = {name: Machine(self, name, layers) for name, layers in placement}
+        self.machines = {name: SlaveMachine(self, name, layers) for name, layers in placement}
         self.sites = {
             name: Site(self, name, ranks, step_s)
             for name, ranks, step_s in zip(NAMES, self.settings.ranks, self.settings.step_s, strict=False)

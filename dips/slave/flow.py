@@ -23,11 +23,11 @@ from dips.ids import PullId, PushId, VersionId
 from dips.protocol.beats import Transfer
 from dips.protocol.manifest import Manifest
 from dips.slave.links import ByCluster
-from dips.slave.moves import Move, Moved, PushOver, Released, Say, Staged, Wake, error
+from dips.slave.moves import Move, PushOver, Released, Say, SourceMoved, Staged, Wake, error
 from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.probes import Probes
-from dips.slave.receiver import Claim, Receiver
-from dips.slave.sender import Job, Sender
+from dips.slave.receiver import ClaimedChunk, Receiver
+from dips.slave.sender import ChunkSend, Sender
 from dips.transport.curve import KeyPair
 from dips.transport.lane import Lane, Outgoing
 from dips.transport.memory import keep_message_memory
@@ -71,7 +71,7 @@ class ZmqFlow:
         lanes: tuple[str, ...],
         chunk_bytes: int,
         transit_bytes: int,
-        askers: int,
+        concurrent_streams: int,
         stall_s: float,
         clock: Callable[[], float] = time.monotonic,
         key: KeyPair | None = None,
@@ -86,15 +86,15 @@ class ZmqFlow:
         self._chunk_bytes = chunk_bytes
         self._clock = clock
         self._pool = Transit(transit_bytes)
-        self._receiver = Receiver(len(lanes), chunk_bytes, self._pool, askers, stall_s)
+        self._receiver = Receiver(len(lanes), chunk_bytes, self._pool, concurrent_streams, stall_s)
         self._sender = Sender(chunk_bytes, stall_s, clock)
         self._sinc = -1
         self._events: FlowEvents | None = None
         self._ticked_at = [0.0] * len(lanes)
         self._counting = threading.Lock()
         self._lanes: list[Lane] = []
-        self._intake: list[Stage[Claim]] = []
-        self._outgo: list[Stage[Job]] = []
+        self._intake: list[Stage[ClaimedChunk]] = []
+        self._outgo: list[Stage[ChunkSend]] = []
         self._started = self._over = False
         self._probes: list[Probes] = [Probes(self._run) for _ in lanes]
         self.refused: Counter[str] = Counter()  # frames by reason (wire.frame.REASONS)
@@ -267,7 +267,7 @@ class ZmqFlow:
     # ---- on the stages' threads ------------------------------------------------------------------------------------
 
     @_guarded
-    def _stage(self, claim: Claim) -> None:
+    def _stage(self, claim: ClaimedChunk) -> None:
         try:
             moves = self._receiver.stage(claim)
         except BadFrame:
@@ -279,7 +279,7 @@ class ZmqFlow:
         self._do(moves)
 
     @_guarded
-    def _frame(self, job: Job) -> None:
+    def _frame(self, job: ChunkSend) -> None:
         if job.wanted():
             frame = Outgoing(job.stream.peer, job.header(self._run), job.body, watch=job)
             self._lanes[job.stream.lane].post(frame)
@@ -302,7 +302,7 @@ class ZmqFlow:
                     self._heard.refused(push, reason)
                 case Released(pull, reason):
                     self._heard.released(pull, reason)
-                case Moved(pull):
+                case SourceMoved(pull):
                     self._heard.moved(pull)
 
     @property

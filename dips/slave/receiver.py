@@ -31,7 +31,7 @@ SLOW_S = 1.0  # silence after which a stream that was asked loses its turn to ot
 Key = tuple[PushId, int]  # a stream's place in the turns of its lane: push and rank
 
 
-class Phase(Enum):
+class PushPhase(Enum):
     """A push: gathering HELLOs → moving → frozen; refused from the first two; over when dropped."""
 
     GATHERING = "waits for HELLOs"
@@ -45,7 +45,7 @@ class Phase(Enum):
 class InStream:
     """One rank's stream on one lane; its epochs come and go, its chunks stay."""
 
-    push: Push
+    push: IncomingPush
     rank: int
     lane: int
     pieces: tuple[Range, ...]
@@ -60,7 +60,7 @@ class InStream:
 
 
 @dataclass(eq=False, slots=True)
-class Push:
+class IncomingPush:
     """One open push."""
 
     push: PushId
@@ -71,14 +71,14 @@ class Push:
     deadline_at: float
     moved_at: float  # when a byte last came, or when nothing was owed to us
     rate: Rate
-    phase: Phase = Phase.GATHERING
+    phase: PushPhase = PushPhase.GATHERING
     reason: str = ""
     copying: int = 0  # threads that may be writing into a target
     streams: dict[tuple[int, int], InStream] = field(default_factory=dict)  # (rank, lane)
 
     @property
     def live(self) -> bool:
-        return self.phase in (Phase.GATHERING, Phase.MOVING)
+        return self.phase in (PushPhase.GATHERING, PushPhase.MOVING)
 
     @property
     def here(self) -> int:
@@ -86,7 +86,7 @@ class Push:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ClaimedChunk:
     """A chunk that was asked for and came; its checksum is still to be believed."""
 
     stream: InStream
@@ -98,12 +98,12 @@ class Claim:
 class Receiver:
     """All pushes of one slave, over all its lanes."""
 
-    def __init__(self, lanes: int, chunk_bytes: int, pool: Transit, askers: int, stall_s: float) -> None:
+    def __init__(self, lanes: int, chunk_bytes: int, pool: Transit, concurrent_streams: int, stall_s: float) -> None:
         self._chunk_bytes = chunk_bytes
         self._pool = pool
         self._stall_s = stall_s
-        self._turns: list[Turns[Key]] = [Turns(askers) for _ in range(lanes)]
-        self._pushes: dict[PushId, Push] = {}
+        self._turns: list[Turns[Key]] = [Turns(concurrent_streams) for _ in range(lanes)]
+        self._pushes: dict[PushId, IncomingPush] = {}
         self._streams: dict[tuple[int, bytes, int], InStream] = {}  # (lane, peer, stream id): present epochs only
         self._closed = Closed()
         self._changed = threading.Condition()
@@ -132,7 +132,7 @@ class Receiver:
             if push not in self._pushes:
                 places = {rank: place for place, rank in enumerate(order)}
                 total = sum(piece.nbytes for piece in codec.ranges(layout.whole()))
-                self._pushes[push] = Push(push, places, buffers, codec, total, now + deadline_s, now, Rate(now))
+                self._pushes[push] = IncomingPush(push, places, buffers, codec, total, now + deadline_s, now, Rate(now))
 
     def reorder(self, push_id: PushId, places: tuple[int, ...]) -> None:
         """Put the ranks of a push at other places; who has a turn keeps it. Unknown or of another size: nothing."""
@@ -159,7 +159,7 @@ class Receiver:
             assert push is not None
             pieces = push.codec.ranges(pieces)
             stream = self._admit(push, lane, peer, name, pieces, now)
-            gathering = push.phase is Phase.GATHERING
+            gathering = push.phase is PushPhase.GATHERING
             missing = sum(piece.nbytes for piece in pieces) if gathering else stream.intake.left
             welcome = streams.encode_welcome(Welcome(missing, self._chunk_bytes))
             moves: list[Move] = [Say(lane, peer, Kind.WELCOME, stream.stream, welcome)]
@@ -170,12 +170,12 @@ class Receiver:
             return moves
 
     def _refusal(
-        self, push: Push | None, lane: int, name: StreamName, pieces: tuple[Range, ...]
+        self, push: IncomingPush | None, lane: int, name: StreamName, pieces: tuple[Range, ...]
     ) -> tuple[str, str] | None:
         """Code and message if this HELLO may not join, else None."""
         if push is None:
             return self._closed.verdict(name)
-        if push.phase is Phase.REFUSED:
+        if push.phase is PushPhase.REFUSED:
             return "refused", f"push {push.push} was refused: {push.reason}"
         if name.rank not in push.places or name.lane != lane or name.version:
             return "invalid", f"push {push.push} has ranks {sorted(push.places)}, got {name} on lane {lane}"
@@ -189,7 +189,7 @@ class Receiver:
         return None
 
     def _admit(
-        self, push: Push, lane: int, peer: bytes, name: StreamName, pieces: tuple[Range, ...], now: float
+        self, push: IncomingPush, lane: int, peer: bytes, name: StreamName, pieces: tuple[Range, ...], now: float
     ) -> InStream:
         stream = push.streams.get((name.rank, lane))
         if stream is None:
@@ -204,12 +204,12 @@ class Receiver:
         self._streams[lane, peer, name.id] = stream
         return stream
 
-    def _begin(self, push: Push, now: float) -> list[Move]:
+    def _begin(self, push: IncomingPush, now: float) -> list[Move]:
         """All ranks are here: refuse the push if they do not fit together, else line them up to be asked."""
         problems = self._problems(push)
         if problems:
             return self._refuse(push, "; ".join(problems), "ranges")
-        push.phase = Phase.MOVING
+        push.phase = PushPhase.MOVING
         moves: list[Move] = []
         for rank in sorted(push.places, key=push.places.__getitem__):
             for lane, turns in enumerate(self._turns):
@@ -225,7 +225,7 @@ class Receiver:
             self._line_up()
         return moves + self._freeze_if_whole(push)
 
-    def _problems(self, push: Push) -> list[str]:
+    def _problems(self, push: IncomingPush) -> list[str]:
         assert self._layout is not None
         claims: dict[str, list[Range]] = {}
         for (rank, _), stream in sorted(push.streams.items()):
@@ -258,13 +258,13 @@ class Receiver:
     def _slow(self, stream: InStream, now: float) -> bool:
         return stream.intake.in_flight > 0 and now - stream.intake.heard_at > SLOW_S
 
-    def claim(self, lane: int, peer: bytes, header: Header, body: Buffer, now: float) -> Claim:
+    def claim(self, lane: int, peer: bytes, header: Header, body: Buffer, now: float) -> ClaimedChunk:
         """Take in a CHUNK that was asked for; raise BadFrame if it was not. `stage` must follow."""
         with self._changed:
             stream = self._streams.get((lane, peer, header.stream))
             if stream is None:
                 raise BadFrame("stream", f"no stream {header.stream:016x} on this connection")
-            if stream.push.phase is not Phase.MOVING:
+            if stream.push.phase is not PushPhase.MOVING:
                 raise BadFrame("unasked", f"push {stream.push.push} is {stream.push.phase.value}")
             if header.dtype is not stream.push.codec.dtype:
                 granted = stream.push.codec.name
@@ -273,9 +273,9 @@ class Receiver:
             if chunk is None:
                 raise BadFrame("unasked", f"{header} of push {stream.push.push} was not asked for")
             stream.push.moved_at = now
-            return Claim(stream, chunk, header, body)
+            return ClaimedChunk(stream, chunk, header, body)
 
-    def stage(self, claim: Claim) -> list[Move]:
+    def stage(self, claim: ClaimedChunk) -> list[Move]:
         """Check a claimed chunk and copy it into its place; raise BadFrame, after undoing the claim, if it is wrong."""
         stream, push = claim.stream, claim.stream.push
         with self._changed:
@@ -293,7 +293,7 @@ class Receiver:
             push.copying -= 1
             if not push.copying:
                 self._changed.notify_all()
-            if push.phase is not Phase.MOVING:
+            if push.phase is not PushPhase.MOVING:
                 stream.intake.drop(claim.chunk)
                 return []
             if wrong is not None:
@@ -302,7 +302,7 @@ class Receiver:
             stream.intake.here(claim.chunk)
             return self._after(stream)
 
-    def _copy(self, claim: Claim) -> None:
+    def _copy(self, claim: ClaimedChunk) -> None:
         targets = claim.stream.push.targets
         if not targets:
             return  # dropped since the claim: nothing may be written, and `drop` may have returned
@@ -318,10 +318,10 @@ class Receiver:
         lanes, self._starved = self._starved, set()  # else a lane asks when it has read: nobody need wake it
         return [Wake(lane) for lane in sorted(lanes)]
 
-    def _freeze_if_whole(self, push: Push) -> list[Move]:
-        if push.phase is not Phase.MOVING or any(not s.intake.complete for s in push.streams.values()):
+    def _freeze_if_whole(self, push: IncomingPush) -> list[Move]:
+        if push.phase is not PushPhase.MOVING or any(not s.intake.complete for s in push.streams.values()):
             return []
-        push.phase = Phase.FROZEN
+        push.phase = PushPhase.FROZEN
         push.targets = {}
         return [Staged(push.push, push.total)]
 
@@ -342,11 +342,11 @@ class Receiver:
                     moves += self._refuse(push, reason, "refused")
         return moves
 
-    def _waits_for_us(self, push: Push) -> bool:
+    def _waits_for_us(self, push: IncomingPush) -> bool:
         """Nothing is owed to us: each unfinished stream waits for its turn or for the pool."""
-        return push.phase is Phase.MOVING and not any(s.intake.busy for s in push.streams.values())
+        return push.phase is PushPhase.MOVING and not any(s.intake.busy for s in push.streams.values())
 
-    def _missing(self, push: Push) -> str:
+    def _missing(self, push: IncomingPush) -> str:
         silent = sorted(set(push.places) - {rank for rank, _ in push.streams})
         if silent:
             return f"ranks {silent} never said HELLO"
@@ -356,10 +356,10 @@ class Receiver:
             if not s.intake.complete
         )
 
-    def _refuse(self, push: Push, reason: str, code: str) -> list[Move]:
+    def _refuse(self, push: IncomingPush, reason: str, code: str) -> list[Move]:
         text = f"push {push.push} is refused: {reason}"
         moves: list[Move] = [error(s.lane, s.peer, s.stream, code, text) for s in push.streams.values()]
-        self._stop(push, Phase.REFUSED, reason)
+        self._stop(push, PushPhase.REFUSED, reason)
         return [*moves, PushOver(push.push, reason)]
 
     def drop(self, push_id: PushId) -> None:
@@ -376,12 +376,12 @@ class Receiver:
             for push in list(self._pushes.values()):
                 self._forget(push)
 
-    def _forget(self, push: Push) -> None:
-        self._stop(push, Phase.OVER, push.reason)
+    def _forget(self, push: IncomingPush) -> None:
+        self._stop(push, PushPhase.OVER, push.reason)
         if self._pushes.pop(push.push, None) is not None:
             self._closed.add(push.push.cluster, push.push.inc, push.push.seq)
 
-    def _stop(self, push: Push, phase: Phase, reason: str) -> None:
+    def _stop(self, push: IncomingPush, phase: PushPhase, reason: str) -> None:
         """No more writes: give back what was asked, wait out copies under way."""
         push.phase, push.reason, push.targets = phase, reason, {}
         for stream in push.streams.values():

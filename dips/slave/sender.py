@@ -23,7 +23,7 @@ from dips.ids import PullId, VersionId
 from dips.protocol.beats import Transfer
 from dips.slave.checksums import Checksums
 from dips.slave.links import ByCluster
-from dips.slave.moves import Closed, Move, Moved, Released, Say, error
+from dips.slave.moves import Closed, Move, Released, Say, SourceMoved, error
 from dips.slave.ports import Arrays
 from dips.transport.credit import MOST_BYTES, MOST_CHUNKS
 from dips.transport.rate import Rate
@@ -43,7 +43,7 @@ class Tracker(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Source:
+class PullSource:
     """The bytes that a pull is served from, and how many chunks of them are asked and not let go by libzmq."""
 
     views: dict[int, Bytes]
@@ -54,13 +54,13 @@ class Source:
 class OutStream:
     """One rank's stream on one lane, in its present epoch."""
 
-    pull: Pull
+    pull: OutgoingPull
     lane: int
     peer: bytes
     epoch: int
     stream: int
     named: int  # bytes of the ranges that its HELLO named
-    held: deque[tuple[Tracker, int, Source]] = field(default_factory=deque)  # what libzmq may still read: bytes, whence
+    held: deque[tuple[Tracker, int, PullSource]] = field(default_factory=deque)  # libzmq may read it still
     queued: int = 0  # bytes asked and not handed to libzmq
     jobs: int = 0  # chunks asked and not handed to libzmq
     over: bool = False  # DONE, superseded by a later epoch, or unreachable
@@ -76,19 +76,19 @@ class OutStream:
 
 
 @dataclass(eq=False, slots=True)
-class Pull:
+class OutgoingPull:
     """One open pull."""
 
     pull: PullId
     version: VersionId
-    source: Source
+    source: PullSource
     deadline_at: float
     moved_at: float
     rate: Rate
     closed: str = ""  # the reason, once nothing more is served
     streams: list[OutStream] = field(default_factory=list)  # superseded ones too, while libzmq reads for them
     out: int = 0  # bytes that left libzmq
-    former: list[Source] = field(default_factory=list)  # sources before the present one, while chunks are in flight
+    former: list[PullSource] = field(default_factory=list)  # sources before the present one, while chunks are in flight
 
     @property
     def idle(self) -> bool:
@@ -96,14 +96,14 @@ class Pull:
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class ChunkSend:
     """One chunk that a rank asked for. The lane watches it (transport/lane.py, Sent)."""
 
     sender: Sender
     stream: OutStream
     chunk: Range
     body: memoryview
-    source: Source
+    source: PullSource
 
     def header(self, run: int) -> bytes:
         """Make the checksum and the header. Cost: reads the chunk, if no pull of its version has asked for it."""
@@ -128,7 +128,7 @@ class Sender:
         self._chunk_bytes = chunk_bytes
         self._stall_s = stall_s
         self._clock = clock
-        self._pulls: dict[PullId, Pull] = {}
+        self._pulls: dict[PullId, OutgoingPull] = {}
         self._streams: dict[tuple[int, bytes, int], OutStream] = {}
         self._latest: dict[tuple[PullId, int, int], OutStream] = {}  # (pull, rank, lane)
         self._closed = Closed()
@@ -152,10 +152,10 @@ class Sender:
         served = self._source(source)
         with self._lock:
             if pull not in self._pulls:
-                self._pulls[pull] = Pull(pull, version, served, now + deadline_s, now, Rate(now))
+                self._pulls[pull] = OutgoingPull(pull, version, served, now + deadline_s, now, Rate(now))
 
     def move(self, pull_id: PullId, source: Arrays) -> None:
-        """Cut chunks from `source` from now on; `tick` says Moved when no chunk of the former one is in flight."""
+        """Cut chunks from `source` from now on; `tick` returns SourceMoved when the former one is in flight no more."""
         served = self._source(source)
         with self._lock:
             pull = self._pulls.get(pull_id)
@@ -163,11 +163,11 @@ class Sender:
                 pull.former.append(pull.source)
                 pull.source = served
 
-    def _source(self, arrays: Arrays) -> Source:
+    def _source(self, arrays: Arrays) -> PullSource:
         assert self._layout is not None, "use() comes before open()"
         sizes = {layer: array.size for layer, array in arrays.items()}
         assert sizes == self._layout.numel, f"source of {sizes} elements for layers of {self._layout.numel}"
-        return Source({layer: array.view(np.uint8) for layer, array in arrays.items()})
+        return PullSource({layer: array.view(np.uint8) for layer, array in arrays.items()})
 
     def hello(self, lane: int, peer: bytes, name: StreamName, pieces: tuple[Range, ...], now: float) -> list[Move]:
         """A rank says that it will ask; a HELLO at or below the stream's epoch is refused and changes nothing."""
@@ -189,7 +189,12 @@ class Sender:
             return [Say(lane, peer, Kind.WELCOME, name.id, body)]
 
     def _refusal(
-        self, pull: Pull | None, latest: OutStream | None, lane: int, name: StreamName, pieces: tuple[Range, ...]
+        self,
+        pull: OutgoingPull | None,
+        latest: OutStream | None,
+        lane: int,
+        name: StreamName,
+        pieces: tuple[Range, ...],
     ) -> tuple[str, str] | None:
         """Code and message if this HELLO may not join, else None."""
         if pull is None:
@@ -208,7 +213,7 @@ class Sender:
             return "stale_push", f"epoch {name.epoch} of rank {name.rank} is over, {latest.epoch} is the last"
         return None
 
-    def want(self, lane: int, peer: bytes, stream_id: int, chunks: tuple[Range, ...], now: float) -> list[Job]:
+    def want(self, lane: int, peer: bytes, stream_id: int, chunks: tuple[Range, ...], now: float) -> list[ChunkSend]:
         """Take a WANT; raise BadFrame if the stream is unknown, the ranges are foreign or the credit is passed."""
         with self._lock:
             stream = self._streams.get((lane, peer, stream_id))
@@ -229,18 +234,18 @@ class Sender:
             stream.pull.moved_at = now
             source = stream.pull.source
             source.in_flight += len(chunks)
-            return [Job(self, stream, chunk, self._view(source, chunk), source) for chunk in chunks]
+            return [ChunkSend(self, stream, chunk, self._view(source, chunk), source) for chunk in chunks]
 
     def _too_long(self, chunks: tuple[Range, ...]) -> str | None:
         longest = max((chunk.nbytes for chunk in chunks), default=0)
         return f"a chunk of {longest} bytes, at most {self._chunk_bytes}" if longest > self._chunk_bytes else None
 
-    def _view(self, source: Source, chunk: Range) -> memoryview:
+    def _view(self, source: PullSource, chunk: Range) -> memoryview:
         assert self._layout is not None
         begin, end = self._layout.place(chunk)
         return source.views[chunk.layer][begin * ITEM_BYTES : end * ITEM_BYTES].data
 
-    def sent(self, job: Job, tracker: Tracker) -> None:
+    def sent(self, job: ChunkSend, tracker: Tracker) -> None:
         """The lane handed the chunk to libzmq, which reads it until the tracker is done."""
         with self._lock:
             self._unqueue(job)
@@ -249,14 +254,14 @@ class Sender:
             self._sent_to.add(job.stream.pull.pull.cluster, job.body.nbytes)
             self._reap(job.stream, self._clock())
 
-    def gone(self, job: Job) -> None:
+    def gone(self, job: ChunkSend) -> None:
         """The chunk will not leave; if its pull is still served, its peer is unreachable."""
         with self._lock:
             self._unqueue(job)
             job.source.in_flight -= 1
             self._end(job.stream)
 
-    def _unqueue(self, job: Job) -> None:
+    def _unqueue(self, job: ChunkSend) -> None:
         job.stream.jobs -= 1
         job.stream.queued -= job.body.nbytes
 
@@ -293,7 +298,7 @@ class Sender:
             for pull in self._pulls.values():
                 self._close(pull, reason)
 
-    def _close(self, pull: Pull, reason: str) -> None:
+    def _close(self, pull: OutgoingPull, reason: str) -> None:
         pull.closed = pull.closed or reason
         for stream in pull.streams:
             self._end(stream)
@@ -315,10 +320,10 @@ class Sender:
                     moves.append(self._release(pull))
                 elif pull.former and not any(source.in_flight for source in pull.former):
                     pull.former.clear()
-                    moves.append(Moved(pull.pull))
+                    moves.append(SourceMoved(pull.pull))
         return moves
 
-    def _release(self, pull: Pull) -> Released:
+    def _release(self, pull: OutgoingPull) -> Released:
         del self._pulls[pull.pull]
         self._closed.add(pull.pull.cluster, pull.pull.inc, pull.pull.seq)
         for place in [place for place in self._latest if place[0] == pull.pull]:

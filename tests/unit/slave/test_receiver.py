@@ -28,11 +28,11 @@ def name(rank: int, epoch: int = 1) -> StreamName:
 
 
 class Story:
-    """A push of two ranks with half of the parameter each; order 1, 0; askers 1."""
+    """A push of two ranks with half of the parameter each; order 1, 0; concurrent_streams 1."""
 
-    def __init__(self, transit: int = 1 << 20, askers: int = 1) -> None:
+    def __init__(self, transit: int = 1 << 20, concurrent_streams: int = 1) -> None:
         self.pool = Transit(transit)
-        self.receiver = Receiver(1, 4096, self.pool, askers, stall_s=10.0)
+        self.receiver = Receiver(1, 4096, self.pool, concurrent_streams, stall_s=10.0)
         self.receiver.use(Layout(MANIFEST, (0,)))
         self.buffer = np.zeros(N, np.float32)
         self.receiver.open(PUSH, (1, 0), {0: self.buffer}, 60.0, 0.0)

@@ -22,7 +22,7 @@ from dips.errors import (
 )
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer import twins
-from dips.outer.crew import Crew
+from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
 from dips.protocol.beats import SlaveBeatAnswer, Transfer
 from dips.protocol.effects import (
@@ -50,9 +50,11 @@ from dips.protocol.effects import (
 )
 from dips.protocol.events import Answer, Done, Folded, Measured, Persisted, Prepared
 from dips.protocol.manifest import Manifest
-from dips.slave import fences
+from dips.slave import order_fences
+from dips.slave.open_transfers import RefusedReport, StagedReport
 from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.shard import Shard
+from dips.slave.shard_registration import Followed, Unfollowed
 
 MANIFEST = Manifest.from_shapes([("a.0.w", (2, 3)), ("b.w", (4,)), ("c.w", (1,))])
 P1, P2, P3 = (PushId("x", 1, seq) for seq in (1, 2, 3))
@@ -162,14 +164,14 @@ class Slave:
 
     def __init__(self, slots: int = 2, pinned: int = 1, disk: Disk | None = None) -> None:
         self.flow, self.disk = Flow(), disk or Disk()
-        self.shard = Shard("s", Versions(Crew(twins), slots, pinned), self.disk, self.flow)
+        self.shard = Shard("s", Versions(KernelPool(twins), slots, pinned), self.disk, self.flow)
         self.term, self.number = 1, 0
 
     def ready(self) -> Slave:
         self.welcome(LoadVersion(GENESIS))
-        assert self.shard.follow(LoadVersion(GENESIS)) is False
+        assert self.shard.follow(LoadVersion(GENESIS)) is Followed.DONE
         self.welcome(Hold())
-        assert self.shard.follow(Hold()) is True
+        assert self.shard.follow(Hold()) is Followed.SERVES
         return self
 
     def welcome(self, order: object, sinc: int = 7, term: int | None = None) -> None:
@@ -189,7 +191,7 @@ class Slave:
         assert self.order(OpenPush(push, (0,), 60.0)) == Done()
         for array in self.flow.pushes[push].values():
             array.fill(value)
-        self.shard.staged(push, 28)
+        self.shard.transfers.staged(push, 28)
 
     def fold(self, push: PushId, value: float, round_: int = 1, weight: float = 1.0) -> None:
         self.stage(push, value)
@@ -224,7 +226,7 @@ def test_a_round_from_open_to_commit() -> None:
     slave = Slave().ready()
     slave.stage(P1, 0.5)
     slave.stage(P2, 0.0)
-    assert [(r.push, r.nbytes, r.reason) for r in slave.shard.take_reports()] == [(P1, 28, ""), (P2, 28, "")]
+    assert slave.shard.take_reports() == [StagedReport(P1, 28), StagedReport(P2, 28)]
     assert slave.shard.take_reports() == []
     assert slave.shard.staged_pushes == (P1, P2)
     assert slave.order(Measure(1, P1, GENESIS)) == Measured((6 * 0.25, 0.25), True)
@@ -321,7 +323,7 @@ def test_a_new_term_forgets_the_answers_of_the_old() -> None:
 
 def test_answers_are_bounded_and_what_is_older_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the remembered answers an old number is stale: it is never carried out a second time."""
-    monkeypatch.setattr(fences, "REMEMBERED", 3)
+    monkeypatch.setattr(order_fences, "REMEMBERED", 3)
     slave = Slave().ready()
     first = slave.made(OpenPush(P1, (0,), 1.0))
     slave.shard.execute(first)
@@ -464,11 +466,11 @@ def test_a_refused_push_frees_its_slot_and_is_told() -> None:
     """When the flow gives a push up, its slot is free, its tombstone set, and the master is to be told why."""
     slave = Slave().ready()
     slave.order(OpenPush(P1, (0,), 1.0))
-    slave.shard.refused(P1, "ranges leave a gap")
+    slave.shard.transfers.refused(P1, "ranges leave a gap")
     assert slave.shard.versions.open_pushes == ()
-    assert [(r.push, r.reason) for r in slave.shard.take_reports()] == [(P1, "ranges leave a gap")]
-    slave.shard.staged(P1, 28)
-    slave.shard.refused(P1, "again")
+    assert slave.shard.take_reports() == [RefusedReport(P1, "ranges leave a gap")]
+    slave.shard.transfers.staged(P1, 28)
+    slave.shard.transfers.refused(P1, "again")
     assert slave.shard.take_reports() == []
 
 
@@ -529,7 +531,7 @@ def test_what_is_written_beside_is_not_taken_away() -> None:
     second = VersionId(2, 2)
     with pytest.raises(Busy, match=r"Apply of v2@r2 waits: the snapshot of v1@r1 is being written"):
         slave.order(Apply(2, second, 1.0, 1.0, 0.0))
-    assert slave.shard.follow(LoadVersion(GENESIS)) is False
+    assert isinstance(slave.shard.follow(LoadVersion(GENESIS)), Unfollowed)
     assert "Load of v0@r0 waits" in slave.shard.reason
     answer = slave.shard.end_persist(order, write())
     assert answer == Persisted(first, "digest of v1@r1")
@@ -646,7 +648,7 @@ def test_apply_waits_for_a_reader() -> None:
     with pytest.raises(Busy):
         slave.shard.execute(order)
     assert slave.shard.poison is None
-    slave.shard.released(PULL, "done")
+    slave.shard.transfers.released(PULL, "done")
     assert slave.shard.execute(order) == Prepared(VersionId(2, 2))
 
 
@@ -667,7 +669,7 @@ def test_apply_moves_slow_readers_to_the_snapshot_file() -> None:
     slave.order(OpenPush(PushId("y", 1, 1), (0,), 60.0))
     with pytest.raises(Busy, match="older θ v1@r1"):
         slave.shard.execute(order)
-    slave.shard.moved(PULL)
+    slave.shard.transfers.moved(PULL)
     assert slave.shard.execute(order) == Prepared(VersionId(3, 3))
     assert slave.shard.versions.pins == {PULL: V1}
     assert slave.flow.moving == [PULL]
@@ -681,7 +683,7 @@ def test_reorder_reaches_a_push_that_moves_and_nothing_else() -> None:
     assert slave.order(Reorder(P1, (1,))) == Done()
     assert slave.order(Reorder(P2, (2,))) == Done()
     assert slave.flow.places == {P1: (1,)}
-    slave.shard.staged(P1, 28)
+    slave.shard.transfers.staged(P1, 28)
     slave.order(Reorder(P1, (7,)))
     assert slave.flow.places == {P1: (1,)}
 
@@ -704,7 +706,7 @@ def test_a_version_without_a_file_keeps_its_bank_and_the_next_one_moves() -> Non
     slave.order(Commit(slave.prepare(P1, 1), (PULL,), 1.0))
     slave.order(Commit(slave.prepare(P2, 2), (), 1.0))
     assert slave.flow.moving == [PULL]
-    slave.shard.moved(PULL)
+    slave.shard.transfers.moved(PULL)
     assert slave.shard.versions.pins == {PULL: V1, PullId("z", 1, 1): GENESIS}
 
 
@@ -720,7 +722,7 @@ def test_a_late_reader_of_an_older_version_is_served_from_its_file() -> None:
     prepared = slave.prepare(P3, 3)
     with pytest.raises(StaleVersion):
         slave.order(OpenPull(PullId("y", 1, 1), prepared, 60.0))
-    slave.shard.released(PULL, "done")
+    slave.shard.transfers.released(PULL, "done")
     assert slave.shard.versions.pins == {}
 
 
@@ -733,7 +735,7 @@ def test_a_pin_ends_when_the_flow_says_released() -> None:
     slave.order(OpenPull(PULL, GENESIS, 60.0))
     slave.order(ClosePull(PULL))
     assert slave.shard.versions.pins == {PULL: GENESIS}
-    slave.shard.released(PULL, "closed")
+    slave.shard.transfers.released(PULL, "closed")
     assert slave.shard.versions.pins == {}
     with pytest.raises(StalePush):
         slave.order(OpenPull(PULL, GENESIS, 60.0))
@@ -783,7 +785,7 @@ def test_a_slave_in_doubt_is_told(order: CommitVersion | LoadVersion | AbortVers
     """Commit flips to what was prepared, Abort drops it; either way nothing is prepared afterwards."""
     slave = Slave().ready()
     slave.prepare()
-    assert slave.shard.follow(order) is False
+    assert slave.shard.follow(order) is Followed.DONE
     assert (slave.shard.versions.memory, slave.shard.versions.prepared) == (memory, None)
     assert slave.shard.reason == ""
 
@@ -809,12 +811,12 @@ def test_a_load_that_fails_is_told_with_the_next_register() -> None:
     """A corrupt snapshot leaves what was held; the reason names the order, and a success clears it."""
     slave = Slave().ready()
     slave.disk.error = CorruptSnapshot("v4@r9/model.safetensors: expected xxh3-128 ..")
-    assert slave.shard.follow(LoadVersion(VersionId(4, 9))) is False
+    assert isinstance(slave.shard.follow(LoadVersion(VersionId(4, 9))), Unfollowed)
     assert slave.shard.reason.startswith("LoadVersion v4@r9: v4@r9/model.safetensors")
     assert slave.shard.versions.memory == GENESIS
-    assert slave.shard.follow(Wait(1.0, "not now")) is False
+    assert slave.shard.follow(Wait(1.0, "not now")) is Followed.WAITS
     assert slave.shard.reason
-    assert slave.shard.follow(Hold()) is True
+    assert slave.shard.follow(Hold()) is Followed.SERVES
     assert slave.shard.reason == ""
 
 
@@ -833,7 +835,7 @@ def test_a_rollback_drops_pushes_and_closes_pulls() -> None:
     assert slave.shard.versions.open_pushes == ()
     assert slave.flow.closing == [PULL]
     np.testing.assert_array_equal(source[0], copy)
-    slave.shard.released(PULL, "closed")
+    slave.shard.transfers.released(PULL, "closed")
     assert slave.shard.versions.used_bytes == 2 * 28
 
 

@@ -1,4 +1,4 @@
-"""The slave's conversation with a scripted master, without a socket: registering, beating, reporting, executing."""
+"""The daemon's shell around the core of a slave, with a scripted master and without a socket."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from dips.errors import Busy, ConfigError, LocalProtocolError, StaleTerm, UnavailableMaster
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer import twins
-from dips.outer.crew import Crew
+from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
 from dips.protocol.beats import SlaveBeat, SlaveBeatAnswer, Transfer
 from dips.protocol.effects import (
@@ -40,11 +40,14 @@ from dips.protocol.effects import (
 )
 from dips.protocol.events import Done, Persisted, Prepared, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.manifest import Manifest
-from dips.slave.owner import Owner
+from dips.slave.core import SlaveCore
+from dips.slave.open_transfers import OpenTransfers
 from dips.slave.ports import Arrays, FlowEvents
+from dips.slave.runtime import SlaveRuntime
 from dips.slave.servicer import OrderServicer
-from dips.slave.session import Identity, Session, Traffic
 from dips.slave.shard import Shard
+from dips.slave.shard_thread import ShardThread
+from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming
 from dips.wire.generated import slave_pb2
 from dips.wire.messages import from_proto, to_proto, unwrap
 
@@ -162,20 +165,25 @@ class Life:
     def __init__(self, master: Master, thread: ThreadPoolExecutor, prepare: Callable[[Registered], None]) -> None:
         self.flow = Flow()
         log = structlog.get_logger()
-        self.owner = Owner(thread, time.monotonic, log)
-        self.shard = Shard("s", Versions(Crew(twins), 1, 0), Disk(), self.flow, self.owner)
-        self.owner.take(self.shard)
-        self.servicer = OrderServicer(self.owner, log)
-        who = Identity("run", "s", "nonce", "h:1", ("h:2",), "m:1")
-        traffic = Traffic(5, 6)
-        self.session = Session(who, self.owner, self.flow, master, master, BEAT_S, prepare, lambda: traffic, log)
-        self.task = asyncio.create_task(self.session.run())
+        self.thread = ShardThread(thread, time.monotonic, log)
+        self.shard = Shard("s", Versions(KernelPool(twins), 1, 0), Disk(), self.flow, self.thread)
+        self.thread.own(self.shard)
+        who = SlaveIdentity("run", "s", "nonce", "h:1", ("h:2",), "m:1")
+        self.core = SlaveCore(
+            who, SlaveTiming(BEAT_S), lambda: self.thread.standing, self.flow.transfers, self.meters, prepare
+        )
+        self.runtime = SlaveRuntime(self.core, self.thread, master, master, "m:1", log)
+        self.servicer = OrderServicer(self.runtime)
+        self.task = asyncio.create_task(self.runtime.run())
         self.master = master
         self.number = 0
 
+    def meters(self) -> Meters:
+        return Meters(5, 6, self.thread.persist_s, self.thread.apply_s)
+
     async def ready(self) -> None:
         """Wait until Hold was followed and a beat was answered: a beat alone may come before the last Register."""
-        await self.master.until(lambda: self.session._registration == 2 and bool(self.master.beats))
+        await self.master.until(lambda: self.core.serving and bool(self.master.beats))
 
     async def order(self, body: OrderBody, deadline_s: float = 10.0, number: int | None = None) -> Any:
         self.number += number is None
@@ -282,7 +290,7 @@ async def test_beats_go_on_while_the_shard_is_busy() -> None:
     async with living(master) as life:
         await life.ready()
         gate = threading.Event()
-        working = asyncio.create_task(life.owner.run(lambda shard: gate.wait(10)))
+        working = asyncio.wrap_future(life.thread.submit(lambda shard: gate.wait(10)))
         seen = len(master.beats)
         await master.until(lambda: len(master.beats) >= seen + 5)
         gate.set()
@@ -368,12 +376,12 @@ async def make_version(life: Life, round_: int, push: PushId, head: VersionId) -
     return await life.order(Apply(round_, VersionId(head.version + 1, round_), 1.0, 0.7, 0.8))
 
 
-async def test_a_failure_in_news_of_the_flow_is_logged() -> None:
+async def test_a_failure_in_news_of_the_flow_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for the flow's news to be taken in, so a failure there must reach the log."""
     with capture_logs() as logs, ThreadPoolExecutor(1) as thread:
-        owner = Owner(thread, time.monotonic, structlog.get_logger())
-        shard = Shard("s", Versions(Crew(twins), 1, 0), Disk(), Flow(), owner)
-        shard.staged = None  # type: ignore[method-assign, assignment]
-        owner.take(shard)
+        owner = ShardThread(thread, time.monotonic, structlog.get_logger())
+        shard = Shard("s", Versions(KernelPool(twins), 1, 0), Disk(), Flow(), owner)
+        monkeypatch.setattr(OpenTransfers, "staged", None)
+        owner.own(shard)
         owner.staged(PUSH, 12)
     assert [line["event"] for line in logs] == ["flow_event_failed"]
