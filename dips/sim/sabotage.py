@@ -25,15 +25,19 @@ from dips.protocol.records import LedgerState, Record
 from dips.protocol.world import Chorus, Cluster
 from dips.protocol.world import World as Deciding
 from dips.sim.disk import SimDisk
-from dips.sim.flow import OpenedPush, SimFlow
+from dips.sim.flow import SimFlow
 from dips.sim.master import MasterProcess
 from dips.sim.trainer import Trainer
 from dips.sim.transfer import Pulled
 from dips.slave import open_transfers
 from dips.slave.order_fences import OrderFences
 from dips.slave.ports import Arrays
+from dips.slave.receiver import Receiver
 from dips.slave.shard import Shard
 from dips.slave.shard_round import ShardRound
+from dips.wire import codecs
+from dips.wire.chunks import Layout
+from dips.wire.frame import BadFrame, Buffer, Header
 
 Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)
 
@@ -122,7 +126,7 @@ def _unpin_at_send() -> list[Patch]:
 
     def open_pull(self: SimFlow, pull: PullId, version: VersionId, source: Arrays, deadline_s: float) -> None:
         honest(self, pull, version, source, deadline_s)
-        self._later(0.0, f"{pull} is sent", lambda: self._said().released(pull, "sent"))
+        self._later(0.0, f"{pull} is sent", lambda: self._report().released(pull, "sent"))
 
     return [(SimFlow, "open_pull", open_pull)]
 
@@ -132,7 +136,7 @@ def _free_at_move() -> list[Patch]:
 
     def move_pull(self: SimFlow, pull: PullId, source: Arrays) -> None:
         honest(self, pull, source)
-        self._later(0.0, f"{pull} moves", lambda: self._said().moved(pull))
+        self._later(0.0, f"{pull} moves", lambda: self._report().moved(pull))
 
     return [(SimFlow, "move_pull", move_pull)]
 
@@ -159,13 +163,27 @@ def _stats_of_skipped_rounds() -> list[Patch]:
 
 
 def _accept_old_stream() -> list[Patch]:
-    def drop_push(self: SimFlow, push: PushId) -> None:
-        """What was opened stays open to late chunks."""
+    honest_hello, honest_claim = Receiver.hello, Receiver.claim
+    kept: dict[tuple[int, int], tuple[Layout, Arrays, codecs.Codec]] = {}  # what each stream once wrote into
 
-    def admits(self: SimFlow, opened: OpenedPush, rank: int, sinc: int, epoch: int, number: int) -> bool:
-        return True
+    def hello(self: Receiver, lane: int, peer: bytes, name: Any, pieces: Any, now: float) -> Any:
+        push = self._pushes.get(PushId(name.cluster, name.inc, name.seq))
+        if push is not None and push.targets and self._layout is not None:
+            kept[id(self), name.id] = (self._layout, push.targets, push.codec)
+        return honest_hello(self, lane, peer, name, pieces, now)
 
-    return [(SimFlow, "drop_push", drop_push), (SimFlow, "admits", admits)]
+    def claim(self: Receiver, lane: int, peer: bytes, header: Header, body: Buffer, now: float) -> Any:
+        try:
+            return honest_claim(self, lane, peer, header, body, now)
+        except BadFrame:
+            if (id(self), header.stream) in kept:
+                layout, targets, codec = kept[id(self), header.stream]
+                begin = layout.fields[header.layer, header.param].start + header.offset
+                length = {"fp32": header.length // 4, "bf16": header.length // 2, "int8": header.length - 4}[codec.name]
+                codec.put(body, targets[header.layer][begin : begin + length])
+            raise
+
+    return [(Receiver, "hello", hello), (Receiver, "claim", claim)]
 
 
 def _install_alone() -> list[Patch]:

@@ -40,6 +40,7 @@ from dips.slave.actions import (
 from dips.slave.core import SlaveCore
 from dips.slave.shard import Shard
 from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming, Standing
+from dips.wire.chunks import Layout
 
 if TYPE_CHECKING:
     from dips.sim.world import World
@@ -101,7 +102,16 @@ class SlaveProcess:
         self.machine, self.world, self.name, self.nonce = machine, machine.world, machine.name, nonce
         settings, heartbeat_s = self.world.settings, self.world.options.timing.beat_s
         self.gate = Gate()  # closed while it is stopped
-        self.flow = SimFlow(self.world.heap, machine.touch, self.gate)
+        self.flow = SimFlow(
+            self.world.heap,
+            settings.run,
+            self.name,
+            Layout(self.world.manifest, machine.layers),
+            self.world.data.stall_s,
+            machine.touch,
+            self.gate,
+            self.world.frame_refused,
+        )
         self.versions = Versions(KernelPool(twins), settings.slots, settings.pinned)
         self.shard = Shard(self.name, self.versions, machine.disk, self.flow, self)
         self.core = SlaveCore(

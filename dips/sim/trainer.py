@@ -40,14 +40,13 @@ from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant
 from dips.sim.fiber import Fiber, Gate, Resume, Story, sleep
 from dips.sim.fiber import Wait as Waiting
-from dips.sim.flow import CHUNKS, share
-from dips.sim.transfer import Moving as UnderWay
-from dips.sim.transfer import Pulled
+from dips.sim.flow import CHUNK_BYTES
+from dips.sim.transfer import Pulled, SimTransfer
 from dips.sim.work import Frozen, Use, Work
 from dips.slave.ports import F32
 from dips.transport.shares import Piece
 from dips.wire import codecs
-from dips.wire.chunks import Range
+from dips.wire.chunks import Range, split
 from dips.wire.frame import Buffer
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class Trainer:
         self.range: int | None = None
         self.finished = False
         self.over = False  # it said goodbye
-        self.moving: UnderWay | None = None
+        self.moving: SimTransfer | None = None
         self.pull_tries = 0
         self.alive = True
         self._host: dict[int, F32] = {layer: np.zeros(n, np.float32) for layer, n in self.world.sizes.items()}
@@ -203,7 +202,7 @@ class Trainer:
         reason = "" if installed else "it broke"
         return PullMoved(self.attempt, self._next(), verdict.seq, installed, reason, nbytes)
 
-    def _move(self, start: partial[UnderWay]) -> Story:
+    def _move(self, start: partial[SimTransfer]) -> Story:
         """Move, and tell the agent how far; it may know that this leads nowhere. None if it was halted."""
         ended: list[object] = []
         waiting: list[Resume] = []
@@ -257,7 +256,7 @@ class Trainer:
 
     def _spelled(
         self, theta: dict[int, F32], verdict: PushNow
-    ) -> tuple[dict[tuple[int, int, int], Buffer], dict[int, F32]]:
+    ) -> tuple[dict[tuple[int, Range], Buffer], dict[int, F32]]:
         """Every chunk's body, and what a slave's slot holds when all are in it."""
         codec = codecs.named(verdict.grant.codec)
         for layer, a in theta.items():
@@ -268,16 +267,16 @@ class Trainer:
             feedback.freeze(verdict.seq, codec.name)
         base = self._base_of(verdict.grant) if codec.lossy else None
         content = base or {layer: np.zeros_like(a) for layer, a in theta.items()}
-        bodies: dict[tuple[int, int, int], Buffer] = {}
-        for layer, rank, where in self._chunks():
-            values = self._host[layer][where]
+        bodies: dict[tuple[int, Range], Buffer] = {}
+        for rank, chunk in self._chunks():
+            where = slice(*self.world.data.layout.place(chunk))
+            values = self._host[chunk.layer][where]
             body: Buffer = codec.encode(values) if not codec.lossy else b""
             if self._feedback:
-                chunk = Range(layer, 0, where.start, where.stop - where.start)
                 body = self._feedback[rank].encode(chunk, values.view(np.uint8).data)
-            bodies[rank, layer, where.start] = bytes(body)
+            bodies[rank, chunk] = bytes(body)
             with np.errstate(all="ignore"):
-                codec.put(body, content[layer][where])
+                codec.put(body, content[chunk.layer][where])
         return bodies, content
 
     def _base_of(self, grant: Grant) -> dict[int, F32]:
@@ -285,20 +284,17 @@ class Trainer:
         assert grant.base is not None
         return self.world.lineage.twin.arrays(grant.base)
 
-    def _chunks(self) -> list[tuple[int, int, slice]]:
-        found = []
-        for layer, size in self.world.sizes.items():
-            for rank in range(self.site.ranks):
-                whole = share(size, rank, self.site.ranks)
-                for number in range(CHUNKS):
-                    part = share(whole.stop - whole.start, number, CHUNKS)
-                    if part.stop > part.start:
-                        found.append((layer, rank, slice(whole.start + part.start, whole.start + part.stop)))
-        return found
+    def _pieces(self, rank: int) -> tuple[Range, ...]:
+        """What a rank holds of the whole model."""
+        return self.world.data.pieces(tuple(self.world.sizes), rank, self.site.ranks)
+
+    def _chunks(self) -> list[tuple[int, Range]]:
+        """Every chunk that slaves will ask for, by rank."""
+        return [(r, chunk) for r in range(self.site.ranks) for chunk in split(self._pieces(r), CHUNK_BYTES)]
 
     def _feedback_of(self, rank: int) -> Feedback:
-        cuts = [(layer, share(size, rank, self.site.ranks)) for layer, size in self.world.sizes.items()]
-        return Feedback([Piece(l, 0, c.start, c.stop - c.start, self._host[l][c]) for l, c in cuts if c.stop > c.start])
+        place = self.world.data.layout.place
+        return Feedback([Piece(*p, self._host[p.layer][slice(*place(p))]) for p in self._pieces(rank)])
 
     def _install(self, landed: list[Pulled], grant: Grant) -> bool:
         """Every rank that the all-reduce allows copies what it has."""
@@ -324,5 +320,5 @@ class Trainer:
         return landed if len(versions) == 1 and all(pulled.whole for pulled in landed) else []
 
 
-def _body(bodies: dict[tuple[int, int, int], Buffer], rank: int, layer: int, where: slice) -> Buffer:
-    return bodies[rank, layer, where.start]
+def _body(bodies: dict[tuple[int, Range], Buffer], rank: int, chunk: Range) -> Buffer:
+    return bodies[rank, chunk]

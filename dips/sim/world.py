@@ -38,6 +38,7 @@ from dips.slave.ports import F32
 
 FAULTS_S = 76.0  # simulated seconds with faults
 QUIET_S = 50.0  # and without
+STALL_S = 6.0  # a transfer without a new byte for so long is over; longer on a slow link
 NAMES = "abcdefghi"  # of clusters
 EVERYWHERE = 32  # events for each slave: so often all of them are looked at, touched or not
 LEAST_ROUNDS, ENOUGH_ROUNDS = 5, 21
@@ -178,7 +179,10 @@ class World:
             self.quiet_at = 0.0 if scenario.quiet_s is None else scenario.lasts_s - scenario.quiet_s
         self.patience = scenario.patience if scenario else 1.0
         slowness = dict(zip(NAMES, self.settings.slowness, strict=False))
-        self.data = DataNetwork(self.heap, self.chance.of("data"), self, self.sizes, slowness)
+        stall_s = STALL_S * max((1.0, *self.settings.slowness))
+        self.data = DataNetwork(
+            self.heap, self.chance.of("data"), self, self.settings.run, self.manifest, slowness, stall_s
+        )
         self.result = Result(seed)
         self.lineage = Lineage(self)
         self.faults = Faults(self)

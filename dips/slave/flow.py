@@ -22,11 +22,13 @@ from dips.config import host_port
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.beats import Transfer
 from dips.protocol.manifest import Manifest
+from dips.slave.admission import Admission
+from dips.slave.incoming_push import ClaimedChunk
 from dips.slave.links import ByCluster
-from dips.slave.moves import Move, PushOver, Released, Say, SourceMoved, Staged, Wake, error
+from dips.slave.moves import Move, PushOver, Released, Say, SourceMoved, Staged, Wake
 from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.probes import Probes
-from dips.slave.receiver import ClaimedChunk, Receiver
+from dips.slave.receiver import Receiver
 from dips.slave.sender import ChunkSend, Sender
 from dips.transport.curve import KeyPair
 from dips.transport.lane import Lane, Outgoing
@@ -36,7 +38,7 @@ from dips.transport.pool import Transit
 from dips.wire import codecs
 from dips.wire.chunks import Layout
 from dips.wire.frame import BadFrame, Header, Kind, check_body, message, run_id, unpack
-from dips.wire.streams import StreamName, decode_done, decode_hello, decode_probe, decode_want
+from dips.wire.streams import decode_done, decode_hello, decode_probe, decode_want
 
 TICK_S = 0.05  # how often stalls, deadlines and trackers are looked at
 OUTGO_DEPTH = 4096  # chunks asked by all ranks of a lane and not yet checksummed; 16 streams at full credit
@@ -82,13 +84,13 @@ class ZmqFlow:
         """
         self.public_key = "" if key is None else key.public
         keep_message_memory()
-        self._run_name, self._run, self._slave = run, run_id(run), slave
+        self._run, self._slave = run_id(run), slave
         self._chunk_bytes = chunk_bytes
         self._clock = clock
         self._pool = Transit(transit_bytes)
         self._receiver = Receiver(len(lanes), chunk_bytes, self._pool, concurrent_streams, stall_s)
         self._sender = Sender(chunk_bytes, stall_s, clock)
-        self._sinc = -1
+        self._admission = Admission(run, slave, self._receiver, self._sender)
         self._events: FlowEvents | None = None
         self._ticked_at = [0.0] * len(lanes)
         self._counting = threading.Lock()
@@ -136,8 +138,8 @@ class ZmqFlow:
 
     def start(self, sinc: int, events: FlowEvents) -> None:
         """Serve streams of incarnation `sinc`; a new one drops every push and pull of the last."""
-        changed = sinc != self._sinc
-        self._sinc, self._events = sinc, events
+        self._events = events
+        self._admission.start(sinc)
         if not self._started:
             self._started = True
             for lane in self._lanes:
@@ -146,9 +148,6 @@ class ZmqFlow:
                 self._outgo.append(Stage(f"{name}-outgo", OUTGO_DEPTH, self._frame, spare_threads(cores())))
             for lane in self._lanes:
                 lane.start(self)
-        elif changed:
-            self._receiver.drop_all()
-            self._sender.close_all(f"slave {self._slave} lives as incarnation {sinc} now")
 
     def open_push(
         self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str = "fp32"
@@ -233,26 +232,10 @@ class ZmqFlow:
 
     def _hello(self, lane: int, peer: bytes, header: Header, body: memoryview) -> None:
         name, pieces = decode_hello(body)
-        if name.id != header.stream or name.run != self._run_name:
-            raise BadFrame("message", f"the HELLO of {name} bears another stream's number")
-        wrong = self._wrong_house(name)
-        if wrong is not None:
-            moves: list[Move] = [error(lane, peer, name.id, *wrong)]
-        elif name.kind == "push":
-            moves = self._receiver.hello(lane, peer, name, pieces, self._clock())
-        else:
-            moves = self._sender.hello(lane, peer, name, pieces, self._clock())
+        moves = self._admission.hello(lane, peer, header.stream, name, pieces, self._clock())
         if any(isinstance(move, Say) and move.kind is Kind.ERROR for move in moves):
             self._count("hello")
         self._do(moves)
-
-    def _wrong_house(self, name: StreamName) -> tuple[str, str] | None:
-        if name.slave != self._slave:
-            return "invalid", f"this is slave {self._slave}, the HELLO is for {name.slave}"
-        if name.sinc != self._sinc:
-            text = f"slave {self._slave} lives as incarnation {self._sinc}, the HELLO is for {name.sinc}"
-            return "stale_incarnation", text
-        return None
 
     @_guarded
     def turn(self, lane: int) -> None:

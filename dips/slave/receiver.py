@@ -9,90 +9,24 @@ stages share it; the lock guards bookkeeping only and is held over no checksum a
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
-from enum import Enum
+from math import inf
 
 from dips.ids import PushId
 from dips.protocol.beats import Transfer
+from dips.slave.incoming_push import ClaimedChunk, IncomingPush, InStream, Key, PushPhase
 from dips.slave.moves import Closed, Move, PushOver, Say, Staged, Wake, error
 from dips.slave.ports import Arrays
 from dips.transport.intake import Intake
-from dips.transport.pool import Transit
+from dips.transport.pool import Transit, cost
 from dips.transport.rate import Rate
 from dips.transport.turns import Turns
 from dips.wire import codecs, streams
-from dips.wire.chunks import Layout, Range, uncovered
+from dips.wire.chunks import Layout, Range
 from dips.wire.codecs import Codec
 from dips.wire.frame import BadFrame, Buffer, Header, Kind, check_body
 from dips.wire.streams import StreamName, Welcome
 
 SLOW_S = 1.0  # silence after which a stream that was asked loses its turn to others
-
-Key = tuple[PushId, int]  # a stream's place in the turns of its lane: push and rank
-
-
-class PushPhase(Enum):
-    """A push: gathering HELLOs → moving → frozen; refused from the first two; over when dropped."""
-
-    GATHERING = "waits for HELLOs"
-    MOVING = "moving"
-    FROZEN = "staged"
-    REFUSED = "refused"
-    OVER = "dropped"
-
-
-@dataclass(eq=False, slots=True)
-class InStream:
-    """One rank's stream on one lane; its epochs come and go, its chunks stay."""
-
-    push: IncomingPush
-    rank: int
-    lane: int
-    pieces: tuple[Range, ...]
-    intake: Intake
-    epoch: int
-    stream: int
-    peer: bytes
-
-    @property
-    def key(self) -> Key:
-        return (self.push.push, self.rank)
-
-
-@dataclass(eq=False, slots=True)
-class IncomingPush:
-    """One open push."""
-
-    push: PushId
-    places: dict[int, int]  # rank → its place in the line of all pushes
-    targets: Arrays  # layer → its buffer; empty once nothing may be written
-    codec: Codec
-    total: int  # bytes that travel; until all ranks are here, as if they cut no block in two
-    deadline_at: float
-    moved_at: float  # when a byte last came, or when nothing was owed to us
-    rate: Rate
-    phase: PushPhase = PushPhase.GATHERING
-    reason: str = ""
-    copying: int = 0  # threads that may be writing into a target
-    streams: dict[tuple[int, int], InStream] = field(default_factory=dict)  # (rank, lane)
-
-    @property
-    def live(self) -> bool:
-        return self.phase in (PushPhase.GATHERING, PushPhase.MOVING)
-
-    @property
-    def here(self) -> int:
-        return sum(s.intake.total - s.intake.left for s in self.streams.values())
-
-
-@dataclass(frozen=True, slots=True)
-class ClaimedChunk:
-    """A chunk that was asked for and came; its checksum is still to be believed."""
-
-    stream: InStream
-    chunk: Range
-    header: Header
-    body: Buffer
 
 
 class Receiver:
@@ -153,7 +87,7 @@ class Receiver:
         """
         with self._changed:
             push = self._pushes.get(PushId(name.cluster, name.inc, name.seq))
-            refusal = self._refusal(push, lane, name, pieces)
+            refusal = self._closed.verdict(name) if push is None else push.refusal(lane, name, pieces)
             if refusal is not None:
                 return [error(lane, peer, name.id, *refusal)]
             assert push is not None
@@ -166,27 +100,8 @@ class Receiver:
             if gathering and len(push.streams) == len(push.places) * len(self._turns):
                 return moves + self._begin(push, now)
             if not gathering and stream.intake.complete:
-                moves.append(_done(stream))
+                moves.append(stream.done())
             return moves
-
-    def _refusal(
-        self, push: IncomingPush | None, lane: int, name: StreamName, pieces: tuple[Range, ...]
-    ) -> tuple[str, str] | None:
-        """Code and message if this HELLO may not join, else None."""
-        if push is None:
-            return self._closed.verdict(name)
-        if push.phase is PushPhase.REFUSED:
-            return "refused", f"push {push.push} was refused: {push.reason}"
-        if name.rank not in push.places or name.lane != lane or name.version:
-            return "invalid", f"push {push.push} has ranks {sorted(push.places)}, got {name} on lane {lane}"
-        known = push.streams.get((name.rank, lane))
-        if known is None:
-            return None
-        if name.epoch <= known.epoch:
-            return "stale_push", f"epoch {name.epoch} of rank {name.rank} is over, {known.epoch} is the last"
-        if pieces != known.pieces:
-            return "invalid", f"rank {name.rank} names other ranges than before its connection broke"
-        return None
 
     def _admit(
         self, push: IncomingPush, lane: int, peer: bytes, name: StreamName, pieces: tuple[Range, ...], now: float
@@ -206,7 +121,8 @@ class Receiver:
 
     def _begin(self, push: IncomingPush, now: float) -> list[Move]:
         """All ranks are here: refuse the push if they do not fit together, else line them up to be asked."""
-        problems = self._problems(push)
+        assert self._layout is not None
+        problems = push.problems(self._layout)
         if problems:
             return self._refuse(push, "; ".join(problems), "ranges")
         push.phase = PushPhase.MOVING
@@ -216,7 +132,7 @@ class Receiver:
                 stream = push.streams[rank, lane]
                 stream.intake = Intake(stream.pieces, push.codec.chunk_bytes(self._chunk_bytes), self._pool, now)
                 if stream.intake.complete:
-                    moves.append(_done(stream))
+                    moves.append(stream.done())
                 else:
                     turns.enter(stream.key)
                     moves.append(Wake(lane))
@@ -224,16 +140,6 @@ class Receiver:
         if len(self._pushes) > 1:
             self._line_up()
         return moves + self._freeze_if_whole(push)
-
-    def _problems(self, push: IncomingPush) -> list[str]:
-        assert self._layout is not None
-        claims: dict[str, list[Range]] = {}
-        for (rank, _), stream in sorted(push.streams.items()):
-            outside = self._layout.outside(stream.pieces)
-            if outside:
-                return [f"rank {rank}: {outside}"]
-            claims.setdefault(f"rank {rank}", []).extend(stream.pieces)
-        return uncovered(self._layout, claims)
 
     def plan(self, lane: int, now: float) -> list[Move]:
         """The WANTs that this lane may send now."""
@@ -247,7 +153,7 @@ class Receiver:
                 for unit in stream.intake.ask(now, turns.left(key)):
                     turns.spend(key, sum(chunk.nbytes for chunk in unit))
                     moves.append(Say(lane, stream.peer, Kind.WANT, stream.stream, streams.encode_want(unit)))
-            if self._pool.limit - self._pool.used < self._chunk_bytes:
+            if self._pool.limit - self._pool.used < cost(self._chunk_bytes):
                 self._starved.add(lane)
             return moves
 
@@ -314,16 +220,25 @@ class Receiver:
         """What a chunk that came to its place makes possible."""
         if stream.intake.complete:
             self._turns[stream.lane].leave(stream.key)
-            return [_done(stream), Wake(stream.lane), *self._freeze_if_whole(stream.push)]
+            return [stream.done(), Wake(stream.lane), *self._freeze_if_whole(stream.push)]
         lanes, self._starved = self._starved, set()  # else a lane asks when it has read: nobody need wake it
         return [Wake(lane) for lane in sorted(lanes)]
 
     def _freeze_if_whole(self, push: IncomingPush) -> list[Move]:
-        if push.phase is not PushPhase.MOVING or any(not s.intake.complete for s in push.streams.values()):
+        if push.phase is not PushPhase.MOVING or not push.whole:
             return []
         push.phase = PushPhase.FROZEN
         push.targets = {}
         return [Staged(push.push, push.total)]
+
+    def next_deadline(self, now: float) -> float:
+        """When `tick`, or `plan` for want of an answer, may next have something to do; infinite if nothing is open."""
+        with self._changed:
+            due = [p.deadline_at for p in self._pushes.values()]
+            due += [p.moved_at + self._stall_s for p in self._pushes.values() if p.live]
+            if any(turns.crowded for turns in self._turns):
+                due.append(now + SLOW_S)
+            return min(due, default=inf)
 
     def tick(self, now: float) -> list[Move]:
         """End what stalls or is past its deadline."""
@@ -334,27 +249,13 @@ class Receiver:
                 if now >= push.deadline_at and not push.live:
                     self._forget(push)
                 elif now >= push.deadline_at:
-                    moves += self._refuse(push, "it passed its deadline; " + self._missing(push), "refused")
-                elif push.live and self._waits_for_us(push):
+                    moves += self._refuse(push, "it passed its deadline; " + push.missing(), "refused")
+                elif push.live and push.waits_for_us:
                     push.moved_at = now
                 elif push.live and now - push.moved_at >= self._stall_s:
-                    reason = f"no new bytes for {self._stall_s:g} s; {self._missing(push)}"
+                    reason = f"no new bytes for {self._stall_s:g} s; {push.missing()}"
                     moves += self._refuse(push, reason, "refused")
         return moves
-
-    def _waits_for_us(self, push: IncomingPush) -> bool:
-        """Nothing is owed to us: each unfinished stream waits for its turn or for the pool."""
-        return push.phase is PushPhase.MOVING and not any(s.intake.busy for s in push.streams.values())
-
-    def _missing(self, push: IncomingPush) -> str:
-        silent = sorted(set(push.places) - {rank for rank, _ in push.streams})
-        if silent:
-            return f"ranks {silent} never said HELLO"
-        return ", ".join(
-            f"rank {rank} brought {s.intake.total - s.intake.left} of {s.intake.total} bytes"
-            for (rank, _), s in sorted(push.streams.items())
-            if not s.intake.complete
-        )
 
     def _refuse(self, push: IncomingPush, reason: str, code: str) -> list[Move]:
         text = f"push {push.push} is refused: {reason}"
@@ -399,7 +300,3 @@ class Receiver:
                 for p in self._pushes.values()
                 if p.live
             )
-
-
-def _done(stream: InStream) -> Say:
-    return Say(stream.lane, stream.peer, Kind.DONE, stream.stream, streams.encode_done(stream.intake.total))

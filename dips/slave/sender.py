@@ -11,19 +11,18 @@ held over no checksum and no send.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from math import inf
 
 import numpy as np
-import numpy.typing as npt
 
 from dips.ids import PullId, VersionId
 from dips.protocol.beats import Transfer
 from dips.slave.checksums import Checksums
 from dips.slave.links import ByCluster
 from dips.slave.moves import Closed, Move, Released, Say, SourceMoved, error
+from dips.slave.outgoing_pull import OutgoingPull, OutStream, PullSource, Tracker
 from dips.slave.ports import Arrays
 from dips.transport.credit import MOST_BYTES, MOST_CHUNKS
 from dips.transport.rate import Rate
@@ -31,68 +30,6 @@ from dips.wire import streams
 from dips.wire.chunks import Layout, Range
 from dips.wire.frame import ITEM_BYTES, BadFrame, Header, Kind, pack
 from dips.wire.streams import StreamName, Welcome
-
-Bytes = npt.NDArray[np.uint8]
-
-
-class Tracker(Protocol):
-    """What libzmq says of a body that was sent without a copy."""
-
-    @property
-    def done(self) -> bool: ...
-
-
-@dataclass(eq=False, slots=True)
-class PullSource:
-    """The bytes that a pull is served from, and how many chunks of them are asked and not let go by libzmq."""
-
-    views: dict[int, Bytes]
-    in_flight: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class OutStream:
-    """One rank's stream on one lane, in its present epoch."""
-
-    pull: OutgoingPull
-    lane: int
-    peer: bytes
-    epoch: int
-    stream: int
-    named: int  # bytes of the ranges that its HELLO named
-    held: deque[tuple[Tracker, int, PullSource]] = field(default_factory=deque)  # libzmq may read it still
-    queued: int = 0  # bytes asked and not handed to libzmq
-    jobs: int = 0  # chunks asked and not handed to libzmq
-    over: bool = False  # DONE, superseded by a later epoch, or unreachable
-
-    def reap(self) -> int:
-        """Forget trackers that are done; return how many bytes they held."""
-        freed = 0
-        while self.held and self.held[0][0].done:
-            _, nbytes, source = self.held.popleft()
-            source.in_flight -= 1
-            freed += nbytes
-        return freed
-
-
-@dataclass(eq=False, slots=True)
-class OutgoingPull:
-    """One open pull."""
-
-    pull: PullId
-    version: VersionId
-    source: PullSource
-    deadline_at: float
-    moved_at: float
-    rate: Rate
-    closed: str = ""  # the reason, once nothing more is served
-    streams: list[OutStream] = field(default_factory=list)  # superseded ones too, while libzmq reads for them
-    out: int = 0  # bytes that left libzmq
-    former: list[PullSource] = field(default_factory=list)  # sources before the present one, while chunks are in flight
-
-    @property
-    def idle(self) -> bool:
-        return not any(s.jobs or s.held for s in self.streams)
 
 
 @dataclass(eq=False, slots=True)
@@ -174,7 +111,7 @@ class Sender:
         pull_id = PullId(name.cluster, name.inc, name.seq)
         place = (pull_id, name.rank, lane)
         with self._lock:
-            refusal = self._refusal(self._pulls.get(pull_id), self._latest.get(place), lane, name, pieces)
+            refusal = self._refusal(pull_id, place, lane, name, pieces)
             if refusal is not None:
                 return [error(lane, peer, name.id, *refusal)]
             pull = self._pulls[pull_id]
@@ -189,29 +126,15 @@ class Sender:
             return [Say(lane, peer, Kind.WELCOME, name.id, body)]
 
     def _refusal(
-        self,
-        pull: OutgoingPull | None,
-        latest: OutStream | None,
-        lane: int,
-        name: StreamName,
-        pieces: tuple[Range, ...],
+        self, pull_id: PullId, place: tuple[PullId, int, int], lane: int, name: StreamName, pieces: tuple[Range, ...]
     ) -> tuple[str, str] | None:
-        """Code and message if this HELLO may not join, else None."""
+        pull = self._pulls.get(pull_id)
         if pull is None:
             return self._closed.verdict(name)
-        if pull.closed:
-            return "stale_push", f"pull {pull.pull} is over: {pull.closed}"
-        if name.version != str(pull.version):
-            return "stale_version", f"pull {pull.pull} is open on {pull.version}, got {name.version!r}"
-        if name.lane != lane:
-            return "invalid", f"{name} came on lane {lane}"
         assert self._layout is not None
         outside = self._layout.outside(pieces)
-        if outside:
-            return "ranges", f"rank {name.rank}: {outside}"
-        if latest is not None and name.epoch <= latest.epoch:
-            return "stale_push", f"epoch {name.epoch} of rank {name.rank} is over, {latest.epoch} is the last"
-        return None
+        known = pull.refusal(self._latest.get(place), lane, name)
+        return known or (("ranges", f"rank {name.rank}: {outside}") if outside else None)
 
     def want(self, lane: int, peer: bytes, stream_id: int, chunks: tuple[Range, ...], now: float) -> list[ChunkSend]:
         """Take a WANT; raise BadFrame if the stream is unknown, the ranges are foreign or the credit is passed."""
@@ -302,6 +225,17 @@ class Sender:
         pull.closed = pull.closed or reason
         for stream in pull.streams:
             self._end(stream)
+
+    def next_deadline(self) -> float:
+        """When a pull stalls or passes its deadline, unless bytes move; infinite if none is open."""
+        with self._lock:
+            due = [min(p.deadline_at, p.moved_at + self._stall_s) for p in self._pulls.values() if not p.closed]
+            return min(due, default=inf)
+
+    def serving(self) -> list[tuple[PullId, VersionId, list[PullSource]]]:
+        """Every pull that is not released, its version, and all sources that its readers may still read."""
+        with self._lock:
+            return [(p.pull, p.version, [p.source, *p.former]) for p in self._pulls.values()]
 
     def tick(self, now: float) -> list[Move]:
         """Close what stalls or is past its deadline; release what nobody reads any more."""

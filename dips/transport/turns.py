@@ -61,6 +61,11 @@ class Turns(Generic[K]):
             self._active[key] = self._quantum + self._debt.pop(key, 0)
         return tuple(self._active)
 
+    @property
+    def crowded(self) -> bool:
+        """Somebody waits for a turn."""
+        return bool(self._waiting)
+
     def left(self, key: K) -> int:
         """Bytes that `key` may still be asked for in its turn; 0 or less if none, or if it has no turn."""
         return self._active.get(key, 0)
