@@ -8,7 +8,6 @@ What a frame does wrong is counted in `refused` under its reason and changes not
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -23,8 +22,8 @@ from dips.ids import PullId, PushId, VersionId
 from dips.protocol.beats import Transfer
 from dips.protocol.manifest import Manifest
 from dips.slave.admission import Admission
+from dips.slave.counters import FrameCounters
 from dips.slave.incoming_push import ClaimedChunk
-from dips.slave.links import ByCluster
 from dips.slave.moves import Move, PushOver, Released, Say, SourceMoved, Staged, Wake
 from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.probes import Probes
@@ -58,7 +57,8 @@ def _guarded(work: Callable[Concatenate[ZmqFlow, P], None]) -> Callable[Concaten
         except BadFrame as bad:
             flow._refuse(bad)
         except Exception:  # noqa: BLE001  a lane that dies of one push's bug takes every cluster with it
-            flow._failed(work.__name__)
+            flow._counters.add_refused("failed")
+            _log.exception("flow_failed", slave=flow._slave, where=work.__name__)
 
     return guarded
 
@@ -93,15 +93,12 @@ class ZmqFlow:
         self._admission = Admission(run, slave, self._receiver, self._sender)
         self._events: FlowEvents | None = None
         self._ticked_at = [0.0] * len(lanes)
-        self._counting = threading.Lock()
+        self._counters = FrameCounters()
         self._lanes: list[Lane] = []
         self._intake: list[Stage[ClaimedChunk]] = []
         self._outgo: list[Stage[ChunkSend]] = []
         self._started = self._over = False
         self._probes: list[Probes] = [Probes(self._run) for _ in lanes]
-        self.refused: Counter[str] = Counter()  # frames by reason (wire.frame.REASONS)
-        self.bytes_in = 0  # staged, since the start of the process
-        self._received_from = ByCluster()
         try:
             for index, address in enumerate(lanes):
                 host, port = host_port(address)
@@ -109,6 +106,16 @@ class ZmqFlow:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Frames that were refused, by reason (wire.frame.REASONS)."""
+        return self._counters.refused_by_reason()
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes staged, since the start of the process."""
+        return self._counters.bytes_in
 
     @property
     def bytes_out(self) -> int:
@@ -122,9 +129,7 @@ class ZmqFlow:
 
     def links(self) -> dict[str, dict[str, int]]:
         """Bytes by cluster, received (`in`) and sent (`out`), since the start of the process."""
-        with self._counting:
-            received = self._received_from.told()
-        return {"in": received, "out": self._sender.sent_by_cluster()}
+        return {"in": self._counters.received_by_cluster(), "out": self._sender.sent_by_cluster()}
 
     def addresses(self) -> tuple[str, ...]:
         """The host:port of each lane, as really bound."""
@@ -234,7 +239,7 @@ class ZmqFlow:
         name, pieces = decode_hello(body)
         moves = self._admission.hello(lane, peer, header.stream, name, pieces, self._clock())
         if any(isinstance(move, Say) and move.kind is Kind.ERROR for move in moves):
-            self._count("hello")
+            self._counters.add_refused("hello")
         self._do(moves)
 
     @_guarded
@@ -256,9 +261,7 @@ class ZmqFlow:
         except BadFrame:
             self._lanes[claim.stream.lane].wake()  # it is missing again: ask again
             raise
-        with self._counting:
-            self.bytes_in += claim.chunk.nbytes
-            self._received_from.add(claim.stream.push.push.cluster, claim.chunk.nbytes)
+        self._counters.add_received(claim.stream.push.push.cluster, claim.chunk.nbytes)
         self._do(moves)
 
     @_guarded
@@ -294,13 +297,5 @@ class ZmqFlow:
         return self._events
 
     def _refuse(self, bad: BadFrame) -> None:
-        self._count(bad.reason)
+        self._counters.add_refused(bad.reason)
         _log.debug("frame_refused", slave=self._slave, reason=bad.reason, message=str(bad))
-
-    def _failed(self, where: str) -> None:
-        self._count("failed")
-        _log.exception("flow_failed", slave=self._slave, where=where)
-
-    def _count(self, reason: str) -> None:
-        with self._counting:
-            self.refused[reason] += 1

@@ -19,6 +19,8 @@ from dips.wire.codecs import Codec
 from dips.wire.frame import Buffer, Header, Kind
 from dips.wire.streams import StreamName
 
+SLOW_S = 1.0  # silence after which a stream that was asked loses its turn to others
+
 Key = tuple[PushId, int]  # a stream's place in the turns of its lane: push and rank
 
 
@@ -48,6 +50,10 @@ class InStream:
     @property
     def key(self) -> Key:
         return (self.push.push, self.rank)
+
+    def is_slow(self, now: float) -> bool:
+        """It was asked, and nothing comes."""
+        return self.intake.in_flight > 0 and now - self.intake.heard_at > SLOW_S
 
     def done(self) -> Say:
         """Tell the rank that all of it is here."""

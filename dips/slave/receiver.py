@@ -13,7 +13,7 @@ from math import inf
 
 from dips.ids import PushId
 from dips.protocol.beats import Transfer
-from dips.slave.incoming_push import ClaimedChunk, IncomingPush, InStream, Key, PushPhase
+from dips.slave.incoming_push import SLOW_S, ClaimedChunk, IncomingPush, InStream, Key, PushPhase
 from dips.slave.moves import Closed, Move, PushOver, Say, Staged, Wake, error
 from dips.slave.ports import Arrays
 from dips.transport.intake import Intake
@@ -25,8 +25,6 @@ from dips.wire.chunks import Layout, Range
 from dips.wire.codecs import Codec
 from dips.wire.frame import BadFrame, Buffer, Header, Kind, check_body
 from dips.wire.streams import StreamName, Welcome
-
-SLOW_S = 1.0  # silence after which a stream that was asked loses its turn to others
 
 
 class Receiver:
@@ -147,7 +145,7 @@ class Receiver:
             turns, moves = self._turns[lane], list[Move]()
             for key in turns.rotate(
                 drained=lambda key: self._at(key, lane).intake.in_flight == 0,
-                slow=lambda key: self._slow(self._at(key, lane), now),
+                slow=lambda key: self._at(key, lane).is_slow(now),
             ):
                 stream = self._at(key, lane)
                 for unit in stream.intake.ask(now, turns.left(key)):
@@ -160,9 +158,6 @@ class Receiver:
     def _at(self, key: Key, lane: int) -> InStream:
         push, rank = key
         return self._pushes[push].streams[rank, lane]
-
-    def _slow(self, stream: InStream, now: float) -> bool:
-        return stream.intake.in_flight > 0 and now - stream.intake.heard_at > SLOW_S
 
     def claim(self, lane: int, peer: bytes, header: Header, body: Buffer, now: float) -> ClaimedChunk:
         """Take in a CHUNK that was asked for; raise BadFrame if it was not. `stage` must follow."""

@@ -20,7 +20,7 @@ import numpy as np
 from dips.ids import PullId, VersionId
 from dips.protocol.beats import Transfer
 from dips.slave.checksums import Checksums
-from dips.slave.links import ByCluster
+from dips.slave.counters import ByCluster
 from dips.slave.moves import Closed, Move, Released, Say, SourceMoved, error
 from dips.slave.outgoing_pull import OutgoingPull, OutStream, PullSource, Tracker
 from dips.slave.ports import Arrays
@@ -78,7 +78,7 @@ class Sender:
     def sent_by_cluster(self) -> dict[str, int]:
         """Bytes handed to libzmq for each cluster."""
         with self._lock:
-            return self._sent_to.told()
+            return self._sent_to.snapshot()
 
     def use(self, layout: Layout) -> None:
         """Say which layers this slave holds."""

@@ -5,10 +5,11 @@ Every way for it to be wrong raises CorruptSnapshot with the file's name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from dips.errors import CorruptSnapshot
+from dips.ids import VersionId
 from dips.protocol.manifest import Layer
 from dips.slave.ports import F32, Arrays
 from dips.slave.snapshot_manifest import (
@@ -65,3 +66,18 @@ def map_layers(path: Path, layers: Mapping[int, Layer], prefix: str) -> Arrays:
             index: reader.mapped(whole, [(prefix + p.name, p.shape) for p in layer.parameters])
             for index, layer in layers.items()
         }
+
+
+def digested(arrays: Iterable[F32], digests: list[str]) -> Iterator[F32]:
+    """Pass arrays on to the writer; append each one's digest while the disk is busy with it."""
+    for array in arrays:
+        yield array
+        digests.append(digest_of(array))
+
+
+def version_of(path: Path) -> VersionId | None:
+    """The version whose snapshot this directory is, None if it is none."""
+    try:
+        return VersionId.parse(path.name)
+    except ValueError:
+        return None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -24,8 +24,8 @@ from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError
 from dips.ids import GENESIS, VersionId
 from dips.protocol.manifest import Manifest
 from dips.slave import tensorfile
-from dips.slave.ports import F32, Arrays
-from dips.slave.snapshot_files import map_layers, read_layer, read_manifest
+from dips.slave.ports import Arrays
+from dips.slave.snapshot_files import digested, map_layers, read_layer, read_manifest, version_of
 from dips.slave.snapshot_manifest import (
     MANIFEST_FILE,
     MODEL_FILE,
@@ -88,7 +88,7 @@ class Snapshots:
 
     def complete(self) -> tuple[VersionId, ...]:
         """Versions whose snapshot is whole and of this run and slave, ascending; each is read through once."""
-        found = {version for path in self._directory.iterdir() if (version := _version(path)) is not None}
+        found = {version for path in self._directory.iterdir() if (version := version_of(path)) is not None}
         for version in sorted(found - self._whole - self._bad):
             try:
                 self._verify(version)
@@ -212,7 +212,7 @@ class Snapshots:
         metadata = {"run": self._run, "slave": self._slave, "version": str(version)}
         digests: list[str] = []
         flat = chain.from_iterable((theta[index], momentum[index]) for index in layers)
-        size = tensorfile.write(aside / MODEL_FILE, metadata, shapes, _digested(flat, digests))
+        size = tensorfile.write(aside / MODEL_FILE, metadata, shapes, digested(flat, digests))
         records = tuple(
             LayerRecord(index, layer, of_theta, of_momentum)
             for (index, layer), of_theta, of_momentum in zip(layers.items(), digests[::2], digests[1::2], strict=True)
@@ -295,17 +295,3 @@ class Snapshots:
                         f" expected xxh3-128 {expected}, got {digest_of(theta[index])}"
                     )
                 momentum[index].fill(0.0)
-
-
-def _digested(arrays: Iterable[F32], digests: list[str]) -> Iterator[F32]:
-    """Pass arrays on to the writer; append each one's digest while the disk is busy with it."""
-    for array in arrays:
-        yield array
-        digests.append(digest_of(array))
-
-
-def _version(path: Path) -> VersionId | None:
-    try:
-        return VersionId.parse(path.name)
-    except ValueError:
-        return None

@@ -35,9 +35,11 @@ MAY: dict[str, set[str]] = {
     "dips.cli": BELOW_ROLES | {"dips.commands", "dips.data", "dips.__init__"},
     # The real deciding, computing and holding parts, and nothing that has a socket or a thread.
     "dips.sim": LOW
-    | {"dips.protocol", "dips.outer", "dips.wire.codecs", "dips.wire.chunks", "dips.wire.frame"}
-    | {"dips.transport.shares", "dips.master.ledger"}
-    | {f"dips.slave.{pure}" for pure in ("shard", "ports", "fences", "moving")}
+    | {"dips.protocol", "dips.outer", "dips.master.ledger"}
+    | {f"dips.wire.{pure}" for pure in ("codecs", "chunks", "frame", "streams")}
+    | {"dips.transport.pool", "dips.transport.shares"}
+    | {f"dips.slave.{pure}" for pure in ("core", "actions", "standing", "shard", "shard_round", "order_fences")}
+    | {f"dips.slave.{pure}" for pure in ("open_transfers", "ports", "admission", "receiver", "sender", "moves")}
     | {f"dips.client.{pure}" for pure in ("session", "account", "deeds", "local", "feedback", "pace")},
     "dips.data": LOW,
     "dips.demo": {"dips"},
