@@ -35,7 +35,7 @@ def registered(order: SlaveOrder, term: int = 1) -> Registered:
     return Registered(term, 7, order, GENESIS, (0,), ("",), "{}")
 
 
-class Slave:
+class RegistrationRig:
     """A registration and its heartbeats, with a standing that the test sets."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Slave:
         assert self.registration.on_welcomed(None, now) == [FollowRegistration(order)]
         return work_of(self.registration.on_followed(followed, now))
 
-    def serving(self) -> Slave:
+    def serving(self) -> RegistrationRig:
         assert self.registration.tick(0.0) == [DESCRIBE]
         assert self.answer(Hold(), Followed.SERVES, 0.0) == []
         return self
@@ -70,7 +70,7 @@ def work_of(actions: list[SlaveAction]) -> list[SlaveAction]:
 
 def test_load_is_followed_by_another_register_at_once_and_hold_by_none() -> None:
     """Each order but Hold leads to a Register that says what is held now."""
-    slave = Slave()
+    slave = RegistrationRig()
     assert slave.registration.tick(0.0) == [DESCRIBE]
     assert slave.registration.tick(1.0) == []
     assert slave.answer(LoadVersion(GENESIS), Followed.DONE, 1.0) == [DESCRIBE]
@@ -81,7 +81,7 @@ def test_load_is_followed_by_another_register_at_once_and_hold_by_none() -> None
 
 def test_wait_is_obeyed_to_the_second_and_a_failed_order_waits_the_longest_pause() -> None:
     """A master that restores says when to ask again; a snapshot that cannot be loaded is no reason to hurry."""
-    slave = Slave()
+    slave = RegistrationRig()
     slave.registration.tick(0.0)
     assert slave.answer(Wait(3.0, "restoring"), Followed.WAITS, 1.0) == []
     assert slave.registration.next_deadline() == 4.0
@@ -93,7 +93,7 @@ def test_wait_is_obeyed_to_the_second_and_a_failed_order_waits_the_longest_pause
 @pytest.mark.parametrize("error", [UnavailableMaster("away"), Busy("full"), StaleTerm("old ledger"), OSError("disk")])
 def test_what_may_pass_is_tried_again_with_backoff(error: Exception) -> None:
     """Pauses double from 0.2 s to 5 s, and begin anew after an answer."""
-    slave, now, pauses = Slave(), 0.0, []
+    slave, now, pauses = RegistrationRig(), 0.0, []
     for _ in range(7):
         assert slave.registration.tick(now) == [DESCRIBE]
         slave.registration.on_described(SAID, now)
@@ -111,7 +111,7 @@ def test_what_may_pass_is_tried_again_with_backoff(error: Exception) -> None:
 @pytest.mark.parametrize("error", [ConfigError("no such slave"), LocalProtocolError("our bug")])
 def test_a_refusal_for_good_ends_the_slave(error: Exception) -> None:
     """Whether the master or the slave's own memory says so."""
-    slave = Slave()
+    slave = RegistrationRig()
     slave.registration.tick(0.0)
     slave.registration.on_described(SAID, 0.0)
     assert slave.registration.on_registered(error, 0.0) == [EndSlave(error)]
@@ -120,7 +120,7 @@ def test_a_refusal_for_good_ends_the_slave(error: Exception) -> None:
 
 def test_the_answer_of_an_old_master_is_not_followed() -> None:
     """The shard has seen a later term: the order in the answer is forgotten, and the slave asks again."""
-    slave = Slave()
+    slave = RegistrationRig()
     slave.registration.tick(0.0)
     slave.registration.on_described(SAID, 0.0)
     slave.registration.on_registered(registered(LoadVersion(GENESIS), term=1), 0.0)
@@ -130,7 +130,7 @@ def test_the_answer_of_an_old_master_is_not_followed() -> None:
 
 def test_one_heartbeat_at_a_time_every_two_seconds() -> None:
     """The next is due two seconds after the last began, or as soon as that has ended."""
-    slave = Slave().serving()
+    slave = RegistrationRig().serving()
     assert slave.heartbeats.tick(0.0) == []
     slave.beat(2.0)
     assert slave.heartbeats.tick(4.0) == []
@@ -143,7 +143,7 @@ def test_one_heartbeat_at_a_time_every_two_seconds() -> None:
 
 def test_no_heartbeat_before_the_first_incarnation() -> None:
     """Who has no incarnation proves nothing."""
-    slave = Slave()
+    slave = RegistrationRig()
     slave.standing = Standing(0, 0, None, (), 0, 0)
     slave.heartbeats.tick(0.0)
     assert slave.heartbeats.tick(2.0) == []
@@ -161,7 +161,7 @@ def test_no_heartbeat_before_the_first_incarnation() -> None:
 )
 def test_a_heartbeat_can_ask_for_a_register(answer: SlaveBeatAnswer | Exception) -> None:
     """A master that does not know us as ready, a new master, and one that calls us stale."""
-    slave = Slave().serving()
+    slave = RegistrationRig().serving()
     slave.heartbeats.tick(0.0)
     slave.beat(2.0)
     assert work_of(slave.heartbeats.on_answer(answer, 2.1)) == [DESCRIBE]
@@ -169,7 +169,7 @@ def test_a_heartbeat_can_ask_for_a_register(answer: SlaveBeatAnswer | Exception)
 
 def test_an_answer_from_before_a_register_asks_for_no_second_one() -> None:
     """A slave that registers again loses its open round: the heartbeat had been sent under the registration before."""
-    slave = Slave().serving()
+    slave = RegistrationRig().serving()
     slave.heartbeats.tick(0.0)
     slave.beat(2.0)
     assert slave.registration.request(slave.registration.number, 2.1) == [DESCRIBE]
@@ -186,7 +186,7 @@ def test_an_answer_from_before_a_register_asks_for_no_second_one() -> None:
 
 def test_the_newest_list_of_what_is_live_heals_once_the_shard_has_a_turn() -> None:
     """While the shard is busy lists replace each other; an old term or incarnation heals nothing."""
-    slave = Slave().serving()
+    slave = RegistrationRig().serving()
     slave.heartbeats.tick(0.0)
     lists = [SlaveBeatAnswer(1, 8.0, False, n, (PushId("x", 1, n),), ()) for n in range(4)]
     slave.beat(2.0)
@@ -205,7 +205,7 @@ def test_the_newest_list_of_what_is_live_heals_once_the_shard_has_a_turn() -> No
 
 def test_a_silent_master_is_told_to_the_log_once_and_so_is_its_return() -> None:
     """An hour without a master is two lines, not 1,800."""
-    slave = Slave().serving()
+    slave = RegistrationRig().serving()
     slave.heartbeats.tick(0.0)
     events = []
     answers: list[SlaveBeatAnswer | Exception] = [
