@@ -15,8 +15,8 @@ import time
 import numpy as np
 
 from benchmarks.told import heard, say
-from dips.client import transfer
-from dips.client.transfer import Base, Piece
+from dips.client.rank import transfer
+from dips.client.rank.transfer import Piece, TransferIdentity
 from dips.ids import GENESIS, PullId, PushId
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.protocol.manifest import Layer, Manifest, Parameter
@@ -91,7 +91,7 @@ def rank(addresses: str, mib: int) -> None:
     say("ok")
     for word, number in heard():
         begun = time.perf_counter()
-        getattr(transfer, word)(grant, Base(RUN, CLUSTER, 1, number, 0), pieces)
+        getattr(transfer, word)(grant, TransferIdentity(RUN, CLUSTER, 1, number, 0), pieces)
         say(time.perf_counter() - begun)
 
 

@@ -32,7 +32,7 @@ import xxhash
 import yaml
 
 from benchmarks.harness import ROOT
-from dips.client.transfer import Base
+from dips.client.rank.transfer import TransferIdentity
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.master.links import Link
 from dips.outer.pool import BYTES, MemorySum
@@ -139,9 +139,9 @@ class LoneSlave:
     def next_pull(self, cluster: str = "west") -> PullId:
         return PullId(cluster, 1, next(self._seqs))
 
-    def base(self, name: PushId | PullId) -> Base:
+    def base(self, name: PushId | PullId) -> TransferIdentity:
         """Who transfers: one rank."""
-        return Base(RUN, name.cluster, name.inc, name.seq, 0)
+        return TransferIdentity(RUN, name.cluster, name.inc, name.seq, 0)
 
     def open_push(self, push: PushId) -> e.Grant:
         """Have a slot reserved; the grant is the one rank's."""

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from benchmarks.harness import Seconds
 from benchmarks.lone_slave import LoneSlave
-from dips.client import transfer
-from dips.client.transfer import Piece
+from dips.client.rank import transfer
+from dips.client.rank.transfer import Piece
 from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol.effects import ClosePull, DropPush
 

@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.harness import Bench, main
 from benchmarks.lone_slave import equal_layers
 from benchmarks.whole_run import WholeRun
-from dips.client.trainer import descendants
+from dips.client.agent.trainer import descendants
 from dips.commands.status import ask_status
 from dips.errors import DipsError
 from dips.protocol.manifest import Manifest

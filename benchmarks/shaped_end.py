@@ -20,8 +20,8 @@ import numpy as np
 
 from benchmarks.cast import CHUNK_BYTES, RUN, SINC, WAIT_S, Cast
 from benchmarks.told import heard, processor_s, say
-from dips.client import transfer
-from dips.client.transfer import Base
+from dips.client.rank import transfer
+from dips.client.rank.transfer import TransferIdentity
 from dips.ids import GENESIS, PullId, PushId
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.slave.flow import ZmqFlow
@@ -99,7 +99,7 @@ def rank(cast: Cast, cluster: str, number: int) -> None:
         )
         grant = Grant(GENESIS, there, (tuple(order),) * cast.ranks, WAIT_S, cast.codec, GENESIS)
         begun, used = time.perf_counter(), processor_s()
-        transfer.push(grant, Base(RUN, cluster, 1, seq, number), pieces)
+        transfer.push(grant, TransferIdentity(RUN, cluster, 1, seq, number), pieces)
         say([time.perf_counter() - begun, processor_s() - used])
 
 

@@ -1,6 +1,6 @@
 """Push into and pull from a real slave process over loopback, every check on, beside bare ZeroMQ and gRPC streaming.
 
-The rank's side runs here (`dips.client.transfer`), the slave is a `dips-slave` process with its memory, its lanes and
+The rank's side runs here (`dips.client.rank.transfer`), the slave is a `dips-slave` process with its memory, lanes and
 its control server under a scripted master. Bytes count once. A push is timed from HELLO to the last DONE (all bytes
 are checked and in the slot), a pull from HELLO until every byte is checked and in the caller's array. A slave remembers
 the checksums of a version's chunks: `first pull` is one for which it has to make them all, `pull` one for which it made

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dips.client.learning_rate import cosine, schedule
-    from dips.client.outer_loop import OuterLoop
+    from dips.client.rank.outer_loop import OuterLoop
 
 __all__ = ["OuterLoop", "cosine", "schedule"]
 

@@ -20,18 +20,18 @@ from typing import Annotated, Any
 
 import typer
 
-from dips.client import metrics as agent_metrics
-from dips.client.address import over_network
-from dips.client.agent import Agent
-from dips.client.deeds import Identity
-from dips.client.launch import PR_SET_CHILD_SUBREAPER, prctl
-from dips.client.listen import listening
-from dips.client.master_link import MasterLink
-from dips.client.orphan import AGENT_HOME, AGENT_PID, home
-from dips.client.pace import Pace
-from dips.client.relay import Relay
-from dips.client.remembered import Remembered
-from dips.client.session import Session
+from dips.client.agent import metrics as agent_metrics
+from dips.client.agent.actions import ClusterIdentity
+from dips.client.agent.agent import Agent
+from dips.client.agent.incarnation_file import IncarnationFile
+from dips.client.agent.launch import PR_SET_CHILD_SUBREAPER, prctl
+from dips.client.agent.listen import listening
+from dips.client.agent.master_link import MasterLink
+from dips.client.agent.pace import Pace
+from dips.client.agent.relay import Relay
+from dips.client.agent.session import Session
+from dips.client.ipc.address import over_network
+from dips.client.ipc.process import AGENT_HOME, AGENT_PID, home
 from dips.config import ClusterFile, host_port, load_cluster
 from dips.errors import ConfigError
 from dips.telemetry import exits, logs, metrics
@@ -119,8 +119,8 @@ async def _life(config: ClusterFile, path: Path, command: list[str], log_level: 
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # workers whose torchrun was killed become ours, to be killed too
     timeline = Timeline(config.directory / "timeline.jsonl", config.cluster)
     master = MasterLink(config.master)
-    identity = Identity(config.shared.run, config.cluster, config.shared.digest)
-    remembered = Remembered(config.directory, config.shared.run, config.cluster, log)
+    identity = ClusterIdentity(config.shared.run, config.cluster, config.shared.digest)
+    remembered = IncarnationFile(config.directory, config.shared.run, config.cluster, log)
     session = Session(
         identity,
         lambda: uuid.uuid4().hex,

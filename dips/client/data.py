@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from dips.client.outer_loop import OuterLoop
+from dips.client.rank.outer_loop import OuterLoop
 from dips.data.deal import deal_rows
 from dips.data.order import shuffled
 from dips.data.reader import DataSet

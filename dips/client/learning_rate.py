@@ -16,7 +16,7 @@ from math import cos, pi
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from dips.client.outer_loop import OuterLoop
+from dips.client.rank.outer_loop import OuterLoop
 
 
 def cosine(progress: float, floor: float = 0.1) -> float:

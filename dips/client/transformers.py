@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from dips.client.outer_loop import OuterLoop
+from dips.client.rank.outer_loop import OuterLoop
 from dips.errors import ConfigError
 
 

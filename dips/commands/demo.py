@@ -25,7 +25,7 @@ def demo(
     and come back. At the end the validation loss is compared with version 0 and with a table of bigrams, plots and the
     exported model are written, and every claim is checked.
 
-    Exit code 0 if all checks hold, 1 if one fails. Needs the extra: pip install 'dips[demo]'.
+    Exit code 0 if all checks hold, 1 if one fails. Needs the extra: pip install '.[demo]' in a checkout.
 
     \b
     Example:
@@ -42,4 +42,4 @@ def _of_the_demo(module: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name and error.name.startswith("dips"):
             raise
-        raise ConfigError(f"the demo needs the package {error.name}: pip install 'dips[demo]'") from error
+        raise ConfigError(f"the demo needs the package {error.name}: pip install '.[demo]' in a checkout") from error

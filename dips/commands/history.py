@@ -11,13 +11,18 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from dips.commands.options import CONFIG
 from dips.config import load_run
 from dips.telemetry import status as picture
+from dips.telemetry.listing import Column, Listing, ListingRow
 
-MOST_RANGES = 6  # shown of a round's data ranges, as first-last runs
+COLUMNS = (
+    *(Column(name, left=True) for name in ("round", "ended", "version", "parent")),
+    Column("tokens"),
+    Column("‖δ‖"),
+)
+MOST_RANGES = 20  # shown of a round's data ranges, as first-last runs
 
 
 def history(
@@ -43,7 +48,7 @@ def history(
         for row in rounds:
             print(json.dumps(row))
     else:
-        Console().print(_table(rounds))
+        Console().print(listing(rounds))
 
 
 def spelled(row: Any) -> dict[str, Any]:
@@ -60,25 +65,30 @@ def _rounds(config: Path, last: int) -> list[Any]:
         return ledger.history(last)
 
 
-def _table(rounds: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title="rounds", title_justify="left", title_style="bold")
-    for column in ("round", "ended", "version", "parent", "tokens", "‖δ‖", "contributions", "ranges", "why"):
-        table.add_column(column, justify="right" if column in ("round", "tokens", "‖δ‖") else "left")
-    for r in rounds:
-        undone = r["undone"]
-        table.add_row(
-            f"r{r['round']}",
-            "undone" if undone else r["kind"],
-            r["version"] or picture.NONE,
-            r["parent"] or picture.NONE,
-            picture.count(r["tokens"]),
-            _norm(r),
-            _contributions(r),
-            runs([n for outcome in r["outcomes"] for n in outcome["ranges"]]) if r["outcomes"] else picture.NONE,
-            undone or r["reason"] or ("not durable" if r["version"] and not r["durable"] else picture.NONE),
-            style="dim" if undone else "",
-        )
-    return table
+def listing(rounds: Sequence[Mapping[str, Any]]) -> Listing:
+    """Draw the rounds, who contributed to each and why it ended so under it."""
+    return Listing("rounds", COLUMNS, [_row(r) for r in rounds])
+
+
+def _row(r: Mapping[str, Any]) -> ListingRow:
+    undone = r["undone"]
+    ended = "undone" if undone else r["kind"]
+    cells = (
+        f"r{r['round']}",
+        ended,
+        r["version"] or picture.NONE,
+        r["parent"] or picture.NONE,
+        picture.count(r["tokens"]),
+        _norm(r),
+    )
+    why = undone or r["reason"] or ("not durable" if r["version"] and not r["durable"] else "")
+    numbers = [n for outcome in r["outcomes"] for n in outcome["ranges"]]
+    notes = (
+        f"from: {_contributions(r)}" if r["outcomes"] else "",
+        f"ranges: {runs(numbers)}" if numbers else "",
+        f"{ended}: {why}" if why else "",
+    )
+    return ListingRow(cells, notes, "dim" if undone else "")
 
 
 def _norm(r: Mapping[str, Any]) -> str:
@@ -90,7 +100,7 @@ def _contributions(r: Mapping[str, Any]) -> str:
         o["push"]["cluster"] + ("" if o["kind"] == "accepted" else f" ({o['kind']}: {o['reason']})")
         for o in r["outcomes"]
     )
-    return ", ".join(told) or picture.NONE
+    return ", ".join(told)
 
 
 def runs(numbers: Sequence[int]) -> str:
@@ -102,4 +112,4 @@ def runs(numbers: Sequence[int]) -> str:
         else:
             found.append([n, n])
     told = [str(a) if a == b else f"{a}–{b}" for a, b in found[:MOST_RANGES]]
-    return " ".join(told + (["…"] if len(found) > MOST_RANGES else [])) or "not tracked"
+    return " ".join(told) + (f" and {len(found) - MOST_RANGES} more" if len(found) > MOST_RANGES else "")

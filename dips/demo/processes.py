@@ -1,6 +1,6 @@
 """The processes of a demo: started with a log file each, killed hard when the story says so, and all ended at the end.
 
-Every process dies with this one, in whatever way it goes: `dips.client.launch` asks the kernel for that.
+Every process dies with this one, in whatever way it goes: `dips.client.agent.launch` asks the kernel for that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from dips.client.trainer import descendants
+from dips.client.agent.trainer import descendants
 from dips.errors import DipsError
 
 GRACE_S = 15.0  # between SIGTERM and SIGKILL
@@ -34,7 +34,7 @@ class Process:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "dips.client.launch", str(os.getpid()), "--", *command],
+                [sys.executable, "-m", "dips.client.agent.launch", str(os.getpid()), "--", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -96,7 +96,8 @@ def read_totals(db: sqlite3.Connection) -> tuple[ClusterTotals, ...]:
     )
     totals = {name: ClusterTotals(name) for (name,) in names}
     for cluster, kind, pushes, tokens in db.execute(
-        """SELECT cluster, iif(kind = 'accepted' AND u.round IS NOT NULL, 'undone', kind), count(*), sum(tokens)
+        """SELECT cluster, iif(kind = 'accepted' AND u.round IS NOT NULL, 'undone', kind), count(*),
+                  sum(iif(kind = 'skipped', 0, tokens))  -- they come again with the next push
            FROM outcomes LEFT JOIN undone u USING (round) GROUP BY 1, 2"""
     ):
         t = totals[cluster]

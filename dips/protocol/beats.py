@@ -13,6 +13,7 @@ from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Progress
 
 NO_MEETING = -1.0  # ClusterBeatAnswer.push_in_s: the cluster keeps its own pace
+LEAST_BYTES_PER_S = 1.0  # a slower transfer counts as not moving: times made from such rates leave the finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def remaining_s(nbytes: int, total: int, bytes_per_s: float) -> float:
     """Seconds until `total` bytes are moved at this rate; infinite while nothing moves."""
     if nbytes >= total:
         return 0.0
-    return (total - nbytes) / bytes_per_s if bytes_per_s > 0 else math.inf
+    return (total - nbytes) / bytes_per_s if bytes_per_s >= LEAST_BYTES_PER_S else math.inf
 
 
 @dataclass(frozen=True, slots=True)

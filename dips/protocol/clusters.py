@@ -90,12 +90,17 @@ def end(w: World, cluster: Cluster, reason: str, consumed: int, told_lost: int =
     # Tokens of a committed push are not lost with the cluster: its round settles them.
     open_seq, open_tokens = (committed.id.seq, committed.tokens) if committed else (0, 0)
     brought = cluster.settled + open_tokens
-    lost = max(told_lost, consumed - brought)
+    lost = _countable(cluster, brought, max(told_lost, consumed - brought))
     cluster.accounted = brought + lost
     cluster.tokens["lost"] += lost
     cluster.become(ClusterState.GONE, reason)
     w.record(ClusterEnded(cluster.name, cluster.inc, reason, lost, w.now, open_seq, open_tokens))
     w.note("cluster_gone", cluster=cluster.name, inc=cluster.inc, reason=reason)
+
+
+def _countable(cluster: Cluster, brought: int, lost: int) -> int:
+    """Of what an incarnation says it lost, what its cluster's sums have room for: an absurd heartbeat is cut."""
+    return max(0, min(lost, pushes.MAX_TOKENS - brought, pushes.MAX_TOKENS - cluster.tokens["lost"]))
 
 
 def trainer_changed(w: World, event: TrainerChanged) -> None:

@@ -58,6 +58,11 @@ class RangeBook:
     def leased(self) -> int:
         return sum(len(lease.ranges) for lease in self._leases.values())
 
+    @property
+    def used_up(self) -> bool:
+        """There is data, and nothing of it is left to train: no range is free, none leased."""
+        return self.total > 0 and not self.free and not self.leased
+
     def held_by(self, cluster: str, inc: int) -> tuple[int, ...]:
         lease = self._leases.get((cluster, inc))
         return tuple(lease.ranges) if lease else ()

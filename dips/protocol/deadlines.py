@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dips.protocol.beats import LEAST_BYTES_PER_S
 from dips.protocol.options import TimingOptions
 
 SLACK = 3.0  # why.md 19: a link that is shared by two more transfers than when it was measured
@@ -44,7 +45,7 @@ class Bandwidth:
 
     def measure(self, bytes_per_s: float) -> float | None:
         """Take a beat's rate (0: nothing moves); return the mean when it is news."""
-        if bytes_per_s <= 0:
+        if bytes_per_s < LEAST_BYTES_PER_S:
             return None
         self.mean = bytes_per_s if self.mean is None else self.mean + NEWEST_SHARE * (bytes_per_s - self.mean)
         if abs(self.mean - self.told) <= TOLD_CHANGE * self.told:

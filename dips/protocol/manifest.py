@@ -17,6 +17,8 @@ from math import prod
 from dips.errors import CorruptManifest
 
 BYTES_PER_PARAMETER = 4  # the global model is fp32
+MAX_NUMEL = (1 << 53) - 1  # of a model; bounds each dimension too
+MAX_DIMENSIONS = 64  # of a parameter; torch itself refuses more
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +82,16 @@ class Manifest:
             raw = json.loads(text)
             if raw["format"] != 1:
                 raise CorruptManifest(f"expected manifest format 1, got {raw['format']!r}")
-            return cls(
+            made = cls(
                 tuple(
-                    Layer(l["name"], tuple(Parameter(n, tuple(int(d) for d in shape)) for n, shape in l["parameters"]))
+                    Layer(_name(l["name"]), tuple(Parameter(_name(n), _shape(s)) for n, s in l["parameters"]))
                     for l in raw["layers"]
                 )
             )
-        except (KeyError, TypeError, ValueError) as error:
+            if made.numel > MAX_NUMEL:
+                raise ValueError(f"expected at most {MAX_NUMEL} elements in all")
+            return made
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise CorruptManifest(f"not a manifest: {error!r} in {text[:80]!r}") from error
 
     @classmethod
@@ -112,6 +117,23 @@ class Manifest:
         if not lines and self.digest != other.digest:
             lines = ["same parameters in another order or grouping"]
         return lines if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} more"]
+
+
+def _name(raw: object) -> str:
+    if not isinstance(raw, str):
+        raise TypeError(f"expected a name, got {raw!r:.80}")
+    raw.encode()  # JSON can spell half a surrogate pair, which no file and no message can
+    return raw
+
+
+def _shape(raw: object) -> tuple[int, ...]:
+    """A full shape; a dimension of 0 is legal, `true`, 2.0 and Infinity are no whole numbers."""
+    if not isinstance(raw, list) or len(raw) > MAX_DIMENSIONS:
+        raise TypeError(f"expected a shape of at most {MAX_DIMENSIONS} dimensions, got {raw!r:.80}")
+    for dimension in raw:
+        if type(dimension) is not int or not 0 <= dimension <= MAX_NUMEL:
+            raise ValueError(f"expected whole numbers from 0 to {MAX_NUMEL}, got {dimension!r:.80}")
+    return tuple(raw)
 
 
 def layer_of(parameter: str) -> str:

@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from math import ceil
 from statistics import median
 
-from dips.protocol.beats import NO_MEETING, ClusterBeat
+from dips.protocol.beats import LEAST_BYTES_PER_S, NO_MEETING, ClusterBeat
 
 LEAST_SHARE = 1 / 8  # of the H that a cluster would take by itself: with fewer steps a push is not worth its bytes
 MOST_CHANGE = 1.25  # of the period, from one meeting to the next: one odd measurement must not move everybody
 LATE_SHARE = 0.25  # of the period: who is later than that goes to the next meeting
+LEAST_STEP_S = 1e-6  # no inner step is faster: whoever says so has not measured one
+NEVER_S = 1e9  # thirty years: an absurd speed must not give numbers that the other end of the wire refuses
 WORKED_SHARE = 0.5  # of the period: who has worked less since its last push has been at this meeting
 
 
@@ -44,7 +46,7 @@ class _Member:
 
     @property
     def period_s(self) -> float:
-        return self.wanted * self.step_s
+        return min(self.wanted * self.step_s, NEVER_S)
 
 
 class Meetings:
@@ -58,7 +60,7 @@ class Meetings:
 
     def heard(self, beat: ClusterBeat) -> None:
         """Take note of a cluster's speed; one that does not align, or whose speed is unknown, is no member."""
-        if beat.aligned_steps > 0 and beat.step_s > 0 and beat.trainer == "training":
+        if beat.aligned_steps > 0 and beat.step_s >= LEAST_STEP_S and beat.trainer == "training":
             self._members[beat.cluster] = _Member(beat.aligned_steps, beat.step_s, beat.since_push, beat.bytes_per_s)
         else:
             self.forget(beat.cluster)
@@ -88,7 +90,7 @@ class Meetings:
             earliest = now
         begin = self._anchor - self._lead_s(cluster, gathering)
         periods = max(0, ceil((earliest - begin) / self.period_s))
-        return max(0.0, begin + periods * self.period_s - now)
+        return min(NEVER_S, max(0.0, begin + periods * self.period_s - now))
 
     def explain(self, cluster: str, gathering: Gathering, now: float) -> str:
         """Say what the cluster is told, for people; empty if it keeps its own pace."""
@@ -117,11 +119,12 @@ class Meetings:
     def _lead_s(self, cluster: str, gathering: Gathering) -> float:
         """How long before the meeting its push begins: its own duration, and of those that follow it in its slot."""
         durations = {
-            name: gathering.model_bytes / m.bytes_per_s if m.bytes_per_s > 0 else 0.0
+            name: gathering.model_bytes / m.bytes_per_s if m.bytes_per_s >= LEAST_BYTES_PER_S else 0.0
             for name, m in self._members.items()
         }
         longest_first = sorted(durations, key=lambda name: (-durations[name], name))
-        ends = [0.0] * max(1, gathering.slots)  # seconds before the meeting at which each slot is taken, from behind
+        slots = max(1, min(gathering.slots, len(durations)))
+        ends = [0.0] * slots  # seconds before the meeting at which each slot is taken, from behind
         for name in longest_first:
             slot = ends.index(min(ends))
             ends[slot] += durations[name]

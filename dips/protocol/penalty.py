@@ -121,7 +121,7 @@ class Penalty:
     def readmit(self, cluster: str) -> PenaltyRow:
         """Lift a quarantine: the cluster warms up again; return its statistics, which are ours from now on."""
         row = self.row(cluster)
-        row = replace(fresh(cluster, self._options), accepted=row.accepted, last_norm=row.last_norm)
+        row = self._anew(row)
         self._rows[cluster] = row
         return row
 
@@ -137,9 +137,9 @@ class Penalty:
         others = self._others(self._rows, cluster)
         if others:
             return factor * median(others)
-        if row.n > 0:
-            return factor * row.last_norm
-        if row.accepted == 0 and self._genesis_norm > 0:
+        if row.mu > 0:
+            return factor * row.mu  # of before its warm-up, if that begins anew
+        if self._genesis_norm > 0:
             return self._genesis_norm / sqrt(max(1, inner_steps))
         return float("inf")
 
@@ -159,7 +159,7 @@ class Penalty:
     def _patience(self, rows: Mapping[str, PenaltyRow], settled: Settled, live: Sequence[str]) -> PenaltyRow:
         """Gated `gate_patience` times in a row: warm up again if the world has changed, else quarantine.
 
-        A norm that is not finite, or above the cap, never earns a new warm-up on the strength of its own silence.
+        A norm that is not finite never earns a warm-up; the hard cap holds in every one.
         """
         row, verdict = rows[settled.cluster], settled.verdict
         if row.gated_in_a_row < self._options.gate_patience or verdict.norm == 0.0:
@@ -168,8 +168,12 @@ class Penalty:
         others = self._others(rows, settled.cluster)
         most_are_gated = len(live) > 1 and 2 * len(gating) > len(live)
         if not others or most_are_gated or verdict.norm < 2 * median(others):
-            return replace(fresh(row.cluster, self._options), accepted=row.accepted, last_norm=row.last_norm)
+            return self._anew(row)
         return replace(row, quarantined=True)
+
+    def _anew(self, row: PenaltyRow) -> PenaltyRow:
+        """Statistics of a new warm-up: μ stays until the first push replaces it, as the hard cap of a cluster alone."""
+        return replace(fresh(row.cluster, self._options), mu=row.mu, last_norm=row.last_norm, accepted=row.accepted)
 
     @staticmethod
     def _others(rows: Mapping[str, PenaltyRow], cluster: str) -> list[float]:

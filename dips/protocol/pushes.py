@@ -33,6 +33,7 @@ from dips.protocol.world import OLD_LEDGER, Chorus, Cluster, Push, World
 TRANSFER_GRACE_S = 5.0  # the slaves' own deadline comes first; this one catches what they could not say
 LEAST_RETRY_S = 0.2  # a push that is here is still to be measured and folded before its slot is free
 MAX_RANKS = 65_536
+MAX_TOKENS = (1 << 53) - 1  # of a run: every sum of tokens stays exact, in the ledger and as a JSON number
 
 
 def requested(w: World, event: PushRequested) -> None:
@@ -176,6 +177,8 @@ def _finish(w: World, cluster: Cluster, event: PushFinished) -> Result:
     missing = [name for name in w.slaves if name not in push.staged]
     if missing:
         return Pending("not yet staged on " + ", ".join(missing))
+    if reason := _uncountable(w, cluster, event.tokens):
+        return Failed("RemoteProtocolError", reason)
     push.committed = True
     loss = event.loss if isfinite(event.loss) else 0.0  # shown to people only
     push.tokens, push.inner_steps, push.ranges, push.loss = event.tokens, event.inner_steps, event.ranges, loss
@@ -183,6 +186,16 @@ def _finish(w: World, cluster: Cluster, event: PushFinished) -> Result:
     cluster.become(ClusterState.COMMITTED, "its push is committed")
     w.note("push_committed", push=push.id, tokens=push.tokens, inner_steps=push.inner_steps, loss=push.loss)
     return Committed()
+
+
+def _uncountable(w: World, cluster: Cluster, tokens: int) -> str:
+    """Why so many tokens more cannot be counted; empty if they can: with them the run's total, and the cluster's."""
+    committed = [*(w.round.pushes if w.round else ()), *w.waiting]
+    of_run = w.tokens_accepted + sum(p.tokens for p in committed)
+    of_cluster = cluster.counted + sum(p.tokens for p in committed if p.id.cluster == cluster.name)
+    if max(of_run, of_cluster) + tokens <= MAX_TOKENS:
+        return ""
+    return f"tokens: {tokens} more would bring the count above {MAX_TOKENS}, the most that a run can have"
 
 
 def aborted(w: World, event: PushAborted) -> None:

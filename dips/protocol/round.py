@@ -454,12 +454,13 @@ def drop_waiting(w: World, reason: str) -> None:
 
 
 def _finish_if_due(w: World) -> None:
-    """End the run when what `stop` names is reached and no round is open (Algorithm 1, line 7)."""
+    """End the run when what `stop` names is reached, or its data, and no round is open (Algorithm 1, line 7)."""
     stop = w.options.stop
     reasons = (
         (stop.tokens and w.tokens_accepted >= stop.tokens, f"{stop.tokens} tokens are accepted"),
         (stop.versions and w.head.version >= stop.versions, f"{stop.versions} outer steps are made"),
         (stop.wall_s and w.now - w.started >= stop.wall_s, f"{stop.wall_s:g} s are over"),
+        (w.ranges.used_up, f"all {w.ranges.total} data ranges are settled"),
     )
     reason = next((why for due, why in reasons if due), "")
     if not reason or w.finished or w.round is not None:

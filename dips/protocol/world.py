@@ -130,6 +130,11 @@ class Cluster:
         """Median seconds between two pushes; None before the second."""
         return median(self.paces) if self.paces else None
 
+    @property
+    def counted(self) -> int:
+        """Tokens that rounds have settled, over all its lives."""
+        return self.tokens["accepted"] + self.tokens["gated"] + self.tokens["undone"]
+
     def become(self, state: ClusterState, reason: str) -> None:
         if state != self.state:
             self.state = move(CLUSTER_MOVES, self.state, state, f"cluster {self.name}")

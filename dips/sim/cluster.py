@@ -10,11 +10,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dips import errors
-from dips.client.account import Lived
-from dips.client.deeds import KEPT_AT, Ask, Deed, Hurry, Identity, Mark, Stop
-from dips.client.local import Answer, Question, Stepped
-from dips.client.pace import Pace
-from dips.client.session import Session
+from dips.client.agent.account import PastIncarnation
+from dips.client.agent.actions import (
+    KEPT_AT,
+    Action,
+    AskMaster,
+    ClusterIdentity,
+    RecordMark,
+    SendHeartbeat,
+    StopTrainer,
+)
+from dips.client.agent.pace import Pace
+from dips.client.agent.session import Session
+from dips.client.ipc.messages import Answer, Question, Stepped
 from dips.errors import Busy, DipsError, Unavailable, UnavailableMaster
 from dips.ids import PushId, VersionId
 from dips.protocol.beats import ClusterBeatAnswer
@@ -35,11 +43,11 @@ PATIENCE_S = 6.0  # a trainer waits so long for a master that does not answer
 class Agent:
     """One process of the agent, with the trainer that it keeps alive."""
 
-    def __init__(self, site: Site, process: str, former: Lived) -> None:
+    def __init__(self, site: Site, process: str, former: PastIncarnation) -> None:
         self.site, self.world, self.name, self.process = site, site.world, site.name, process
         settings = self.world.settings
         self._nonces = 0
-        identity = Identity(settings.run, self.name, settings.config_digest)
+        identity = ClusterIdentity(settings.run, self.name, settings.config_digest)
         self.session = Session(identity, self._nonce, PATIENCE_S, Pace(steps=settings.inner_steps), former=former)
         self.left = former  # behind, on its disk
         self.gate = Gate()  # closed while the whole machine is stopped
@@ -148,13 +156,13 @@ class Agent:
 
     # ---- the master ------------------------------------------------------------------------------------------------
 
-    def _do(self, deeds: list[Deed]) -> None:
+    def _do(self, deeds: list[Action]) -> None:
         for deed in deeds:
-            if isinstance(deed, Ask):
+            if isinstance(deed, AskMaster):
                 self._start_asking(deed)
-            elif isinstance(deed, Mark):
+            elif isinstance(deed, RecordMark):
                 self._marked(deed)
-            elif isinstance(deed, Hurry):
+            elif isinstance(deed, SendHeartbeat):
                 self._say_beat()
             else:
                 self._stopped(deed)
@@ -165,7 +173,7 @@ class Agent:
         for resume in list(self._waiting):
             resume(None)
 
-    def _marked(self, mark: Mark) -> None:
+    def _marked(self, mark: RecordMark) -> None:
         if mark.kind in KEPT_AT:
             self.left = self.session.lived
         if mark.kind == "joined":
@@ -180,7 +188,7 @@ class Agent:
             if mark.fields["outcome"] == "dropped":
                 self.world.watch.dropped(self, PushId(self.name, self.inc, int(str(mark.fields["seq"]))))
 
-    def _stopped(self, stop: Stop) -> None:
+    def _stopped(self, stop: StopTrainer) -> None:
         """The session cannot go on: ours was fenced, or something is broken that must never break."""
         if not self.alive:
             return
@@ -190,13 +198,13 @@ class Agent:
         self.world.watch.agent_exits(self, stop.reason)
         self.site.exits(self)
 
-    def _start_asking(self, ask: Ask) -> None:
+    def _start_asking(self, ask: AskMaster) -> None:
         older = self._asking.get(ask.channel)
         if older is not None:
             older.kill()
         self._asking[ask.channel] = Fiber(self._carry(ask), self.gate)
 
-    def _carry(self, ask: Ask) -> Story:
+    def _carry(self, ask: AskMaster) -> Story:
         """Carry one question to the master, again and again until he answers; hand the answer to the session."""
         yield sleep(self.world.heap, ask.delay_s, f"{self.name} asks")
         while True:
@@ -213,7 +221,7 @@ class Agent:
                 self._hear_answer(ask, answer)
                 return
 
-    def _hear_answer(self, ask: Ask, answer: Any) -> None:
+    def _hear_answer(self, ask: AskMaster, answer: Any) -> None:
         if ask.number == self.session._question:
             if isinstance(answer, Grant | Joined | Finished):
                 self.world.watch.told(self, answer)

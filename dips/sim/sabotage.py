@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from dips.client.account import Account, Portion
-from dips.client.session import Session
+from dips.client.agent.account import Account, Portion
+from dips.client.agent.session import Session
 from dips.errors import ConfigError
 from dips.ids import PullId, PushId, VersionId
 from dips.master.ledger import Ledger

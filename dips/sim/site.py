@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dips.client.account import NO_LIFE
+from dips.client.agent.account import NO_INCARNATION
 from dips.sim.cluster import CALL_S, Agent
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class Site:
         self.world, self.name, self.ranks, self.step_s = world, name, ranks, step_s
         self.rng = world.chance.of(f"cluster/{name}")
         self.agent: Agent | None = None
-        self.left = NO_LIFE  # by the last agent, on the disk of the machine where the next one starts
+        self.left = NO_INCARNATION  # by the last agent, on the disk of the machine where the next one starts
         self.zombies: list[Agent] = []  # stopped, and taken for dead: each has a successor
         self.lives = 0
         self.diverged = 0  # pushes to come whose content is bad
@@ -55,7 +55,7 @@ class Site:
 
     def abandon(self) -> Agent | None:
         """SIGSTOP of everything, for so long that another is started in its place, elsewhere; it may wake later."""
-        agent, self.agent, self.left = self.agent, None, NO_LIFE
+        agent, self.agent, self.left = self.agent, None, NO_INCARNATION
         if agent is not None:
             agent.gate.close()
             self.zombies.append(agent)

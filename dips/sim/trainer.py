@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dips.client.feedback import Feedback
-from dips.client.local import (
+from dips.client.ipc.messages import (
     Answer,
+    AskAgain,
     Attach,
+    Attached,
     Bye,
-    Failure,
+    ErrorReply,
     Halt,
-    Moving,
     Over,
     PullMoved,
     PullNow,
@@ -33,9 +33,9 @@ from dips.client.local import (
     RangeWanted,
     Stepped,
     TrainOn,
-    Wait,
-    Welcome,
+    TransferProgress,
 )
+from dips.client.rank.feedback import Feedback
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant
 from dips.sim.fiber import Fiber, Gate, Resume, Story, sleep
@@ -102,18 +102,22 @@ class Trainer:
         yield sleep(world.heap, 0.3 + self.site.rng.random(), f"{self.site.name} starts its trainer")
         attach = Attach(self.life, 0, str(self.life), world.manifest.to_json(), self.site.ranks, self.site.ranks)
         welcome = yield from self._persist(attach)
-        assert isinstance(welcome, Welcome), welcome
+        assert isinstance(welcome, Attached), welcome
         self.attempt = welcome.attempt
         yield from self._obey(PullWanted(self.attempt, self._next()))
+        rest = False  # the data is used up, and some of what was trained is to be pushed yet
         while not self.finished:
-            self._ranges_asked += 1
+            self._ranges_asked += not rest
             given = yield from self._persist(RangeWanted(self.attempt, self._ranges_asked))
             if self.range is not None:
                 self.used.append(Use(self.range))
             self.range = given.range if isinstance(given, RangeGiven) else None
             if isinstance(given, RangesEnded):
-                if given.finished:
-                    yield from self._obey(PushWanted(self.attempt, self._next()))
+                rest = given.unsettled
+                if given.finished or rest:
+                    yield from self._obey(PushWanted(self.attempt, self._next(), demanded=rest))
+                if rest:
+                    continue
                 break
             yield from self._inner_step()
         self._hear(Bye(self.attempt))
@@ -156,17 +160,17 @@ class Trainer:
         while True:
             changed = self.agent.next_change(POLL_S)
             answer = self._hear(question)
-            if not isinstance(answer, Wait):
+            if not isinstance(answer, AskAgain):
                 return answer
             yield changed
 
     def _hear(self, message: Question | Stepped) -> Answer | None:
         answer = self.agent.hear(message)
-        if isinstance(answer, Failure) and not answer.error.startswith("Stale"):
+        if isinstance(answer, ErrorReply) and not answer.error.startswith("Stale"):
             raise AssertionError(f"{self.site.name}: the agent answers {answer.error}: {answer.message}")
-        if isinstance(answer, Failure):  # another attempt took over, or the agent is being ended
+        if isinstance(answer, ErrorReply):  # another attempt took over, or the agent is being ended
             self._fiber.kill()
-            return Wait(answer.message)
+            return AskAgain(answer.message)
         return answer
 
     def _next(self) -> int:
@@ -216,7 +220,7 @@ class Trainer:
         meter = self.moving.meter
         while not ended:
             yield self._either(waiting, POLL_S)
-            if not ended and isinstance(self._hear(Moving(self.attempt, meter.nbytes, meter.total)), Halt):
+            if not ended and isinstance(self._hear(TransferProgress(self.attempt, meter.nbytes, meter.total)), Halt):
                 self.moving.cancel()
                 meter.ended = self.world.heap.now
                 return None

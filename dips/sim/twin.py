@@ -133,7 +133,7 @@ class PenaltyTwin:
         row = self.row(cluster)
         row = replace(row, gated_in_a_row=row.gated_in_a_row + 1)
         if row.gated_in_a_row >= self.o.gate_patience:
-            anew = PenaltyRow(cluster, 0, 0.0, 0.0, row.last_norm, self.o.warmup_rounds, 0, False, row.accepted)
+            anew = PenaltyRow(cluster, 0, row.mu, 0.0, row.last_norm, self.o.warmup_rounds, 0, False, row.accepted)
             row = anew if told.gated_in_a_row == 0 else replace(row, quarantined=told.quarantined)
         self.rows[cluster] = row
 

@@ -1,4 +1,4 @@
-"""A status, as the master answers it, for a person to read: tables for a terminal, one line for a log.
+"""A status, as the master answers it, for a person to read: listings for a terminal, one line for a log.
 
 Reads plain data and never asks anybody. A field that is missing or null is shown as –: an older master must not break
 the picture.
@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
+
+from dips.telemetry.listing import Column, Listing, ListingRow
 
 Status = Mapping[str, Any]
 
@@ -22,7 +23,7 @@ STYLES = {"training": "green", "ready": "green", "gone": "red", "lost": "red", "
 
 def render(status: Status) -> RenderableType:
     """Draw the whole picture: the run and its round, clusters, slaves."""
-    return Group(headline(status), clusters_table(status), slaves_table(status))
+    return Group(headline(status), clusters_listing(status), slaves_listing(status))
 
 
 def headline(status: Status) -> Text:
@@ -66,41 +67,50 @@ def data_line(status: Status) -> str:
     return f"{told} of {ranges['total']} ranges"
 
 
-def clusters_table(status: Status) -> Table:
-    """One row for each cluster."""
-    table = _table(
-        "clusters", ("cluster", "state", "steps", "tokens", "loss", "base", "stale", "MB/s", "acc/gate/skip")
+def clusters_listing(status: Status) -> Listing:
+    """One row for each cluster, its reason under it."""
+    columns = _columns("cluster", "state", "tokens", "loss", "base", "stale", "acc/gate/skip", "MB/s", "steps")
+    return Listing("clusters", columns, [_cluster(name, c) for name, c in sorted(status.get("clusters", {}).items())])
+
+
+def _cluster(name: str, c: Mapping[str, Any]) -> ListingRow:
+    cells = (
+        name,
+        _state(c),
+        count(c.get("tokens_accepted")),
+        _number(c.get("loss"), "{:.3f}"),
+        c.get("base") or NONE,
+        _number(c.get("staleness"), "{:d}"),
+        "/".join(str(c.get(kind, 0)) for kind in ("accepted", "gated", "skipped")),
+        _number(c.get("bytes_per_s"), "{:.1f}", 1e-6),
+        count(c.get("inner_steps")),
     )
-    for name, c in sorted(status.get("clusters", {}).items()):
-        table.add_row(
-            name,
-            _state(c),
-            count(c.get("inner_steps")),
-            count(c.get("tokens_accepted")),
-            _number(c.get("loss"), "{:.3f}"),
-            c.get("base") or NONE,
-            _number(c.get("staleness"), "{:d}"),
-            _number(c.get("bytes_per_s"), "{:.1f}", 1e-6),
-            "/".join(str(c.get(kind, 0)) for kind in ("accepted", "gated", "skipped")),
-        )
-    return table
+    return ListingRow(cells, (_reason(c),))
 
 
-def slaves_table(status: Status) -> Table:
-    """One row for each slave."""
-    table = _table("slaves", ("slave", "state", "version", "slots", "pool MB", "in MB", "out MB", "persist s"))
-    for name, s in sorted(status.get("slaves", {}).items()):
-        table.add_row(
-            name,
-            _state(s),
-            s.get("version") or NONE,
-            f"{s.get('slots_used', 0)}/{s.get('slots', NONE)}",
-            f"{_number(s.get('pool_used'), '{:.0f}', 1e-6)}/{_number(s.get('pool_limit'), '{:.0f}', 1e-6)}",
-            _number(s.get("bytes_in"), "{:.0f}", 1e-6),
-            _number(s.get("bytes_out"), "{:.0f}", 1e-6),
-            _number(s.get("persist_s"), "{:.2f}"),
-        )
-    return table
+def slaves_listing(status: Status) -> Listing:
+    """One row for each slave, its reason under it."""
+    columns = _columns("slave", "state", "version", "slots", "pool MB", "persist s", "in MB", "out MB")
+    return Listing("slaves", columns, [_slave(name, s) for name, s in sorted(status.get("slaves", {}).items())])
+
+
+def _slave(name: str, s: Mapping[str, Any]) -> ListingRow:
+    cells = (
+        name,
+        _state(s),
+        s.get("version") or NONE,
+        f"{s.get('slots_used', 0)}/{s.get('slots', NONE)}",
+        f"{_number(s.get('pool_used'), '{:.0f}', 1e-6)}/{_number(s.get('pool_limit'), '{:.0f}', 1e-6)}",
+        _number(s.get("persist_s"), "{:.2f}"),
+        _number(s.get("bytes_in"), "{:.0f}", 1e-6),
+        _number(s.get("bytes_out"), "{:.0f}", 1e-6),
+    )
+    return ListingRow(cells, (_reason(s),))
+
+
+def _columns(*names: str) -> tuple[Column, ...]:
+    """The first two are words: who, and in which state."""
+    return tuple(Column(name, left=i < 2) for i, name in enumerate(names))
 
 
 def one_line(status: Status) -> str:
@@ -138,21 +148,13 @@ def _number(value: float | None, spec: str, scale: float | None = None) -> str:
 
 
 def _state(peer: Mapping[str, Any]) -> Text:
-    state, reason = str(peer.get("state", NONE)), peer.get("reason") or ""
+    state = str(peer.get("state", NONE))
+    return Text(state, style=STYLES.get(state, ""))
+
+
+def _reason(peer: Mapping[str, Any]) -> str:
+    """Why it is in its state; empty if the state says it all."""
+    reason = peer.get("reason") or ""
     if peer.get("quarantined"):
-        reason = f"quarantined by the gate until `dips readmit`; {reason}"
-    text = Text(state, style=STYLES.get(state, ""))
-    return text.append(f": {reason}", style="dim") if reason and reason != state else text
-
-
-def _table(title: str, columns: tuple[str, ...]) -> Table:
-    table = Table(title=title, title_justify="left", expand=True, title_style="bold")
-    for i, column in enumerate(columns):
-        table.add_column(
-            column,
-            justify="left" if i < 2 else "right",
-            no_wrap=i != 1,
-            ratio=1 if i == 1 else None,
-            overflow="fold" if i == 1 else "ellipsis",
-        )
-    return table
+        return f"quarantined by the gate until `dips readmit`; {reason}"
+    return reason if reason != str(peer.get("state", NONE)) else ""

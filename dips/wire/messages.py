@@ -16,6 +16,7 @@ import types
 import typing
 from collections.abc import Callable, Hashable, Iterable
 from functools import cache
+from math import inf, isnan
 from typing import Any, TypeVar, Union, cast
 
 from google.protobuf.message import Message
@@ -26,12 +27,38 @@ from dips.protocol import beats, effects, events
 from dips.wire.generated import cluster_pb2, names_pb2, operator_pb2, slave_pb2, status_pb2
 
 MAX_MESSAGE_BYTES = 16 << 20  # one control message; a manifest of 100,000 parameters is about 8 MiB of JSON
-MAX_INTEGER = (1 << 63) - 1  # the ledger's widest integer
+MAX_INTEGER = (1 << 53) - 1  # exact as a double and in JSON; a thousand of them still add up in SQLite's 64 bits
+MAX_REAL = float(1 << 53)  # seconds, bytes/s, weights: products of two stay finite
 MAX_ITEMS = 1 << 20  # in one list: data ranges, layers, ranks
 MAX_TEXT = 256  # nonces, addresses, digests, states
 MAX_REASON = 2000  # longer reasons are cut, not refused: a long complaint must not cost a push
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RealBounds:
+    """What a float that arrives may be."""
+
+    least: float = 0.0
+    most: float = MAX_REAL
+    nan: bool = False
+
+    def hold(self, value: float) -> bool:
+        return self.nan if isnan(value) else self.least <= value <= self.most
+
+
+_REAL = RealBounds()  # of every float that is not named here
+_REALS = {
+    # Shown to people only, and most worth showing when training diverges; the ledger gets 0 (pushes.py), JSON null.
+    ("ClusterBeat", "loss"): RealBounds(-inf, inf, nan=True),
+    ("PushFinished", "loss"): RealBounds(-inf, inf, nan=True),
+    # A broken push has norms like these; the penalty gates it.
+    ("Measured", "layer_sq"): RealBounds(0.0, inf, nan=True),
+    # round.py skips a round whose sum is not finite.
+    ("Folded", "acc_sq"): RealBounds(0.0, inf, nan=True),
+    ("ClusterBeatAnswer", "push_in_s"): RealBounds(beats.NO_MEETING),
+}
 
 _NAMES = frozenset({"run", "cluster", "slave", "name"})  # become file names, metrics and log lines
 _UNBOUNDED_TEXT = frozenset({"manifest"})  # MAX_MESSAGE_BYTES bounds it
@@ -95,19 +122,21 @@ def _field(cls: type, name: str, hint: Any) -> tuple[_Spell, _Read]:
         members = [a for a in arguments if a is not types.NoneType]
         return _message_pair(name, members[0], optional=True) if len(members) == 1 else _oneof_pair(name)
     if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
-        return _list_pair(name, arguments[0])
+        return _list_pair(cls, name, arguments[0])
     if dataclasses.is_dataclass(hint):
         return _message_pair(name, cast(type, hint), optional=False)
     if hint in (int, float, str, bool):
-        return _scalar_pair(name, hint)
+        return _scalar_pair(cls, name)
     raise LocalProtocolError(f"{cls.__name__}.{name}: no spelling for {hint!r}")
 
 
-def _scalar_pair(name: str, hint: type) -> tuple[_Spell, _Read]:
+def _scalar_pair(cls: type, name: str) -> tuple[_Spell, _Read]:
+    reals = _REALS.get((cls.__name__, name), _REAL)
+
     def spell(message: Message, value: Any) -> None:
         setattr(message, name, value[:MAX_REASON] if name == "reason" else value)
 
-    return spell, lambda message: _checked(name, getattr(message, name))
+    return spell, lambda message: _checked(name, getattr(message, name), reals)
 
 
 def _message_pair(name: str, cls: type, optional: bool) -> tuple[_Spell, _Read]:
@@ -131,8 +160,8 @@ def _oneof_pair(name: str) -> tuple[_Spell, _Read]:
     return (lambda message, value: _set_member(message, name, value), lambda message: _get_member(message, name))
 
 
-def _list_pair(name: str, item: Any) -> tuple[_Spell, _Read]:
-    spell_item, read_item = _item_pair(name, item)
+def _list_pair(cls: type, name: str, item: Any) -> tuple[_Spell, _Read]:
+    spell_item, read_item = _item_pair(cls, name, item)
 
     def spell(message: Message, values: Iterable[Any]) -> None:
         getattr(message, name).extend([spell_item(v) for v in values])
@@ -140,15 +169,16 @@ def _list_pair(name: str, item: Any) -> tuple[_Spell, _Read]:
     return spell, lambda message: tuple(read_item(v) for v in _bounded(name, getattr(message, name)))
 
 
-def _item_pair(name: str, item: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+def _item_pair(cls: type, name: str, item: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     if dataclasses.is_dataclass(item):
         return to_proto, lambda raw: from_proto(raw, cast(type, item))
     if typing.get_origin(item) is tuple:  # a list within a list, of whole numbers
         return (
             lambda values: cluster_pb2.Indices(values=values),
-            lambda raw: tuple(_checked(name, v) for v in _bounded(name, raw.values)),
+            lambda raw: tuple(_checked(name, v, _REAL) for v in _bounded(name, raw.values)),
         )
-    return lambda value: value, lambda value: _checked(name, value)
+    reals = _REALS.get((cls.__name__, name), _REAL)
+    return lambda value: value, lambda value: _checked(name, value, reals)
 
 
 # ---- leaves -------------------------------------------------------------------------------------------------------
@@ -172,12 +202,14 @@ def _get_member(message: Message, oneof: str) -> Any:
     return from_proto(raw, _dataclass(raw.DESCRIPTOR.name))
 
 
-def _checked(name: str, value: Any) -> Any:
+def _checked(name: str, value: Any, reals: RealBounds) -> Any:
     """Bound one leaf that arrived; text is cut only where it is a reason."""
     if isinstance(value, str):
         return _checked_text(name, value)
     if isinstance(value, int) and value > MAX_INTEGER:
         raise RemoteProtocolError(f"{name}: expected at most {MAX_INTEGER}, got {value}")
+    if isinstance(value, float) and not reals.hold(value):
+        raise RemoteProtocolError(f"{name}: expected a number from {reals.least:g} to {reals.most:g}, got {value:g}")
     return value
 
 

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from dips.client.trainer import descendants
+from dips.client.agent.trainer import descendants
 from dips.commands.status import ask_status
 from dips.errors import Unavailable
 from dips.ids import VersionId
@@ -165,7 +165,7 @@ class House(Run):
 
     def _start(self, name: str, command: Sequence[str]) -> Process:
         """As ever, but it ends with this process, however this one ends."""
-        words = [sys.executable, "-m", "dips.client.launch", str(os.getpid()), "--", *command]
+        words = [sys.executable, "-m", "dips.client.agent.launch", str(os.getpid()), "--", *command]
         if self.groups is not None:
             group = self.groups.setdefault(name, FIRST_GROUP + len(self.groups))
             words = ["setpriv", "--regid", str(group), "--clear-groups", *words]

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from dips.client import mover, transfer
-from dips.client.line import Line
-from dips.client.local import PullMoved, PullWanted, PushMoved, PushWanted
-from dips.client.mouth import Mouth
+from dips.client.ipc.messages import PullMoved, PullWanted, PushMoved, PushWanted
 from dips.client.parallel import HostMemory
+from dips.client.rank import shard_transfer, transfer
+from dips.client.rank.agent_client import AgentClient
+from dips.client.rank.line import Line
 from tests.chaos.train_chaos import LAYERS, SHAPES
 
 CHUNK_BYTES = 4096
@@ -73,7 +73,7 @@ def _die(kind: str, name: str, died: Path, said: str, silent: bool = False) -> N
 
     (_watch_push if kind == "push" else _watch_pull)(reach)
     if silent:
-        _before(Mouth, "hear", lambda _, said: _unheard(reach, said))
+        _before(AgentClient, "hear", lambda _, said: _unheard(reach, said))
 
 
 def _unheard(reach: Callable[[str], None], said: object) -> None:
@@ -88,9 +88,9 @@ def _unheard(reach: Callable[[str], None], said: object) -> None:
 
 
 def _watch_push(reach: Callable[[str], None]) -> None:
-    cls = transfer.Push
-    _before(mover.Mover, "push", lambda *_: reach("granted"))
-    _before(mover.transfer, "push", lambda *_: reach("frozen"))
+    cls = transfer.PushTransfer
+    _before(shard_transfer.ShardTransfer, "push", lambda *_: reach("granted"))
+    _before(shard_transfer.transfer, "push", lambda *_: reach("frozen"))
     _after(cls, "welcome", lambda *_: _by_slave("welcome", reach, "welcomed by {}"))
     _before(cls, "want", lambda *_: reach("first WANT"))
     _after(cls, "result", lambda own, *_: _chunk(reach, own))
@@ -101,9 +101,9 @@ def _watch_push(reach: Callable[[str], None]) -> None:
 
 
 def _watch_pull(reach: Callable[[str], None]) -> None:
-    cls = transfer.Pull
-    _before(mover.Mover, "pull", lambda *_: reach("granted"))
-    _before(mover.transfer, "pull", lambda *_: reach("begun"))
+    cls = transfer.PullTransfer
+    _before(shard_transfer.ShardTransfer, "pull", lambda *_: reach("granted"))
+    _before(shard_transfer.transfer, "pull", lambda *_: reach("begun"))
     _after(cls, "welcome", lambda *_: _by_slave("welcome", reach, "welcomed by {}"))
     _before(cls, "chunk", lambda *_: reach("first WANT"))
     _before(cls, "result", lambda own, *_: _chunk(reach, own))

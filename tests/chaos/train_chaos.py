@@ -55,8 +55,7 @@ def main() -> None:
 
     import torch
 
-    import dips.client.outer_loop  # noqa: F401  imported once, before the fork
-    from dips.client.launch import PR_SET_PDEATHSIG, prctl
+    from dips.client.agent.launch import PR_SET_PDEATHSIG, prctl
     from tests.chaos import points
 
     torch.set_num_threads(1)

@@ -21,8 +21,8 @@ from check_layouts import SPREAD_ITEMS, at, on_this_rank
 from layouts import BLOCKS, VOCABULARY, laid, local, seeded
 from torch import nn
 
-from dips.client.parallel import ForwardMemory, HostMemory, lay_out
-from dips.client.voice import Voice
+from dips.client.parallel import HostMemory, LazyMemory, lay_out
+from dips.client.rank.collectives import JobCollectives
 from dips.errors import LocalProtocolError
 
 FSDP = ("fsdp", "hsdp", "tp_fsdp")
@@ -33,7 +33,7 @@ Theta = dict[str, np.ndarray]
 class Side:
     """One of the two models, with its optimizer and its host memory."""
 
-    def __init__(self, kind: str, voice: Voice, memory: type[HostMemory], evaluated: bool = False) -> None:
+    def __init__(self, kind: str, voice: JobCollectives, memory: type[HostMemory], evaluated: bool = False) -> None:
         self.model, _ = laid(kind, seeded(), voice.world)
         if evaluated:  # before it is looked at
             with torch.no_grad():
@@ -101,10 +101,10 @@ def refused(work: Callable[[], Any]) -> str:
     return ""
 
 
-def check(kind: str, voice: Voice) -> dict[str, Any]:
+def check(kind: str, voice: JobCollectives) -> dict[str, Any]:
     """Take both through every way to come from a landed version to the next reader of a parameter."""
     tokens = TOKENS
-    whole, forward = Side(kind, voice, HostMemory), Side(kind, voice, ForwardMemory)
+    whole, forward = Side(kind, voice, HostMemory), Side(kind, voice, LazyMemory)
     both = (whole, forward)
     is_so: dict[str, bool] = {}
 

@@ -21,14 +21,14 @@ import torch.distributed as dist
 from layouts import full, laid, local, seeded
 
 from dips.client.parallel import HostMemory, Laid, StreamedMemory, lay_out
-from dips.client.voice import Voice
+from dips.client.rank.collectives import JobCollectives
 from dips.transport.shares import Piece
 from dips.wire.chunks import Layout, Range, uncovered
 
 SPREAD_ITEMS = 64  # so that what is replicated is spread in a model this small
 
 
-def whole_theta(voice: Voice, layout: Laid, memory: HostMemory) -> dict[str, np.ndarray]:
+def whole_theta(voice: JobCollectives, layout: Laid, memory: HostMemory) -> dict[str, np.ndarray]:
     """What all ranks together push: full parameters, each element from the one rank that speaks for it."""
     manifest = layout.plan.manifest
     mine = io.BytesIO()
@@ -71,7 +71,7 @@ def read(memory: StreamedMemory, piece: Piece) -> np.ndarray:
     return np.concatenate([np.frombuffer(memory.encode(c, memoryview(b"")), np.float32) for c in chunks if c.length])
 
 
-def check(kind: str, voice: Voice) -> dict[str, Any]:
+def check(kind: str, voice: JobCollectives) -> dict[str, Any]:
     """Take one layout through a push and two pulls."""
     reference = {name: p.detach().numpy().copy() for name, p in seeded().named_parameters()}
     model, _ = laid(kind, seeded(), voice.world)
@@ -117,11 +117,11 @@ def check(kind: str, voice: Voice) -> dict[str, Any]:
     }
 
 
-def on_this_rank(check: Callable[[Any, Voice], Any], cases: Mapping[str, Any], out: Path) -> None:
+def on_this_rank(check: Callable[[Any, JobCollectives], Any], cases: Mapping[str, Any], out: Path) -> None:
     """Check each case on one rank of the job, and write what was found to OUT.RANK."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    voice = Voice()
+    voice = JobCollectives()
     found = {name: check(case, voice) for name, case in cases.items()}
     out.with_name(f"{out.name}.{voice.rank}").write_text(json.dumps(found))
     voice.close()

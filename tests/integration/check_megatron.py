@@ -23,7 +23,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import nn
 
 from dips.client.parallel import HostMemory, lay_out
-from dips.client.voice import Voice
+from dips.client.rank.collectives import JobCollectives
 
 TIED = "embedding.word_embeddings.weight"
 
@@ -103,7 +103,7 @@ def step_without_moving(parts: list[nn.Module], optimizer: Any) -> None:
     optimizer.step()
 
 
-def check(way: Way, voice: Voice) -> dict[str, Any]:
+def check(way: Way, voice: JobCollectives) -> dict[str, Any]:
     tiny.start(way.tp, way.pp, way.vpp)
     torch.manual_seed(voice.rank)  # every rank begins with numbers of its own: only a pull can make them right
     parts = tiny.chunks(tied=True, dtype=torch.bfloat16 if way.bf16 else torch.float32, vpp=way.vpp)

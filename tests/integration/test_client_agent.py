@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from dips.client import orphan
+from dips.client.rank import orphan
 from dips.commands.status import ask_status
 from dips.telemetry import timeline
 from tests.integration import cluster_harness as harness

@@ -100,3 +100,21 @@ def test_a_pull_that_succeeds_leaves_the_optimizer_alone(ranks: list[dict[str, A
     """θ is replaced in place on every rank; AdamW's moments survive."""
     for found in ranks:
         assert found["pulls"] == {"ok": True, "sevens": True, "moments": True, "nbytes": 75 * 4}
+
+
+def test_what_was_trained_beside_a_pull_is_merged(ranks: list[dict[str, Any]]) -> None:
+    """Frozen at 4, trained on to 4.5, pulled 9: 9.5 on every rank."""
+    assert [found["merges"] for found in ranks] == [{"merged": True, "values": [9.5]}] * 2
+
+
+def test_what_is_not_finite_on_one_rank_is_merged_on_none(ranks: list[dict[str, Any]]) -> None:
+    """A NaN would stay for ever: both ranks install the version as it is."""
+    assert [found["diverged"] for found in ranks] == [{"merged": False, "values": [9.0]}] * 2
+
+
+def test_parameters_that_were_replaced_are_not_pushed(ranks: list[dict[str, Any]]) -> None:
+    """`fully_shard` after OuterLoop: what would be pushed is memory that nobody trains. All ranks raise the same."""
+    for kind, where in (("sharded late", "rank 0"), ("replaced on rank 1", "rank 1")):
+        (told,) = {found[kind] for found in ranks}
+        assert told.startswith(f"{where}: blocks.0."), told
+        assert "call fully_shard first, then OuterLoop" in told

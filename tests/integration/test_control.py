@@ -10,6 +10,7 @@ import sys
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from dips.errors import (
     CorruptManifest,
     DipsError,
     FailedDisk,
+    RemoteProtocolError,
     StaleIncarnation,
     StaleTerm,
     UnavailableMaster,
@@ -35,7 +37,7 @@ from dips.master.genesis import INITIAL_MANIFEST, ledger_path, make_run
 from dips.master.ledger import Ledger
 from dips.master.links import Link
 from dips.protocol import effects, events
-from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer, SlaveBeat, SlaveBeatAnswer
+from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer, SlaveBeat, SlaveBeatAnswer, Transfer
 from dips.protocol.effects import Order
 from dips.transport import control
 from dips.wire import messages
@@ -351,6 +353,57 @@ async def test_a_hostile_name_changes_nothing(config: RunFile) -> None:
         cluster.name = "../../etc/passwd"
         with pytest.raises(DipsError, match="cluster name"):
             await cluster.join()
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 1e300, -1.0])
+@pytest.mark.parametrize("field", ["step_s", "bytes_per_s"])
+async def test_a_number_that_is_none_costs_its_sender(config: RunFile, field: str, value: float) -> None:
+    """A beat with NaN, infinity or the like is refused by name, to a cluster and to a slave; the master serves on."""
+    said = ClusterBeat("a", 1, "training", "inner", 1, 12, 300, 0, 2.0, GENESIS, 0, 0, 0.0, aligned_steps=64)
+    transfer = Transfer("a", 1, 1, True, 1, 2, value)
+    async with house(config) as (cluster, slaves, stub):
+        await cluster.join()
+        with pytest.raises(RemoteProtocolError, match=field):
+            await ask(cluster.stub.Beat, replace(said, **{field: value}))
+        with pytest.raises(RemoteProtocolError, match="bytes_per_s"):
+            await ask(stub.Beat, SlaveBeat("s0", 1, 1, GENESIS, (), (transfer,), 1, 2, 3, 4, 0.0, 0.0))
+        for good in (replace(said, step_s=5e-324, bytes_per_s=5e-324), replace(said, step_s=2.0**53), said):
+            answer = messages.from_proto(await ask(cluster.stub.Beat, good), ClusterBeatAnswer)
+            assert answer.standing == "live"
+        assert not (await slaves[0].beat(stub)).register
+
+
+@pytest.mark.parametrize("what", ["[" * 1_000_000, '"shape":' * 10, "[Infinity]", "[NaN]", "[true]", "[-1]", "[1e400]"])
+async def test_a_manifest_that_is_none_costs_its_sender(config: RunFile, what: str) -> None:
+    """JSON nested without end, and dimensions that are none: CorruptManifest for the asker, and the next one joins."""
+    text = what if what[1:2] == "[" else f'{{"format":1,"layers":[{{"name":"l","parameters":[["l.w",{what}]]}}]}}'
+    async with house(config) as (cluster, _, _):
+        with pytest.raises(CorruptManifest):
+            await cluster.join(manifest=text)
+        assert (await cluster.join()).inc == 1
+
+
+async def test_more_tokens_than_can_be_counted(config: RunFile) -> None:
+    """A push of all tokens that a run can count is its last: more are refused, and the ledger is read by the next."""
+    most = (1 << 53) - 1
+    async with house(config) as (cluster, slaves, stub):
+        await cluster.join_and_pull()
+        with pytest.raises(RemoteProtocolError, match="tokens"):
+            await cluster.push(2, slaves, stub, tokens=(1 << 63) - 1)
+        await cluster.ask("AbortPush", events.PushAborted(0, PushId("a", 1, 2), "its tokens were refused"))
+        outcome = await cluster.push(3, slaves, stub, tokens=most)
+        assert (outcome.kind, outcome.progress.tokens) == ("accepted", most)
+        await cluster.ask("FinishPull", events.PullFinished(0, PullId("a", 1, 3), True))
+        with pytest.raises(RemoteProtocolError, match=f"tokens: 1 more would bring the count above {most}"):
+            await cluster.push(4, slaves, stub, tokens=1)
+    async with master(config) as address, control.channel(address) as channel:
+        assert (await slaves[0].beat(SlaveServiceStub(channel))).register
+    ledger = Ledger.open(ledger_path(config), readonly=True)
+    assert ledger.tokens()["a"]["accepted"] == most
+    ledger.close()
 
 
 async def test_a_master_that_has_a_successor_ends(config: RunFile) -> None:

@@ -17,7 +17,15 @@ import pytest
 import xxhash
 import zmq
 
-from dips.client.transfer import Base, Moving, Piece, Stats, TransferCancelled, pull, push
+from dips.client.rank.transfer import (
+    Piece,
+    TransferCancelled,
+    TransferIdentity,
+    TransferRate,
+    TransferStats,
+    pull,
+    push,
+)
 from dips.errors import (
     ConfigError,
     LocalProtocolError,
@@ -145,8 +153,8 @@ def shares(values: Model, ranks: int) -> list[list[Piece]]:
     return hands
 
 
-def base(seq: int, rank: int = 0, cluster: str = "fast") -> Base:
-    return Base(RUN, cluster, 1, seq, rank)
+def base(seq: int, rank: int = 0, cluster: str = "fast") -> TransferIdentity:
+    return TransferIdentity(RUN, cluster, 1, seq, rank)
 
 
 def same(a: Model, b: Model) -> bool:
@@ -308,9 +316,9 @@ def test_a_push_is_staged_bit_for_bit(ranks, lanes):
         buffers = slave.open_push(push_id, ranks)
         grant = slave.grant(ranks)
         hands = shares(values, ranks)
-        seen: list[Moving] = []
+        seen: list[TransferRate] = []
 
-        def rank(r: int) -> Stats:
+        def rank(r: int) -> TransferStats:
             return push(grant, base(1, r), hands[r], progress=seen.append if r == 0 else None)
 
         stats = together(*(lambda r=r: rank(r) for r in range(ranks)))
@@ -330,7 +338,7 @@ def test_differences_are_added_to_the_base_within_the_bound(codec, share_of_fp32
         theta, differences, push_id = model(1), model(2), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id, ranks, codec=codec, theta=theta)
         hands, grant = shares(differences, ranks), slave.grant(ranks, codec=codec)
-        seen: list[Moving] = []
+        seen: list[TransferRate] = []
         stats = together(
             *(lambda r=r: push(grant, base(1, r), hands[r], progress=None if r else seen.append) for r in range(ranks))
         )

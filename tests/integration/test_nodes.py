@@ -15,7 +15,7 @@ import pytest
 import zmq.auth
 
 from benchmarks import namespaces
-from dips.client import orphan
+from dips.client.rank import orphan
 from tests.integration import cluster_harness as harness
 from tests.integration import test_constant_model as constant
 from tests.integration import train_constant as script

@@ -19,21 +19,27 @@ RANGES = 8
 
 
 @pytest.mark.timeout(240)
-def test_a_data_set_is_trained_to_its_end(tmp_path: Path) -> None:
-    """Agent, master, slaves, a DataLoader with two workers: all ranges, in order; what was used up is settled once."""
+@pytest.mark.parametrize("rest", [True, False])
+def test_a_data_set_is_trained_to_its_end(tmp_path: Path, rest: bool) -> None:
+    """Agent, master, slaves, a DataLoader with two workers: all ranges, in order; each is settled once, the run ends.
+
+    rest  whether inner steps are left after the last push that the pace asked for
+    """
     np.save(tmp_path / "tokens.npy", np.arange(6000, dtype=np.uint16))
     np.save(tmp_path / "tokens.documents.npy", np.arange(0, 6000, 40))
     digest = build(Plan((source(f"t={tmp_path}/tokens.npy"),), tmp_path / "set", RANGES, 3)).digest
     data = DataSet(tmp_path / "set")
+    taken = sum(data.steps(n, script.SEQUENCES, script.LENGTH) for n in range(RANGES))
+    steps = next(h for h in range(4, taken + 1) if bool(taken % h) is rest)
     tensors = {name: p.detach().numpy() for name, p in script.build().named_parameters()}
     shared = {"data": {"ranges": RANGES, "digest": digest}, "penalty": {"rule": "none"}}
     with harness.Run(tmp_path, tensors, shared=shared) as run:
         run.start_master()
         run.start_slaves()
         command = [sys.executable, str(HERE / "train_ranges.py"), str(tmp_path / "set"), str(tmp_path / "seen.json")]
-        run.wait(run.start_cluster("west", command, steps=4), 200)
+        run.wait(run.start_cluster("west", command, steps=steps), 200)
         with run.ledger() as ledger:
-            rounds = ledger.history(1000)
+            rounds, finished = ledger.history(1000), ledger.state().finished
 
     expected = [
         (number, batch[:, 0].tolist())
@@ -42,8 +48,7 @@ def test_a_data_set_is_trained_to_its_end(tmp_path: Path) -> None:
     ]
     assert [tuple(one) for one in json.loads((tmp_path / "seen.json").read_text())] == expected
     settled = [number for r in rounds for o in r.outcomes for number in o.ranges]
-    assert settled == sorted(set(settled)), "a range twice, or out of order"
-    steps = [data.steps(n, script.SEQUENCES, script.LENGTH) for n in range(RANGES)]
-    pushed = sum(steps) // 4 * 4  # what came after the last push is carried, and lost with the end of the job
-    whole = [n for n in range(RANGES - 1) if sum(steps[: n + 1]) < pushed]  # used up when the next one is asked for
-    assert settled == whole
+    assert settled == list(range(RANGES)), "each once, in order"
+    assert finished == [r.version for r in rounds if r.version is not None][-1]
+    earned = sum(fold.tokens for r in rounds for fold in r.folds)
+    assert earned == len(expected) * script.SEQUENCES * script.LENGTH, "each step once"

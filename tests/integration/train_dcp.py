@@ -26,7 +26,8 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.fsdp import fully_shard
 from train_constant import Model, local, one_number
 
-from dips.client import OuterLoop, transfer
+from dips.client import OuterLoop
+from dips.client.rank import transfer
 
 WITHIN_S = 60.0
 STEP_S = 0.01

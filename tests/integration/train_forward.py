@@ -14,20 +14,20 @@ from typing import Any
 from run_example import main
 
 from dips.client import OuterLoop
-from dips.client.parallel import ForwardMemory
+from dips.client.parallel import LazyMemory
 from dips.client.parallel.reach import Home
 
 
 def die_once(died: Path) -> None:
     """Before the middle one of the model's homes is installed; with `install: whole`, once all of it is."""
-    reach, step = ForwardMemory._reach, OuterLoop.step
+    reach, step = LazyMemory._reach, OuterLoop.step
 
     def die(how: str) -> None:
         if not died.exists():
             died.write_text(how)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def reached(self: ForwardMemory, home: Home) -> None:
+    def reached(self: LazyMemory, home: Home) -> None:
         if home is self._homes[len(self._homes) // 2] and self._left:
             die(f"{len(self._parameters) - len(self._left)} of {len(self._parameters)}")
         reach(self, home)
@@ -38,7 +38,7 @@ def die_once(died: Path) -> None:
         if self.version != before and self._config.install == "whole":
             die("all")
 
-    ForwardMemory._reach, OuterLoop.step = reached, stepped  # type: ignore[method-assign]
+    LazyMemory._reach, OuterLoop.step = reached, stepped  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

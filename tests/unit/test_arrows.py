@@ -15,6 +15,7 @@ DIPS = Path(__file__).parents[2] / "dips"
 LOW = {"dips.ids", "dips.errors"}
 CONFIG = {"dips.config", "dips.telemetry"}  # what the daemons and the words of an operator may use besides
 BELOW_ROLES = LOW | CONFIG | {"dips.protocol", "dips.outer", "dips.wire", "dips.transport"}
+BELOW_LIBRARY = {"dips.protocol", "dips.wire", "dips.transport"}  # what a training process loads of Di-PS
 ROLES = {"dips.master", "dips.slave", "dips.client"}
 
 # What a room may import of Di-PS, besides itself. A name stands for the module and all below it.
@@ -30,7 +31,13 @@ MAY: dict[str, set[str]] = {
     "dips.transport": LOW | {"dips.protocol", "dips.wire"},
     "dips.master": BELOW_ROLES - {"dips.outer"},
     "dips.slave": BELOW_ROLES,
+    # The command and the doors of a training script bring the agent and the library together; these never meet.
     "dips.client": BELOW_ROLES - {"dips.outer"} | {"dips.data"},
+    "dips.client.agent": BELOW_ROLES - {"dips.outer"} | {"dips.client.ipc"},
+    "dips.client.rank": LOW | BELOW_LIBRARY | {"dips.config", "dips.client.ipc", "dips.client.parallel"},
+    "dips.client.ipc": LOW | {"dips.config", "dips.protocol"},
+    "dips.client.parallel": LOW | BELOW_LIBRARY,
+    "dips.client.preflight": BELOW_ROLES - {"dips.outer"} | {"dips.client.ipc", "dips.client.parallel"},
     "dips.commands": BELOW_ROLES | ROLES | {"dips.demo"},
     "dips.cli": BELOW_ROLES | {"dips.commands", "dips.data", "dips.__init__"},
     # The real deciding, computing and holding parts, and nothing that has a socket or a thread.
@@ -40,7 +47,8 @@ MAY: dict[str, set[str]] = {
     | {"dips.transport.pool", "dips.transport.shares"}
     | {f"dips.slave.{pure}" for pure in ("core", "actions", "standing", "shard", "shard_round", "order_fences")}
     | {f"dips.slave.{pure}" for pure in ("open_transfers", "ports", "admission", "receiver", "sender", "moves")}
-    | {f"dips.client.{pure}" for pure in ("session", "account", "deeds", "local", "feedback", "pace")},
+    | {f"dips.client.agent.{pure}" for pure in ("session", "account", "actions", "pace")}
+    | {"dips.client.ipc.messages", "dips.client.rank.feedback"},
     "dips.data": LOW,
     "dips.demo": {"dips"},
 }
@@ -55,6 +63,8 @@ OTHERS: dict[str, set[str]] = {
 NEVER: dict[str, set[str]] = {
     "dips.master": {"torch", "numba", "zmq"},
     "dips.slave": {"torch"},
+    "dips.client.agent": {"torch", "numba", "numpy"},
+    "dips.client.ipc": {"torch", "numba", "numpy", "zmq", "grpc"},
     "dips.wire": {"torch", "numba", "zmq"},
     "dips.transport": {"torch", "numba"},
     "dips.data": {"torch", "numba", "zmq", "grpc", "pydantic"},
@@ -70,8 +80,9 @@ def name_of(path: Path) -> str:
 
 
 def room_of(module: str) -> str:
-    """`dips.protocol.round` → `dips.protocol`."""
-    return ".".join(module.split(".")[:2])
+    """`dips.protocol.round` → `dips.protocol`, `dips.client.rank.line` → `dips.client.rank`."""
+    parts = module.split(".")
+    return next((room for room in (".".join(parts[:3]), ".".join(parts[:2])) if room in MAY), ".".join(parts[:2]))
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -90,7 +101,9 @@ def within(name: str, allowed: set[str]) -> bool:
 
 def arrow_is_allowed(room: str, name: str) -> bool:
     """May a file of `room` import `name`, a module of Di-PS or a name in one?"""
-    return within(name, MAY[room] | {room}) or (name.count(".") == 1 and within("dips.__init__", MAY[room]))
+    if room == "dips.client" or room_of(name) == room:
+        return within(name, MAY[room] | {room})
+    return within(name, MAY[room]) or (name.count(".") == 1 and within("dips.__init__", MAY[room]))
 
 
 def test_every_room_is_known() -> None:
@@ -122,6 +135,10 @@ def test_the_arrows_bite() -> None:
     assert not arrow_is_allowed("dips.protocol", "dips.wire.messages")
     assert not arrow_is_allowed("dips.slave", "dips.client")
     assert not arrow_is_allowed("dips.outer", "dips.protocol.effects")
+    assert not arrow_is_allowed("dips.client.agent", "dips.client.rank.line.Line")
+    assert not arrow_is_allowed("dips.client.rank", "dips.client.agent.pace.Pace")
+    assert not arrow_is_allowed("dips.client.ipc", "dips.client.agent.pace.Pace")
+    assert arrow_is_allowed("dips.client.rank", "dips.client.ipc.messages.Wait")
     assert arrow_is_allowed("dips.master", "dips.protocol.effects.Grant")
 
 

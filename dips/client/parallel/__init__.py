@@ -12,9 +12,9 @@ The manifest depends on the model alone, so clusters of different layouts train 
 
 from __future__ import annotations
 
-from dips.client.parallel.forward import ForwardMemory
 from dips.client.parallel.host import HostMemory
 from dips.client.parallel.layout import Laid, lay_out, whole
+from dips.client.parallel.lazy import LazyMemory
 from dips.client.parallel.streaming import StreamedMemory
 
-__all__ = ["ForwardMemory", "HostMemory", "Laid", "StreamedMemory", "lay_out", "whole"]
+__all__ = ["HostMemory", "Laid", "LazyMemory", "StreamedMemory", "lay_out", "whole"]

@@ -25,9 +25,9 @@ from typing import Protocol
 import torch
 
 from dips.client.parallel.devices import Device
-from dips.client.parallel.plan import End, Hands, Plan
+from dips.client.parallel.plan import End, Hands, TransferPlan
 from dips.client.parallel.rect import Rect
-from dips.client.parallel.seam import Adapter, Block, Held
+from dips.client.parallel.seam import Adapter, Held, TensorBlock
 from dips.transport.shares import Piece
 from dips.wire.chunks import Range
 from dips.wire.frame import Buffer
@@ -35,7 +35,7 @@ from dips.wire.frame import Buffer
 Encode = Callable[[Range, memoryview], Buffer]
 
 
-class Exchange(Protocol):
+class RankExchange(Protocol):
     """Moves tensors between ranks; the Voice of the job does."""
 
     def exchange(self, gives: dict[int, torch.Tensor], takes: dict[int, torch.Tensor]) -> None: ...
@@ -57,7 +57,7 @@ class HostMemory:
     torn = False  # an install broke off between two tensors
     encode: Encode | None = None  # makes the body of a chunk of a push; None: it is in the pieces
 
-    def __init__(self, adapter: Adapter, held: Sequence[Held], plan: Plan, exchange: Exchange) -> None:
+    def __init__(self, adapter: Adapter, held: Sequence[Held], plan: TransferPlan, exchange: RankExchange) -> None:
         """`held` is what `adapter` said when the plan was made."""
         self._adapter, self._plan, self._exchange = adapter, plan, exchange
         by_name = {h.name: h for h in held}
@@ -68,6 +68,7 @@ class HostMemory:
         self._params = [list(self._copies(layer)) for layer in range(len(names))]
         self._masters = [list(self._master_copies(layer)) for layer in range(len(names))]
         self._kept: dict[Copy, torch.Tensor] = {}  # the shard as it was pushed
+        self._places = {place for place in self._places_now() if place[0] in by_name}
 
     @property
     def pieces(self) -> list[Piece]:
@@ -87,6 +88,16 @@ class HostMemory:
     def items(self) -> int:
         """Elements of 4 B that are allocated."""
         return self._host.numel()
+
+    def replaced(self) -> str:
+        """The first parameter that is not where it was when this was made: what is read here, nobody trains any more.
+
+        `fully_shard`, `to(device)` and load_state_dict(assign=True) replace a model's memory. "" if all are there.
+        """
+        return min((name for name, _ in self._places - self._places_now()), default="")
+
+    def _places_now(self) -> set[tuple[str, int]]:
+        return {(name, memory.data_ptr()) for name, memory in self._adapter.memory()}
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -144,6 +155,14 @@ class HostMemory:
             self._device.wait()
 
     @torch.no_grad()
+    def merge_is_finite(self) -> bool:
+        """Whether what was trained since `keep` is worth a `merge`: this rank's θ_local and θ_kept are finite."""
+        return all(
+            bool(torch.isfinite(copy.view).all()) and bool(torch.isfinite(kept).all())
+            for copy, kept in self._kept.items()
+        )
+
+    @torch.no_grad()
     def merge(self) -> None:
         """Add to the model what the shard differs in from what was kept: θ_local ← θ_shard + (θ_local − θ_kept)."""
         self._adapter.reshard()
@@ -192,7 +211,7 @@ class HostMemory:
         self._memory = [self._host[piece_at[n] : piece_at[n] + p.length] for n, p in enumerate(self._plan.pieces)]
         self._pieces = [Piece(*p, memory.numpy()) for p, memory in zip(self._plan.pieces, self._memory, strict=True)]
 
-    def _block(self, layer: int, param: int, index: int) -> tuple[Block, torch.Tensor]:
+    def _block(self, layer: int, param: int, index: int) -> tuple[TensorBlock, torch.Tensor]:
         """A block that is written, and its host memory of the same shape."""
         held = self._held[layer][param]
         assert held is not None
@@ -255,7 +274,7 @@ class HostMemory:
             for master in held.masters if held else ():
                 yield from self._master(layer, k, master)
 
-    def _master(self, layer: int, param: int, master: Block) -> Iterable[Copy]:
+    def _master(self, layer: int, param: int, master: TensorBlock) -> Iterable[Copy]:
         held = self._held[layer][param]
         assert held is not None
         for b in range(len(held.writes)):
@@ -266,7 +285,7 @@ class HostMemory:
                     yield Copy(held.name, view, from_host)
 
 
-def _home(writes: Sequence[Block], piece: Range) -> tuple[int, int] | None:
+def _home(writes: Sequence[TensorBlock], piece: Range) -> tuple[int, int] | None:
     """The block whose memory has the piece as one run, and where in it."""
     for index, block in enumerate(writes):
         if block.rect.is_run and block.rect.first <= piece.offset and piece.offset + piece.length <= block.rect.end:

@@ -15,7 +15,7 @@ import msgpack
 import torch
 from torch import nn
 
-from dips.client.parallel.plan import SPREAD_ITEMS, Claim, Plan, Rank, make_plan
+from dips.client.parallel.plan import SPREAD_ITEMS, ParameterClaim, RankLayout, TransferPlan, make_plan
 from dips.client.parallel.rect import Rect
 from dips.client.parallel.seam import Adapter, Held
 from dips.client.parallel.tensors import Tensors, plain_name
@@ -31,7 +31,7 @@ FOREIGN = {
 }
 
 
-class Voices(Protocol):
+class LayoutCollectives(Protocol):
     """The collectives that are needed here; the Voice of the job has them."""
 
     rank: int
@@ -45,12 +45,12 @@ class Laid:
 
     adapter: Adapter
     held: list[Held]
-    plan: Plan
+    plan: TransferPlan
 
 
 def lay_out(
     model: nn.Module | Sequence[nn.Module],
-    voice: Voices,
+    voice: LayoutCollectives,
     optimizer: Any = None,
     most_speakers: int = 256,
     spread_items: int = SPREAD_ITEMS,
@@ -71,7 +71,7 @@ def lay_out(
         same = {one["problem"] for one in heard}
         raise ConfigError(problem if len(same) == 1 else "; ".join(problems[:5]))
     assert adapter is not None
-    ranks = [Rank(tuple(_claim(*c) for c in one["claims"]), one["host"], one["staged"]) for one in heard]
+    ranks = [RankLayout(tuple(_claim(*c) for c in one["claims"]), one["host"], one["staged"]) for one in heard]
     return Laid(adapter, held, make_plan(ranks, voice.rank, most_speakers, spread_items))
 
 
@@ -130,5 +130,5 @@ def _merged(held: list[Held]) -> list[Held]:
     return list(found.values())
 
 
-def _claim(name: str, shape: list[int], reads: list[list[int]], writes: list[list[int]]) -> Claim:
-    return Claim(name, tuple(shape), tuple(Rect(*r) for r in reads), tuple(Rect(*w) for w in writes))
+def _claim(name: str, shape: list[int], reads: list[list[int]], writes: list[list[int]]) -> ParameterClaim:
+    return ParameterClaim(name, tuple(shape), tuple(Rect(*r) for r in reads), tuple(Rect(*w) for w in writes))

@@ -27,7 +27,7 @@ from megatron.core import parallel_state
 from torch import nn
 
 from dips.client.parallel.rect import Rect, cut_flat, rects
-from dips.client.parallel.seam import Adapter, Block, Held, blocks, check_dtype
+from dips.client.parallel.seam import Adapter, Held, TensorBlock, blocks, check_dtype
 from dips.errors import ConfigError
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -49,6 +49,12 @@ class Megatron(Adapter):
 
     def held(self) -> list[Held]:
         return list(self._held())
+
+    def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for chunk in self._chunks:
+            names = dict(_global_names(chunk))
+            for path, parameter in chunk.named_parameters():
+                yield names[path], parameter.detach()
 
     def reload(self) -> None:
         if self._optimizer is not None and hasattr(self._optimizer, "reload_model_params"):
@@ -73,7 +79,7 @@ class Megatron(Adapter):
             return Held(name, shape, writes, writes)
         return Held(name, shape, masters, writes, masters if parameter.dtype is not torch.float32 else ())
 
-    def _masters(self, name: str, parameter: nn.Parameter, parts: list[Rect]) -> tuple[Block, ...] | None:
+    def _masters(self, name: str, parameter: nn.Parameter, parts: list[Rect]) -> tuple[TensorBlock, ...] | None:
         """What the optimizer holds of this parameter on this rank; None if it works on the parameter itself."""
         master = getattr(parameter, "main_param", None)
         if self._optimizer is None:

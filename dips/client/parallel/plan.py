@@ -29,7 +29,7 @@ SHOWN = 5  # differences in one message
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ParameterClaim:
     """One parameter as one rank says that it holds it."""
 
     name: str
@@ -39,10 +39,10 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class RankLayout:
     """All that one rank says of itself."""
 
-    claims: tuple[Claim, ...]
+    claims: tuple[ParameterClaim, ...]
     host: str
     staged: bool = False  # it may hold other parameters than its neighbours
 
@@ -66,7 +66,7 @@ class Hands:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TransferPlan:
     """This rank's part."""
 
     manifest: Manifest
@@ -75,7 +75,9 @@ class Plan:
     spread: tuple[Hands, ...]  # by layer, after a pull: from pieces to blocks that are written
 
 
-def make_plan(ranks: Sequence[Rank], me: int, most_speakers: int = 256, spread_items: int = SPREAD_ITEMS) -> Plan:
+def make_plan(
+    ranks: Sequence[RankLayout], me: int, most_speakers: int = 256, spread_items: int = SPREAD_ITEMS
+) -> TransferPlan:
     """Plan for rank `me` of the job.
 
     Errors  ConfigError, the same on every rank: ranks disagree on a parameter, an element is held by nobody or twice
@@ -89,7 +91,7 @@ def make_plan(ranks: Sequence[Rank], me: int, most_speakers: int = 256, spread_i
     return _Planner(ranks, me, manifest, most_speakers, spread_items).plan()
 
 
-def _agree(ranks: Sequence[Rank]) -> None:
+def _agree(ranks: Sequence[RankLayout]) -> None:
     lines: list[str] = []
     shapes: dict[str, tuple[tuple[int, ...], int]] = {}
     for number, rank in enumerate(ranks):
@@ -117,7 +119,7 @@ class _Slab:
 
 class _Planner:
     def __init__(
-        self, ranks: Sequence[Rank], me: int, manifest: Manifest, most_speakers: int, spread_items: int
+        self, ranks: Sequence[RankLayout], me: int, manifest: Manifest, most_speakers: int, spread_items: int
     ) -> None:
         self._ranks, self._me, self._manifest, self._spread_items = ranks, me, manifest, spread_items
         self._speakers = _speakers([rank.host for rank in ranks], most_speakers)
@@ -138,7 +140,7 @@ class _Planner:
                 if number == me:
                     self._mine.setdefault(claim.name, []).extend(writes)
 
-    def plan(self) -> Plan:
+    def plan(self) -> TransferPlan:
         for l, layer in enumerate(self._manifest.layers):
             for k, parameter in enumerate(layer.parameters):
                 reads = self._reads[parameter.name]
@@ -146,7 +148,7 @@ class _Planner:
                     holders = sorted({rank for rect in slab.rects for rank, _ in reads[rect]})
                     for begin, end, speaker in self._cut(slab, holders):
                         self._piece(Range(l, k, begin, end - begin), speaker, slab, parameter.name)
-        return Plan(self._manifest, tuple(self._pieces), tuple(self._gather), tuple(self._spread))
+        return TransferPlan(self._manifest, tuple(self._pieces), tuple(self._gather), tuple(self._spread))
 
     def _cut(self, slab: _Slab, holders: list[int]) -> Iterator[tuple[int, int, int]]:
         """Deal a slab to as few speakers as carry it well, those first that have least."""

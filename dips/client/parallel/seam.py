@@ -8,6 +8,7 @@ cluster, what is written when (plan.py, host.py).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,7 +22,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what fp32 holds exact
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class TensorBlock:
     """A rectangle of a full parameter, and this rank's memory of it."""
 
     rect: Rect
@@ -34,9 +35,9 @@ class Held:
 
     name: str  # in the full model, whatever the layout
     shape: tuple[int, ...]  # of the full parameter
-    reads: tuple[Block, ...]  # what a push takes: fp32 masters where the framework has them
-    writes: tuple[Block, ...]  # what a pull fills: what the model computes with
-    masters: tuple[Block, ...] = ()  # written after `reload`, exactly; each lies within `writes`
+    reads: tuple[TensorBlock, ...]  # what a push takes: fp32 masters where the framework has them
+    writes: tuple[TensorBlock, ...]  # what a pull fills: what the model computes with
+    masters: tuple[TensorBlock, ...] = ()  # written after `reload`, exactly; each lies within `writes`
 
 
 class Adapter(ABC):
@@ -52,6 +53,10 @@ class Adapter(ABC):
         Raise ConfigError naming the parameter and what would be supported.
         """
 
+    @abstractmethod
+    def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name every parameter that lies on this rank, frozen ones too, and this rank's memory of it as it is now."""
+
     def homes(self) -> list[Home]:
         """Which modules read which of these parameters, in the order of the forward as far as it can be told.
 
@@ -66,7 +71,7 @@ class Adapter(ABC):
         """Tell the framework that the parameters were written."""
 
 
-def blocks(name: str, memory: torch.Tensor, parts: list[Rect]) -> tuple[Block, ...]:
+def blocks(name: str, memory: torch.Tensor, parts: list[Rect]) -> tuple[TensorBlock, ...]:
     """Pair rectangles with the contiguous memory in which they lie one behind the other."""
     if not memory.is_contiguous():
         raise ConfigError(
@@ -74,7 +79,7 @@ def blocks(name: str, memory: torch.Tensor, parts: list[Rect]) -> tuple[Block, .
         )
     flat, at, made = memory.detach().view(-1), 0, []
     for rect in parts:
-        made.append(Block(rect, flat[at : at + rect.numel].view(rect.rows, rect.cols)))
+        made.append(TensorBlock(rect, flat[at : at + rect.numel].view(rect.rows, rect.cols)))
         at += rect.numel
     assert at == flat.numel(), (name, at, flat.numel())
     return tuple(made)

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from dips.client.parallel.host import Exchange, HostMemory
-from dips.client.parallel.plan import End, Plan
+from dips.client.parallel.host import HostMemory, RankExchange
+from dips.client.parallel.plan import End, TransferPlan
 from dips.client.parallel.seam import Adapter, Held
 from dips.transport.shares import Piece
 from dips.wire.chunks import Range
@@ -28,7 +28,7 @@ class StreamedMemory(HostMemory):
 
     ONE_LAYER = True
 
-    def __init__(self, adapter: Adapter, held: Sequence[Held], plan: Plan, exchange: Exchange) -> None:
+    def __init__(self, adapter: Adapter, held: Sequence[Held], plan: TransferPlan, exchange: RankExchange) -> None:
         super().__init__(adapter, held, plan, exchange)
         self._live = dict(self._found())
         self._staged: dict[int, torch.Tensor] = {}

@@ -41,6 +41,13 @@ class Tensors(Adapter):
         self.reshard()  # else the parameters of a module that was evaluated are whole for now
         return list(self._held())
 
+    def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.reshard()
+        for part in self._parts:
+            for path, parameter in part.named_parameters():
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                yield plain_name(path), local.detach()
+
     def reshard(self) -> None:
         """FSDP2 keeps what its root gathered for a forward without a backward, and would compute with it again."""
         for part in self._parts:

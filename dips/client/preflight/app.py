@@ -15,7 +15,7 @@ from rich.text import Text
 
 from dips.client.preflight import checks
 from dips.client.preflight.agreement import manifest_of_factory, manifest_of_file
-from dips.client.preflight.checks import FAIL, NOTE, OK, Row
+from dips.client.preflight.checks import FAIL, NOTE, OK, CheckRow
 from dips.config import ClusterFile, load_cluster
 from dips.errors import ConfigError, DipsError, UnavailableMaster
 from dips.protocol.manifest import Manifest
@@ -69,7 +69,9 @@ def check(
     raise typer.Exit(checks.exit_code(rows))
 
 
-def examine(config: ClusterFile, ours: Callable[[], Manifest] | None, most_bytes: int, seconds: float) -> list[Row]:
+def examine(
+    config: ClusterFile, ours: Callable[[], Manifest] | None, most_bytes: int, seconds: float
+) -> list[CheckRow]:
     """Make all rows; what depends on the master is left out if it does not answer."""
     rows = checks.host(config)
     try:
@@ -97,7 +99,7 @@ async def describe(address: str) -> dict[str, Any]:
     return told
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[CheckRow]) -> Table:
     table = Table("what", "", "seen", "to do", title_justify="left")
     for row in rows:
         table.add_row(row.what, Text(row.verdict, STYLES[row.verdict]), Text(row.seen), Text(row.todo))

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dips.client.address import TOKEN, over_network, socket_path, token_of
+from dips.client.ipc.address import TOKEN, over_network, socket_path, token_of
 from dips.client.preflight.agreement import differing_options
-from dips.client.preflight.probe import Measured, greets, measure
+from dips.client.preflight.probe import ProbeResult, greets, measure
 from dips.config import ClusterFile
 from dips.errors import CorruptManifest, DipsError, Unavailable, treatment
 from dips.protocol.manifest import Manifest
@@ -23,7 +23,7 @@ AT_ONCE = 16  # slaves whose lanes are greeted at the same time; rates are measu
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CheckRow:
     """One line of the table; `code` is the exit code that a failure asks for."""
 
     what: str
@@ -33,37 +33,39 @@ class Row:
     code: int = 0
 
 
-def failed(what: str, error: DipsError, todo: str) -> Row:
-    return Row(what, FAIL, str(error), todo, 69 if isinstance(error, Unavailable) else 78)
+def failed(what: str, error: DipsError, todo: str) -> CheckRow:
+    return CheckRow(what, FAIL, str(error), todo, 69 if isinstance(error, Unavailable) else 78)
 
 
-def exit_code(rows: Iterable[Row]) -> int:
+def exit_code(rows: Iterable[CheckRow]) -> int:
     """78 if something is configured wrongly, else 69 if somebody does not answer, else 0."""
     return max((row.code for row in rows if row.verdict == FAIL), default=0)
 
 
-def host(config: ClusterFile) -> list[Row]:
+def host(config: ClusterFile) -> list[CheckRow]:
     """What can be seen on this machine alone."""
-    rows = [Row("cluster file", OK, f"cluster {config.cluster} of run {config.shared.run}")]
-    rows.append(Row("certificates", NOTE, "none: plain text on loopback"))
+    rows = [CheckRow("cluster file", OK, f"cluster {config.cluster} of run {config.shared.run}")]
+    rows.append(CheckRow("certificates", NOTE, "none: plain text on loopback"))
     try:
         config.directory.mkdir(parents=True, exist_ok=True)
         if not os.access(config.directory, os.W_OK | os.X_OK):
             raise PermissionError(13, "not writable")
-        rows.append(Row("directory", OK, f"{config.directory} can be written, the socket is {socket_path(config)}"))
+        rows.append(
+            CheckRow("directory", OK, f"{config.directory} can be written, the socket is {socket_path(config)}")
+        )
     except OSError as error:
         todo = "name another under the key `directory`"
-        rows.append(Row("directory", FAIL, f"{config.directory}: {error.strerror}", todo, 78))
+        rows.append(CheckRow("directory", FAIL, f"{config.directory}: {error.strerror}", todo, 78))
     except DipsError as error:
         rows.append(failed("directory", error, treatment(error).advice))
     rows += _line(config)
     holder = _holder(config.directory / "agent.pid")
     if holder:
-        rows.append(Row("agent", NOTE, f"one runs here as pid {holder}", "a second one would be refused"))
+        rows.append(CheckRow("agent", NOTE, f"one runs here as pid {holder}", "a second one would be refused"))
     return rows
 
 
-def _line(config: ClusterFile) -> list[Row]:
+def _line(config: ClusterFile) -> list[CheckRow]:
     """Where ranks of other hosts will find the agent, if there are any."""
     try:
         remote = over_network(config)
@@ -76,10 +78,10 @@ def _line(config: ClusterFile) -> list[Row]:
             here.bind(address)
     except OSError as error:
         seen = f"{said_by}: {host} is no address of this host: {error.strerror or error}"
-        return [Row("agent's line", FAIL, seen, "name the host on which the agent runs", 78)]
+        return [CheckRow("agent's line", FAIL, seen, "name the host on which the agent runs", 78)]
     except DipsError as error:
         return [failed("agent's line", error, treatment(error).advice)]
-    return [Row("agent's line", OK, f"{host}:{port or 'a free port'} ({address[0]}), token: {token}")]
+    return [CheckRow("agent's line", OK, f"{host}:{port or 'a free port'} ({address[0]}), token: {token}")]
 
 
 def _holder(path: Path) -> str:
@@ -94,38 +96,38 @@ def _holder(path: Path) -> str:
     return ""
 
 
-def run(config: ClusterFile, told: Mapping[str, Any]) -> list[Row]:
+def run(config: ClusterFile, told: Mapping[str, Any]) -> list[CheckRow]:
     """Name, options and place in the run, against what the master describes."""
-    rows = [Row("master", OK, f"{config.master}: run {told['run']}, term {told['term']}, head {told['head']}")]
+    rows = [CheckRow("master", OK, f"{config.master}: run {told['run']}, term {told['term']}, head {told['head']}")]
     if told["run"] != config.shared.run:
         seen = f"the master serves run {told['run']}, this file names {config.shared.run}"
-        rows.append(Row("run", FAIL, seen, "mend `shared.run`, or the key `master`", 78))
+        rows.append(CheckRow("run", FAIL, seen, "mend `shared.run`, or the key `master`", 78))
     if told["config_digest"] == config.shared.digest:
-        rows.append(Row("shared options", OK, f"digest {config.shared.digest[:12]}, as the run's"))
+        rows.append(CheckRow("shared options", OK, f"digest {config.shared.digest[:12]}, as the run's"))
     else:
         lines = differing_options(config.shared.model_dump(mode="json"), told["shared"])
-        rows.append(Row("shared options", FAIL, "; ".join(lines), "take the run's `shared` section", 78))
+        rows.append(CheckRow("shared options", FAIL, "; ".join(lines), "take the run's `shared` section", 78))
     if told["finished"]:
-        rows.append(Row("end", NOTE, f"the run is finished with {told['finished']}", "there is nothing to train"))
+        rows.append(CheckRow("end", NOTE, f"the run is finished with {told['finished']}", "there is nothing to train"))
     return [*rows, _name(config.cluster, told["clusters"])]
 
 
-def _name(name: str, clusters: Mapping[str, Any]) -> Row:
+def _name(name: str, clusters: Mapping[str, Any]) -> CheckRow:
     known = clusters.get(name)
     if known is None:
-        return Row("name", OK, f"{name} is new to the run")
+        return CheckRow("name", OK, f"{name} is new to the run")
     if known["state"] == "gone":
-        return Row("name", OK, f"{name} was here before, as life {known['inc']}")
+        return CheckRow("name", OK, f"{name} was here before, as life {known['inc']}")
     seen = f"{name} lives: {known['state']}: {known['reason']}"
-    return Row("name", NOTE, seen, "an agent that starts now ends that life; is it yours?")
+    return CheckRow("name", NOTE, seen, "an agent that starts now ends that life; is it yours?")
 
 
-def model(ours: Callable[[], Manifest] | None, told: Mapping[str, Any]) -> Row:
+def model(ours: Callable[[], Manifest] | None, told: Mapping[str, Any]) -> CheckRow:
     """The model against the run's manifest."""
     runs = Manifest.from_json(told["manifest"])
     size = f"{sum(len(l.parameters) for l in runs.layers)} parameters, {runs.numel / 1e6:.2f} M elements"
     if ours is None:
-        return Row(
+        return CheckRow(
             "model", NOTE, f"not compared; the run's has {size}", "give --factory MODULE:FUNCTION or --model FILE"
         )
     try:
@@ -133,11 +135,11 @@ def model(ours: Callable[[], Manifest] | None, told: Mapping[str, Any]) -> Row:
         if mine.digest != runs.digest:
             raise CorruptManifest("; ".join(runs.differences(mine)))
     except DipsError as error:
-        return Row("model", FAIL, str(error), "take the model that `dips init` was given", 78)
-    return Row("model", OK, f"{size}, as the run's")
+        return CheckRow("model", FAIL, str(error), "take the model that `dips init` was given", 78)
+    return CheckRow("model", OK, f"{size}, as the run's")
 
 
-def lanes(told: Mapping[str, Any], most_bytes: int, seconds: float) -> list[Row]:
+def lanes(told: Mapping[str, Any], most_bytes: int, seconds: float) -> list[CheckRow]:
     """Greet every lane of every slave, and measure the rate to each slave on its first lane."""
     slaves: Mapping[str, Any] = told["slaves"]
     with ThreadPoolExecutor(AT_ONCE) as threads:
@@ -156,10 +158,12 @@ def _greet(run_name: str, slave: Mapping[str, Any]) -> DipsError | None:
 
 def _slave(
     run_name: str, name: str, slave: Mapping[str, Any], wrong: DipsError | None, most_bytes: int, seconds: float
-) -> Row:
+) -> CheckRow:
     what, count = f"slave {name}", len(slave["lanes"])
     if not count:
-        return Row(what, FAIL, f"{slave['state']}: {slave['reason']}", "start it; clusters wait for all slaves", 69)
+        return CheckRow(
+            what, FAIL, f"{slave['state']}: {slave['reason']}", "start it; clusters wait for all slaves", 69
+        )
     open_way = "open the way from here to the addresses of its `lanes`, or use the relay of this host"
     if wrong:
         return failed(what, wrong, open_way)
@@ -167,8 +171,8 @@ def _slave(
         measured = measure(slave["lanes"][0], run_name, most_bytes, seconds)
     except Unavailable as error:
         return failed(what, error, open_way)
-    return Row(what, OK, f"{count} lane{'s' if count > 1 else ''}: {_spelled(measured)}")
+    return CheckRow(what, OK, f"{count} lane{'s' if count > 1 else ''}: {_spelled(measured)}")
 
 
-def _spelled(m: Measured) -> str:
+def _spelled(m: ProbeResult) -> str:
     return f"{m.round_trip_s * 1e3:.1f} ms, {m.up * 8e-6:.0f} Mbit/s there, {m.down * 8e-6:.0f} Mbit/s back"

@@ -23,7 +23,7 @@ STREAM = 0x50524F42  # of all probes: no transfer's number is looked up for it
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ProbeResult:
     """The way to one lane; bytes in a second."""
 
     round_trip_s: float
@@ -93,14 +93,14 @@ class Prober:
             raise UnavailableSlave(f"{self._address}: expected {expected} bytes, got {header.length}")
 
 
-def measure(address: str, run: str, most_bytes: int, seconds: float) -> Measured:
+def measure(address: str, run: str, most_bytes: int, seconds: float) -> ProbeResult:
     """Measure the way to `address`; raise UnavailableSlave saying what did not happen."""
     with zmq.Context(io_threads=1) as context:
         prober = Prober(context, address, run)
         try:
             trip = prober.round_trip()
             up = prober.rate(0, PADDING, most_bytes, seconds)
-            return Measured(trip, up, prober.rate(PADDING, 0, most_bytes, seconds))
+            return ProbeResult(trip, up, prober.rate(PADDING, 0, most_bytes, seconds))
         finally:
             prober.close()
 

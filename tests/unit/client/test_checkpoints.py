@@ -6,7 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from dips.client.local import Failure, Healed, RangeGiven, RangeWanted, Resume, Resumed, Saved, SaveWanted, Wait
+from dips.client.ipc.messages import (
+    AskAgain,
+    ErrorReply,
+    Healed,
+    RangeGiven,
+    RangeWanted,
+    Resume,
+    Resumed,
+    Saved,
+    SaveWanted,
+)
 from dips.ids import GENESIS
 from dips.protocol.effects import Joined, Ranges
 from dips.protocol.events import RangesRequested
@@ -56,7 +66,7 @@ def test_resumed_in_a_new_life(play: Play) -> None:
     """The agent was started anew: the checkpoint's ranges are claimed by name."""
     found, other = saved_in(play), Play()
     other.begin(inc=2)
-    assert isinstance(other.say(Resume(1, found)), Wait)
+    assert isinstance(other.say(Resume(1, found)), AskAgain)
     asked = other.asked(RangesRequested, "ranges")
     assert asked.claims == (5, 6, 7) and asked.count == 3
     other.master(Ranges((5, 6, 7), False), "ranges")
@@ -91,7 +101,7 @@ def test_an_overtaken_checkpoint_is_healed(play: Play, change: dict[str, object]
 
 def test_not_after_an_inner_step(play: Play) -> None:
     """A trainer that has begun cannot become another one."""
-    assert isinstance(play.say(Resume(1, saved_in(play))), Failure)
+    assert isinstance(play.say(Resume(1, saved_in(play))), ErrorReply)
 
 
 def test_the_master_counts_what_was_settled_in_all_lives() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dips.client.feedback import Feedback
+from dips.client.rank.feedback import Feedback
 from dips.ids import GENESIS, VersionId
 from dips.transport.shares import Piece
 from dips.wire import codecs

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from dips.client.parallel import ForwardMemory, forward, lay_out
+from dips.client.parallel import LazyMemory, lay_out, lazy
 from dips.client.parallel.reach import homes
-from dips.client.voice import Voice
+from dips.client.rank.collectives import JobCollectives
 from dips.errors import ConfigError, LocalProtocolError
 
 
@@ -58,13 +58,13 @@ class Peeping(Model):
 TOKENS = torch.arange(6).reshape(1, 6)
 
 
-def laid(model: nn.Module) -> ForwardMemory:
-    voice = Voice()
+def laid(model: nn.Module) -> LazyMemory:
+    voice = JobCollectives()
     layout = lay_out(model, voice)
-    return ForwardMemory(layout.adapter, layout.held, layout.plan, voice)
+    return LazyMemory(layout.adapter, layout.held, layout.plan, voice)
 
 
-def land(memory: ForwardMemory, number: float) -> None:
+def land(memory: LazyMemory, number: float) -> None:
     """A version all of whose elements are `number` lies in host memory."""
     memory.finish()
     for piece in memory.pieces:
@@ -156,7 +156,7 @@ def test_a_home_waits_for_its_own_copies_and_for_none_behind_them(monkeypatch: p
     """All are asked for when the version has landed; each forward finds its own arrived, in the order of the calls."""
     model, queue = Model(), Queue()
     memory = laid(model)
-    monkeypatch.setattr(forward, "_replace", lambda one: queue.asked.append(lambda: one.view.copy_(one.host)))
+    monkeypatch.setattr(lazy, "_replace", lambda one: queue.asked.append(lambda: one.view.copy_(one.host)))
     monkeypatch.setattr(memory, "_device", queue)
     land(memory, 0.5)
     assert len(queue.asked) == 2 + 3 * 4 and at(model, 0.5) == set()

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from dips.client import local
-from dips.client.address import OnAnyHost, OnThisHost, find, over_network
-from dips.client.connection import Connection
-from dips.client.line import Line
-from dips.client.local import Heard, Moving, Stepped
-from dips.client.seal import ANSWER, GREETING, PROOF, TAG, Guest, Host, Seal
+from dips.client.ipc import messages
+from dips.client.ipc.address import OnAnyHost, OnThisHost, find, over_network
+from dips.client.ipc.connection import Connection
+from dips.client.ipc.messages import Heard, Stepped, TransferProgress
+from dips.client.ipc.seal import ANSWER, GREETING, PROOF, TAG, Seal, TokenClient, TokenServer
+from dips.client.rank.line import Line
 from dips.config import ClusterFile, Shared
 from dips.errors import ConfigError, Denied, RemoteProtocolError, Unavailable
 
@@ -72,8 +72,8 @@ def test_the_token_may_be_a_file(tmp_path: Path) -> None:
 
 
 def introduced() -> tuple[Seal, Seal]:
-    host = Host(TOKEN)
-    guest = Guest(TOKEN, host.greeting)
+    host = TokenServer(TOKEN)
+    guest = TokenClient(TOKEN, host.greeting)
     proof, ours = host.admit(guest.answer)
     assert (len(host.greeting), len(guest.answer), len(proof)) == (GREETING, ANSWER, PROOF)
     return ours, guest.admitted(proof)
@@ -99,23 +99,23 @@ def test_a_message_that_was_tampered_with_is_refused(harm: str) -> None:
 
 def test_neither_end_believes_the_other_without_the_token() -> None:
     """A stranger who dials and a stranger who answers learn nothing that another handshake would take."""
-    host = Host(TOKEN)
+    host = TokenServer(TOKEN)
     with pytest.raises(Denied, match="dialled"):
-        host.admit(Guest(b"another token....", host.greeting).answer)
-    guest = Guest(TOKEN, host.greeting)
+        host.admit(TokenClient(b"another token....", host.greeting).answer)
+    guest = TokenClient(TOKEN, host.greeting)
     with pytest.raises(Denied, match="not this job's agent"):
         guest.admitted(bytes(PROOF))
     with pytest.raises(Denied):
-        Host(TOKEN).admit(guest.answer)  # replayed to another connection
+        TokenServer(TOKEN).admit(guest.answer)  # replayed to another connection
     with pytest.raises(RemoteProtocolError, match="greeting"):
-        Guest(TOKEN, b"HTTP/1.1 400 Bad Request" + bytes(GREETING))
+        TokenClient(TOKEN, b"HTTP/1.1 400 Bad Request" + bytes(GREETING))
 
 
 class Agent:
     """Answers Moving with Heard, in a thread with a loop of its own."""
 
     def __init__(self) -> None:
-        self.heard: list[local.Message] = []
+        self.heard: list[messages.Message] = []
         self._writers: list[asyncio.StreamWriter] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -132,7 +132,7 @@ class Agent:
             rank = await Connection.admit(reader, writer, TOKEN)
             while True:
                 self.heard.append(message := await rank.read())
-                if isinstance(message, Moving):
+                if isinstance(message, TransferProgress):
                     await rank.write(Heard())
         except (Denied, asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -172,8 +172,8 @@ def test_questions_and_notices_over_tcp(agent: Agent) -> None:
     """As over the Unix socket."""
     line = Line(at(agent.port), 2.0)
     line.tell(Stepped(1, 10, None))
-    assert line.ask(Moving(1, 2, 3)) == Heard()
-    assert agent.heard == [Stepped(1, 10, None), Moving(1, 2, 3)]
+    assert line.ask(TransferProgress(1, 2, 3)) == Heard()
+    assert agent.heard == [Stepped(1, 10, None), TransferProgress(1, 2, 3)]
     line.close()
 
 

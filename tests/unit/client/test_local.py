@@ -7,8 +7,8 @@ from dataclasses import fields
 import msgpack
 import pytest
 
-from dips.client import local
-from dips.client.local import Attach, LossHeard, PullNow, Stepped, Wait
+from dips.client.ipc import messages
+from dips.client.ipc.messages import AskAgain, Attach, LossHeard, PullNow, Stepped
 from dips.errors import LocalProtocolError, RemoteProtocolError
 from dips.ids import VersionId
 from dips.protocol.effects import Grant, SlaveAddress
@@ -23,15 +23,15 @@ GRANT = Grant(VersionId(3, 4), (SlaveAddress("ps0", 2, ("127.0.0.1:1",), (0, 2))
         Stepped(1, 4096, None),
         Stepped(1, 4096, 2.5),
         LossHeard(1, 7.5, 3),
-        Wait("äöü"),
+        AskAgain("äöü"),
         Attach(1, 0, "9", "{}", 1, 2),
     ],
 )
-def test_a_message_comes_back_equal(message: local.Message) -> None:
+def test_a_message_comes_back_equal(message: messages.Message) -> None:
     """What was encoded is decoded to an equal message, nested grants included."""
-    wire = local.encode(message)
-    assert local.body_length(wire[:4]) == len(wire) - 4
-    assert local.decode(wire[4:]) == message
+    wire = messages.encode(message)
+    assert messages.body_length(wire[:4]) == len(wire) - 4
+    assert messages.decode(wire[4:]) == message
 
 
 @pytest.mark.parametrize(
@@ -41,28 +41,28 @@ def test_a_message_comes_back_equal(message: local.Message) -> None:
         msgpack.packb(7),
         msgpack.packb({"reason": "no kind"}),
         msgpack.packb({"kind": "Exit"}),
-        msgpack.packb({"kind": "Wait"}),
-        msgpack.packb({"kind": "Wait", "reason": 7}),
-        msgpack.packb({"kind": "Wait", "reason": "", "more": 1}),
+        msgpack.packb({"kind": "AskAgain"}),
+        msgpack.packb({"kind": "AskAgain", "reason": 7}),
+        msgpack.packb({"kind": "AskAgain", "reason": "", "more": 1}),
         msgpack.packb({"kind": "Bye", "attempt": True}),
     ],
 )
 def test_anything_else_is_refused(body: bytes) -> None:
     """Foreign bytes, unknown kinds, missing, excess and mistyped fields raise RemoteProtocolError."""
     with pytest.raises(RemoteProtocolError):
-        local.decode(body)
+        messages.decode(body)
 
 
 def test_length_is_bounded_both_ways() -> None:
     """A message above 1 MiB is neither sent nor believed."""
     with pytest.raises(RemoteProtocolError, match="claims"):
-        local.body_length(local.LENGTH.pack(local.MOST_BYTES + 1))
+        messages.body_length(messages.LENGTH.pack(messages.MOST_BYTES + 1))
     with pytest.raises(LocalProtocolError, match="Attach takes"):
-        local.encode(Attach(1, 0, "9", "x" * local.MOST_BYTES, 1, 1))
+        messages.encode(Attach(1, 0, "9", "x" * messages.MOST_BYTES, 1, 1))
 
 
 def test_every_word_is_in_the_table() -> None:
     """Names are unique, and every message has only fields that the codec can read."""
-    assert len(local.MESSAGES) == 26
-    for cls in local.MESSAGES.values():
+    assert len(messages.MESSAGES) == 26
+    for cls in messages.MESSAGES.values():
         assert all(f.name != "kind" for f in fields(cls))

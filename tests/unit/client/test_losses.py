@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dips.client.losses import Losses, finite
+from dips.client.rank.losses import LossChannel, finite
 
 
 class Ranks:
@@ -35,7 +35,7 @@ def test_the_first_rank_that_says_a_loss_is_heard(
     own: list[float | None], others: list[tuple[float, int, bool]], heard: tuple[float, int, bool] | None
 ) -> None:
     """None if that is rank 0, which told its own with each step, or if nobody says one."""
-    losses = Losses(Ranks(*others))  # type: ignore[arg-type]
+    losses = LossChannel(Ranks(*others))  # type: ignore[arg-type]
     for loss in own:
         losses.add(loss, finite=True)
     assert losses.heard() == heard
@@ -43,10 +43,10 @@ def test_the_first_rank_that_says_a_loss_is_heard(
 
 def test_a_look_begins_anew() -> None:
     """What was heard is not heard again."""
-    losses = Losses(Ranks())  # type: ignore[arg-type]
+    losses = LossChannel(Ranks())  # type: ignore[arg-type]
     losses.add(None, finite=False)
     assert losses.heard() is None  # it is rank 0's own
-    losses = Losses(Ranks((0.0, 0, True)))  # type: ignore[arg-type]
+    losses = LossChannel(Ranks((0.0, 0, True)))  # type: ignore[arg-type]
     losses.add(3.0, finite=True)
     losses.heard()
     assert (losses._sum, losses._count) == (0.0, 0)

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from dips.client.local import PullMoved, PullNow, PushMoved, PushNow, PushWanted, TrainOn, Wait
+from dips.client.ipc.messages import (
+    AskAgain,
+    PullMoved,
+    PullNow,
+    PushMoved,
+    PushNow,
+    PushWanted,
+    RangeGiven,
+    RangeWanted,
+    TrainOn,
+)
 from dips.protocol.effects import Acknowledged, Committed, Finished, Outcome, Progress, Refused
 from dips.protocol.events import PullFinished, PushFinished, PushRequested
 from tests.unit.client.test_session import V1, H, Play, grant, outcome
@@ -25,7 +35,7 @@ def pushed(play: Play, steps: int) -> tuple[PushNow, PushMoved]:
     """Train until a push is due, and until it is granted; `steps` more are taken before it has moved."""
     play.step(H)
     asked = want(play)
-    assert isinstance(play.say(asked), Wait), "the trainer is answered at once and trains on"
+    assert isinstance(play.say(asked), AskAgain), "the trainer is answered at once and trains on"
     play.asked(PushRequested)
     play.step(2)  # while the slots are reserved
     play.master(grant())
@@ -39,7 +49,7 @@ def pushed(play: Play, steps: int) -> tuple[PushNow, PushMoved]:
 def test_progress_is_cut_where_the_ranks_freeze(play: Play) -> None:
     """Steps up to the freeze go with the push, later ones with the next."""
     _, moved = pushed(play, steps=5)
-    assert isinstance(play.say(moved), Wait)
+    assert isinstance(play.say(moved), AskAgain)
     asked = play.asked(PushFinished)
     assert (asked.inner_steps, asked.tokens) == (H + 3, (H + 3) * 10)
     assert play.s.account.carried.inner_steps == 5
@@ -51,13 +61,13 @@ def test_what_was_trained_meanwhile_is_merged_and_carried(play: Play, kind: str)
     _, moved = pushed(play, steps=5)
     play.say(moved)
     play.master(Committed())
-    assert isinstance(play.say(moved), Wait)
+    assert isinstance(play.say(moved), AskAgain)
     play.step(7)
     play.master(outcome(kind))
     verdict = play.say(moved)
     assert isinstance(verdict, PullNow) and verdict.merge
     play.step(4)
-    told = play.say(PullMoved(play.s.attempt, next(play.number), verdict.seq, True, "", 9, at_once=True))
+    told = play.say(PullMoved(1, next(play.number), verdict.seq, True, "", 9, at_once=True, merged=True))
     assert play.s.base == V1
     assert play.s.account.carried.inner_steps == 16
     assert isinstance(told, TrainOn) and told.steps == H - 16, "the pace began anew at the freeze"
@@ -84,7 +94,7 @@ def test_no_second_push_while_one_is_out(play: Play) -> None:
     play.master(Committed())
     for _ in range(3):
         play.step(H)
-        assert isinstance(play.say(moved), Wait)
+        assert isinstance(play.say(moved), AskAgain)
     assert play.s.account.carried.inner_steps == 5 * H
 
 
@@ -104,7 +114,7 @@ def test_a_master_that_is_away_holds_nobody_up(play: Play) -> None:
     play.master(Committed())
     play.do(play.s.hindered("no answer", 0.0))
     play.do(play.s.hindered("no answer", 1000.0))
-    assert isinstance(play.say(moved), Wait)
+    assert isinstance(play.say(moved), AskAgain)
     play.master(outcome("accepted"))
     verdict = play.say(moved)
     assert isinstance(verdict, PullNow) and verdict.merge
@@ -139,4 +149,22 @@ def test_a_finished_run_is_said_at_the_next_look(play: Play) -> None:
     asked = want(play)
     play.say(asked)
     play.master(Finished(V1))
-    assert isinstance(play.say(asked), Wait), "the final version is pulled first"
+    assert isinstance(play.say(asked), AskAgain), "the final version is pulled first"
+
+
+def test_what_was_not_merged_is_lost_and_its_ranges_are_served_again() -> None:
+    """The ranks' parameters were not finite: they installed the version as it is, and begin anew from it."""
+    play = Play(overlap=True)
+    play.begin(ranges=(5, 6, 7))
+    assert play.say(RangeWanted(1, 1)) == RangeGiven(5)
+    _, moved = pushed(play, steps=5)
+    assert play.say(RangeWanted(1, 2)) == RangeGiven(6)
+    play.say(moved)
+    play.master(Committed())
+    play.master(outcome("gated"))
+    verdict = play.say(moved)
+    assert isinstance(verdict, PullNow) and verdict.merge
+    play.say(PullMoved(1, next(play.number), verdict.seq, True, "", 9, at_once=True, merged=False))
+    assert (play.s.account.carried.inner_steps, play.s.account.lost) == (0, 50)
+    assert play.say(RangeWanted(1, 3)) == RangeGiven(5)
+    play.adds_up((H + 8) * 10)

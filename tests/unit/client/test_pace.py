@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dips.client.pace import LOOK_S, MOST_TIMES, Pace
+from dips.client.agent.pace import LOOK_S, MOST_TIMES, Pace
 from dips.protocol.beats import NO_MEETING
 
 

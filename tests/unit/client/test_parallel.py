@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dips.client.parallel import HostMemory, Laid, lay_out
-from dips.client.voice import Voice
+from dips.client.rank.collectives import JobCollectives
 from dips.errors import ConfigError
 
 
@@ -24,13 +24,13 @@ class Tied(nn.Module):
 
 
 def laid(model: nn.Module) -> tuple[Laid, HostMemory]:
-    layout = lay_out(model, Voice())
-    return layout, HostMemory(layout.adapter, layout.held, layout.plan, Voice())
+    layout = lay_out(model, JobCollectives())
+    return layout, HostMemory(layout.adapter, layout.held, layout.plan, JobCollectives())
 
 
 def test_a_plain_model_is_one_piece_each() -> None:
     """Every parameter is one piece from offset 0, in the order of names, tied ones once."""
-    plan = lay_out(Tied(), Voice()).plan
+    plan = lay_out(Tied(), JobCollectives()).plan
     assert [(l.name, [p.name for p in l.parameters]) for l in plan.manifest.layers] == [
         ("embed", ["embed.weight"]),
         ("layers.0", ["layers.0.weight"]),
@@ -80,8 +80,8 @@ def test_frozen_parameters_take_no_part() -> None:
 def test_two_copies_of_a_tied_parameter_are_pushed_once_and_both_written() -> None:
     """As in the first and the last chunk of a pipeline on one rank."""
     chunks = [nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)]
-    layout = lay_out(chunks, Voice())
-    memory = HostMemory(layout.adapter, layout.held, layout.plan, Voice())
+    layout = lay_out(chunks, JobCollectives())
+    memory = HostMemory(layout.adapter, layout.held, layout.plan, JobCollectives())
     memory.gather()
     assert [tuple(piece) for piece in layout.plan.pieces] == [(0, 0, 0, 4)]
     assert np.array_equal(memory.pieces[0].array, chunks[0].weight.detach().numpy().reshape(-1))
@@ -90,14 +90,14 @@ def test_two_copies_of_a_tied_parameter_are_pushed_once_and_both_written() -> No
     memory.install()
     assert all(torch.equal(chunk.weight, torch.full((2, 2), 3.0)) for chunk in chunks)
     with pytest.raises(ConfigError, match=r"weight: shape \(2, 2\) in one chunk of the model, \(3, 2\) in another"):
-        lay_out([nn.Linear(2, 2, bias=False), nn.Linear(2, 3, bias=False)], Voice())
+        lay_out([nn.Linear(2, 2, bias=False), nn.Linear(2, 3, bias=False)], JobCollectives())
 
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:
     """Nothing would travel."""
     model = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(ConfigError, match="no parameter with requires_grad"):
-        lay_out(model, Voice())
+        lay_out(model, JobCollectives())
 
 
 def test_a_bf16_parameter_is_pushed_as_it_is_and_rounded_when_installed() -> None:
@@ -116,14 +116,14 @@ def test_wrappers_leave_no_trace_in_names() -> None:
     """A compiled model has the manifest of the model within."""
     model = Tied()
     compiled: nn.Module = torch.compile(model, backend="eager")  # type: ignore[assignment]
-    assert lay_out(compiled, Voice()).plan.manifest == lay_out(model, Voice()).plan.manifest
+    assert lay_out(compiled, JobCollectives()).plan.manifest == lay_out(model, JobCollectives()).plan.manifest
 
 
 def test_wrong_dtype_is_named() -> None:
     """What fp32 does not hold exactly is refused; the error names the first such parameter."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(torch.float64))
     with pytest.raises(ConfigError, match=r"1\.weight: expected a parameter of one of torch\.float32.*float64"):
-        lay_out(model, Voice())
+        lay_out(model, JobCollectives())
 
 
 def test_memory_that_is_not_contiguous_is_named() -> None:
@@ -131,7 +131,7 @@ def test_memory_that_is_not_contiguous_is_named() -> None:
     model = nn.Linear(2, 3, bias=False)
     model.weight = nn.Parameter(torch.zeros(2, 3).t())
     with pytest.raises(ConfigError, match="weight: its memory"):
-        lay_out(model, Voice())
+        lay_out(model, JobCollectives())
 
 
 class FullyShardedDataParallel(nn.Linear):
@@ -143,10 +143,10 @@ class FullyShardedDataParallel(nn.Linear):
 def test_a_model_that_no_adapter_knows_is_refused_with_what_is_supported() -> None:
     """FSDP1 and DeepSpeed are named, with what to use instead; what is no module is, too."""
     with pytest.raises(ConfigError, match=r"FSDP1 flattens parameters; use fully_shard.*supported: plain, DDP"):
-        lay_out(nn.Sequential(FullyShardedDataParallel(2, 2)), Voice())
+        lay_out(nn.Sequential(FullyShardedDataParallel(2, 2)), JobCollectives())
     model = nn.Linear(2, 2)
     model.weight.ds_id = 3  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"ZeRO-3; supported: plain"):
-        lay_out(model, Voice())
+        lay_out(model, JobCollectives())
     with pytest.raises(ConfigError, match=r"expected a torch\.nn\.Module or a list of them, got str"):
-        lay_out(["model"], Voice())  # type: ignore[list-item]
+        lay_out(["model"], JobCollectives())  # type: ignore[list-item]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.client.parallel.plan import Claim, End, Plan, Rank, make_plan
+from dips.client.parallel.plan import End, ParameterClaim, RankLayout, TransferPlan, make_plan
 from dips.client.parallel.rect import Rect, cut_flat, rects
 from dips.errors import ConfigError
 
@@ -72,7 +72,7 @@ def test_two_rectangles_meet_if_they_share_an_element(a: Rect, b: Rect) -> None:
     assert a.meets(b) == b.meets(a) == bool(set(elements(a)) & set(elements(b)))
 
 
-def job(kind: str) -> list[Rank]:
+def job(kind: str) -> list[RankLayout]:
     """Six ranks on two hosts that hold a 6 × 5 weight and a norm of 5 in one way or another."""
     ways = {
         "replicated": [[(0, 6, 0, 5)]] * 6,
@@ -88,21 +88,23 @@ def job(kind: str) -> list[Rank]:
     for number, held in enumerate(ways[kind]):
         parts = tuple(rect for a, b, c, d in held for rect in rects(SHAPE, (a, c), (b - a, d - c)))
         norm = (Rect.run(0, 5),)
-        claims = (Claim("layers.0.w", SHAPE, parts, parts), Claim("norm.g", (5,), norm, norm))
-        ranks.append(Rank(claims, f"host{number // 3}"))
+        claims = (ParameterClaim("layers.0.w", SHAPE, parts, parts), ParameterClaim("norm.g", (5,), norm, norm))
+        ranks.append(RankLayout(claims, f"host{number // 3}"))
     return ranks
 
 
-def memory_of(rank: Rank, theta: dict[str, np.ndarray]) -> dict[tuple[str, int], np.ndarray]:
+def memory_of(rank: RankLayout, theta: dict[str, np.ndarray]) -> dict[tuple[str, int], np.ndarray]:
     """The blocks of one rank, filled from full parameters."""
     return {(c.name, b): theta[c.name][elements(rect)] for c in rank.claims for b, rect in enumerate(c.writes)}
 
 
-def move(plans: list[Plan], ranks: list[Rank], which: str, source: list[dict], target: list[dict]) -> None:
+def move(
+    plans: list[TransferPlan], ranks: list[RankLayout], which: str, source: list[dict], target: list[dict]
+) -> None:
     """Carry out all hand-overs of a job by hand: the n-th that is given is the n-th that is taken."""
     names = [[p.name for p in layer.parameters] for layer in plans[0].manifest.layers]
 
-    def key(plan: Plan, layer: int, end: End, piece: bool) -> tuple[tuple, list[int]]:
+    def key(plan: TransferPlan, layer: int, end: End, piece: bool) -> tuple[tuple, list[int]]:
         if piece:
             return (end.index,), [e - plan.pieces[end.index].offset for e in elements(end.rect)]
         name = names[layer][end.param]
@@ -162,8 +164,10 @@ def test_what_one_rank_holds_alone_does_not_travel_inside_the_cluster() -> None:
 def test_replicas_share_the_load() -> None:
     """Each of six replicas moves a sixth of what all hold, within one cut."""
     shape = (6 * 4096,)
-    claims = tuple(Claim(f"layers.{i}.w", shape, (Rect.run(0, shape[0]),), (Rect.run(0, shape[0]),)) for i in range(4))
-    ranks = [Rank(claims, "host")] * 6
+    claims = tuple(
+        ParameterClaim(f"layers.{i}.w", shape, (Rect.run(0, shape[0]),), (Rect.run(0, shape[0]),)) for i in range(4)
+    )
+    ranks = [RankLayout(claims, "host")] * 6
     loads = [sum(p.length for p in make_plan(ranks, me, spread_items=1024).pieces) for me in range(6)]
     assert max(loads) - min(loads) <= 1024 and sum(loads) == 4 * shape[0]
 
@@ -178,8 +182,8 @@ def test_speakers_are_spread_over_the_hosts() -> None:
             assert ranks[peer].host == ranks[me].host
 
 
-def claims(*held: tuple[Rect, ...], shape: tuple[int, ...] = SHAPE) -> list[Rank]:
-    return [Rank((Claim("w", shape, parts, parts),), "host") for parts in held]
+def claims(*held: tuple[Rect, ...], shape: tuple[int, ...] = SHAPE) -> list[RankLayout]:
+    return [RankLayout((ParameterClaim("w", shape, parts, parts),), "host") for parts in held]
 
 
 @pytest.mark.parametrize(
@@ -208,11 +212,11 @@ def test_what_is_held_by_nobody_or_twice_is_named(held: list[tuple[Rect, ...]], 
 def test_ranks_that_hold_other_shapes_or_parameters_are_named() -> None:
     """At most five differences, then how many more; stages may hold other parameters than their neighbours."""
     whole = (Rect.run(0, 2),)
-    many = Rank(tuple(Claim(f"l.{i}.w", (2,), whole, whole) for i in range(9)), "host")
-    few = Rank((Claim("l.0.w", (2, 1), whole, whole),), "host")
+    many = RankLayout(tuple(ParameterClaim(f"l.{i}.w", (2,), whole, whole) for i in range(9)), "host")
+    few = RankLayout((ParameterClaim("l.0.w", (2, 1), whole, whole),), "host")
     with pytest.raises(ConfigError, match=r"l\.0\.w: shape \(2,\) on rank 0, \(2, 1\) on rank 1.*and 4 more"):
         make_plan([many, few], 0)
-    stages = [Rank((Claim(f"l.{i}.w", (2,), whole, whole),), "host", staged=True) for i in range(2)]
+    stages = [RankLayout((ParameterClaim(f"l.{i}.w", (2,), whole, whole),), "host", staged=True) for i in range(2)]
     assert [len(make_plan(stages, me).pieces) for me in range(2)] == [1, 1]
 
 
@@ -222,8 +226,11 @@ def test_a_large_job_is_planned_in_seconds() -> None:
     cuts = [sorted(rng.sample(range(1, 4096), 31)) for _ in range(200)]
     shares = [[Rect.run(a, b - a) for a, b in pairwise([0, *cut, 4096])] for cut in cuts]
     ranks = [
-        Rank(
-            tuple(Claim(f"l.{i}.w", (4096,), (share[r % 32],), (share[r % 32],)) for i, share in enumerate(shares)),
+        RankLayout(
+            tuple(
+                ParameterClaim(f"l.{i}.w", (4096,), (share[r % 32],), (share[r % 32],))
+                for i, share in enumerate(shares)
+            ),
             f"h{r // 8}",
         )
         for r in range(256)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from dips.client.relay import Relay
+from dips.client.agent.relay import Relay
 from dips.errors import Busy, ConfigError
 from dips.ids import GENESIS
 from dips.protocol.effects import Grant, SlaveAddress

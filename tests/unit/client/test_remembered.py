@@ -8,23 +8,23 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from dips.client.account import NO_LIFE, Lived
-from dips.client.remembered import FILE, Remembered
+from dips.client.agent.account import NO_INCARNATION, PastIncarnation
+from dips.client.agent.incarnation_file import FILE, IncarnationFile
 
 
-def remembered(directory: Path, run: str = "run", cluster: str = "west") -> Remembered:
-    return Remembered(directory, run, cluster, structlog.get_logger())
+def remembered(directory: Path, run: str = "run", cluster: str = "west") -> IncarnationFile:
+    return IncarnationFile(directory, run, cluster, structlog.get_logger())
 
 
 def test_the_next_agent_reads_what_the_last_one_kept(tmp_path: Path) -> None:
     """The newest life counts; another run's or cluster's is none of ours; nothing else lies about."""
-    assert remembered(tmp_path).former() == NO_LIFE
+    assert remembered(tmp_path).former() == NO_INCARNATION
     mine = remembered(tmp_path)
-    mine.keep(Lived(1, 10))
-    mine.keep(Lived(2, 7))
-    assert remembered(tmp_path).former() == Lived(2, 7)
-    assert remembered(tmp_path, run="other").former() == NO_LIFE
-    assert remembered(tmp_path, cluster="east").former() == NO_LIFE
+    mine.keep(PastIncarnation(1, 10))
+    mine.keep(PastIncarnation(2, 7))
+    assert remembered(tmp_path).former() == PastIncarnation(2, 7)
+    assert remembered(tmp_path, run="other").former() == NO_INCARNATION
+    assert remembered(tmp_path, cluster="east").former() == NO_INCARNATION
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
@@ -32,7 +32,7 @@ def test_the_next_agent_reads_what_the_last_one_kept(tmp_path: Path) -> None:
 def test_a_broken_file_is_said_and_passed_over(tmp_path: Path, content: str) -> None:
     (tmp_path / FILE).write_bytes(content.encode("latin-1"))
     with capture_logs() as logs:
-        assert remembered(tmp_path).former() == NO_LIFE
+        assert remembered(tmp_path).former() == NO_INCARNATION
     assert [line["event"] for line in logs] == ["life_not_read"]
 
 
@@ -40,11 +40,11 @@ def test_a_disk_that_fails_costs_no_training(tmp_path: Path) -> None:
     """It is said once, and again after it was mended."""
     mine = remembered(tmp_path / "gone")
     with capture_logs() as logs:
-        mine.keep(Lived(1, 1))
-        mine.keep(Lived(1, 2))
+        mine.keep(PastIncarnation(1, 1))
+        mine.keep(PastIncarnation(1, 2))
         (tmp_path / "gone").mkdir()
-        mine.keep(Lived(1, 3))
+        mine.keep(PastIncarnation(1, 3))
         (tmp_path / "gone" / FILE).unlink()
         (tmp_path / "gone").rmdir()
-        mine.keep(Lived(1, 4))
+        mine.keep(PastIncarnation(1, 4))
     assert [line["event"] for line in logs] == ["life_not_written"] * 2

@@ -8,18 +8,29 @@ from typing import Any, TypeVar
 
 import pytest
 
-from dips.client.account import NO_LIFE, Lived
-from dips.client.deeds import Ask, Deed, Hurry, Identity, Mark, Phase, Stop
-from dips.client.local import (
+from dips.client.agent.account import NO_INCARNATION, PastIncarnation
+from dips.client.agent.actions import (
+    Action,
+    AskMaster,
+    ClusterIdentity,
+    RecordMark,
+    SendHeartbeat,
+    StopTrainer,
+    SyncPhase,
+)
+from dips.client.agent.pace import Pace
+from dips.client.agent.session import Session
+from dips.client.ipc.messages import (
     Answer,
+    AskAgain,
     Attach,
+    Attached,
     Bye,
-    Failure,
+    ErrorReply,
     Halt,
     Heard,
     LossHeard,
     Message,
-    Moving,
     Over,
     PullMoved,
     PullNow,
@@ -32,11 +43,8 @@ from dips.client.local import (
     RangeWanted,
     Stepped,
     TrainOn,
-    Wait,
-    Welcome,
+    TransferProgress,
 )
-from dips.client.pace import Pace
-from dips.client.session import Session
 from dips.errors import CorruptManifest, StaleIncarnation, StalePush
 from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol.beats import ClusterBeatAnswer
@@ -79,10 +87,10 @@ def grant(version: VersionId = GENESIS) -> Grant:
 class Play:
     """One session, what it last asked the master, and everything that it marked."""
 
-    def __init__(self, overlap: bool = False, former: Lived = NO_LIFE) -> None:
+    def __init__(self, overlap: bool = False, former: PastIncarnation = NO_INCARNATION) -> None:
         nonces = count(1)
         self.s = Session(
-            Identity("run", "west", "digest"),
+            ClusterIdentity("run", "west", "digest"),
             lambda: f"nonce{next(nonces)}",
             patience_s=10.0,
             pace=Pace(steps=H),
@@ -90,22 +98,22 @@ class Play:
             former=former,
         )
         self.now = 0.0
-        self.asks: dict[str, Ask] = {}
+        self.asks: dict[str, AskMaster] = {}
         self.marks: list[tuple[str, dict[str, Any]]] = []
-        self.stops: list[Stop] = []
+        self.stops: list[StopTrainer] = []
         self.hurries = 0
         self.number = count(1)
 
-    def do(self, deeds: list[Deed]) -> None:
+    def do(self, deeds: list[Action]) -> None:
         for deed in deeds:
             match deed:
-                case Ask():
+                case AskMaster():
                     self.asks[deed.channel] = deed
-                case Mark(kind, fields):
+                case RecordMark(kind, fields):
                     self.marks.append((kind, dict(fields)))
-                case Stop():
+                case StopTrainer():
                     self.stops.append(deed)
-                case Hurry():
+                case SendHeartbeat():
                     self.hurries += 1
 
     def say(self, message: Message) -> Answer | None:
@@ -134,10 +142,10 @@ class Play:
 
     def begin(self, inc: int = 1, ranges: tuple[int, ...] = ()) -> None:
         """Attach, join and pull v0@r0."""
-        assert isinstance(self.say(self.attach()), Wait)
+        assert isinstance(self.say(self.attach()), AskAgain)
         self.asked(ClusterJoined)
         self.master(Joined(3, inc, GENESIS, NONE_YET, ranges))
-        assert isinstance(self.say(self.attach()), Welcome)
+        assert isinstance(self.say(self.attach()), Attached)
         self.pull(GENESIS)
 
     def pull(self, version: VersionId, installed: bool = True) -> Answer | None:
@@ -154,7 +162,7 @@ class Play:
 
     def push_until_granted(self) -> PushNow:
         want = self.want_push()
-        assert isinstance(self.say(want), Wait)
+        assert isinstance(self.say(want), AskAgain)
         self.asked(PushRequested)
         self.master(grant())
         verdict = self.say(want)
@@ -164,11 +172,11 @@ class Play:
     def push_until_committed(self) -> PushMoved:
         verdict = self.push_until_granted()
         moved = PushMoved(self.s.attempt, next(self.number), verdict.seq, True, "", 100)
-        assert isinstance(self.say(moved), Wait)
+        assert isinstance(self.say(moved), AskAgain)
         self.asked(PushFinished)
         self.master(Committed())
         self.asked(RoundAwaited)
-        assert isinstance(self.say(moved), Wait)
+        assert isinstance(self.say(moved), AskAgain)
         return moved
 
     def beat(self, standing: str) -> None:
@@ -216,7 +224,7 @@ def test_a_torn_model_pulls_until_it_succeeds(play: Play) -> None:
     for attempt in range(6):  # more than PULL_TRIES
         assert isinstance(verdict, PullNow), attempt
         told = PullMoved(1, next(play.number), verdict.seq, False, "ps1 is gone", 9, True)
-        assert isinstance(play.say(told), Wait) and play.s.base is None
+        assert isinstance(play.say(told), AskAgain) and play.s.base is None
         assert play.asked(PullFinished).installed is False
         play.master(Acknowledged())
         play.asked(PullRequested)
@@ -347,7 +355,7 @@ def test_busy_trains_on_and_asks_again_at_a_later_boundary(play: Play) -> None:
     assert play.say(play.want_push()) == TrainOn("all 2 slots are in use", 1, 0.0)
     assert play.asks["talk"].number == before
     play.now = 2.0
-    assert isinstance(play.say(play.want_push()), Wait)
+    assert isinstance(play.say(play.want_push()), AskAgain)
     assert play.asked(PushRequested).push.seq == 3
 
 
@@ -370,7 +378,7 @@ def test_a_failed_transfer_is_aborted_and_its_progress_carried(play: Play) -> No
     assert isinstance(told, TrainOn) and told.steps == H
     assert "UnavailableSlave" in play.asked(PushAborted).reason
     play.master(Acknowledged())
-    assert play.s.phase is Phase.RESTING and play.s.account.carried.tokens == 20
+    assert play.s.phase is SyncPhase.RESTING and play.s.account.carried.tokens == 20
 
 
 def test_a_push_that_the_master_has_dropped_is_halted(play: Play) -> None:
@@ -380,7 +388,7 @@ def test_a_push_that_the_master_has_dropped_is_halted(play: Play) -> None:
     assert play.s.beat() is not None
     verdict = play.push_until_granted()
     nothing = ClusterBeatAnswer(3, 10.0, "live", None, None, NONE_YET)
-    moving = Moving(play.s.attempt, 10, 100)
+    moving = TransferProgress(play.s.attempt, 10, 100)
     play.do(play.s.beat_answered(play.s.inc, nothing, play.now))
     assert play.say(moving) == Heard()
     assert play.s.beat() is not None
@@ -404,7 +412,7 @@ def test_a_beat_tells_the_rate_of_the_present_or_last_transfer(play: Play) -> No
     play.now = 10.0
     verdict = play.push_until_granted()
     play.now = 12.0
-    play.say(Moving(play.s.attempt, 100, 400))
+    play.say(TransferProgress(play.s.attempt, 100, 400))
     beat = play.s.beat()
     assert beat is not None and (beat.bytes_moved, beat.bytes_total, beat.bytes_per_s) == (100, 400, 50.0)
     play.now = 14.0
@@ -442,7 +450,7 @@ def test_a_trainer_without_parameters_pulls_until_it_has_them(play: Play) -> Non
     play.say(want)
     for _ in range(6):
         play.master(Refused(2.0, "waits for slave ps0"))
-        assert isinstance(play.say(want), Wait)
+        assert isinstance(play.say(want), AskAgain)
         assert play.asks["talk"].delay_s == 2.0
     play.master(grant())
     assert isinstance(play.say(want), PullNow)
@@ -459,7 +467,7 @@ def test_trainer_dies_while_pushing(play: Play) -> None:
     assert play.asked(PushAborted).push.seq == 2
     assert play.s.account.lost == 20 and play.s.account.unsettled == 0
     play.master(Acknowledged())
-    assert isinstance(play.say(play.attach(life=2, pid=8)), Welcome)
+    assert isinstance(play.say(play.attach(life=2, pid=8)), Attached)
     assert play.s.attempt == 2
     assert [play.say(RangeWanted(2, n)) for n in (1, 2, 3)] == [RangeGiven(5), RangeGiven(6), RangeGiven(7)]
     play.adds_up(20)
@@ -473,14 +481,14 @@ def test_trainer_dies_after_committing(play: Play, kind: str, lost: int, accepte
     play.step(2)
     play.push_until_committed()
     play.do(play.s.trainer_gone("torchrun was killed", 1.0))
-    assert play.say(play.attach(life=2, pid=8)) == Welcome(2, 0.0)
+    assert play.say(play.attach(life=2, pid=8)) == Attached(2, 0.0)
     want = PullWanted(2, next(play.number))
-    assert isinstance(play.say(want), Wait)
+    assert isinstance(play.say(want), AskAgain)
     play.master(outcome(kind, V1 if kind == "accepted" else None, pull=kind == "accepted"))
     if kind == "accepted":
         assert not play.asked(PullFinished).installed
         play.master(Acknowledged())
-    assert isinstance(play.say(want), Wait)
+    assert isinstance(play.say(want), AskAgain)
     play.asked(PullRequested)
     assert (play.s.account.lost, play.s.account.accepted) == (lost, accepted)
 
@@ -490,14 +498,14 @@ def test_a_new_restart_of_torchrun_is_a_new_attempt(play: Play) -> None:
     play.begin()
     play.step(1)
     verdict = play.push_until_granted()
-    assert isinstance(play.say(play.attach(restart=1, pid=9)), Welcome)
+    assert isinstance(play.say(play.attach(restart=1, pid=9)), Attached)
     play.asked(PushAborted)
     late = play.say(PushMoved(1, 99, verdict.seq, True, "", 1))
-    assert isinstance(late, Failure) and late.error == "StaleIncarnation"
+    assert isinstance(late, ErrorReply) and late.error == "StaleIncarnation"
     assert play.say(Stepped(1, 1000, None)) is None
     play.adds_up(10)
     older = play.say(play.attach(restart=0, pid=7))
-    assert isinstance(older, Failure) and older.error == "StaleIncarnation"
+    assert isinstance(older, ErrorReply) and older.error == "StaleIncarnation"
 
 
 def test_what_the_master_has_of_another_life_is_not_taken_for_ours(play: Play) -> None:
@@ -515,13 +523,13 @@ def test_what_the_master_has_of_another_life_is_not_taken_for_ours(play: Play) -
 )
 def test_what_the_agent_before_consumed_is_told_by_the_next(inc: int, lost: int, why: str) -> None:
     """It died, and so did the master that had heard its beats: the next one in its directory tells what is missing."""
-    play = Play(former=Lived(1, 50))
-    assert isinstance(play.say(play.attach()), Wait)
+    play = Play(former=PastIncarnation(1, 50))
+    assert isinstance(play.say(play.attach()), AskAgain)
     play.asked(ClusterJoined)
-    assert play.s.lived == Lived(1, 50)
+    assert play.s.lived == PastIncarnation(1, 50)
     play.master(Joined(3, inc, V1, NONE_YET, (), accounted=30))
     assert play.s.account.lost == lost, why
-    assert play.s.lived == Lived(inc, lost)
+    assert play.s.lived == PastIncarnation(inc, lost)
 
 
 def test_a_pipelines_loss_comes_from_another_rank(play: Play) -> None:
@@ -542,13 +550,13 @@ def test_a_pipelines_loss_comes_from_another_rank(play: Play) -> None:
 def test_rank_0_moves_to_another_host(play: Play) -> None:
     """torchrun counts restarts on each host: what counts less, started by others, is newer all the same."""
     play.begin()
-    assert isinstance(play.say(play.attach(restart=2, pid=9)), Welcome)
-    assert isinstance(play.say(play.attach(life=0, restart=0, pid=8)), Welcome)
+    assert isinstance(play.say(play.attach(restart=2, pid=9)), Attached)
+    assert isinstance(play.say(play.attach(life=0, restart=0, pid=8)), Attached)
     assert play.s.attempt == 3
     for process in (7, 9):  # they were rank 0 before
-        assert isinstance(play.say(play.attach(restart=2, pid=process)), Failure)
-    assert isinstance(play.say(play.attach(life=2, pid=10)), Welcome)
-    assert isinstance(play.say(play.attach(life=1, pid=11)), Failure)
+        assert isinstance(play.say(play.attach(restart=2, pid=process)), ErrorReply)
+    assert isinstance(play.say(play.attach(life=2, pid=10)), Attached)
+    assert isinstance(play.say(play.attach(life=1, pid=11)), ErrorReply)
 
 
 def test_gone_joins_again_and_pulls_before_anything_counts(play: Play) -> None:
@@ -584,7 +592,7 @@ def test_a_data_range_is_to_be_had_between_join_and_pull(play: Play) -> None:
     play.beat("gone")
     play.master(Joined(3, 2, V1, NONE_YET, ()))
     want = RangeWanted(1, 2)
-    assert isinstance(play.say(want), Wait)
+    assert isinstance(play.say(want), AskAgain)
     assert play.asked(RangesRequested, "ranges").inc == 2
     play.master(Ranges((8,), False), "ranges")
     assert play.say(want) == RangeGiven(8)
@@ -599,7 +607,7 @@ def test_fenced_stops_with_75(play: Play) -> None:
     play.beat("fenced")
     assert [stop.code for stop in play.stops] == [75]
     failure = play.say(play.want_push())
-    assert isinstance(failure, Failure) and "fenced" in failure.message
+    assert isinstance(failure, ErrorReply) and "fenced" in failure.message
 
 
 def test_stale_incarnation_waits_for_the_beat(play: Play) -> None:
@@ -609,7 +617,7 @@ def test_stale_incarnation_waits_for_the_beat(play: Play) -> None:
     want = play.want_push()
     play.say(want)
     play.do(play.s.failed(play.asks["talk"].number, StaleIncarnation("west/1 is gone"), 1.0))
-    assert play.hurries == 1 and isinstance(play.say(want), Wait)
+    assert play.hurries == 1 and isinstance(play.say(want), AskAgain)
     play.beat("gone")
     play.asked(ClusterJoined)
 
@@ -630,7 +638,7 @@ def test_wrong_model_is_told_to_the_trainer_and_stops(play: Play) -> None:
     play.say(play.attach())
     error = CorruptManifest("this model is not the run's: norm.weight: expected shape (4,), got (8,)")
     play.do(play.s.failed(play.asks["talk"].number, error, 0.0))
-    assert play.say(play.attach()) == Failure("CorruptManifest", str(error))
+    assert play.say(play.attach()) == ErrorReply("CorruptManifest", str(error))
     assert play.stops[0].code == 65
 
 
@@ -643,7 +651,7 @@ def test_answers_to_old_questions_change_nothing(play: Play) -> None:
     play.do(play.s.trainer_gone("killed", 0.0))
     play.asked(PushAborted)
     assert play.s.answered(old, grant(), 1.0) == []
-    assert play.s.phase is Phase.ABORTING
+    assert play.s.phase is SyncPhase.ABORTING
 
 
 def test_an_unreachable_master_holds_nobody_who_asks_for_a_push(play: Play) -> None:
@@ -651,7 +659,7 @@ def test_an_unreachable_master_holds_nobody_who_asks_for_a_push(play: Play) -> N
     play.begin()
     play.step()
     want = play.want_push()
-    assert isinstance(play.say(want), Wait)
+    assert isinstance(play.say(want), AskAgain)
     play.do(play.s.hindered("no answer", 0.0))
     assert play.say(want) == TrainOn("no answer", 1, 0.0)
     play.step()
@@ -673,7 +681,7 @@ def test_who_was_told_to_train_on_does_not_wait_for_an_absent_master_to_close_th
     assert isinstance(verdict, PullNow)
     play.say(PullMoved(1, next(play.number), verdict.seq, True, "", 9))
     play.step()
-    assert isinstance(play.say(play.want_push()), Wait), "he answers: it is a matter of milliseconds"
+    assert isinstance(play.say(play.want_push()), AskAgain), "he answers: it is a matter of milliseconds"
     play.do(play.s.hindered("no answer", 0.0))
     assert isinstance(play.say(play.want_push()), TrainOn)
     play.master(Acknowledged())
@@ -718,13 +726,13 @@ def test_ranges_end_when_none_is_left(play: Play) -> None:
     """Ranges are leased before they run out; the end is told when the last is used up."""
     play.begin()
     want = RangeWanted(1, 1)
-    assert isinstance(play.say(want), Wait)
+    assert isinstance(play.say(want), AskAgain)
     play.master(Ranges((1, 2), False), "ranges")
     assert play.say(want) == RangeGiven(1)
     assert play.say(RangeWanted(1, 2)) == RangeGiven(2)
     assert play.asked(RangesRequested, "ranges").seq == 2
     play.master(Ranges((), True), "ranges")
-    assert play.say(RangeWanted(1, 3)) == RangesEnded("no data range is left to lease", False)
+    assert play.say(RangeWanted(1, 3)) == RangesEnded("no data range is left to lease", False, unsettled=True)
     assert play.s.account.carried.ranges == (1, 2)
 
 
@@ -741,7 +749,7 @@ def test_a_slot_that_is_long_in_coming_holds_nobody_up(play: Play) -> None:
     play.begin()
     play.step(4)
     want = play.want_push()
-    assert isinstance(play.say(want), Wait)
+    assert isinstance(play.say(want), AskAgain)
     play.now += 1.0
     told = play.say(want)
     assert isinstance(told, TrainOn) and told.steps == 1

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from dips.client import metrics
-from dips.client.deeds import STANDSTILL, Identity, Phase
-from dips.client.pace import Pace
-from dips.client.session import Session
-from dips.client.tally import CAUSES, RATE_S, Tally
+from dips.client.agent import metrics
+from dips.client.agent.actions import STANDSTILL, ClusterIdentity, SyncPhase
+from dips.client.agent.pace import Pace
+from dips.client.agent.session import Session
+from dips.client.agent.tally import CAUSES, RATE_S, Tally
 
 
 def test_time_goes_to_one_cause() -> None:
@@ -50,13 +50,13 @@ def test_the_rate_forgets() -> None:
 
 def test_every_phase_has_a_cause() -> None:
     """A trainer that stands still does so for a cause that the metrics know."""
-    assert set(STANDSTILL) == set(Phase)
+    assert set(STANDSTILL) == set(SyncPhase)
     assert set(STANDSTILL.values()) <= set(CAUSES)
 
 
 def test_an_agent_without_a_trainer_tells_what_it_knows() -> None:
     """Before anything happened there are no losses and bases, and every name is said once."""
-    session = Session(Identity("r", "c", "d"), lambda: "nonce", 10.0, Pace(steps=1))
+    session = Session(ClusterIdentity("r", "c", "d"), lambda: "nonce", 10.0, Pace(steps=1))
     found = list(metrics.collect(metrics.read(session, 5.0)))
     assert len({family.name for family in found}) == len(found)
     empty = {f.name for f in found if not f.samples and "relay" not in f.name}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dips.client.trainer import descendants
+from dips.client.agent.trainer import descendants
 from dips.demo.processes import House, ProcessEnded
 
 SLEEP = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]

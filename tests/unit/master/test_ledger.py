@@ -142,6 +142,19 @@ def test_a_push_that_its_life_left_open(ledger: Ledger) -> None:
     assert ledger.state().clusters[0].tokens_accounted == 13
 
 
+def test_skipped_tokens_are_not_added_up(ledger: Ledger) -> None:
+    """They come again with the next push, so however often the largest push is skipped, the ledger can be read."""
+    ledger.write([IncarnationGiven("cluster", "a", 1, "n")])
+    largest = (1 << 53) - 1
+    rounds = [
+        RoundEnded(n, "skipped", "x", (outcome(PushId("a", 1, n), "skipped", tokens=largest),) * 200, (), 0.0)
+        for n in range(1, 8)
+    ]
+    ledger.write([record for r in rounds for record in (RoundReserved(r.round, 0.0), r)])
+    assert ledger.tokens() == {"a": {"accepted": 0, "gated": 0, "lost": 0, "undone": 0}}
+    assert ledger.state().totals[0].skipped == 1400
+
+
 V3, V2B = VersionId(3, 4), VersionId(2, 5)
 A3, A4 = PushId("a", 1, 3), PushId("a", 1, 4)
 

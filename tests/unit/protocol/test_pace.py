@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dips.protocol.beats import NO_MEETING, ClusterBeat
-from dips.protocol.pace import Gathering, Meetings
+from dips.protocol.pace import NEVER_S, Gathering, Meetings
 
 BEAT_S = 0.5
 WINDOW_SHARE = 0.05  # of the time between pushes: the window's default
@@ -65,6 +67,36 @@ def test_pushes_that_share_a_slot_begin_one_after_the_other() -> None:
         meetings.heard(beat(name, 0.1, bytes_per_s=100.0))
     told = sorted(meetings.push_in_s(name, gathering(nbytes=100), 0.0) for name in "abcd")
     assert told == pytest.approx([4.4, 4.4, 5.4, 5.4])
+
+
+REALS = st.sampled_from([0.0, 5e-324, 1e-300, 1e-6, 1.0, 1e6, float(1 << 53)])
+COUNTS = st.sampled_from([0, 1, 64, (1 << 53) - 1])
+
+
+@given(
+    st.lists(st.tuples(REALS, COUNTS, COUNTS, REALS), min_size=1, max_size=4),
+    st.sampled_from([0, 2, (1 << 53) - 1]),
+    st.booleans(),
+)
+def test_no_beat_that_the_wire_lets_in_is_too_much(
+    members: list[tuple[float, int, int, float]], slots: int, opened: bool
+) -> None:
+    """Speeds and rates at the very edges give a number of seconds that the cluster's agent lets in as well."""
+    meetings, found = Meetings(), gathering(5.0 if opened else None, slots, nbytes=1 << 40)
+    for i, (step_s, since, wanted, bytes_per_s) in enumerate(members):
+        meetings.heard(beat(f"c{i}", step_s, since, wanted, bytes_per_s))
+    for i in range(len(members)):
+        left = meetings.push_in_s(f"c{i}", found, 10.0)
+        assert left == NO_MEETING or 0 <= left <= NEVER_S
+        meetings.explain(f"c{i}", found, 10.0)
+
+
+def test_one_absurd_speed_leaves_the_others_a_number() -> None:
+    """A cluster whose inner step takes 2^53 s makes the period long, and not endless, for the other."""
+    meetings = Meetings()
+    meetings.heard(beat("absurd", float(1 << 53), wanted=(1 << 53) - 1))
+    meetings.heard(beat("a", 0.1))
+    assert 0 <= meetings.push_in_s("a", gathering(), 0.0) <= NEVER_S
 
 
 @dataclass

@@ -153,3 +153,35 @@ def test_rule_none_asks_only_for_finite_numbers() -> None:
     story = Story(PenaltyOptions(rule="none"))
     assert story.round(a=1e9)["a"].accepted
     assert not story.round(a=nan)["a"].accepted
+
+
+def test_a_cluster_alone_keeps_its_hard_cap() -> None:
+    """Gated often, or readmitted, with no other cluster: a push ten times too far stays out, a usual one is in."""
+    story = Story()
+    for _ in range(20):
+        story.round(a=1.0)
+    assert not any(story.round(a=1e6)["a"].accepted for _ in range(5 * OPTIONS.gate_patience))
+    assert story.penalty.row("a").warm_left == OPTIONS.warmup_rounds
+    story.penalty.readmit("a")
+    assert not story.round(a=11.0)["a"].accepted
+    assert story.round(a=9.0)["a"].accepted
+    assert story.penalty.row("a").mu == 9.0
+
+
+def test_a_cluster_alone_warms_up_again_below_its_cap() -> None:
+    """H tripled for good, with nobody to compare with: patience, then a new warm-up."""
+    rng, story = random.Random(7), Story()
+    for _ in range(60):
+        story.round(a=quiet(rng))
+    said = [story.round(a=quiet(rng, 3.0))["a"].accepted for _ in range(20)]
+    assert said[: OPTIONS.gate_patience] == [False] * OPTIONS.gate_patience
+    assert all(said[OPTIONS.gate_patience :])
+
+
+def test_a_cluster_alone_without_statistics_is_held_against_the_model() -> None:
+    """Its one accepted push had a base that is no ancestor and left no statistics: ‖θ₀‖ still bounds the next."""
+    story = Story(genesis_norm=100.0)
+    exempt = story.penalty.verdict("a", [1.0], True, 1, exempt=True)
+    story.penalty.keep(*story.penalty.settled([Settled("a", exempt)], ["a"]))
+    assert not story.round(a=1e6)["a"].accepted
+    assert story.round(a=99.0)["a"].accepted

@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from math import inf, nan
 from typing import Any
 
 import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.errors import LocalProtocolError, RemoteProtocolError
-from dips.ids import VersionId
+from dips.ids import PullId, PushId, VersionId
 from dips.protocol import beats, effects, events
 from dips.wire import messages
-from dips.wire.generated import cluster_pb2, slave_pb2
+from dips.wire.generated import cluster_pb2, operator_pb2, slave_pb2, status_pb2
 
 UNUSED_BY_WIRE = {"Reply", "Note", "Exit", "Failed", "OrderAnswered", "OrderFailed", "TrainerChanged"} | {
     "BandwidthMeasured",
@@ -42,25 +44,26 @@ def dataclasses_that_travel() -> list[type]:
 
 def built(cls: type) -> st.SearchStrategy[Any]:
     hints = typing.get_type_hints(cls)
-    return st.builds(cls, **{f.name: value_of(f.name, hints[f.name]) for f in dataclasses.fields(cls)})
+    return st.builds(cls, **{f.name: value_of(cls, f.name, hints[f.name]) for f in dataclasses.fields(cls)})
 
 
-def value_of(name: str, hint: Any) -> st.SearchStrategy[Any]:
+def value_of(cls: type, name: str, hint: Any) -> st.SearchStrategy[Any]:
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return st.one_of(*[st.none() if a is types.NoneType else value_of(name, a) for a in arguments])
+        return st.one_of(*[st.none() if a is types.NoneType else value_of(cls, name, a) for a in arguments])
     if typing.get_origin(hint) is tuple:
-        return st.lists(value_of(name, arguments[0]), max_size=3).map(tuple)
+        return st.lists(value_of(cls, name, arguments[0]), max_size=3).map(tuple)
     if dataclasses.is_dataclass(hint):
         return built(typing.cast(type, hint))
     if hint is str:
         return NAMES if name in ("run", "cluster", "slave", "name") else st.text(max_size=40)
     if name == "req":
         return st.just(7)
+    reals = messages._REALS.get((cls.__name__, name), messages._REAL)
     return {
         int: st.integers(0, messages.MAX_INTEGER),
         bool: st.booleans(),
-        float: st.floats(allow_nan=False),
+        float: st.floats(reals.least, reals.most, allow_nan=False),
     }[hint]
 
 
@@ -139,7 +142,7 @@ def test_a_name_is_checked_before_use(name: str) -> None:
 
 
 def test_integers_fit_the_ledger() -> None:
-    """Tokens above 2^63 − 1 would not fit the ledger: refused on arrival."""
+    """Tokens above 2^53 − 1 could not be added up in the ledger: refused on arrival."""
     with pytest.raises(RemoteProtocolError, match="tokens_consumed"):
         messages.from_proto(cluster_pb2.ClusterLeft(cluster="a", tokens_consumed=1 << 63), events.ClusterLeft, req=1)
 
@@ -167,3 +170,90 @@ def test_what_has_no_spelling_names_its_field() -> None:
     """A negative count is our bug, told with class and field rather than by protobuf."""
     with pytest.raises(LocalProtocolError, match=r"VersionId\.version"):
         messages.to_proto(VersionId(-1, 0))
+
+
+# ---- every field of every message ---------------------------------------------------------------------------------
+
+NOT_FOR_DECIDING = {"StatusRequest", "StatusReply", "DescribeRequest", "DescribeReply"}  # JSON for people, or empty
+TOO_MUCH: dict[int, tuple[Any, ...]] = {
+    FieldDescriptor.TYPE_DOUBLE: (nan, inf, -inf, 1e300, -1e300, -2.0),
+    FieldDescriptor.TYPE_UINT64: (1 << 53, (1 << 64) - 1),
+    FieldDescriptor.TYPE_STRING: ("x" * (messages.MAX_TEXT + 1),),
+    FieldDescriptor.TYPE_BOOL: (),
+}
+LEGAL_ANYWAY = {  # (message, field) → what of TOO_MUCH it may be; the reasons stand in wire/messages.py
+    ("ClusterBeat", "loss"): (nan, inf, -inf, 1e300, -1e300, -2.0),
+    ("PushFinished", "loss"): (nan, inf, -inf, 1e300, -1e300, -2.0),
+    ("Measured", "layer_sq"): (nan, inf, 1e300),
+    ("Folded", "acc_sq"): (nan, inf, 1e300),
+    ("ClusterJoined", "manifest"): TOO_MUCH[FieldDescriptor.TYPE_STRING],
+    ("Registered", "manifest"): TOO_MUCH[FieldDescriptor.TYPE_STRING],
+}
+
+
+def full(cls: type) -> Any:
+    """An example in which nothing is absent or empty."""
+    hints = typing.get_type_hints(cls)
+    return cls(**{f.name: _filled(f.name, hints[f.name]) for f in dataclasses.fields(cls)})
+
+
+def _filled(name: str, hint: Any) -> Any:
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return _filled(name, arguments[0])
+    if typing.get_origin(hint) is tuple:
+        return (_filled(name, arguments[0]),)
+    if dataclasses.is_dataclass(hint):
+        return full(typing.cast(type, hint))
+    return {str: "a", int: 1, float: 1.0, bool: True}[hint]
+
+
+def spoilt(cls: type) -> list[tuple[str, Any, Message]]:
+    """(field, value, the full example with this value there), for every own scalar of a message and all of TOO_MUCH."""
+    found = []
+    for field in type(messages.to_proto(full(cls))).DESCRIPTOR.fields:
+        if field.type == FieldDescriptor.TYPE_MESSAGE and field.message_type.name != "Indices":
+            continue  # a message of its own
+        indices = field.type == FieldDescriptor.TYPE_MESSAGE
+        for value in TOO_MUCH[FieldDescriptor.TYPE_UINT64 if indices else field.type]:
+            message = messages.to_proto(full(cls))
+            if indices:
+                getattr(message, field.name)[0].values[0] = value
+            elif isinstance(getattr(message, field.name), str | int | float):
+                setattr(message, field.name, value)
+            else:
+                getattr(message, field.name)[0] = value
+            found.append((field.name, value, message))
+    return found
+
+
+@pytest.mark.parametrize("cls", [*dataclasses_that_travel(), VersionId, PushId, PullId], ids=lambda c: c.__name__)
+def test_every_field_is_bounded(cls: type) -> None:
+    """NaN, infinity, what is too large or negative, endless text: refused by name in every field that may not be so."""
+    extra = {"req": 7} if any(f.name == "req" for f in dataclasses.fields(cls)) else {}
+    for name, value, message in spoilt(cls):
+        again = type(message).FromString(message.SerializeToString())
+        legal = any(value is v or value == v for v in LEGAL_ANYWAY.get((cls.__name__, name), ()))
+        if legal or name == "reason":
+            messages.from_proto(again, cls, **extra)
+            continue
+        with pytest.raises(RemoteProtocolError, match=name):
+            messages.from_proto(again, cls, **extra)
+
+
+def test_no_message_is_forgotten() -> None:
+    """Whatever a call of any service sends or answers, down to the innermost message, stands in the walk above."""
+    walked = {cls.__name__ for cls in (*dataclasses_that_travel(), VersionId, PushId, PullId)}
+    stack: list[Descriptor] = []
+    for module in (cluster_pb2, slave_pb2, operator_pb2, status_pb2):
+        for service in module.DESCRIPTOR.services_by_name.values():
+            stack += [d for method in service.methods for d in (method.input_type, method.output_type)]
+    seen = set[str]()
+    while stack:
+        descriptor = stack.pop()
+        if descriptor.name not in seen:
+            seen.add(descriptor.name)
+            stack += [f.message_type for f in descriptor.fields if f.message_type is not None]
+    wrappers = {name for name in seen if name.endswith("Reply")} | {"Answer", "Indices"}
+    assert len(walked & seen) > 50
+    assert seen - walked - wrappers - NOT_FOR_DECIDING == set()

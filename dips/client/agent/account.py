@@ -1,0 +1,152 @@
+"""What a cluster's training has earned and not yet settled: tokens, inner steps, loss and data ranges (why.md 16, 37).
+
+Every token consumed in one life of the cluster is in exactly one of: carried (the next push takes it), frozen (in the
+push under way), accepted, gated, lost. Progress is cut at the freeze of a push and settled by its Outcome; a dropped or
+skipped push gives it back, the death of the trainer that earned it loses it. Knows no messages and no clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Progress between two cuts; `loss` is the mean of the reported losses, 0 if none was."""
+
+    tokens: int = 0
+    inner_steps: int = 0
+    ranges: tuple[int, ...] = ()
+    loss_sum: float = 0.0
+    losses: int = 0
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / self.losses if self.losses else 0.0
+
+    def __add__(self, other: Portion) -> Portion:
+        return Portion(
+            self.tokens + other.tokens,
+            self.inner_steps + other.inner_steps,
+            self.ranges + other.ranges,
+            self.loss_sum + other.loss_sum,
+            self.losses + other.losses,
+        )
+
+
+NOTHING = Portion()
+
+
+@dataclass(frozen=True, slots=True)
+class PastIncarnation:
+    """A life of the cluster, and the tokens that it has consumed."""
+
+    inc: int = 0
+    consumed: int = 0
+
+
+NO_INCARNATION = PastIncarnation()
+
+
+@dataclass
+class Account:
+    """Progress of one life of a cluster."""
+
+    carried: Portion = NOTHING
+    frozen: Portion = NOTHING
+    accepted: int = 0
+    gated: int = 0
+    lost: int = 0
+
+    @property
+    def unsettled(self) -> int:
+        """Tokens that a push may still bring in."""
+        return self.carried.tokens + self.frozen.tokens
+
+    @property
+    def consumed(self) -> int:
+        return self.unsettled + self.accepted + self.gated + self.lost
+
+    def earn(self, tokens: int, loss: float | None) -> None:
+        """Count one inner step."""
+        self.carried += Portion(tokens, 1, (), loss or 0.0, 0 if loss is None else 1)
+
+    def learn(self, loss_sum: float, losses: int) -> None:
+        """Add losses of inner steps that were counted without one."""
+        self.carried += Portion(loss_sum=loss_sum, losses=losses)
+
+    def use_up(self, used: int) -> None:
+        """Count a data range as trained by what is carried."""
+        self.carried += Portion(ranges=(used,))
+
+    def freeze(self) -> Portion:
+        """Cut: what was carried goes with the push."""
+        self.frozen, self.carried = self.frozen + self.carried, NOTHING
+        return self.frozen
+
+    def settle(self, kind: str) -> None:
+        """The push was accepted or gated: its portion never comes back."""
+        if kind == "accepted":
+            self.accepted += self.frozen.tokens
+        else:
+            self.gated += self.frozen.tokens
+        self.frozen = NOTHING
+
+    def give_back(self) -> None:
+        """The push came to nothing and its trainer lives: the next one takes its portion."""
+        self.carried, self.frozen = self.frozen + self.carried, NOTHING
+
+    def lose_carried(self) -> tuple[int, ...]:
+        """The trainer died; return the ranges that must be trained anew."""
+        portion, self.carried = self.carried, NOTHING
+        self.lost += portion.tokens
+        return portion.ranges
+
+    def lose_frozen(self) -> tuple[int, ...]:
+        """The push came to nothing and its trainer is dead; return the ranges that must be trained anew."""
+        portion, self.frozen = self.frozen, NOTHING
+        self.lost += portion.tokens
+        return portion.ranges
+
+
+@dataclass
+class RangeQueue:
+    """Data ranges leased to this life of the cluster and not used up, and the one that the trainer is at."""
+
+    waiting: deque[int] = field(default_factory=deque)
+    exhausted: bool = False  # the master had none left to lease
+    serving: int | None = None
+    asked: int = 0  # count of the present trainer's last question
+
+    def lease(self, ranges: Iterable[int], exhausted: bool) -> None:
+        self.waiting.extend(ranges)
+        self.exhausted = exhausted
+
+    def finish(self, count: int) -> int | None:
+        """The trainer asks for its `count`-th range: return the one that is used up by that, if it had one."""
+        used, self.serving, self.asked = self.serving, None, count
+        return used
+
+    def serve(self) -> int | None:
+        """The range for the trainer's last question, the same however often it is asked; None if none is here."""
+        if self.serving is None and self.waiting:
+            self.serving = self.waiting.popleft()
+        return self.serving
+
+    def resume(self, used: Iterable[int], ahead: tuple[int, ...]) -> None:
+        """A checkpoint is taken up: its ranges come first, in its order; what was used up is not served again."""
+        held = {*self.waiting} | ({self.serving} if self.serving is not None else set())
+        self.serving = None
+        self.waiting = deque([*ahead, *sorted(held - {*ahead} - {*used})])
+
+    def take_back(self, ranges: Iterable[int]) -> None:
+        """The trainer died: what it had and what it carried is served again, in order, to the next one."""
+        unused = () if self.serving is None else (self.serving,)
+        self.serving, self.asked = None, 0
+        self.take_back_unserved((*ranges, *unused))
+
+    def take_back_unserved(self, ranges: Iterable[int]) -> None:
+        """A dead trainer's push came to nothing: its ranges are served again."""
+        self.waiting = deque(sorted({*ranges, *self.waiting}))

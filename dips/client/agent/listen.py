@@ -1,0 +1,88 @@
+"""Where the agent hears its ranks: a Unix socket of its own user, and a TCP port only for a job of several hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from dips.client.agent.agent import Agent
+from dips.client.ipc.address import AGENT, TOKEN, over_network, socket_path, token_of
+from dips.config import ClusterFile
+from dips.errors import ConfigError
+from dips.telemetry.logs import Log
+
+RESOLVE_S = 60.0  # the name of a pod is known some seconds after its start
+AGAIN_S = 1.0
+
+
+@asynccontextmanager
+async def listening(config: ClusterFile, agent: Agent, log: Log) -> AsyncIterator[dict[str, str]]:
+    """Hear ranks; what a rank must find in its environment, to find us, is the value."""
+    path, remote = socket_path(config), over_network(config)
+    servers = [await _on_this_host(path, agent)]
+    environment = {AGENT: f"unix:{path}"}
+    try:
+        if remote is not None:
+            token = token_of(config) or secrets.token_hex(32).encode()
+            server, host = await _on_any_host(remote, agent, token)
+            servers.append(server)
+            address, port = server.sockets[0].getsockname()[:2]
+            environment = {AGENT: f"tcp://{host}:{port}", TOKEN: token.decode()}
+            log.info("agent_line", address=f"{host}:{port}", bound=address)
+        yield environment
+    finally:
+        for server in servers:
+            server.close()
+        path.unlink(missing_ok=True)
+
+
+async def _on_this_host(path: Path, agent: Agent) -> asyncio.Server:
+    """The Unix socket for rank 0, readable by this user only."""
+    path.unlink(missing_ok=True)  # of an agent that was killed; the pid file's lock says that none lives
+    mask = os.umask(0o177)
+    try:
+        return await asyncio.start_unix_server(agent.serve, path)
+    except OSError as error:
+        raise ConfigError(f"socket: cannot listen on {path}: {error.strerror or error}") from error
+    finally:
+        os.umask(mask)
+
+
+async def _on_any_host(remote: tuple[str, int, str], agent: Agent, token: bytes) -> tuple[asyncio.Server, str]:
+    """The port on the one address that `remote` names, and how ranks spell its host."""
+    host, port, said_by = remote
+    try:
+        family, *_, address = await _resolved(host, port)
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            return await asyncio.start_server(agent.admitting(token), sock=listener), _spelt(host)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"{said_by}: cannot listen on {host}:{port}: {error.strerror or error}; it must be an address of the host "
+            "on which the agent runs"
+        ) from error
+
+
+async def _resolved(host: str, port: int) -> tuple[int, int, int, str, tuple[object, ...]]:
+    loop, until = asyncio.get_running_loop(), asyncio.get_running_loop().time() + RESOLVE_S
+    while True:
+        try:
+            return (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
+        except socket.gaierror:
+            if loop.time() >= until:
+                raise
+            await asyncio.sleep(AGAIN_S)
+
+
+def _spelt(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,80 @@
+"""What an agent tells Prometheus of its cluster: dips_agent_…, read from its session at each scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client.core import Metric
+
+from dips.client.agent.relay import Relay
+from dips.client.agent.session import Session
+from dips.telemetry.metrics import Row, Status, families
+
+SELF = (
+    Row("dips_agent_incarnation", "inc", "Lives of this cluster so far, as its master counts."),
+    Row("dips_agent_attempts", "attempt", "Lives of its trainer since the agent started.", counter=True),
+    Row("dips_agent_training", "alive", "1 if a trainer is attached."),
+    Row("dips_agent_devices", "devices", "Ranks that hold a part of the model."),
+    Row("dips_agent_inner_steps", "inner_steps", "Inner steps since the agent started.", counter=True),
+    Row("dips_agent_tokens", "tokens", "Tokens trained since the agent started.", counter=True),
+    Row("dips_agent_tokens_per_second", "rate", "Mean of the last minute, pauses included."),
+    Row("dips_agent_tokens_per_device_second", "device_rate", "The same for one device."),
+    Row("dips_agent_loss", "loss", "Loss of the last inner step."),
+    Row("dips_agent_base_version", "base", "Outer steps of the version that it trains on."),
+    Row("dips_agent_progress", "progress", "Accepted tokens of the run over its target."),
+    Row("dips_agent_relayed_bytes", "relayed", "Passed on for ranks without a way out, both ways.", counter=True),
+    Row("dips_agent_relay_connections", "relay_open", "Connections of the relay."),
+    Row("dips_agent_relay_refused", "relay_refused", "Connections beyond the most that it serves.", counter=True),
+    Row("dips_agent_master_silent_seconds", "silent_s", "Since the master stopped to answer; 0 while it does."),
+)
+SPENT = (Row("dips_agent_seconds", "seconds", "Time by what it went to; all but inner is standstill.", counter=True),)
+FATE = (Row("dips_agent_tokens_by_fate", "tokens", "Tokens of this life of the cluster, by what became of them."),)
+MOVED = (Row("dips_agent_moved_bytes", "nbytes", "Of pushes and pulls that were carried through.", counter=True),)
+
+
+def read(session: Session, now: float) -> dict[str, Any]:
+    """Gather the numbers; on the thread that owns the session."""
+    tally, account, devices = session.tally, session.account, session.devices
+    rate = tally.rate(now)
+    return {
+        "inc": session.inc,
+        "attempt": session.attempt,
+        "alive": session.alive,
+        "devices": devices,
+        "inner_steps": session.inner_steps,
+        "tokens": tally.tokens,
+        "rate": rate,
+        "device_rate": rate / max(devices, 1),
+        "loss": session.loss if session.inner_steps else None,
+        "base": session.base.version if session.base else None,
+        "progress": session.fraction,
+        "silent_s": session.silent_s(now),
+        "spent": tally.spent(now),
+        "moved": dict(tally.moved),
+        "fates": {
+            "carried": account.carried.tokens,
+            "frozen": account.frozen.tokens,
+            "accepted": account.accepted,
+            "gated": account.gated,
+            "lost": account.lost,
+        },
+    }
+
+
+def relayed(relay: Relay | None) -> dict[str, Any]:
+    """The relay's numbers; nothing without one."""
+    if relay is None:
+        return {}
+    return {"relayed": relay.passed_bytes, "relay_open": relay.connections, "relay_refused": relay.refused}
+
+
+def collect(told: Status) -> Iterator[Metric]:
+    """Turn what `read` gathered into metric families."""
+    yield from families(SELF, [((), told)], ())
+    spent = [((cause,), {"seconds": seconds}) for cause, seconds in told["spent"].items()]
+    yield from families(SPENT, spent, ("cause",))
+    fates = [((fate,), {"tokens": tokens}) for fate, tokens in told["fates"].items()]
+    yield from families(FATE, fates, ("fate",))
+    moved = [((direction,), {"nbytes": nbytes}) for direction, nbytes in told["moved"].items()]
+    yield from families(MOVED, moved, ("direction",))

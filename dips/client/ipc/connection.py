@@ -1,0 +1,64 @@
+"""One connection of a rank, on the agent's side: whole messages in and out, sealed if it came from the network."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from dips.client.ipc import messages
+from dips.client.ipc.seal import ANSWER, TAG, Seal, TokenServer
+
+ADMIT_S = 10.0  # for a rank to prove that it knows the token; who says nothing holds a connection no longer
+
+
+class Connection:
+    """Reads and writes messages of local.py."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seal: Seal | None = None) -> None:
+        self._reader, self._writer, self._seal = reader, writer, seal
+
+    @classmethod
+    async def admit(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes) -> Connection:
+        """Let in who proves the token; raise Denied, TimeoutError, or what a broken connection raises."""
+        keep_alive(writer.get_extra_info("socket"))
+        host = TokenServer(token)
+        writer.write(host.greeting)
+        answer = await asyncio.wait_for(reader.readexactly(ANSWER), ADMIT_S)
+        proof, seal = host.admit(answer)
+        writer.write(proof)
+        return cls(reader, writer, seal)
+
+    @property
+    def peer(self) -> str:
+        """Its host, for the log."""
+        name = self._writer.get_extra_info("peername")
+        return str(name[0]) if name else "this host"
+
+    async def read(self) -> messages.Message:
+        """The next message; raise IncompleteReadError at the end, RemoteProtocolError on anything that is none."""
+        head = await self._reader.readexactly(messages.LENGTH.size)
+        body = await self._reader.readexactly(messages.body_length(head))
+        if self._seal:
+            self._seal.check(head + body, await self._reader.readexactly(TAG))
+        return messages.decode(body)
+
+    async def write(self, message: messages.Message) -> None:
+        words = messages.encode(message)
+        self._writer.write(words + self._seal.tag(words) if self._seal else words)
+        await self._writer.drain()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Notice within half a minute that the other host is gone, also when nothing is said."""
+    for level, option, value in (
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),  # s
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),  # s
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),  # ms, of what was sent and not acknowledged
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    ):
+        connection.setsockopt(level, option, value)

@@ -1,0 +1,19 @@
+"""Names of processes that hold across hosts, containers and reboots, and how an agent tells its ranks its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+AGENT_PID, AGENT_HOME = "DIPS_AGENT_PID", "DIPS_AGENT_HOME"
+
+
+def home() -> str:
+    """Where process ids mean what they mean here: this boot of this machine, this namespace of processes."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def process_name() -> str:
+    """A name of this process that none has or had: ids come again, in containers soon."""
+    began = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # ticks since boot
+    return f"{home()}/{os.getpid()}/{began}"

@@ -1,0 +1,81 @@
+"""How agent and rank know each other across hosts: both hold the job's token, which itself never travels.
+
+Each end sends a nonce and proves the token over both nonces; after that every message bears a tag made with a key of
+this connection alone, its direction and its number, so that nothing can be altered, left out, repeated or put in. What
+is said is signed and not secret: progress, addresses and public keys. Pure but for the nonces; knows no socket.
+
+    agent → rank   MAGIC, nonce              GREETING bytes
+    rank → agent   nonce, proof              ANSWER bytes
+    agent → rank   proof                     PROOF bytes
+    both           message, tag              TAG bytes behind each
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+
+from dips.errors import Denied, RemoteProtocolError
+
+MAGIC = b"dips-agent/1"
+NONCE = 32
+PROOF = TAG = hashlib.sha256().digest_size
+GREETING, ANSWER = len(MAGIC) + NONCE, NONCE + PROOF
+
+
+class Seal:
+    """Signs what this end sends and checks what it receives."""
+
+    def __init__(self, key: bytes, sends: bytes, receives: bytes) -> None:
+        self._key, self._names = key, (sends, receives)
+        self._sent = self._received = 0
+
+    def tag(self, frame: bytes) -> bytes:
+        """What goes behind the next frame."""
+        self._sent += 1
+        return _mac(self._key, self._names[0], self._sent.to_bytes(8, "big"), frame)
+
+    def check(self, frame: bytes, tag: bytes) -> None:
+        """Raise RemoteProtocolError unless this is the next frame of the other end."""
+        self._received += 1
+        if not hmac.compare_digest(tag, _mac(self._key, self._names[1], self._received.to_bytes(8, "big"), frame)):
+            raise RemoteProtocolError("a message on the line between rank and agent bears a wrong tag: it was altered")
+
+
+class TokenServer:
+    """The agent's side of the handshake."""
+
+    def __init__(self, token: bytes) -> None:
+        self._token, self._nonce = token, secrets.token_bytes(NONCE)
+        self.greeting = MAGIC + self._nonce
+
+    def admit(self, answer: bytes) -> tuple[bytes, Seal]:
+        """Return the last word of the handshake, and the seal; raise Denied if the rank does not know the token."""
+        both = self._nonce + answer[:NONCE]
+        if not hmac.compare_digest(answer[NONCE:], _mac(self._token, b"rank", both)):
+            raise Denied("whoever dialled the agent does not know the job's token")
+        return _mac(self._token, b"agent", both), Seal(_mac(self._token, b"key", both), b"agent", b"rank")
+
+
+class TokenClient:
+    """The rank's side of the handshake."""
+
+    def __init__(self, token: bytes, greeting: bytes) -> None:
+        """Raise RemoteProtocolError if it is no agent of this version that greets."""
+        if not greeting.startswith(MAGIC):
+            raise RemoteProtocolError(f"expected a greeting that begins with {MAGIC!r}, got {greeting[:16]!r}")
+        nonce = secrets.token_bytes(NONCE)
+        self._token, self._both = token, greeting[len(MAGIC) :] + nonce
+        self.answer = nonce + _mac(token, b"rank", self._both)
+
+    def admitted(self, proof: bytes) -> Seal:
+        """Return the seal; raise Denied if it is not our agent."""
+        if not hmac.compare_digest(proof, _mac(self._token, b"agent", self._both)):
+            raise Denied("whoever answers does not know the job's token: it is not this job's agent")
+        return Seal(_mac(self._token, b"key", self._both), b"rank", b"agent")
+
+
+def _mac(key: bytes, *parts: bytes) -> bytes:
+    """Parts of fixed lengths but for the last."""
+    return hmac.digest(key, b"\0".join(parts), "sha256")

@@ -1,0 +1,82 @@
+"""A table for terminals of any width: what is short in columns, what is prose under its row; nothing is cut off.
+
+Columns come in the order of their importance. Those that a narrow terminal has no room for stand under each row, by
+their names; a name longer than a line is folded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.padding import Padding
+from rich.text import Text
+
+GAP = 2  # between two columns, and before what stands under a row
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """`left`: it holds words; else numbers, whose last digits stand under each other."""
+
+    name: str
+    left: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ListingRow:
+    """A cell for each column, and lines of prose."""
+
+    cells: tuple[str | Text, ...]
+    notes: tuple[str, ...] = ()
+    style: str = ""
+
+
+class Listing:
+    """What rich can print; it looks at the width only then."""
+
+    def __init__(self, title: str, columns: Sequence[Column], rows: Sequence[ListingRow]) -> None:
+        self._title, self._columns, self._rows = title, columns, rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        cells = [[_text(cell) for cell in row.cells] for row in self._rows]
+        widths = [
+            max(len(column.name), *(line[i].cell_len for line in cells)) if cells else len(column.name)
+            for i, column in enumerate(self._columns)
+        ]
+        shown = _that_fit(widths, options.max_width)
+        yield Text(self._title, style="bold")
+        if self._rows:
+            yield self._line([Text(column.name) for column in self._columns[:shown]], widths, "bold")
+        for row, texts in zip(self._rows, cells, strict=True):
+            yield self._line(texts[:shown], widths, row.style)
+            rest = zip(self._columns[shown:], texts[shown:], strict=True)
+            aside = ", ".join(f"{column.name} {text.plain}" for column, text in rest)
+            for note in (*row.notes, aside):
+                if note:
+                    yield Padding(Text(note, style="dim", overflow="fold"), (0, 0, 0, GAP), expand=False)
+
+    def _line(self, texts: Sequence[Text], widths: Sequence[int], style: str) -> Text:
+        line = Text(style=style, overflow="fold")
+        for i, (text, width) in enumerate(zip(texts, widths, strict=False)):
+            padding = " " * (width - text.cell_len)
+            line.append(" " * GAP if i else "")
+            line.append_text(Text.assemble(text, padding) if self._columns[i].left else Text.assemble(padding, text))
+        line.rstrip()
+        return line
+
+
+def _text(cell: str | Text) -> Text:
+    return Text(cell) if isinstance(cell, str) else cell
+
+
+def _that_fit(widths: Sequence[int], room: int) -> int:
+    """How many columns, from the first on, have room beside each other; at least the first is shown."""
+    shown, taken = 0, -GAP
+    for width in widths:
+        taken += GAP + width
+        if taken > room:
+            break
+        shown += 1
+    return max(1, shown)

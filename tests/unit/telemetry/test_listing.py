@@ -1,0 +1,143 @@
+"""What people read in a terminal of 80 columns: `dips status` and `dips history`, with nothing cut off."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console, RenderableType
+
+from dips.commands.history import listing, runs
+from dips.telemetry.listing import Column, Listing, ListingRow
+from dips.telemetry.status import render
+
+NO_SPACE = "parameter-server-frankfurt-0 refused: FailedDisk: /var/lib/dips/snapshots: No space left on device"
+WAITS = "collecting: 2 committed, closes in 13.2 s, not before v1203@r1250 is on every disk"
+STATUS: dict[str, Any] = {
+    "run": "llama-8b-europe",
+    "term": 3,
+    "head": "v1203@r1250",
+    "progress": {"tokens": 812_000_000_000, "tokens_target": 2_000_000_000_000},
+    "rounds": {"applied": 1203, "unchanged": 12, "skipped": 35},
+    "round": {"round": 1251, "state": "collecting", "reason": WAITS},
+    "ranges": {"total": 120_000, "settled": 60_123, "leased": 12, "free": 59_865},
+    "durability": {"red": True, "state": "degraded", "reason": NO_SPACE},
+    "clusters": {
+        "berlin-h100-west": {
+            "state": "training",
+            "reason": "trains on v1203@r1250",
+            "base": "v1203@r1250",
+            "staleness": 0,
+            "inner_steps": 123_456,
+            "tokens_accepted": 412_000_000_000,
+            "loss": 2.3456,
+            "bytes_per_s": 1.25e9,
+            "accepted": 1190,
+            "gated": 3,
+            "skipped": 35,
+        },
+        "tokyo": {"state": "gone", "reason": "silent for 30.0 s, its lease ran out", "quarantined": True},
+    },
+    "slaves": {
+        "parameter-server-frankfurt-0": {
+            "state": "ready",
+            "reason": "serves v1203@r1250",
+            "version": "v1203@r1250",
+            "slots": 4,
+            "slots_used": 2,
+            "pool_used": 3.2e10,
+            "pool_limit": 1.28e11,
+            "bytes_in": 9.1e12,
+            "bytes_out": 8.9e12,
+            "persist_s": 12.34,
+        },
+        "ps1": {"state": "starting", "reason": "not registered since this master started", "slots": 4},
+    },
+}
+STATUS_WORDS = (
+    *("llama-8b-europe", "1203 applied, 12 unchanged, 35 skipped", WAITS, NO_SPACE, "acc/gate/skip", "1190/3/35"),
+    *("berlin-h100-west", "training", "412.00G", "2.346", "v1203@r1250", "1250.0", "123k", "tokyo", "gone"),
+    *("quarantined by the gate until `dips readmit`; silent for 30.0 s, its lease ran out", "32000/128000", "12.34"),
+    *("parameter-server-frankfurt-0", "starting", "not registered since this master started", "2/4", "9100000"),
+)
+
+SCORE = "its score 7.31 is above 3.00 after 40 rounds"
+UNDONE = "rolled back to v1202@r1249: no slave but parameter-server-frankfurt-0 offers v1203@r1250"
+
+
+def outcome(cluster: str, kind: str = "accepted", reason: str = "", ranges: tuple[int, ...] = ()) -> dict[str, Any]:
+    return {"push": {"cluster": cluster, "inc": 1, "seq": 4}, "kind": kind, "reason": reason, "ranges": ranges}
+
+
+def round_(number: int, kind: str, **others: Any) -> dict[str, Any]:
+    blank = {"version": None, "parent": None, "tokens": 0, "delta_norm": 0.0, "clipped": False, "reason": ""}
+    return {"round": number, "kind": kind, **blank, "undone": "", "durable": True, "outcomes": [], **others}
+
+
+MADE = {"version": "v1203@r1250", "parent": "v1202@r1249", "tokens": 812_000_000, "delta_norm": 0.01234}
+ROUNDS = [
+    round_(
+        1250,
+        "applied",
+        **MADE,
+        clipped=True,
+        outcomes=[
+            outcome("berlin-h100-west", ranges=(60_001, 60_002, 60_007, 60_013, 60_019)),
+            outcome("tokyo-a100-campus", "gated", SCORE, (60_005,)),
+        ],
+    ),
+    round_(1251, "skipped", reason=NO_SPACE, outcomes=[outcome("berlin-h100-west", "skipped", NO_SPACE)]),
+    round_(1252, "unchanged", reason="all contributions were gated", outcomes=[outcome("tokyo", "gated", SCORE)]),
+    round_(1253, "applied", **MADE, undone=UNDONE, durable=False, outcomes=[outcome("berlin-h100-west")]),
+    round_(1254, "applied", **MADE, durable=False, outcomes=[outcome("berlin-h100-west")]),
+    round_(1255, "unfinished"),
+]
+ROUNDS_WORDS = (
+    *("r1250", "applied", "v1203@r1250", "v1202@r1249", "812.00M", "0.0123 clipped", "unchanged", "unfinished"),
+    *("berlin-h100-west, tokyo-a100-campus (gated: " + SCORE + ")", "60001–60002 60005 60007 60013 60019"),
+    *("skipped: " + NO_SPACE, "undone: " + UNDONE, "applied: not durable", "unchanged: all contributions were gated"),
+)
+
+
+def drawn(what: RenderableType, width: int) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width).print(what)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("width", [72, 80, 100, 160])
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [(render(STATUS), STATUS_WORDS), (listing(ROUNDS), ROUNDS_WORDS)],
+    ids=["status", "history"],
+)
+def test_nothing_is_cut_off(what: RenderableType, words: tuple[str, ...], width: int) -> None:
+    """Every name, state, number and reason is there in full; reasons may go over several lines."""
+    text = drawn(what, width)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    flat = " ".join(text.split())
+    assert [word for word in words if word not in flat] == []
+
+
+def test_what_has_no_room_stands_under_its_row() -> None:
+    """The first columns stay beside each other, the last go under the row by their names."""
+    columns = (Column("who", left=True), Column("first"), Column("second"))
+    table = Listing("things", columns, [ListingRow(("ps1", "123456", "7"), ("why it is so",))])
+    assert drawn(table, 30).splitlines() == ["things", "who   first  second", "ps1  123456       7", "  why it is so"]
+    assert [line.rstrip() for line in drawn(table, 14).splitlines()] == [
+        "things", "who   first", "ps1  123456", "  why it is so", "  second 7"
+    ]  # fmt: skip
+
+
+def test_a_name_longer_than_the_terminal_is_folded() -> None:
+    """Not a letter of it is lost."""
+    name = "parameter-server-" * 4
+    assert name in drawn(Listing("slaves", (Column("slave", left=True),), [ListingRow((name,))]), 40).replace("\n", "")
+
+
+def test_ranges_are_short() -> None:
+    """Neighbours are told by their first and last; of very many the rest is counted."""
+    assert runs([5, 3, 4, 9]) == "3–5 9"
+    assert runs(range(0, 50, 2)).endswith("36 38 and 5 more")
