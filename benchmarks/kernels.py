@@ -1,8 +1,8 @@
 """The outer step's kernels on all cores, beside memcpy and the STREAM triad on the same threads in the same process.
 
 Bytes are counted as STREAM counts them: what a kernel reads and writes in its arrays, nothing for the cache lines that
-a write brings in. Every kernel goes through `dips.outer.kernel_pool`, as in a slave; the triad and memcpy go through the same
-slices on the same threads. A value is a rate; the ratio is against the triad's.
+a write brings in. Every kernel goes through `dips.outer.kernel_pool`, as in a slave; the triad and memcpy go through
+the same slices on the same threads. A value is a rate; the ratio is against the triad's.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class SimFlow:
 
     def left(self) -> None:
         """The last byte of a chunk has left."""
-        self._turn()
+        self._gate.pass_on(lambda: self._turn() if self.alive else None)
 
     # ---- time ------------------------------------------------------------------------------------------------------
 

@@ -48,12 +48,16 @@ class SimLinks:
     corrupt_share: float = 0.02  # of chunks that arrive with a wrong checksum: refused, asked again
     late_share: float = 0.05  # of chunks that arrive a second time, `late_s` later
     late_s: float = 4.0
+    held_share: float = 0.15  # of pulled chunks that libzmq holds for up to `held_s` after they have left
+    held_s: float = 4.0
     unheard_share: float = 0.02  # of streams whose DONE is lost
     refused_share: float = 0.01  # of pushes whose ranges the slave finds wrong
     epochs: int = 3  # streams that a rank tries before it gives up
 
 
-STEADY = SimLinks(broken_share=0.0, corrupt_share=0.0, late_share=0.0, unheard_share=0.0, refused_share=0.0)
+STEADY = SimLinks(
+    broken_share=0.0, corrupt_share=0.0, late_share=0.0, held_share=0.0, unheard_share=0.0, refused_share=0.0
+)
 
 
 @dataclass
@@ -444,14 +448,22 @@ class PullStream(SimStream):
     def _carry(self, flow: SimFlow, send: ChunkSend, tracker: SimTracker) -> None:
         """One chunk on its way: its bytes are read when the last of them has left."""
         net, epoch = self.net, self.epoch
-        rng, links = net.rng, net.links
+        rng, links, what = net.rng, net.links, f"chunk {self.label}"
         broken, corrupt = rng.random() < links.broken_share, rng.random() < links.corrupt_share
         passes = self._passes()
+        held_s = links.held_s * rng.random() if rng.random() < links.held_share else 0.0
 
         def leave() -> None:
-            body, tracker.done = bytes(send.body), True
-            flow.left()
+            body = bytes(send.body)
+            if held_s:
+                net.heap.after(held_s, f"libzmq lets go of a {what}", let_go)
+            else:
+                let_go()
             self.moving.gate.pass_on(lambda: arrive(body) if self._lives(epoch) else None)
+
+        def let_go() -> None:
+            tracker.done = True
+            flow.left()
 
         def arrive(body: bytes) -> None:
             if broken or not passes or self.net.flows.flow(self.address.name) is not flow:
@@ -463,7 +475,7 @@ class PullStream(SimStream):
                 self._arrive(send.chunk, body)
 
         delay_s = net.chunk_delay(self.moving.cluster) if passes else STALL_S
-        net.heap.after(delay_s, f"chunk {self.label}", leave)
+        net.heap.after(delay_s, what, leave)
 
     def _arrive(self, chunk: Range, body: bytes) -> None:
         if chunk not in self._missing:
