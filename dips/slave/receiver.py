@@ -213,11 +213,12 @@ class Receiver:
 
     def _after(self, stream: InStream) -> list[Move]:
         """What a chunk that came to its place makes possible."""
-        if stream.intake.complete:
-            self._turns[stream.lane].leave(stream.key)
-            return [stream.done(), Wake(stream.lane), *self._freeze_if_whole(stream.push)]
         lanes, self._starved = self._starved, set()  # else a lane asks when it has read: nobody need wake it
-        return [Wake(lane) for lane in sorted(lanes)]
+        if not stream.intake.complete:
+            return [Wake(lane) for lane in sorted(lanes)]
+        self._turns[stream.lane].leave(stream.key)
+        wakes = [Wake(lane) for lane in sorted(lanes | {stream.lane})]
+        return [stream.done(), *wakes, *self._freeze_if_whole(stream.push)]
 
     def _freeze_if_whole(self, push: IncomingPush) -> list[Move]:
         if push.phase is not PushPhase.MOVING or not push.whole:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import numpy as np
 import pytest
 
@@ -172,3 +174,14 @@ def test_a_repeated_pull_of_a_version_needs_no_reading():
     header = unpack(job.header(7), 7, job.body.nbytes, 4096)
     with pytest.raises(BadFrame, match="checksum"):
         check_body(header, job.body)
+
+
+def test_the_next_deadline_is_the_stall_or_the_deadline_of_what_is_served():
+    """Who ticks then closes what stalls; a closed pull waits for trackers, not for a time."""
+    sender = make()
+    assert sender.next_deadline() == 10.0
+    assert [v for _, v, _ in sender.serving()] == [V]
+    assert sender.tick(9.9) == []
+    assert [type(move) for move in sender.tick(10.0)] == [Released]
+    assert sender.next_deadline() == inf
+    assert sender.serving() == []
