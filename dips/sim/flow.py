@@ -167,7 +167,6 @@ class SimFlow:
         now = self._ticked_at = self._heap.now
         self._do(self.receiver.tick(now))
         self._do(self.sender.tick(now))
-        self._do(self.receiver.plan(0, now))
         self._plan_tick()
 
     def _plan_tick(self) -> None:
@@ -182,6 +181,7 @@ class SimFlow:
     def _due(self) -> None:
         self._timer = None
         self._tick()
+        self._turn()
 
     def _later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer:
         return self._heap.after(delay_s, what, lambda: self._gate.pass_on(lambda: action() if self.alive else None))
