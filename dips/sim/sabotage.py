@@ -6,7 +6,7 @@ be found within 200 seeds by one of the invariants named beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,8 +52,10 @@ class Sabotage:
 
 
 def _announce_before_record() -> list[Patch]:
-    def write(self: MasterProcess, records: list[Record]) -> None:
+    def write(self: MasterProcess, records: Sequence[Record]) -> None:
         self.world.later(0.1, "the ledger writes, unwaited", lambda: self.wrote(records))
+        self.core.on_written()
+        self._carry_out()
 
     return [(MasterProcess, "write", write)]
 
@@ -195,12 +197,14 @@ def _install_alone() -> list[Patch]:
 
 def _blind_leases() -> list[Patch]:
     def wake(self: MasterProcess) -> None:
-        if self.inbox is None:
+        if self.inbox is None or not self.alive:
             return
         came, self.inbox = self.inbox, None
+        self.core._expected_at = self.world.heap.now  # no gap is seen
         self._look()
         for read in came:
             read()
+        self._carry_out()
 
     return [(MasterProcess, "wake", wake)]
 

@@ -121,6 +121,7 @@ class SlaveProcess:
             self.flow.transfers,
             Meters,
             partial(self.world.watch.registered, self),
+            machine.rng,
         )
         self.alive = True
         self._undeceived = False  # the master that last told it Hold has the newest ledger

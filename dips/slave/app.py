@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Annotated, Any
 
 import typer
@@ -213,6 +214,7 @@ def _runtime(config: RunFile, parts: Parts, address: str, stack: AsyncExitStack)
         parts.flow.transfers,
         parts.meters,
         parts.prepare,
+        Random(),
     )
     stubs = SlaveServiceStub(channel), SlaveServiceStub(heartbeat_channel)
     return SlaveRuntime(core, parts.thread, *stubs, section.master, parts.log)

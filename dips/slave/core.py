@@ -8,6 +8,7 @@ Pure: no clock, socket, thread or asyncio. A shell says what happened (`take_ord
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 from dips.protocol.beats import SlaveBeat, Transfer
@@ -45,11 +46,15 @@ class SlaveCore:
         transfers: Callable[[], tuple[Transfer, ...]],
         meters: Callable[[], Meters],
         prepare: Callable[[Registered], None],
+        rng: Random,
     ) -> None:
-        """Callables are read when a heartbeat leaves; `prepare` runs on the shard's thread before it is welcomed."""
-        self.registration = Registration(identity, timing, prepare)
+        """Callables are read when a heartbeat leaves; `prepare` runs on the shard's thread before it is welcomed.
+
+        rng  spreads the pauses between two tries to reach the master
+        """
+        self.registration = Registration(identity, timing, prepare, rng)
         self.heartbeats = Heartbeats(identity, timing, self.registration, standing, transfers, meters)
-        self.reports = ReportQueue(identity.slave, timing, lambda: standing().sinc)
+        self.reports = ReportQueue(identity.slave, timing, lambda: standing().sinc, rng)
         self.orders = OrderDesk(timing)
         self._parts = (self.registration, self.heartbeats, self.reports, self.orders)
         registration, heartbeats, orders = self.registration, self.heartbeats, self.orders

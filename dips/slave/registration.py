@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 from math import inf
+from random import Random
 
 from dips.errors import Busy, Stale, Unavailable
 from dips.protocol.beats import SlaveBeat, SlaveBeatAnswer, Transfer
@@ -27,6 +28,7 @@ from dips.slave.actions import (
 )
 from dips.slave.shard_registration import Followed, Unfollowed
 from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming, Standing
+from dips.transport.backoff import Backoff
 
 RETRIED = (Unavailable, Busy, Stale, OSError)  # by a Register; OSError: our disk cannot be listed now
 
@@ -42,14 +44,16 @@ class RegistrationPhase(Enum):
 class Registration:
     """When to register, and what each answer means."""
 
-    def __init__(self, identity: SlaveIdentity, timing: SlaveTiming, prepare: Callable[[Registered], None]) -> None:
+    def __init__(
+        self, identity: SlaveIdentity, timing: SlaveTiming, prepare: Callable[[Registered], None], rng: Random
+    ) -> None:
         """`prepare(registered)` runs on the shard's thread before the shard is welcomed: it may refuse, for good."""
         self._identity, self._timing, self._prepare = identity, timing, prepare
         self.phase = RegistrationPhase.PAUSED
         self.number = 0  # of this registration: rises whenever one begins
         self._registered: Registered | None = None
         self._again_at = 0.0  # while PAUSED
-        self._pause_s = timing.backoff_s[0]
+        self._backoff = Backoff(*timing.backoff_s, rng)
 
     def next_deadline(self) -> float:
         return self._again_at if self.phase is RegistrationPhase.PAUSED else inf
@@ -95,7 +99,7 @@ class Registration:
             return self._fail(followed, now)
         registered = self._registered
         assert registered is not None
-        self._pause_s = self._timing.backoff_s[0]
+        self._backoff.reset()
         if isinstance(followed, Unfollowed):
             again_s = self._timing.backoff_s[1]
             self._sleep(again_s, now)
@@ -115,8 +119,7 @@ class Registration:
     def _fail(self, error: Exception, now: float) -> Actions:
         if not isinstance(error, RETRIED):
             return [EndSlave(error)]
-        pause_s = self._pause_s
-        self._pause_s = min(2 * pause_s, self._timing.backoff_s[1])
+        pause_s = self._backoff.next_pause_s()
         self._sleep(pause_s, now)
         fields = {"master": self._identity.master, "why": str(error), "again_in_s": pause_s}
         return [WriteLog("warning", "register_failed", fields)]

@@ -9,23 +9,25 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from math import inf
+from random import Random
 
 from dips.errors import Busy, Stale, Unavailable
 from dips.protocol.events import PushRefused, PushStaged
 from dips.slave.actions import Actions, CallMaster, EndSlave, WriteLog
 from dips.slave.open_transfers import RefusedReport, Report
 from dips.slave.standing import SlaveTiming
+from dips.transport.backoff import Backoff
 
 
 class ReportQueue:
     """The reports that the master has not heard yet."""
 
-    def __init__(self, slave: str, timing: SlaveTiming, sinc: Callable[[], int]) -> None:
+    def __init__(self, slave: str, timing: SlaveTiming, sinc: Callable[[], int], rng: Random) -> None:
         self._slave, self._timing, self._sinc = slave, timing, sinc
         self._waiting: deque[Report] = deque()
         self._telling: PushStaged | PushRefused | None = None
         self._again_at: float | None = None  # None: the call is under way, or there is none
-        self._pause_s = timing.backoff_s[0]
+        self._backoff = Backoff(*timing.backoff_s, rng)
 
     def next_deadline(self) -> float:
         return inf if self._again_at is None else self._again_at
@@ -47,8 +49,7 @@ class ReportQueue:
         """The master has heard it, or has not."""
         assert self._telling is not None
         if isinstance(error, Unavailable | Busy):
-            self._again_at = now + self._pause_s
-            self._pause_s = min(2 * self._pause_s, self._timing.backoff_s[1])
+            self._again_at = now + self._backoff.next_pause_s()
             return []
         if error is not None and not isinstance(error, Stale):
             return [EndSlave(error)]
@@ -58,7 +59,7 @@ class ReportQueue:
 
     def _tell_next(self) -> Actions:
         self._telling = None
-        self._pause_s = self._timing.backoff_s[0]
+        self._backoff.reset()
         if not self._waiting:
             return []
         report = self._waiting.popleft()

@@ -13,7 +13,11 @@ import pytest
 DIPS = Path(__file__).parents[2] / "dips"
 
 LOW = {"dips.ids", "dips.errors"}
-CONFIG = {"dips.config", "dips.telemetry"}  # what the daemons and the words of an operator may use besides
+CONFIG = {
+    "dips.config",
+    "dips.pidlock",
+    "dips.telemetry",
+}  # what daemons and subcommands may use besides
 BELOW_ROLES = LOW | CONFIG | {"dips.protocol", "dips.outer", "dips.wire", "dips.transport"}
 BELOW_LIBRARY = {"dips.protocol", "dips.wire", "dips.transport"}  # what a training process loads of Di-PS
 ROLES = {"dips.master", "dips.slave", "dips.client"}
@@ -23,6 +27,7 @@ MAY: dict[str, set[str]] = {
     "dips.__init__": set(),
     "dips.errors": set(),
     "dips.ids": {"dips.errors"},
+    "dips.pidlock": LOW,
     "dips.config": LOW | {"dips.protocol.options"},
     "dips.telemetry": LOW,
     "dips.protocol": LOW,
@@ -42,11 +47,12 @@ MAY: dict[str, set[str]] = {
     "dips.cli": BELOW_ROLES | {"dips.commands", "dips.data", "dips.__init__"},
     # The real deciding, computing and holding parts, and nothing that has a socket or a thread.
     "dips.sim": LOW
-    | {"dips.protocol", "dips.outer", "dips.master.ledger"}
+    | {"dips.protocol", "dips.outer"}
     | {f"dips.wire.{pure}" for pure in ("codecs", "chunks", "frame", "streams")}
     | {"dips.transport.pool", "dips.transport.shares"}
     | {f"dips.slave.{pure}" for pure in ("core", "actions", "standing", "shard", "shard_round", "order_fences")}
     | {f"dips.slave.{pure}" for pure in ("open_transfers", "ports", "admission", "receiver", "sender", "moves")}
+    | {f"dips.master.{pure}" for pure in ("core", "held", "ledger", "orders", "outbox")}
     | {f"dips.client.agent.{pure}" for pure in ("session", "account", "actions", "pace")}
     | {"dips.client.ipc.messages", "dips.client.rank.feedback"},
     "dips.data": LOW,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf
+from random import Random
 
 import pytest
 
@@ -116,8 +117,15 @@ def test_a_writer_that_fails_is_ended_before_its_error_is_told() -> None:
 # ---- reports -------------------------------------------------------------------------------------------------------
 
 
+class FullPauses(Random):
+    """Every pause has its full length."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return b
+
+
 def queue() -> ReportQueue:
-    return ReportQueue("s", TIMING, lambda: 7)
+    return ReportQueue("s", TIMING, lambda: 7, FullPauses())
 
 
 def test_reports_are_told_one_after_another_until_heard() -> None:

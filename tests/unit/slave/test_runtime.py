@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from random import Random
 from typing import Any
 
 import pytest
@@ -172,7 +173,7 @@ class RunningSlave:
         self.thread.own(self.shard)
         who = SlaveIdentity("run", "s", "nonce", "h:1", ("h:2",), "m:1")
         self.core = SlaveCore(
-            who, SlaveTiming(BEAT_S), lambda: self.thread.standing, self.flow.transfers, self.meters, prepare
+            who, SlaveTiming(BEAT_S), lambda: self.thread.standing, self.flow.transfers, self.meters, prepare, Random()
         )
         self.runtime = SlaveRuntime(self.core, self.thread, master, master, "m:1", log)
         self.servicer = OrderServicer(self.runtime)
