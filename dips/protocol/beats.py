@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Progress
 
-NO_MEETING = -1.0  # ClusterBeatAnswer.push_in_s: the cluster keeps its own pace
+OWN_PACE = -1.0  # ClusterHeartbeatAnswer.push_in_s: the cluster keeps its own pace
 LEAST_BYTES_PER_S = 1.0  # a slower transfer counts as not moving: times made from such rates leave the finite
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterBeat:
+class ClusterHeartbeat:
     cluster: str
     inc: int
     trainer: str  # "starting" | "training" | "dead"
@@ -38,14 +38,14 @@ class ClusterBeat:
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterBeatAnswer:
+class ClusterHeartbeatAnswer:
     term: int
     lease_s: float
     standing: str  # "live" | "gone" (lease ran out: join again) | "fenced" (a newer life exists: exit)
     push: PushId | None
     pull: PullId | None
     progress: Progress
-    push_in_s: float = NO_MEETING  # aligned pace: until its push should begin
+    push_in_s: float = OWN_PACE  # aligned pace: until its push should begin
 
 
 def remaining_s(nbytes: int, total: int, bytes_per_s: float) -> float:
@@ -73,7 +73,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class SlaveBeat:
+class SlaveHeartbeat:
     slave: str
     sinc: int
     term: int
@@ -89,7 +89,7 @@ class SlaveBeat:
 
 
 @dataclass(frozen=True, slots=True)
-class SlaveBeatAnswer:
+class SlaveHeartbeatAnswer:
     term: int
     lease_s: float
     register: bool  # this master does not know you as READY: register

@@ -21,7 +21,7 @@ from dips.protocol.events import (
     ClusterJoined,
     ClusterLeft,
     ClusterSilent,
-    ClusterTold,
+    TokensReported,
     DrainAsked,
     Event,
     OrderAnswered,
@@ -44,7 +44,7 @@ from dips.protocol.events import (
 from dips.protocol.manifest import Manifest
 from dips.protocol.moves import SlaveState
 from dips.protocol.options import Options
-from dips.protocol.pace import Gathering
+from dips.protocol.alignment import WindowTiming
 from dips.protocol.records import LedgerState
 from dips.protocol.world import Chorus, World
 
@@ -87,7 +87,7 @@ def _cluster_silent(w: World, event: ClusterSilent) -> None:
         clusters.end(w, w.clusters[event.cluster], reason, event.tokens_consumed, event.tokens_lost)
 
 
-def _cluster_told(w: World, event: ClusterTold) -> None:
+def _cluster_told(w: World, event: TokensReported) -> None:
     cluster = w.clusters.get(event.cluster)
     if cluster is not None and cluster.inc == event.inc:
         cluster.consumed, cluster.lost = event.tokens_consumed, event.tokens_lost
@@ -126,7 +126,7 @@ HANDLERS: dict[type[Event], Callable[[World, Any], None]] = {
     ClusterJoined: clusters.joined,
     ClusterLeft: _cluster_left,
     ClusterSilent: _cluster_silent,
-    ClusterTold: _cluster_told,
+    TokensReported: _cluster_told,
     TrainerChanged: clusters.trainer_changed,
     BandwidthMeasured: clusters.bandwidth_measured,
     RangesRequested: clusters.ranges_requested,
@@ -213,10 +213,10 @@ class Coordinator:
         pushes_live = tuple(p.id for p in w.open_pushes())
         return register, w.last_number, pushes_live, tuple(p.id for p in w.open_pulls())
 
-    def gathering(self) -> Gathering:
+    def window_timing(self) -> WindowTiming:
         """When windows open, and what a push takes: for those who push together (pace.py)."""
         w = self._world
-        return Gathering(w.opened_at, min((s.slots for s in w.ready_slaves()), default=0), w.model_bytes)
+        return WindowTiming(w.opened_at, min((s.slots for s in w.ready_slaves()), default=0), w.model_bytes)
 
     def view(self, now: float) -> dict[str, Any]:
         """The status as plain data: every state with its reason."""

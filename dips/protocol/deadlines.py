@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dips.protocol.beats import LEAST_BYTES_PER_S
+from dips.protocol.heartbeats import LEAST_BYTES_PER_S
 from dips.protocol.options import TimingOptions
 
 SLACK = 3.0  # why.md 19: a link that is shared by two more transfers than when it was measured

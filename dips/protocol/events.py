@@ -213,7 +213,7 @@ class ClusterSilent:
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterTold:
+class TokensReported:
     """What the beats of a life said of its tokens, told before the next life of its name begins."""
 
     cluster: str
@@ -297,7 +297,7 @@ Event = (
     | TrainerChanged
     | BandwidthMeasured
     | ClusterSilent
-    | ClusterTold
+    | TokensReported
     | SlaveSilent
     | Blind
     | Ticked

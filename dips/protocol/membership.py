@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
-from dips.protocol.beats import ClusterBeat, SlaveBeat
+from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.deadlines import Bandwidth
 from dips.protocol.events import (
     BandwidthMeasured,
     ClusterSilent,
-    ClusterTold,
+    TokensReported,
     Event,
     PushStaged,
     SlaveSilent,
@@ -71,10 +71,10 @@ class Judge:
         if known is None or known.sinc <= sinc:
             self._slaves[slave] = _Slave(sinc, now)
 
-    def last_words(self, cluster: str) -> list[Event]:
+    def report_tokens(self, cluster: str) -> list[Event]:
         """What is known of the tokens of a life that may be about to be fenced by its next one."""
         known = self._clusters.get(cluster)
-        return [] if known is None else [ClusterTold(cluster, known.inc, known.tokens_consumed, known.tokens_lost)]
+        return [] if known is None else [TokensReported(cluster, known.inc, known.tokens_consumed, known.tokens_lost)]
 
     def forget_cluster(self, cluster: str) -> None:
         self._clusters.pop(cluster, None)
@@ -82,7 +82,7 @@ class Judge:
     def forget_slave(self, slave: str) -> None:
         self._slaves.pop(slave, None)
 
-    def heard_cluster(self, beat: ClusterBeat, now: float) -> list[Event]:
+    def on_cluster_heartbeat(self, beat: ClusterHeartbeat, now: float) -> list[Event]:
         """Renew the lease; say so if the trainer began or ceased to move, or if its bandwidth is news."""
         known = self._clusters.get(beat.cluster)
         if known is None or known.inc != beat.inc:
@@ -95,7 +95,7 @@ class Judge:
         measured = known.bandwidth.measure(beat.bytes_per_s)
         return found if measured is None else [*found, BandwidthMeasured(beat.cluster, beat.inc, measured)]
 
-    def heard_slave(self, beat: SlaveBeat, now: float) -> list[Event]:
+    def on_slave_heartbeat(self, beat: SlaveHeartbeat, now: float) -> list[Event]:
         """Renew the lease; repeat what lies staged, so that a lost Staged heals."""
         known = self._slaves.get(beat.slave)
         if known is None or known.sinc != beat.sinc:
@@ -151,6 +151,6 @@ class Judge:
 _TRANSFERS = ("push", "pull")
 
 
-def _waits_for_others(beat: ClusterBeat) -> bool:
+def _waits_for_others(beat: ClusterHeartbeat) -> bool:
     """Has this trainer a reason to stand still? One that moves bytes has none: they must be seen moving."""
     return beat.activity != "inner" and not (beat.activity in _TRANSFERS and 0 < beat.bytes_moved < beat.bytes_total)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import ceil
 from statistics import median
 
-from dips.protocol.beats import LEAST_BYTES_PER_S, NO_MEETING, ClusterBeat
+from dips.protocol.heartbeats import LEAST_BYTES_PER_S, OWN_PACE, ClusterHeartbeat
 
 LEAST_SHARE = 1 / 8  # of the H that a cluster would take by itself: with fewer steps a push is not worth its bytes
 MOST_CHANGE = 1.25  # of the period, from one meeting to the next: one odd measurement must not move everybody
@@ -29,7 +29,7 @@ WORKED_SHARE = 0.5  # of the period: who has worked less since its last push has
 
 
 @dataclass(frozen=True, slots=True)
-class Gathering:
+class WindowTiming:
     """What the Coordinator knows about meetings."""
 
     opened_at: float | None  # when the last window opened, on the master's clock
@@ -49,7 +49,7 @@ class _Member:
         return min(self.wanted * self.step_s, NEVER_S)
 
 
-class Meetings:
+class Alignment:
     """The grid, and who goes to it."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Meetings:
         self._opened_at: float | None = None  # the window from which the grid was taken
         self.period_s = 0.0  # 0: nobody's speed is known yet
 
-    def heard(self, beat: ClusterBeat) -> None:
+    def heard(self, beat: ClusterHeartbeat) -> None:
         """Take note of a cluster's speed; one that does not align, or whose speed is unknown, is no member."""
         if beat.aligned_steps > 0 and beat.step_s >= LEAST_STEP_S and beat.trainer == "training":
             self._members[beat.cluster] = _Member(beat.aligned_steps, beat.step_s, beat.since_push, beat.bytes_per_s)
@@ -74,11 +74,11 @@ class Meetings:
         if self._anchor is not None and self.period_s > 0:
             self._anchor += self.period_s * (gap_s // self.period_s)
 
-    def push_in_s(self, cluster: str, gathering: Gathering, now: float) -> float:
-        """Seconds until the cluster's push should begin, 0 if it is due; NO_MEETING if it keeps its own pace."""
+    def push_in_s(self, cluster: str, gathering: WindowTiming, now: float) -> float:
+        """Seconds until the cluster's push should begin, 0 if it is due; OWN_PACE if it keeps its own pace."""
         member = self._members.get(cluster)
         if member is None:
-            return NO_MEETING
+            return OWN_PACE
         self._follow(gathering, now)
         assert self._anchor is not None
         least = max(1, ceil(member.wanted * LEAST_SHARE))
@@ -92,10 +92,10 @@ class Meetings:
         periods = max(0, ceil((earliest - begin) / self.period_s))
         return min(NEVER_S, max(0.0, begin + periods * self.period_s - now))
 
-    def explain(self, cluster: str, gathering: Gathering, now: float) -> str:
+    def explain(self, cluster: str, gathering: WindowTiming, now: float) -> str:
         """Say what the cluster is told, for people; empty if it keeps its own pace."""
         left = self.push_in_s(cluster, gathering, now)
-        if left == NO_MEETING:
+        if left == OWN_PACE:
             return ""
         member = self._members[cluster]
         steps = member.since_push + round(left / member.step_s)
@@ -104,7 +104,7 @@ class Meetings:
             f"pushes in {left:.1f} s, meets every {self.period_s:.1f} s"
         )
 
-    def _follow(self, gathering: Gathering, now: float) -> None:
+    def _follow(self, gathering: WindowTiming, now: float) -> None:
         """Move the grid to the last window, and the period a little towards what the members want."""
         opened = gathering.opened_at is not None and gathering.opened_at != self._opened_at
         if self._anchor is not None and not opened:
@@ -116,7 +116,7 @@ class Meetings:
             self._anchor = self._opened_at = gathering.opened_at
             self.period_s = min(max(wanted, self.period_s / MOST_CHANGE), self.period_s * MOST_CHANGE)
 
-    def _lead_s(self, cluster: str, gathering: Gathering) -> float:
+    def _lead_s(self, cluster: str, gathering: WindowTiming) -> float:
         """How long before the meeting its push begins: its own duration, and of those that follow it in its slot."""
         durations = {
             name: gathering.model_bytes / m.bytes_per_s if m.bytes_per_s >= LEAST_BYTES_PER_S else 0.0

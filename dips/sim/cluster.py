@@ -25,7 +25,7 @@ from dips.client.agent.session import Session
 from dips.client.ipc.messages import Answer, Question, Stepped
 from dips.errors import Busy, DipsError, Unavailable, UnavailableMaster
 from dips.ids import PushId, VersionId
-from dips.protocol.beats import ClusterBeatAnswer
+from dips.protocol.heartbeats import ClusterHeartbeatAnswer
 from dips.protocol.effects import Failed, Finished, Grant, Joined, Outcome
 from dips.sim.fiber import Fiber, Gate, Resume, Story, Wait, sleep
 from dips.sim.trainer import Trainer
@@ -248,7 +248,7 @@ class Agent:
         )
 
     def _heard(self, inc: int, answer: Any) -> None:
-        if self.alive and isinstance(answer, ClusterBeatAnswer):
+        if self.alive and isinstance(answer, ClusterHeartbeatAnswer):
             self._do(self.session.beat_answered(inc, answer, self.world.heap.now))
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from dips.ids import PullId, PushId, VersionId
-from dips.protocol.beats import Transfer
+from dips.protocol.heartbeats import Transfer
 from dips.sim.fiber import Gate
 from dips.sim.heap import Heap, Timer
 from dips.slave.admission import Admission

@@ -18,7 +18,7 @@ from dips.master.held import PollOptions
 from dips.master.ledger import Ledger
 from dips.master.orders import SentOrder
 from dips.master.outbox import Action, HeartbeatReply, SlaveAddress, WriteRecords
-from dips.protocol.beats import ClusterBeat, SlaveBeat
+from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Acknowledged, Effect, Exit, Failed, Note, Order, Reply
 from dips.protocol.events import (
@@ -262,7 +262,7 @@ class MasterProcess:
 
     def _read(self, message: Any, answer: Answer) -> None:
         now = self.world.heap.now
-        if isinstance(message, ClusterBeat | SlaveBeat):
+        if isinstance(message, ClusterHeartbeat | SlaveHeartbeat):
             if self.presides:
                 self.world.watch.beat_read(*_sender(message))
             self.core.on_heartbeat(self._new_req(answer), message, now)
@@ -363,7 +363,7 @@ class MasterProcess:
             self.core.handle(event, now)
 
 
-def _sender(beat: ClusterBeat | SlaveBeat) -> tuple[str, str, int]:
-    if isinstance(beat, ClusterBeat):
+def _sender(beat: ClusterHeartbeat | SlaveHeartbeat) -> tuple[str, str, int]:
+    if isinstance(beat, ClusterHeartbeat):
         return "cluster", beat.cluster, beat.inc
     return "slave", beat.slave, beat.sinc

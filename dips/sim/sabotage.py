@@ -18,7 +18,7 @@ from dips.errors import ConfigError
 from dips.ids import PullId, PushId, VersionId
 from dips.master.ledger import Ledger
 from dips.protocol import clusters, round, slaves
-from dips.protocol.beats import ClusterBeat
+from dips.protocol.heartbeats import ClusterHeartbeat
 from dips.protocol.effects import Apply, Fold, Order, Registered
 from dips.protocol.events import Answer, ClusterLeft, Folded, OrderAnswered
 from dips.protocol.records import LedgerState, Record
@@ -238,7 +238,7 @@ def _lose_what_was_settled() -> list[Patch]:
         # what a beat told as unsettled counts as lost
         honest_end(w, cluster, reason, consumed + cluster.settled, told_lost)
 
-    def beat(self: Session) -> ClusterBeat | None:
+    def beat(self: Session) -> ClusterHeartbeat | None:
         told = honest_beat(self)
         return told and replace(told, tokens_consumed=told.tokens_carried + told.tokens_lost)
 

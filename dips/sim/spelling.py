@@ -130,7 +130,7 @@ def _slave_order(order: e.SlaveOrder) -> str:
     match order:
         case e.Hold():
             return "Hold"
-        case e.Wait():
+        case e.RegisterLater():
             return f"Wait {order.retry_after_s:g} s: {order.reason}"
         case _:
             return f"{type(order).__name__} {order.version}"

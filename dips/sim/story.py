@@ -177,7 +177,7 @@ class Teller:
 
     def told(self, cluster: str, words: Words) -> list[str]:
         """The judge tells what the life's beats said of its tokens; asked before each Join."""
-        return self.step(ev.ClusterTold(cluster, self._life(cluster, words), int(words["tokens"])))
+        return self.step(ev.TokensReported(cluster, self._life(cluster, words), int(words["tokens"])))
 
     def leaves(self, cluster: str, words: Words) -> list[str]:
         return self.step(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dips.protocol.beats import SlaveBeat, SlaveBeatAnswer
+from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
 from dips.protocol.effects import Order, Registered, SlaveOrder
 from dips.protocol.events import Answer, PushRefused, PushStaged, SlaveRegistered
 from dips.slave.shard import Shard
@@ -59,7 +59,7 @@ class FollowRegistration:
 class HealTransfers:
     """Drop what the master does not list as live."""
 
-    answer: SlaveBeatAnswer
+    answer: SlaveHeartbeatAnswer
 
     def run_on(self, shard: Shard) -> list[str]:
         return shard.heal(self.answer)
@@ -118,7 +118,7 @@ class WriteSnapshot:
 class CallMaster:
     """Ask the master; of each kind of message at most one is under way."""
 
-    message: SlaveRegistered | SlaveBeat | PushStaged | PushRefused
+    message: SlaveRegistered | SlaveHeartbeat | PushStaged | PushRefused
     deadline_s: float
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from dips.protocol.beats import SlaveBeat, Transfer
+from dips.protocol.heartbeats import SlaveHeartbeat, Transfer
 from dips.protocol.effects import Order, Registered
 from dips.protocol.events import PushRefused, PushStaged, SlaveRegistered
 from dips.slave.actions import (
@@ -70,7 +70,7 @@ class SlaveCore:
         }
         self._replied: dict[type, Callable[[Any, float], Actions]] = {
             SlaveRegistered: registration.on_registered,
-            SlaveBeat: heartbeats.on_answer,
+            SlaveHeartbeat: heartbeats.on_answer,
             PushStaged: self._on_report_reply,
             PushRefused: self._on_report_reply,
         }

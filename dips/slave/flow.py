@@ -19,7 +19,7 @@ import zmq
 
 from dips.config import host_port
 from dips.ids import PullId, PushId, VersionId
-from dips.protocol.beats import Transfer
+from dips.protocol.heartbeats import Transfer
 from dips.protocol.manifest import Manifest
 from dips.slave.admission import Admission
 from dips.slave.counters import FrameCounters

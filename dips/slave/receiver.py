@@ -12,7 +12,7 @@ import threading
 from math import inf
 
 from dips.ids import PushId
-from dips.protocol.beats import Transfer
+from dips.protocol.heartbeats import Transfer
 from dips.slave.incoming_push import SLOW_S, ClaimedChunk, IncomingPush, InStream, Key, PushPhase
 from dips.slave.moves import Closed, Move, PushOver, Say, Staged, Wake, error
 from dips.slave.ports import Arrays

@@ -13,7 +13,7 @@ from math import inf
 from random import Random
 
 from dips.errors import Busy, Stale, Unavailable
-from dips.protocol.beats import SlaveBeat, SlaveBeatAnswer, Transfer
+from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer, Transfer
 from dips.protocol.effects import Registered, Wait
 from dips.protocol.events import SlaveRegistered
 from dips.slave.actions import (
@@ -147,7 +147,7 @@ class Heartbeats:
         self._sent: tuple[int, int] = (0, 0)  # registration number and sinc of the one under way
         self._answered = True
         self._healing = False
-        self._live: SlaveBeatAnswer | None = None  # the newest list of what is live, not yet acted upon
+        self._live: SlaveHeartbeatAnswer | None = None  # the newest list of what is live, not yet acted upon
 
     def next_deadline(self) -> float:
         return inf if self._under_way or self._due_at is None else self._due_at
@@ -166,9 +166,9 @@ class Heartbeats:
         self._sent = (self._registration.number, standing.sinc)
         return [CallMaster(self._describe(standing), max(self._timing.heartbeat_s, 1.0))]
 
-    def _describe(self, standing: Standing) -> SlaveBeat:
+    def _describe(self, standing: Standing) -> SlaveHeartbeat:
         meters = self._meters()
-        return SlaveBeat(
+        return SlaveHeartbeat(
             slave=self._identity.slave,
             sinc=standing.sinc,
             term=standing.term,
@@ -183,7 +183,7 @@ class Heartbeats:
             apply_s=meters.apply_s,
         )
 
-    def on_answer(self, answer: SlaveBeatAnswer | Exception, now: float) -> Actions:
+    def on_answer(self, answer: SlaveHeartbeatAnswer | Exception, now: float) -> Actions:
         """The master has answered, or has not."""
         self._under_way = False
         if self._due_at is not None:

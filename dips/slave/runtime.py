@@ -14,7 +14,7 @@ from math import inf
 from typing import Any
 
 from dips.errors import UnavailableMaster
-from dips.protocol.beats import SlaveBeat, SlaveBeatAnswer
+from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
 from dips.protocol.effects import Acknowledged, Order, Registered
 from dips.protocol.events import Answer, PushRefused, PushStaged, SlaveRegistered
 from dips.slave.actions import Actions, AnswerOrder, CallMaster, EndSlave, ShardWork, WriteLog, WriteSnapshot
@@ -36,7 +36,7 @@ class SlaveRuntime:
         self._peer = f"the master at {master}"
         self._calls: dict[type, tuple[Any, type]] = {
             SlaveRegistered: (stub.Register, Registered),
-            SlaveBeat: (heartbeat_stub.Beat, SlaveBeatAnswer),
+            SlaveHeartbeat: (heartbeat_stub.Beat, SlaveHeartbeatAnswer),
             PushStaged: (stub.Staged, Acknowledged),
             PushRefused: (stub.Refused, Acknowledged),
         }

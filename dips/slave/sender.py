@@ -18,7 +18,7 @@ from math import inf
 import numpy as np
 
 from dips.ids import PullId, VersionId
-from dips.protocol.beats import Transfer
+from dips.protocol.heartbeats import Transfer
 from dips.slave.checksums import Checksums
 from dips.slave.counters import ByCluster
 from dips.slave.moves import Closed, Move, Released, Say, SourceMoved, error

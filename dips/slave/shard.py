@@ -21,7 +21,7 @@ from dips.errors import (
 from dips.ids import PushId
 from dips.outer.versions import Versions
 from dips.protocol import effects as e
-from dips.protocol.beats import SlaveBeatAnswer
+from dips.protocol.heartbeats import SlaveHeartbeatAnswer
 from dips.protocol.events import Answer, Done, Persisted, SlaveRegistered
 from dips.protocol.manifest import Manifest
 from dips.slave.open_transfers import Opened, OpenTransfers, Report
@@ -200,7 +200,7 @@ class Shard:
         reports, self.transfers.reports = self.transfers.reports, []
         return reports
 
-    def heal(self, answer: SlaveBeatAnswer) -> list[str]:
+    def heal(self, answer: SlaveHeartbeatAnswer) -> list[str]:
         """Drop what the master does not list as live and should know; return the names of what was dropped.
 
         An answer that says `register` lists nothing to go by; one of an old term changes nothing.

@@ -23,7 +23,7 @@ from google.protobuf.message import Message
 
 from dips import ids
 from dips.errors import ConfigError, LocalProtocolError, RemoteProtocolError
-from dips.protocol import beats, effects, events
+from dips.protocol import effects, events, heartbeats
 from dips.wire.generated import cluster_pb2, names_pb2, operator_pb2, slave_pb2, status_pb2
 
 MAX_MESSAGE_BYTES = 16 << 20  # one control message; a manifest of 100,000 parameters is about 8 MiB of JSON
@@ -51,13 +51,13 @@ class RealBounds:
 _REAL = RealBounds()  # of every float that is not named here
 _REALS = {
     # Shown to people only, and most worth showing when training diverges; the ledger gets 0 (pushes.py), JSON null.
-    ("ClusterBeat", "loss"): RealBounds(-inf, inf, nan=True),
+    ("ClusterHeartbeat", "loss"): RealBounds(-inf, inf, nan=True),
     ("PushFinished", "loss"): RealBounds(-inf, inf, nan=True),
     # A broken push has norms like these; the penalty gates it.
     ("Measured", "layer_sq"): RealBounds(0.0, inf, nan=True),
     # round.py skips a round whose sum is not finite.
     ("Folded", "acc_sq"): RealBounds(0.0, inf, nan=True),
-    ("ClusterBeatAnswer", "push_in_s"): RealBounds(beats.NO_MEETING),
+    ("ClusterHeartbeatAnswer", "push_in_s"): RealBounds(beats.OWN_PACE),
 }
 
 _NAMES = frozenset({"run", "cluster", "slave", "name"})  # become file names, metrics and log lines
@@ -242,7 +242,7 @@ def _message_class(name: str) -> type[Message]:
 
 @cache
 def _dataclass(name: str) -> type:
-    for module in (ids, effects, events, beats):
+    for module in (ids, effects, events, heartbeats):
         if hasattr(module, name):
             return cast(type, getattr(module, name))
     raise LocalProtocolError(f"the message {name} has no dataclass in dips.protocol")

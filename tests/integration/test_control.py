@@ -37,7 +37,13 @@ from dips.master.genesis import INITIAL_MANIFEST, ledger_path, make_run
 from dips.master.ledger import Ledger
 from dips.master.links import SlaveLink
 from dips.protocol import effects, events
-from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer, SlaveBeat, SlaveBeatAnswer, Transfer
+from dips.protocol.heartbeats import (
+    ClusterHeartbeat,
+    ClusterHeartbeatAnswer,
+    SlaveHeartbeat,
+    SlaveHeartbeatAnswer,
+    Transfer,
+)
 from dips.protocol.effects import Order
 from dips.transport import control
 from dips.wire import messages
@@ -151,9 +157,9 @@ class Slave(OrderServiceServicer):
             assert isinstance(answer.order, effects.LoadVersion)
             self.memory = answer.order.version
 
-    async def beat(self, stub: Any) -> SlaveBeatAnswer:
-        said = SlaveBeat(self.name, self.sinc, self.term, self.memory, (), (), 1, 2, 3, 4, 0.0, 0.0)
-        return messages.from_proto(await ask(stub.Beat, said), SlaveBeatAnswer)
+    async def beat(self, stub: Any) -> SlaveHeartbeatAnswer:
+        said = SlaveHeartbeat(self.name, self.sinc, self.term, self.memory, (), (), 1, 2, 3, 4, 0.0, 0.0)
+        return messages.from_proto(await ask(stub.Beat, said), SlaveHeartbeatAnswer)
 
 
 @asynccontextmanager
@@ -286,8 +292,8 @@ async def test_status_shows_everybody_with_a_reason(config: RunFile) -> None:
     """The status is JSON with every cluster's and slave's state, its reason, and what its newest beat told."""
     async with house(config) as (cluster, slaves, stub):
         await cluster.join()
-        said = ClusterBeat("a", 1, "training", "inner", 1, 12, 300, 0, float("nan"), GENESIS, 0, 0, 0.0)
-        answer = messages.from_proto(await ask(cluster.stub.Beat, said), ClusterBeatAnswer)
+        said = ClusterHeartbeat("a", 1, "training", "inner", 1, 12, 300, 0, float("nan"), GENESIS, 0, 0, 0.0)
+        answer = messages.from_proto(await ask(cluster.stub.Beat, said), ClusterHeartbeatAnswer)
         assert (answer.standing, answer.term, answer.lease_s) == ("live", 1, 4.0)
         assert not (await slaves[0].beat(stub)).register
         status_stub = StatusServiceStub(cluster.channel)
@@ -319,7 +325,7 @@ async def test_a_burst_of_calls_is_answered(config: RunFile) -> None:
     """Calls that come all at once, as after a stall, wait their turn; gRPC's own limit of 1,000 would cancel some."""
     async with house(config) as (cluster, _, _):
         await cluster.join()
-        said = ClusterBeat("a", 1, "training", "inner", 1, 12, 300, 0, 2.0, GENESIS, 0, 0, 0.0)
+        said = ClusterHeartbeat("a", 1, "training", "inner", 1, 12, 300, 0, 2.0, GENESIS, 0, 0, 0.0)
         answers = await asyncio.gather(*[ask(cluster.stub.Beat, said) for _ in range(1500)])
     assert {answer.standing for answer in answers} == {"live"}
 
@@ -362,16 +368,16 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize("field", ["step_s", "bytes_per_s"])
 async def test_a_number_that_is_none_costs_its_sender(config: RunFile, field: str, value: float) -> None:
     """A beat with NaN, infinity or the like is refused by name, to a cluster and to a slave; the master serves on."""
-    said = ClusterBeat("a", 1, "training", "inner", 1, 12, 300, 0, 2.0, GENESIS, 0, 0, 0.0, aligned_steps=64)
+    said = ClusterHeartbeat("a", 1, "training", "inner", 1, 12, 300, 0, 2.0, GENESIS, 0, 0, 0.0, aligned_steps=64)
     transfer = Transfer("a", 1, 1, True, 1, 2, value)
     async with house(config) as (cluster, slaves, stub):
         await cluster.join()
         with pytest.raises(RemoteProtocolError, match=field):
             await ask(cluster.stub.Beat, replace(said, **{field: value}))
         with pytest.raises(RemoteProtocolError, match="bytes_per_s"):
-            await ask(stub.Beat, SlaveBeat("s0", 1, 1, GENESIS, (), (transfer,), 1, 2, 3, 4, 0.0, 0.0))
+            await ask(stub.Beat, SlaveHeartbeat("s0", 1, 1, GENESIS, (), (transfer,), 1, 2, 3, 4, 0.0, 0.0))
         for good in (replace(said, step_s=5e-324, bytes_per_s=5e-324), replace(said, step_s=2.0**53), said):
-            answer = messages.from_proto(await ask(cluster.stub.Beat, good), ClusterBeatAnswer)
+            answer = messages.from_proto(await ask(cluster.stub.Beat, good), ClusterHeartbeatAnswer)
             assert answer.standing == "live"
         assert not (await slaves[0].beat(stub)).register
 

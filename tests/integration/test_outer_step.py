@@ -24,7 +24,7 @@ from dips.outer import kernel_pool as kernel_pool_module
 from dips.outer import kernels, twins
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
-from dips.protocol.beats import Transfer
+from dips.protocol.heartbeats import Transfer
 from dips.protocol.effects import (
     Apply,
     Commit,

@@ -39,7 +39,7 @@ from dips.client.ipc.messages import (
     TransferProgress,
 )
 from dips.errors import DipsError, LocalProtocolError, Stale, StaleIncarnation
-from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer
+from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
 from dips.protocol.effects import Dropped, Finished, Joined, Pending, Ranges, Refused, Result
 from dips.protocol.events import ClusterJoined, ClusterLeft
 
@@ -111,7 +111,7 @@ class Session(Checkpoints):
             self._tell(self._train_on(reason))
         return self._flush()
 
-    def beat(self) -> ClusterBeat | None:
+    def beat(self) -> ClusterHeartbeat | None:
         """What to tell the judge of liveness now; None before the first join."""
         if self.inc == 0:
             return None
@@ -119,7 +119,7 @@ class Session(Checkpoints):
         standing = self._alive and not self._told and not self._trains_on()
         activity = ACTIVITY.get(self.phase, "inner") if standing else "inner"
         self._beat_moving = self._moving_id()
-        return ClusterBeat(
+        return ClusterHeartbeat(
             self._identity.cluster,
             self.inc,
             trainer,
@@ -138,7 +138,7 @@ class Session(Checkpoints):
             self.account.consumed,
         )
 
-    def beat_answered(self, inc: int, answer: ClusterBeatAnswer, now: float) -> list[Action]:
+    def beat_answered(self, inc: int, answer: ClusterHeartbeatAnswer, now: float) -> list[Action]:
         """Take the answer to a beat of incarnation `inc`."""
         self._now = now
         if inc != self.inc or answer.term < self._term or self.phase is SyncPhase.JOINING:
@@ -157,7 +157,7 @@ class Session(Checkpoints):
             self._rest("the master took up this life again")
         return self._flush()
 
-    def _notice_drop(self, answer: ClusterBeatAnswer) -> None:
+    def _notice_drop(self, answer: ClusterHeartbeatAnswer) -> None:
         """A transfer that was moving when the beat left, and that the master no longer lists, leads nowhere."""
         moving = self._moving_id()
         if moving is not None and moving == self._beat_moving and moving not in (answer.push, answer.pull):

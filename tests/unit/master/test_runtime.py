@@ -17,7 +17,7 @@ from dips.errors import UnavailableMaster
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.master.core import EXIT_LEDGER, MasterCore
 from dips.master.runtime import EXIT_BUG, Runtime
-from dips.protocol.beats import ClusterBeat, SlaveBeat
+from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.effects import (
     Effect,
     Exit,
@@ -42,7 +42,7 @@ from dips.protocol.events import (
 )
 from dips.protocol.membership import Judge
 from dips.protocol.options import TimingOptions
-from dips.protocol.pace import Gathering
+from dips.protocol.alignment import WindowTiming
 from dips.protocol.records import IncarnationGiven, Record
 from dips.telemetry.timeline import Timeline, read
 
@@ -83,8 +83,8 @@ class ScriptedCoordinator:
     def slave_live(self, slave: str, sinc: int) -> tuple[bool, int, tuple[PushId, ...], tuple[PullId, ...]]:
         return False, 7, (PUSH,), ()
 
-    def gathering(self) -> Gathering:
-        return Gathering(None, 1, 0)
+    def window_timing(self) -> WindowTiming:
+        return WindowTiming(None, 1, 0)
 
     def view(self, now: float) -> dict[str, Any]:
         return {"seen": len(self.seen)}
@@ -302,9 +302,9 @@ async def test_stop_refuses_those_who_wait(tmp_path: Path) -> None:
     made.timeline.close()
 
 
-def beat(inner_steps: int = 0) -> ClusterBeat:
-    return ClusterBeat("a", 1, "training", "inner", 1, inner_steps, 0, 0, 0.0, VersionId(0, 0), 0, 0, 0.0)
+def beat(inner_steps: int = 0) -> ClusterHeartbeat:
+    return ClusterHeartbeat("a", 1, "training", "inner", 1, inner_steps, 0, 0, 0.0, VersionId(0, 0), 0, 0, 0.0)
 
 
-def slave_beat(term: int) -> SlaveBeat:
-    return SlaveBeat("s", 1, term, GENESIS, (), (), 0, 0, 0, 0, 0.0, 0.0)
+def slave_beat(term: int) -> SlaveHeartbeat:
+    return SlaveHeartbeat("s", 1, term, GENESIS, (), (), 0, 0, 0, 0, 0.0, 0.0)

@@ -13,7 +13,7 @@ from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer import twins
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
-from dips.protocol.beats import Transfer
+from dips.protocol.heartbeats import Transfer
 from dips.protocol.effects import (
     Apply,
     Fold,

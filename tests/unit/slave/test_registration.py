@@ -9,7 +9,7 @@ import pytest
 
 from dips.errors import Busy, ConfigError, LocalProtocolError, StaleTerm, UnavailableMaster
 from dips.ids import GENESIS, PushId
-from dips.protocol.beats import SlaveBeat, SlaveBeatAnswer
+from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
 from dips.protocol.effects import Hold, LoadVersion, Registered, SlaveOrder, Wait
 from dips.protocol.events import SlaveRegistered
 from dips.slave.actions import (
@@ -57,11 +57,11 @@ class RegistrationRig:
         assert self.answer(Hold(), Followed.SERVES, 0.0) == []
         return self
 
-    def beat(self, now: float) -> SlaveBeat:
+    def beat(self, now: float) -> SlaveHeartbeat:
         """The heartbeat that is due now."""
         (call,) = self.heartbeats.tick(now)
         assert isinstance(call, CallMaster)
-        assert isinstance(call.message, SlaveBeat)
+        assert isinstance(call.message, SlaveHeartbeat)
         return call.message
 
 
@@ -155,13 +155,13 @@ def test_no_heartbeat_before_the_first_incarnation() -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        SlaveBeatAnswer(1, 8.0, True, 0, (), ()),
-        SlaveBeatAnswer(2, 8.0, False, 0, (), ()),
+        SlaveHeartbeatAnswer(1, 8.0, True, 0, (), ()),
+        SlaveHeartbeatAnswer(2, 8.0, False, 0, (), ()),
         StaleTerm("you are early"),
     ],
     ids=["register", "a later term", "stale"],
 )
-def test_a_heartbeat_can_ask_for_a_register(answer: SlaveBeatAnswer | Exception) -> None:
+def test_a_heartbeat_can_ask_for_a_register(answer: SlaveHeartbeatAnswer | Exception) -> None:
     """A master that does not know us as ready, a new master, and one that calls us stale."""
     slave = RegistrationRig().serving()
     slave.heartbeats.tick(0.0)
@@ -175,7 +175,7 @@ def test_an_answer_from_before_a_register_asks_for_no_second_one() -> None:
     slave.heartbeats.tick(0.0)
     slave.beat(2.0)
     assert slave.registration.request(slave.registration.number, 2.1) == [DESCRIBE]
-    late = SlaveBeatAnswer(1, 8.0, True, 0, (), ())
+    late = SlaveHeartbeatAnswer(1, 8.0, True, 0, (), ())
     assert work_of(slave.heartbeats.on_answer(late, 2.2)) == []
     slave.answer(Hold(), Followed.SERVES, 2.3)
     slave.beat(4.0)
@@ -190,7 +190,7 @@ def test_the_newest_list_of_what_is_live_heals_once_the_shard_has_a_turn() -> No
     """While the shard is busy lists replace each other; an old term or incarnation heals nothing."""
     slave = RegistrationRig().serving()
     slave.heartbeats.tick(0.0)
-    lists = [SlaveBeatAnswer(1, 8.0, False, n, (PushId("x", 1, n),), ()) for n in range(4)]
+    lists = [SlaveHeartbeatAnswer(1, 8.0, False, n, (PushId("x", 1, n),), ()) for n in range(4)]
     slave.beat(2.0)
     assert slave.heartbeats.on_answer(lists[0], 2.1) == [HealTransfers(lists[0])]
     for n, now in ((1, 4.0), (2, 6.0)):
@@ -199,7 +199,7 @@ def test_the_newest_list_of_what_is_live_heals_once_the_shard_has_a_turn() -> No
     assert slave.heartbeats.on_healed([]) == [HealTransfers(lists[2])]
     assert slave.heartbeats.on_healed([]) == []
     slave.beat(8.0)
-    assert slave.heartbeats.on_answer(SlaveBeatAnswer(0, 8.0, False, 9, (), ()), 8.1) == []
+    assert slave.heartbeats.on_answer(SlaveHeartbeatAnswer(0, 8.0, False, 9, (), ()), 8.1) == []
     slave.beat(10.0)
     slave.standing = Standing(8, 1, GENESIS, (), 0, 0)
     assert slave.heartbeats.on_answer(lists[3], 10.1) == []
@@ -210,8 +210,8 @@ def test_a_silent_master_is_told_to_the_log_once_and_so_is_its_return() -> None:
     slave = RegistrationRig().serving()
     slave.heartbeats.tick(0.0)
     events = []
-    answers: list[SlaveBeatAnswer | Exception] = [
-        UnavailableMaster("1"), UnavailableMaster("2"), SlaveBeatAnswer(1, 8.0, False, 0, (), ())
+    answers: list[SlaveHeartbeatAnswer | Exception] = [
+        UnavailableMaster("1"), UnavailableMaster("2"), SlaveHeartbeatAnswer(1, 8.0, False, 0, (), ())
     ]  # fmt: skip
     for n, answer in enumerate(answers):
         slave.beat(2.0 * (n + 1))

@@ -20,7 +20,7 @@ from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer import twins
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
-from dips.protocol.beats import SlaveBeat, SlaveBeatAnswer, Transfer
+from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer, Transfer
 from dips.protocol.effects import (
     Acknowledged,
     Apply,
@@ -117,9 +117,9 @@ class ScriptedMaster:
         self.orders = list(orders)
         self.term = 1
         self.registered: list[SlaveRegistered] = []
-        self.beats: list[SlaveBeat] = []
+        self.beats: list[SlaveHeartbeat] = []
         self.told: list[PushStaged | PushRefused] = []
-        self.beat: SlaveBeatAnswer | Exception = SlaveBeatAnswer(1, 10.0, False, 10**6, (PUSH,), ())
+        self.beat: SlaveHeartbeatAnswer | Exception = SlaveHeartbeatAnswer(1, 10.0, False, 10**6, (PUSH,), ())
         self.deaf_reports = 0
         self.happened = asyncio.Condition()
 
@@ -131,7 +131,7 @@ class ScriptedMaster:
         return to_proto(Registered(self.term, 7, order, GENESIS, (0,), ("",), MANIFEST.to_json()))
 
     async def Beat(self, request: Any, timeout: float) -> Any:
-        await self._note(self.beats, from_proto(request, SlaveBeat))
+        await self._note(self.beats, from_proto(request, SlaveHeartbeat))
         if isinstance(self.beat, Exception):
             raise self.beat
         return to_proto(self.beat)
@@ -229,9 +229,9 @@ async def test_it_registers_again_when_a_beat_says_so() -> None:
     async with living(master) as life:
         await life.ready()
         assert len(master.registered) == 2
-        master.beat = SlaveBeatAnswer(1, 10.0, True, 0, (), ())
+        master.beat = SlaveHeartbeatAnswer(1, 10.0, True, 0, (), ())
         await master.until(lambda: len(master.registered) == 3)
-        master.beat = SlaveBeatAnswer(1, 10.0, False, 0, (), ())
+        master.beat = SlaveHeartbeatAnswer(1, 10.0, False, 0, (), ())
         seen = len(master.beats)
         await master.until(lambda: len(master.beats) >= seen + 5)
         assert len(master.registered) <= 4
@@ -248,7 +248,7 @@ async def test_a_master_that_goes_away_is_waited_for(trouble: Exception) -> None
             seen = len(master.beats)
             await master.until(lambda: len(master.beats) >= seen + 3)
             master.term = 2
-            master.beat = SlaveBeatAnswer(2, 10.0, False, 0, (), ())
+            master.beat = SlaveHeartbeatAnswer(2, 10.0, False, 0, (), ())
             await master.until(lambda: master.beats[-1].term == 2)
             assert not life.task.done()
     assert {"master_silent", "beat_refused"} & {line["event"] for line in logs}
@@ -308,7 +308,7 @@ async def test_a_beat_heals_what_the_master_does_not_list() -> None:
     async with living(master) as life:
         await life.ready()
         await life.order(OpenPush(PUSH, (0,), 60.0))
-        master.beat = SlaveBeatAnswer(1, 10.0, False, 10**6, (), ())
+        master.beat = SlaveHeartbeatAnswer(1, 10.0, False, 10**6, (), ())
         await master.until(lambda: not life.flow.pushes)
 
 
@@ -316,7 +316,7 @@ async def test_busy_is_tried_again_until_the_deadline() -> None:
     """An OpenPush that finds no slot waits for a DropPush behind it; without one it is refused before its deadline."""
     master = ScriptedMaster(LoadVersion(GENESIS), Hold())
     other = PushId("y", 1, 1)
-    master.beat = SlaveBeatAnswer(1, 10.0, False, 0, (), ())
+    master.beat = SlaveHeartbeatAnswer(1, 10.0, False, 0, (), ())
     async with living(master) as life:
         await life.ready()
         await life.order(OpenPush(PUSH, (0,), 60.0))
@@ -357,7 +357,7 @@ async def test_a_snapshot_is_written_beside_the_orders() -> None:
         persist = Persist(VersionId(1, 1))
         first = asyncio.create_task(life.order(persist, number=100))
         second = PushId(PUSH.cluster, PUSH.inc, PUSH.seq + 1)
-        master.beat = SlaveBeatAnswer(1, 10.0, False, 10**6, (second,), ())
+        master.beat = SlaveHeartbeatAnswer(1, 10.0, False, 10**6, (second,), ())
         apply = asyncio.create_task(make_version(life, 2, second, VersionId(1, 1)))
         await master.until(lambda: life.shard.versions.folded)
         first.cancel()  # the connection breaks, and the order is sent again

@@ -11,7 +11,7 @@ from dips.errors import (
     StaleVersion,
 )
 from dips.ids import GENESIS, PushId, VersionId
-from dips.protocol.beats import SlaveBeatAnswer
+from dips.protocol.heartbeats import SlaveHeartbeatAnswer
 from dips.protocol.effects import (
     ClosePull,
     Commit,
@@ -141,9 +141,9 @@ def test_heal_drops_what_the_master_does_not_list() -> None:
     slave.order(OpenPull(PULL, GENESIS, 60.0))
     as_of = slave.number
     slave.order(OpenPush(PushId("y", 1, 1), (0,), 1.0))
-    assert slave.shard.heal(SlaveBeatAnswer(1, 10.0, False, as_of, (P1,), (PULL,))) == []
-    assert slave.shard.heal(SlaveBeatAnswer(1, 10.0, True, as_of, (), ())) == []
-    assert slave.shard.heal(SlaveBeatAnswer(1, 10.0, False, as_of, (), ())) == ["x/1#1", "x/1^1"]
+    assert slave.shard.heal(SlaveHeartbeatAnswer(1, 10.0, False, as_of, (P1,), (PULL,))) == []
+    assert slave.shard.heal(SlaveHeartbeatAnswer(1, 10.0, True, as_of, (), ())) == []
+    assert slave.shard.heal(SlaveHeartbeatAnswer(1, 10.0, False, as_of, (), ())) == ["x/1#1", "x/1^1"]
     assert slave.shard.versions.open_pushes == (PushId("y", 1, 1),)
     assert slave.flow.closing == [PULL]
     with pytest.raises(StalePush):
@@ -155,5 +155,5 @@ def test_heal_by_a_new_master_drops_what_the_old_one_opened() -> None:
     slave = ShardRig().ready()
     slave.stage(P1, 0.5)
     slave.welcome(Hold(), term=2)
-    assert slave.shard.heal(SlaveBeatAnswer(1, 10.0, False, 99, (), ())) == []
-    assert slave.shard.heal(SlaveBeatAnswer(2, 10.0, False, 0, (), ())) == ["x/1#1"]
+    assert slave.shard.heal(SlaveHeartbeatAnswer(1, 10.0, False, 99, (), ())) == []
+    assert slave.shard.heal(SlaveHeartbeatAnswer(2, 10.0, False, 0, (), ())) == ["x/1#1"]

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from dips.errors import LocalProtocolError, RemoteProtocolError
 from dips.ids import PullId, PushId, VersionId
-from dips.protocol import beats, effects, events
+from dips.protocol import effects, events, heartbeats
 from dips.wire import messages
 from dips.wire.generated import cluster_pb2, operator_pb2, slave_pb2, status_pb2
 
 UNUSED_BY_WIRE = {"Reply", "Note", "Exit", "Failed", "OrderAnswered", "OrderFailed", "TrainerChanged"} | {
     "BandwidthMeasured",
     "ClusterSilent",
-    "ClusterTold",
+    "TokensReported",
     "SlaveSilent",
     "Blind",
     "Ticked",
@@ -34,7 +34,7 @@ NAMES = st.from_regex(r"[a-z0-9]([a-z0-9._-]{0,20}[a-z0-9])?", fullmatch=True)
 
 def dataclasses_that_travel() -> list[type]:
     found = []
-    for module in (events, effects, beats):
+    for module in (events, effects, heartbeats):
         for value in vars(module).values():
             mine = isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__ == module.__name__
             if mine and value.__name__ not in UNUSED_BY_WIRE:
@@ -182,7 +182,7 @@ TOO_MUCH: dict[int, tuple[Any, ...]] = {
     FieldDescriptor.TYPE_BOOL: (),
 }
 LEGAL_ANYWAY = {  # (message, field) → what of TOO_MUCH it may be; the reasons stand in wire/messages.py
-    ("ClusterBeat", "loss"): (nan, inf, -inf, 1e300, -1e300, -2.0),
+    ("ClusterHeartbeat", "loss"): (nan, inf, -inf, 1e300, -1e300, -2.0),
     ("PushFinished", "loss"): (nan, inf, -inf, 1e300, -1e300, -2.0),
     ("Measured", "layer_sq"): (nan, inf, 1e300),
     ("Folded", "acc_sq"): (nan, inf, 1e300),
