@@ -44,6 +44,7 @@ from dips.sim.transfer import Pulled
 from dips.sim.underway import SimBackgroundTransfer
 from dips.sim.work import Frozen, Use, Work, WorkInHand
 from dips.slave.ports import F32
+from dips.wire.chunks import Range
 from dips.wire.frame import Buffer
 
 POLL_S = 1.0  # rank 0 waits no longer for an answer before it asks the same again
@@ -57,7 +58,7 @@ class SimTrainer:
         self.agent, self.world, self.site, self.life, self.restart = agent, world, site, life, restart
         self.gate = Gate(agent.gate)  # closed while it hangs
         self.attempt = self._number = self._ranges_asked = self._look_in = 0
-        self._ranks = SimRanks(world.sizes, site.ranks, world.options.codec != "fp32")
+        self._ranks = SimRanks(world.data.layout, site.ranks, world.options.codec != "fp32")
         self.in_hand = WorkInHand()
         self.range: int | None = None
         self.finished = False
@@ -295,5 +296,5 @@ class SimTrainer:
         return installed
 
 
-def _body(bodies: dict[tuple[int, int, int], Buffer], rank: int, layer: int, where: slice) -> Buffer:
-    return bodies[rank, layer, where.start]
+def _body(bodies: dict[tuple[int, Range], Buffer], rank: int, chunk: Range) -> Buffer:
+    return bodies[rank, chunk]

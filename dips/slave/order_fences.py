@@ -15,7 +15,7 @@ from dips.protocol.events import Answer
 REMEMBERED = 4096  # answers of a term; more than a master ever has under way at one slave
 
 
-class Fences:
+class OrderFences:
     """The term and incarnation of one slave, and the answers that it gave in this term."""
 
     def __init__(self, name: str) -> None:
@@ -50,6 +50,10 @@ class Fences:
         if order.number <= self._forgotten:
             raise StaleTerm(f"{what} is older than the last {REMEMBERED} answers of term {self.term}")
         return None
+
+    def has_answered(self, number: int) -> bool:
+        """Whether the answer of an order of this term is remembered."""
+        return number in self._answers
 
     def remember(self, order: Order, answer: Answer) -> None:
         """Keep the answer for repetitions."""

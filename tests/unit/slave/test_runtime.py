@@ -1,4 +1,4 @@
-"""The slave's conversation with a scripted master, without a socket: registering, beating, reporting, executing."""
+"""The daemon's shell around the core of a slave, with a scripted master and without a socket."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from structlog.testing import capture_logs
 from dips.errors import Busy, ConfigError, LocalProtocolError, StaleTerm, UnavailableMaster
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer import twins
-from dips.outer.crew import Crew
+from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
 from dips.protocol.effects import (
     Acknowledged,
@@ -40,11 +41,14 @@ from dips.protocol.effects import (
 from dips.protocol.events import Done, Persisted, Prepared, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer, Transfer
 from dips.protocol.manifest import Manifest
-from dips.slave.owner import Owner
+from dips.slave.core import SlaveCore
+from dips.slave.open_transfers import OpenTransfers
 from dips.slave.ports import Arrays, FlowEvents
+from dips.slave.runtime import SlaveRuntime
 from dips.slave.servicer import OrderServicer
-from dips.slave.session import Identity, Session, Traffic
 from dips.slave.shard import Shard
+from dips.slave.shard_thread import ShardThread
+from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming
 from dips.wire.generated import slave_pb2
 from dips.wire.messages import from_proto, to_proto, unwrap
 
@@ -53,7 +57,7 @@ PUSH = PushId("x", 1, 1)
 BEAT_S = 0.01
 
 
-class Flow:
+class BufferFlow:
     """Gives the shard's buffers to the test, and news to the inbox."""
 
     def __init__(self) -> None:
@@ -79,7 +83,7 @@ class Flow:
         return (Transfer("x", 1, 1, True, 4, 12),)
 
 
-class Disk:
+class GatedDisk:
     def __init__(self) -> None:
         self.may_write = threading.Event()
         self.writes = 0
@@ -106,7 +110,7 @@ class Disk:
         raise AssertionError("nothing is deleted here")
 
 
-class Master:
+class ScriptedMaster:
     """Answers by a script: `orders` one after another for Register, the last for ever; then `beat` for every beat."""
 
     def __init__(self, *orders: SlaveOrder | Exception) -> None:
@@ -156,26 +160,33 @@ class Master:
             self.happened.notify_all()
 
 
-class Life:
-    """A session under way, its parts at hand."""
+class RunningSlave:
+    """A slave's runtime under way, its parts at hand."""
 
-    def __init__(self, master: Master, thread: ThreadPoolExecutor, prepare: Callable[[Registered], None]) -> None:
-        self.flow = Flow()
+    def __init__(
+        self, master: ScriptedMaster, thread: ThreadPoolExecutor, prepare: Callable[[Registered], None]
+    ) -> None:
+        self.flow = BufferFlow()
         log = structlog.get_logger()
-        self.owner = Owner(thread, time.monotonic, log)
-        self.shard = Shard("s", Versions(Crew(twins), 1, 0), Disk(), self.flow, self.owner)
-        self.owner.take(self.shard)
-        self.servicer = OrderServicer(self.owner, log)
-        who = Identity("run", "s", "nonce", "h:1", ("h:2",), "m:1")
-        traffic = Traffic(5, 6)
-        self.session = Session(who, self.owner, self.flow, master, master, BEAT_S, prepare, lambda: traffic, log)
-        self.task = asyncio.create_task(self.session.run())
+        self.thread = ShardThread(thread, time.monotonic, log)
+        self.shard = Shard("s", Versions(KernelPool(twins), 1, 0), GatedDisk(), self.flow, self.thread)
+        self.thread.own(self.shard)
+        who = SlaveIdentity("run", "s", "nonce", "h:1", ("h:2",), "m:1")
+        self.core = SlaveCore(
+            who, SlaveTiming(BEAT_S), lambda: self.thread.standing, self.flow.transfers, self.meters, prepare, Random()
+        )
+        self.runtime = SlaveRuntime(self.core, self.thread, master, master, "m:1", log)
+        self.servicer = OrderServicer(self.runtime)
+        self.task = asyncio.create_task(self.runtime.run())
         self.master = master
         self.number = 0
 
+    def meters(self) -> Meters:
+        return Meters(5, 6, self.thread.persist_s, self.thread.apply_s)
+
     async def ready(self) -> None:
         """Wait until Hold was followed and a beat was answered: a beat alone may come before the last Register."""
-        await self.master.until(lambda: self.session._registration == 2 and bool(self.master.beats))
+        await self.master.until(lambda: self.core.serving and bool(self.master.beats))
 
     async def order(self, body: OrderBody, deadline_s: float = 10.0, number: int | None = None) -> Any:
         self.number += number is None
@@ -185,9 +196,11 @@ class Life:
 
 
 @asynccontextmanager
-async def living(master: Master, prepare: Callable[[Registered], None] = lambda _: None) -> AsyncIterator[Life]:
+async def living(
+    master: ScriptedMaster, prepare: Callable[[Registered], None] = lambda _: None
+) -> AsyncIterator[RunningSlave]:
     with ThreadPoolExecutor(1) as thread:
-        life = Life(master, thread, prepare)
+        life = RunningSlave(master, thread, prepare)
         try:
             yield life
         finally:
@@ -196,8 +209,8 @@ async def living(master: Master, prepare: Callable[[Registered], None] = lambda 
 
 
 async def test_it_registers_until_hold_then_beats() -> None:
-    """Away, Wait and Load are followed by another Register with the same nonce; after Hold beats say what is held."""
-    master = Master(UnavailableMaster("away"), RegisterLater(0.001, "restoring"), LoadVersion(GENESIS), Hold())
+    """Away, RegisterLater and Load are followed by another Register with the same nonce; then beats name it."""
+    master = ScriptedMaster(UnavailableMaster("away"), RegisterLater(0.001, "restoring"), LoadVersion(GENESIS), Hold())
     async with living(master) as life:
         await life.ready()
         await master.until(lambda: master.beats[-1].memory == GENESIS)
@@ -212,7 +225,7 @@ async def test_it_registers_until_hold_then_beats() -> None:
 
 async def test_it_registers_again_when_a_beat_says_so() -> None:
     """A master that does not know us as ready gets a Register; a beat sent before it asks for no second one."""
-    master = Master(LoadVersion(GENESIS), Hold())
+    master = ScriptedMaster(LoadVersion(GENESIS), Hold())
     async with living(master) as life:
         await life.ready()
         assert len(master.registered) == 2
@@ -227,7 +240,7 @@ async def test_it_registers_again_when_a_beat_says_so() -> None:
 @pytest.mark.parametrize("trouble", [UnavailableMaster("gone"), StaleTerm("you are early")])
 async def test_a_master_that_goes_away_is_waited_for(trouble: Exception) -> None:
     """Beats that fail end nothing; after a refusal as stale the slave registers with whoever answers."""
-    master = Master(LoadVersion(GENESIS), Hold())
+    master = ScriptedMaster(LoadVersion(GENESIS), Hold())
     with capture_logs() as logs:
         async with living(master) as life:
             await life.ready()
@@ -244,7 +257,7 @@ async def test_a_master_that_goes_away_is_waited_for(trouble: Exception) -> None
 @pytest.mark.parametrize("error", [ConfigError("slave 's': no such slave"), LocalProtocolError("our bug")])
 async def test_a_refusal_for_good_ends_the_session(error: Exception) -> None:
     """What no waiting mends is raised, so that the daemon ends with its message and code."""
-    async with living(Master(error)) as life:
+    async with living(ScriptedMaster(error)) as life:
         with pytest.raises(type(error), match=str(error)):
             await asyncio.wait_for(life.task, 10)
 
@@ -255,7 +268,7 @@ async def test_a_machine_without_the_memory_ends_the_session() -> None:
     def prepare(registered: Registered) -> None:
         raise ConfigError("slots, pinned, transit_bytes: this slave needs ..")
 
-    async with living(Master(LoadVersion(GENESIS)), prepare) as life:
+    async with living(ScriptedMaster(LoadVersion(GENESIS)), prepare) as life:
         with pytest.raises(ConfigError, match="this slave needs"):
             await asyncio.wait_for(life.task, 10)
         assert life.shard.versions.limit_bytes == 0
@@ -263,7 +276,7 @@ async def test_a_machine_without_the_memory_ends_the_session() -> None:
 
 async def test_staged_and_refused_are_told_until_heard() -> None:
     """News of the flow reaches the master although it was away at first; every beat repeats what is staged."""
-    master = Master(LoadVersion(GENESIS), Hold())
+    master = ScriptedMaster(LoadVersion(GENESIS), Hold())
     master.deaf_reports = 2
     async with living(master) as life:
         await life.ready()
@@ -278,11 +291,11 @@ async def test_staged_and_refused_are_told_until_heard() -> None:
 
 async def test_beats_go_on_while_the_shard_is_busy() -> None:
     """An order that takes long does not silence the slave: beats read the last standing."""
-    master = Master(LoadVersion(GENESIS), Hold())
+    master = ScriptedMaster(LoadVersion(GENESIS), Hold())
     async with living(master) as life:
         await life.ready()
         gate = threading.Event()
-        working = asyncio.create_task(life.owner.run(lambda shard: gate.wait(10)))
+        working = asyncio.wrap_future(life.thread.submit(lambda shard: gate.wait(10)))
         seen = len(master.beats)
         await master.until(lambda: len(master.beats) >= seen + 5)
         gate.set()
@@ -291,7 +304,7 @@ async def test_beats_go_on_while_the_shard_is_busy() -> None:
 
 async def test_a_beat_heals_what_the_master_does_not_list() -> None:
     """A push that is not live at the master is dropped here, and its slot is free again."""
-    master = Master(LoadVersion(GENESIS), Hold())
+    master = ScriptedMaster(LoadVersion(GENESIS), Hold())
     async with living(master) as life:
         await life.ready()
         await life.order(OpenPush(PUSH, (0,), 60.0))
@@ -301,7 +314,7 @@ async def test_a_beat_heals_what_the_master_does_not_list() -> None:
 
 async def test_busy_is_tried_again_until_the_deadline() -> None:
     """An OpenPush that finds no slot waits for a DropPush behind it; without one it is refused before its deadline."""
-    master = Master(LoadVersion(GENESIS), Hold())
+    master = ScriptedMaster(LoadVersion(GENESIS), Hold())
     other = PushId("y", 1, 1)
     master.beat = SlaveHeartbeatAnswer(1, 10.0, False, 0, (), ())
     async with living(master) as life:
@@ -318,7 +331,7 @@ async def test_busy_is_tried_again_until_the_deadline() -> None:
 
 async def test_orders_of_a_round_through_the_servicer() -> None:
     """Orders and answers pass the wire's spelling unchanged, and the time of Apply is told in beats."""
-    master = Master(LoadVersion(GENESIS), Hold())
+    master = ScriptedMaster(LoadVersion(GENESIS), Hold())
     async with living(master) as life:
         await life.ready()
         await life.order(OpenPush(PUSH, (0,), 60.0))
@@ -334,11 +347,11 @@ async def test_orders_of_a_round_through_the_servicer() -> None:
 
 async def test_a_snapshot_is_written_beside_the_orders() -> None:
     """While the served version is being written, a push opens and an Apply waits; a repeated Persist writes once."""
-    master = Master(LoadVersion(GENESIS), Hold())
+    master = ScriptedMaster(LoadVersion(GENESIS), Hold())
     async with living(master) as life:
         await life.ready()
         disk = life.shard._disk
-        assert isinstance(disk, Disk)
+        assert isinstance(disk, GatedDisk)
         await make_version(life, 1, PUSH, GENESIS)
         await life.order(Commit(VersionId(1, 1), (), 1.0))
         persist = Persist(VersionId(1, 1))
@@ -357,7 +370,7 @@ async def test_a_snapshot_is_written_beside_the_orders() -> None:
         assert disk.writes == 1
 
 
-async def make_version(life: Life, round_: int, push: PushId, head: VersionId) -> Any:
+async def make_version(life: RunningSlave, round_: int, push: PushId, head: VersionId) -> Any:
     """One push in, up to Prepared."""
     await life.order(OpenPush(push, (0,), 60.0))
     life.flow.pushes[push][0].fill(0.5)
@@ -368,12 +381,12 @@ async def make_version(life: Life, round_: int, push: PushId, head: VersionId) -
     return await life.order(Apply(round_, VersionId(head.version + 1, round_), 1.0, 0.7, 0.8))
 
 
-async def test_a_failure_in_news_of_the_flow_is_logged() -> None:
+async def test_a_failure_in_news_of_the_flow_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for the flow's news to be taken in, so a failure there must reach the log."""
     with capture_logs() as logs, ThreadPoolExecutor(1) as thread:
-        owner = Owner(thread, time.monotonic, structlog.get_logger())
-        shard = Shard("s", Versions(Crew(twins), 1, 0), Disk(), Flow(), owner)
-        shard.staged = None  # type: ignore[method-assign, assignment]
-        owner.take(shard)
+        owner = ShardThread(thread, time.monotonic, structlog.get_logger())
+        shard = Shard("s", Versions(KernelPool(twins), 1, 0), GatedDisk(), BufferFlow(), owner)
+        monkeypatch.setattr(OpenTransfers, "staged", None)
+        owner.own(shard)
         owner.staged(PUSH, 12)
     assert [line["event"] for line in logs] == ["flow_event_failed"]

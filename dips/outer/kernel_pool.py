@@ -34,7 +34,7 @@ class Kernels(Protocol):
     ) -> None: ...
 
 
-class Crew:
+class KernelPool:
     """Runs kernels over whole banks; `threads` is an executor of `workers` threads, None computes in the caller's."""
 
     def __init__(self, kernels: Kernels, threads: Executor | None = None, workers: int = 1) -> None:

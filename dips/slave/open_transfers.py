@@ -22,16 +22,28 @@ Closed = dict[str, tuple[int, int]]  # cluster → the highest closed (incarnati
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What the master is to be told of a push: it is staged (`reason` empty), or it was refused here."""
+class StagedReport:
+    """The master is to be told that all of a push is here."""
 
     push: PushId
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedReport:
+    """The master is to be told that a push was refused here."""
+
+    push: PushId
     reason: str
+
+
+Report = StagedReport | RefusedReport
 
 
 @dataclass(slots=True)
 class Receiving:
+    """An open push: its bytes come in, or lie here until they are folded."""
+
     opened: Opened
     codec: str
     base: VersionId | None  # what the slot held at first, if differences are added to it
@@ -40,8 +52,8 @@ class Receiving:
 
 
 @dataclass(slots=True)
-class Moving:
-    """All open transfers of one slave; pushes in order of opening."""
+class OpenTransfers:
+    """All open transfers of one slave, pushes in order of opening; implements ports.FlowEvents."""
 
     versions: Versions
     flow: Flow
@@ -52,7 +64,7 @@ class Moving:
     closed_pulls: Closed = field(default_factory=dict)
     reports: list[Report] = field(default_factory=list)
 
-    def staged(self) -> tuple[PushId, ...]:
+    def staged_pushes(self) -> tuple[PushId, ...]:
         """Return the pushes that are full and not measured: every beat names them."""
         return tuple(p for p, r in self.pushes.items() if r.nbytes is not None and r.measured is None)
 
@@ -71,7 +83,7 @@ class Moving:
                 raise StalePush(f"{push} is open as {known.codec} on {known.base}, not {order.codec} on {order.base}")
             known.opened = opened
             if known.nbytes is not None:
-                self.reports.append(Report(push, known.nbytes, ""))
+                self.reports.append(StagedReport(push, known.nbytes))
             return
         _refuse_closed(self.closed_pushes, push)
         buffers = self.versions.open_slot(push, order.base)
@@ -96,25 +108,25 @@ class Moving:
             self.versions.free_slot(push)
             del self.pushes[push]
 
-    def take(self, push: PushId) -> None:
+    def forget_push(self, push: PushId) -> None:
         """Forget a push that was folded, or half folded: its slot is free or acc, and nobody may open it again."""
         _close(self.closed_pushes, push)
         if push in self.versions.open_pushes:
             self.versions.free_slot(push)
         del self.pushes[push]
 
-    def push_staged(self, push: PushId, nbytes: int) -> None:
+    def staged(self, push: PushId, nbytes: int) -> None:
         """All of it is here; a push that was dropped meanwhile is none of ours any more."""
         known = self.pushes.get(push)
         if known is not None and known.nbytes is None:
             known.nbytes = nbytes
-            self.reports.append(Report(push, nbytes, ""))
+            self.reports.append(StagedReport(push, nbytes))
 
-    def push_refused(self, push: PushId, reason: str) -> None:
+    def refused(self, push: PushId, reason: str) -> None:
         """It cannot be completed: free its slot and tell the master."""
         if push in self.pushes:
             self.drop_push(push)
-            self.reports.append(Report(push, 0, reason))
+            self.reports.append(RefusedReport(push, reason))
 
     def full(self, push: PushId) -> Receiving:
         """Return a staged push; raise StalePush if it is not open, LocalProtocolError if it still moves."""
@@ -174,7 +186,7 @@ class Moving:
             for pull in self.versions.move(version):
                 self.flow.move_pull(pull, source)
 
-    def pull_moved(self, pull: PullId) -> None:
+    def moved(self, pull: PullId) -> None:
         """It reads from its file only."""
         self.versions.moved(pull)
 
@@ -190,7 +202,7 @@ class Moving:
         if self.pulls.pop(pull, None) is not None:
             self.flow.close_pull(pull)
 
-    def pull_released(self, pull: PullId) -> None:
+    def released(self, pull: PullId, reason: str) -> None:
         """Nobody reads for it any more, libzmq included."""
         self.pulls.pop(pull, None)
         self.versions.unpin(pull)
