@@ -2,7 +2,7 @@
 
 What the daemon does with ZeroMQ lanes and stages (slave/flow.py) is done here at once: a frame that comes is claimed,
 checked and copied in one event, and what the halves want said is handed to the rank's end of the stream. Delays, losses
-and broken streams are the business of the ranks' side (transfer.py).
+and broken streams are the business of the ranks' side (streams.py).
 """
 
 from __future__ import annotations

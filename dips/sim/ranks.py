@@ -12,7 +12,8 @@ from dips.client.ipc.messages import PullNow, PushNow
 from dips.client.rank.feedback import Feedback
 from dips.ids import VersionId
 from dips.sim.flow import CHUNK_BYTES
-from dips.sim.transfer import Pulled, pieces_of
+from dips.sim.pieces import pieces_of
+from dips.sim.pull_stream import Pulled
 from dips.slave.ports import F32
 from dips.transport.shares import Piece
 from dips.wire import codecs

@@ -38,9 +38,9 @@ from dips.client.ipc.messages import (
 from dips.ids import PullId, PushId, VersionId
 from dips.sim.fiber import Fiber, Gate, Story, sleep
 from dips.sim.ports import TrainerAgent, TrainerWorld
+from dips.sim.pull_stream import Pulled
 from dips.sim.ranks import SimRanks
 from dips.sim.site import Site
-from dips.sim.transfer import Pulled
 from dips.sim.underway import SimBackgroundTransfer
 from dips.sim.work import Frozen, Use, Work, WorkInHand
 from dips.slave.ports import F32

@@ -8,7 +8,7 @@ from typing import Any
 from dips.client.ipc.messages import PullNow, PushNow
 from dips.sim.fiber import Resume, Wait
 from dips.sim.heap import Heap
-from dips.sim.transfer import SimTransfer
+from dips.sim.streams import SimTransfer
 
 # Begins a transfer; its argument is called with what came of it.
 Start = Callable[[Callable[[object], None]], SimTransfer]

@@ -12,8 +12,8 @@ from dips.protocol.entities import Cluster
 from dips.protocol.events import ClusterLeft
 from dips.protocol.heartbeats import ClusterHeartbeat
 from dips.protocol.run_state import RunState
+from dips.sim.pull_stream import Pulled
 from dips.sim.ranks import SimRanks
-from dips.sim.transfer import Pulled
 
 Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)
 
