@@ -116,3 +116,9 @@ TREATMENTS: tuple[tuple[type[DipsError], Treatment], ...] = (
 def treatment(error: DipsError) -> Treatment:
     """Return how `error` is to be shown and counted."""
     return next(t for cls, t in TREATMENTS if isinstance(error, cls))
+
+
+def class_named(name: str) -> type[DipsError] | None:
+    """Return the class of this module that a peer named; None for a name that says nothing here."""
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, DipsError) else None

@@ -1,6 +1,6 @@
-"""The seams of the runtime: the two machines that it runs, and the outside that effects reach.
+"""The interfaces of the master's core and of its runtime: the state machines it drives, and what actions reach.
 
-The daemon gives it the Coordinator, the Judge, the ledger's thread and gRPC; tests give it small ones that they watch.
+The daemon uses the Coordinator, the Judge, the ledger's thread and gRPC; tests use small ones that they can observe.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from dips.protocol.records import Record
 
 
 class CoordinatorLike(Protocol):
-    """What the runtime needs of protocol.coordinator.Coordinator."""
+    """What the core needs of protocol.coordinator.Coordinator."""
 
+    @property
+    def term(self) -> int: ...
     def step(self, event: Event, now: float) -> list[Effect]: ...
-    def state(self) -> object: ...
     def next_deadline(self) -> float: ...
     def progress(self) -> Progress: ...
     def cluster_standing(self, cluster: str, inc: int) -> tuple[str, PushId | None, PullId | None]: ...
@@ -30,7 +31,7 @@ class CoordinatorLike(Protocol):
 
 
 class JudgeLike(Protocol):
-    """What the runtime needs of protocol.membership.Judge."""
+    """What the core needs of protocol.membership.Judge."""
 
     def heard_cluster(self, beat: ClusterBeat, now: float) -> list[Event]: ...
     def heard_slave(self, beat: SlaveBeat, now: float) -> list[Event]: ...
@@ -44,8 +45,8 @@ class JudgeLike(Protocol):
 
 
 class Outside(Protocol):
-    """What the effects reach: the ledger's thread and the slaves."""
+    """What the actions reach: the ledger's thread and the slaves."""
 
     def write(self, records: Sequence[Record]) -> Awaitable[None]: ...
-    def learn(self, slave: str, address: str) -> None: ...
+    def learn_address(self, slave: str, address: str) -> None: ...
     def execute(self, order: Order) -> Awaitable[OrderAnswered | OrderFailed]: ...

@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any
 from dips import errors
 from dips.client.agent.account import PastIncarnation
 from dips.client.agent.actions import (
-    KEPT_AT,
-    Action,
+    Actions,
     AskMaster,
-    ClusterIdentity,
+    Channel,
     RecordMark,
+    SaveIncarnation,
     SendHeartbeat,
     StopTrainer,
 )
+from dips.client.agent.core import AgentCore
 from dips.client.agent.pace import Pace
-from dips.client.agent.session import Session
+from dips.client.agent.state import AgentSettings, ClusterIdentity
 from dips.client.ipc.messages import Answer, Question, Stepped
-from dips.errors import Busy, DipsError, Unavailable, UnavailableMaster
+from dips.errors import DipsError, UnavailableMaster
 from dips.ids import PushId, VersionId
 from dips.protocol.beats import ClusterBeatAnswer
 from dips.protocol.effects import Failed, Finished, Grant, Joined, Outcome
@@ -36,8 +37,7 @@ if TYPE_CHECKING:
     from dips.sim.site import Site
 
 CALL_S = 2.0  # deadline of one question
-PAUSE_S = 0.3  # until a master that did not answer is asked again
-PATIENCE_S = 6.0  # a trainer waits so long for a master that does not answer
+RETRY_S = 2.0  # the longest pause before a master that did not answer is asked again
 
 
 class Agent:
@@ -48,7 +48,9 @@ class Agent:
         settings = self.world.settings
         self._nonces = 0
         identity = ClusterIdentity(settings.run, self.name, settings.config_digest)
-        self.session = Session(identity, self._nonce, PATIENCE_S, Pace(steps=settings.inner_steps), former=former)
+        rng = self.world.chance.of(f"agent/{process}")
+        timing = AgentSettings(identity, self.world.options.timing.beat_s, RETRY_S)
+        self.core = AgentCore(timing, Pace(steps=settings.inner_steps), self._nonce, rng, former)
         self.left = former  # behind, on its disk
         self.gate = Gate()  # closed while the whole machine is stopped
         self.alive = True
@@ -57,7 +59,7 @@ class Agent:
         self.outcome_at = self.world.heap.now  # when it last heard an Outcome, or its trainer began
         self.finished: VersionId | None = None  # the run is over and it holds its last version
         self._lives = 0
-        self._asking: dict[str, Fiber] = {}
+        self._asking: dict[Channel, Fiber] = {}
         self._waiting: list[Resume] = []  # rank 0 waits for a change
         self._beats = Fiber(self._beat(), self.gate)
         self.trainer: Trainer | None = None
@@ -67,7 +69,7 @@ class Agent:
 
     @property
     def inc(self) -> int:
-        return self.session.inc
+        return self.core.state.membership.inc
 
     @property
     def base(self) -> VersionId | None:
@@ -98,13 +100,13 @@ class Agent:
         assert trainer is not None
         trainer.kill()
         self._lose(trainer, "its trainer died")
-        self._do(self.session.trainer_gone(reason, self.world.heap.now))
+        self._do(self.core.on_trainer_gone(reason, self.world.heap.now))
         delay_s = 0.5 + 2.0 * self.site.rng.random()
         self.world.later(delay_s, f"{self.name} restarts its trainer", partial(self.gate.pass_on, self._start_trainer))
 
     def ended(self) -> None:
         """The training script is through."""
-        self.finished = self.session.progress.finished
+        self.finished = self.core.state.membership.progress.finished
 
     def _start_trainer(self) -> None:
         if self.alive and self.trainer is None:
@@ -134,8 +136,8 @@ class Agent:
     # ---- rank 0 ----------------------------------------------------------------------------------------------------
 
     def hear(self, message: Question | Stepped) -> Answer | None:
-        answer, deeds = self.session.hear(message, self.world.heap.now)
-        self._do(deeds)
+        answer, actions = self.core.on_message(message, self.world.heap.now)
+        self._do(actions)
         return answer
 
     def next_change(self, at_most_s: float) -> Wait:
@@ -156,17 +158,20 @@ class Agent:
 
     # ---- the master ------------------------------------------------------------------------------------------------
 
-    def _do(self, deeds: list[Action]) -> None:
-        for deed in deeds:
-            if isinstance(deed, AskMaster):
-                self._start_asking(deed)
-            elif isinstance(deed, RecordMark):
-                self._marked(deed)
-            elif isinstance(deed, SendHeartbeat):
-                self._say_beat()
-            else:
-                self._stopped(deed)
-        if deeds and self._waiting:  # not at once: whoever changed it is still at work
+    def _do(self, actions: Actions) -> None:
+        for action in actions:
+            match action:
+                case AskMaster():
+                    self._start_asking(action)
+                case RecordMark():
+                    self._marked(action)
+                case SendHeartbeat():
+                    self._send_heartbeat(action)
+                case SaveIncarnation(past):
+                    self.left = past
+                case StopTrainer():
+                    self._stopped(action)
+        if actions and self._waiting:  # not at once: whoever changed it is still at work
             self.world.later(0.0, f"{self.name} wakes rank 0", self._wake)
 
     def _wake(self) -> None:
@@ -174,10 +179,8 @@ class Agent:
             resume(None)
 
     def _marked(self, mark: RecordMark) -> None:
-        if mark.kind in KEPT_AT:
-            self.left = self.session.lived
         if mark.kind == "joined":
-            self.consumed = self.session.account.lost  # what its former life lost and did not tell
+            self.consumed = self.core.state.account.lost  # what its former life lost and did not tell
             if self.trainer is not None:
                 self._lose(self.trainer, "its life at the master ended")  # the pull that follows overwrites it
                 self.trainer.range = None  # leased to its former life
@@ -205,51 +208,48 @@ class Agent:
         self._asking[ask.channel] = Fiber(self._carry(ask), self.gate)
 
     def _carry(self, ask: AskMaster) -> Story:
-        """Carry one question to the master, again and again until he answers; hand the answer to the session."""
         yield sleep(self.world.heap, ask.delay_s, f"{self.name} asks")
-        while True:
-            answer = yield partial(self.world.network.call, self.name, "master", ask.event, CALL_S)
-            error = _error(answer)
-            now = self.world.heap.now
-            if isinstance(error, Unavailable | Busy):
-                self._do(self.session.hindered(str(error), now))
-                yield sleep(self.world.heap, PAUSE_S, f"{self.name} asks again")
-            elif error is not None:
-                self._do(self.session.failed(ask.number, error, now))
-                return
-            else:
-                self._hear_answer(ask, answer)
-                return
+        answer = yield partial(self.world.network.call, self.name, "master", ask.event, CALL_S)
+        error = _error(answer)
+        if error is not None:
+            self._do(self.core.on_error(ask, error, self.world.heap.now))
+        else:
+            self._hear_answer(ask, answer)
 
     def _hear_answer(self, ask: AskMaster, answer: Any) -> None:
-        if ask.number == self.session._question:
+        if self.core.awaits(ask):
             if isinstance(answer, Grant | Joined | Finished):
                 self.world.watch.told(self, answer)
             elif isinstance(answer, Outcome):
                 self.world.watch.outcome(self, self.world.books.frozen[ask.event.push], answer)  # type: ignore[attr-defined]
-        self._do(self.session.answered(ask.number, answer, self.world.heap.now))
+        self._do(self.core.on_reply(ask, answer, self.world.heap.now))
 
     # ---- beats -----------------------------------------------------------------------------------------------------
 
     def _beat(self) -> Story:
+        """Call the core whenever something is due."""
         while True:
-            yield sleep(self.world.heap, self.world.options.timing.beat_s, f"beat of {self.name}")
-            self._say_beat()
+            due = self.core.next_deadline()
+            beat_s = self.world.options.timing.beat_s
+            yield sleep(self.world.heap, max(0.0, min(due - self.world.heap.now, beat_s)), f"heartbeat of {self.name}")
+            self._do(self.core.tick(self.world.heap.now))
 
-    def _say_beat(self) -> None:
-        self.left = self.session.lived
-        beat = self.session.beat()
-        if beat is None:
+    def _send_heartbeat(self, action: SendHeartbeat) -> None:
+        inc = action.heartbeat.inc
+
+        def on_answer(answer: Any) -> None:
+            self.gate.pass_on(lambda: self._take_heartbeat_answer(inc, answer))
+
+        self.world.network.call(self.name, "master", action.heartbeat, action.deadline_s, on_answer)
+
+    def _take_heartbeat_answer(self, inc: int, answer: Any) -> None:
+        if not self.alive:
             return
-        deadline_s = self.world.options.timing.beat_s
-        heard = partial(self._heard, beat.inc)
-        self.world.network.call(
-            self.name, "master", beat, deadline_s, lambda answer: self.gate.pass_on(partial(heard, answer))
-        )
-
-    def _heard(self, inc: int, answer: Any) -> None:
-        if self.alive and isinstance(answer, ClusterBeatAnswer):
-            self._do(self.session.beat_answered(inc, answer, self.world.heap.now))
+        now = self.world.heap.now
+        if isinstance(answer, ClusterBeatAnswer):
+            self._do(self.core.on_heartbeat_reply(inc, answer, now))
+        else:
+            self._do(self.core.on_heartbeat_error(_error(answer) or UnavailableMaster("no answer"), now))
 
 
 def _error(answer: Any) -> DipsError | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from dips.client.agent.actions import SyncPhase
+from dips.client.agent.phases import SyncPhase
 from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol.effects import Outcome
 from dips.protocol.records import (
@@ -359,9 +359,9 @@ class Tokens(Invariant):
 
     def _account(self, agent: Agent) -> None:
         """A client's own count: everything since its Joined is carried, frozen, accepted, gated or lost."""
-        if agent.inc == 0 or agent.session.phase is SyncPhase.JOINING:
+        if agent.inc == 0 or agent.core.state.sync.phase is SyncPhase.JOINING:
             return
-        account = agent.session.account
+        account = agent.core.state.account
         if account.consumed != agent.consumed:
             self.fail(f"{agent.name} consumed {agent.consumed} tokens, its account: {account}")
 

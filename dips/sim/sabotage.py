@@ -6,14 +6,15 @@ be found within 200 seeds by one of the invariants named beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+from dips.client.agent import heartbeats, membership
 from dips.client.agent.account import Account, Portion
-from dips.client.agent.session import Session
+from dips.client.agent.state import AgentState
 from dips.errors import ConfigError
 from dips.ids import PullId, PushId, VersionId
 from dips.master.ledger import Ledger
@@ -47,8 +48,10 @@ class Sabotage:
 
 
 def _announce_before_record() -> list[Patch]:
-    def write(self: MasterProcess, records: list[Record]) -> None:
+    def write(self: MasterProcess, records: Sequence[Record]) -> None:
         self.world.later(0.1, "the ledger writes, unwaited", lambda: self.wrote(records))
+        self.core.on_written()
+        self._carry_out()
 
     return [(MasterProcess, "write", write)]
 
@@ -176,12 +179,14 @@ def _install_alone() -> list[Patch]:
 
 def _blind_leases() -> list[Patch]:
     def wake(self: MasterProcess) -> None:
-        if self.inbox is None:
+        if self.inbox is None or not self.alive:
             return
         came, self.inbox = self.inbox, None
+        self.core._expected_at = self.world.heap.now  # no gap is seen
         self._look()
         for read in came:
             read()
+        self._carry_out()
 
     return [(MasterProcess, "wake", wake)]
 
@@ -207,21 +212,21 @@ def _tokens_cut_at_pull() -> list[Patch]:
 
 
 def _lose_what_was_settled() -> list[Patch]:
-    honest_end, honest_beat, honest_leave = clusters.end, Session.beat, Session.leave
+    honest_end, honest_beat, honest_leave = clusters.end, heartbeats.build_heartbeat, membership.leave
 
     def end(w: Deciding, cluster: Cluster, reason: str, consumed: int, told_lost: int = 0) -> None:
         # what a beat told as unsettled counts as lost
         honest_end(w, cluster, reason, consumed + cluster.settled, told_lost)
 
-    def beat(self: Session) -> ClusterBeat | None:
-        told = honest_beat(self)
+    def beat(s: AgentState) -> ClusterBeat | None:
+        told = honest_beat(s)
         return told and replace(told, tokens_consumed=told.tokens_carried + told.tokens_lost)
 
-    def leave(self: Session) -> ClusterLeft | None:
-        left = honest_leave(self)
-        return left and replace(left, tokens_consumed=self.account.unsettled + self.account.lost)
+    def leave(s: AgentState) -> ClusterLeft | None:
+        left = honest_leave(s)
+        return left and replace(left, tokens_consumed=s.account.unsettled + s.account.lost)
 
-    return [(clusters, "end", end), (Session, "beat", beat), (Session, "leave", leave)]
+    return [(clusters, "end", end), (heartbeats, "build_heartbeat", beat), (membership, "leave", leave)]
 
 
 def _offers_without_ledger() -> list[Patch]:

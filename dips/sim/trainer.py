@@ -17,7 +17,7 @@ from dips.client.ipc.messages import (
     AskAgain,
     Attach,
     Attached,
-    Bye,
+    Detach,
     ErrorReply,
     Halt,
     Over,
@@ -121,7 +121,7 @@ class Trainer:
                     continue
                 break
             yield from self._inner_step()
-        self._hear(Bye(self.attempt))
+        self._hear(Detach(self.attempt))
         self.over = True
         self.agent.ended()
 

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 from typing import Any
 
 from dips.errors import Busy, Stale, Unavailable, UnavailableMaster
@@ -22,6 +23,7 @@ from dips.slave.owner import Owner
 from dips.slave.ports import Flow
 from dips.slave.shard import Shard
 from dips.telemetry.logs import Log
+from dips.transport.backoff import Backoff
 from dips.transport.control import call
 from dips.wire.messages import from_proto, to_proto
 
@@ -105,14 +107,14 @@ class Session:
             self._registration += 1
 
     async def _register_until_hold(self) -> None:
-        pause = BACKOFF_S[0]
+        backoff = Backoff(*BACKOFF_S, Random())
         while True:
             try:
                 wait_s = await self._register_once()
             except (Unavailable, Busy, Stale, OSError) as error:  # OSError: our disk cannot be listed
-                self._log.warning("register_failed", master=self._who.master, why=str(error), again_in_s=pause)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, BACKOFF_S[1])
+                pause_s = backoff.next_pause_s()
+                self._log.warning("register_failed", master=self._who.master, why=str(error), again_in_s=pause_s)
+                await asyncio.sleep(pause_s)
                 continue
             if wait_s is None:
                 return
@@ -223,7 +225,7 @@ class Session:
     async def _report(self, report: Report) -> None:
         """Tell until heard; a master that knows better (Stale) hears the truth with the next Register."""
         slave, sinc = self._who.slave, self._owner.standing.sinc
-        pause = BACKOFF_S[0]
+        backoff = Backoff(*BACKOFF_S, Random())
         while True:
             try:
                 if report.reason:
@@ -237,8 +239,7 @@ class Session:
                 self._log.info("report_stale", push=str(report.push), why=str(error))
                 return
             except (Unavailable, Busy):
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, BACKOFF_S[1])
+                await asyncio.sleep(backoff.next_pause_s())
 
     async def _call(self, method: Any, said: object, deadline_s: float) -> Any:
         return await call(method, to_proto(said), deadline_s=deadline_s, peer=self._peer, unavailable=UnavailableMaster)

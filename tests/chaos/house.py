@@ -37,7 +37,7 @@ from dips.errors import Unavailable
 from dips.ids import VersionId
 from dips.master import genesis
 from dips.master.ledger import Ledger
-from dips.master.ledger_state import RoundHistory
+from dips.master.ledger_history import RoundHistory
 from dips.slave.export import export
 from dips.telemetry import timeline
 from dips.wire.generated.slave_pb2 import SlaveRegistered

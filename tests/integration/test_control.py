@@ -35,7 +35,7 @@ from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.master.app import serve
 from dips.master.genesis import INITIAL_MANIFEST, ledger_path, make_run
 from dips.master.ledger import Ledger
-from dips.master.links import Link
+from dips.master.links import SlaveLink
 from dips.protocol import effects, events
 from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer, SlaveBeat, SlaveBeatAnswer, Transfer
 from dips.protocol.effects import Order
@@ -454,7 +454,7 @@ def order(number: int, deadline_s: float = 5.0, body: effects.OrderBody | None =
 async def test_orders_arrive_in_the_order_of_their_giving(tmp_path: Path) -> None:
     """A hundred orders given at once, before the link is up, reach the slave in their order."""
     async with listening(Slave("s0")) as slave:
-        link = Link("s0", slave.address)
+        link = SlaveLink("s0", slave.address)
         answers = await asyncio.gather(*[link.execute(order(n)) for n in range(100)])
         await link.close()
     assert [o.number for o in slave.orders] == list(range(100))
@@ -465,7 +465,7 @@ async def test_a_refusal_and_a_stale_term_are_told_apart() -> None:
     """What a slave raises comes back as a failure of its kind, with the slave's words."""
     async with listening(Slave("s0")) as slave:
         slave.raises = {effects.Ping: StaleTerm("seen 5"), effects.Retire: StaleIncarnation("sinc 2")}
-        link = Link("s0", slave.address)
+        link = SlaveLink("s0", slave.address)
         stale = await link.execute(order(1))
         refused = await link.execute(order(2, body=effects.Retire(())))
         await link.close()
@@ -478,7 +478,7 @@ async def test_a_broken_disk_is_said_at_once() -> None:
     """A slave that is there and cannot write is no link to be tried again: the master hears it by one call."""
     async with listening(Slave("s0")) as slave:
         slave.raises = {effects.Persist: FailedDisk("s0 cannot write: no space left")}
-        link = Link("s0", slave.address)
+        link = SlaveLink("s0", slave.address)
         failed = await link.execute(order(1, body=effects.Persist(VersionId(1, 1))))
         await link.close()
     assert isinstance(failed, events.OrderFailed) and failed.kind == "refused"
@@ -491,7 +491,7 @@ async def test_nobody_there_is_deaf_at_the_deadline() -> None:
     slave = Slave("s0")
     async with listening(slave):
         pass
-    link = Link("s0", slave.address)
+    link = SlaveLink("s0", slave.address)
     began = asyncio.get_running_loop().time()
     failed = await link.execute(order(1, deadline_s=0.5))
     took = asyncio.get_running_loop().time() - began
@@ -504,7 +504,7 @@ async def test_a_slot_at_a_slave_that_nobody_listens_for_is_refused_at_once() ->
     """A trainer stands still for it; the next life of the slave, at the same address, is found within seconds."""
     slave, open_push = Slave("s0"), effects.OpenPush(PushId("a", 1, 1), (0,), 5.0)
     async with listening(slave):
-        link = Link("s0", slave.address)
+        link = SlaveLink("s0", slave.address)
         opened = await link.execute(order(1, body=open_push))
     began = asyncio.get_running_loop().time()
     failed = await link.execute(order(2, deadline_s=20.0, body=open_push))
@@ -524,7 +524,7 @@ async def test_a_link_that_comes_back_carries_the_order() -> None:
     slave = Slave("s0")
     async with listening(slave):
         pass
-    link = Link("s0", slave.address)
+    link = SlaveLink("s0", slave.address)
     giving = asyncio.create_task(link.execute(order(1, deadline_s=20.0)))
     done, _ = await asyncio.wait([giving], timeout=0.3)
     assert not done

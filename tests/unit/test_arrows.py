@@ -13,7 +13,11 @@ import pytest
 DIPS = Path(__file__).parents[2] / "dips"
 
 LOW = {"dips.ids", "dips.errors"}
-CONFIG = {"dips.config", "dips.telemetry"}  # what the daemons and the words of an operator may use besides
+CONFIG = {
+    "dips.config",
+    "dips.pidlock",
+    "dips.telemetry",
+}  # what daemons and subcommands may use besides
 BELOW_ROLES = LOW | CONFIG | {"dips.protocol", "dips.outer", "dips.wire", "dips.transport"}
 BELOW_LIBRARY = {"dips.protocol", "dips.wire", "dips.transport"}  # what a training process loads of Di-PS
 ROLES = {"dips.master", "dips.slave", "dips.client"}
@@ -23,6 +27,7 @@ MAY: dict[str, set[str]] = {
     "dips.__init__": set(),
     "dips.errors": set(),
     "dips.ids": {"dips.errors"},
+    "dips.pidlock": LOW,
     "dips.config": LOW | {"dips.protocol.options"},
     "dips.telemetry": LOW,
     "dips.protocol": LOW,
@@ -43,9 +48,10 @@ MAY: dict[str, set[str]] = {
     # The real deciding, computing and holding parts, and nothing that has a socket or a thread.
     "dips.sim": LOW
     | {"dips.protocol", "dips.outer", "dips.wire.codecs", "dips.wire.chunks", "dips.wire.frame"}
-    | {"dips.transport.shares", "dips.master.ledger"}
+    | {"dips.transport.shares"}
+    | {f"dips.master.{pure}" for pure in ("core", "held", "ledger", "orders", "outbox")}
     | {f"dips.slave.{pure}" for pure in ("shard", "ports", "fences", "moving")}
-    | {f"dips.client.agent.{pure}" for pure in ("session", "account", "actions", "pace")}
+    | {f"dips.client.agent.{pure}" for pure in ("core", "state", "phases", "account", "actions", "pace")}
     | {"dips.client.ipc.messages", "dips.client.rank.feedback"},
     "dips.data": LOW,
     "dips.demo": {"dips"},

@@ -1,8 +1,8 @@
 """What a cluster's training has earned and not yet settled: tokens, inner steps, loss and data ranges (why.md 16, 37).
 
-Every token consumed in one incarnation of the cluster is in exactly one of: carried (the next push takes it), frozen (in the
-push under way), accepted, gated, lost. Progress is cut at the freeze of a push and settled by its Outcome; a dropped or
-skipped push gives it back, the death of the trainer that earned it loses it. Knows no messages and no clock.
+Every token consumed in one incarnation of the cluster is in exactly one of: carried (the next push takes it), frozen
+(in the push under way), accepted, gated, lost. Progress is cut at the freeze of a push and settled by its Outcome; a
+dropped or skipped push gives it back, the death of the trainer that earned it loses it. Knows no messages and no clock.
 """
 
 from __future__ import annotations

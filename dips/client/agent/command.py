@@ -20,9 +20,7 @@ FAILURE_GRACE_S = 10.0  # for a trainer to report why it cannot go on, before it
 class CommandRunner:
     """One training command, or none: then others start the trainer."""
 
-    def __init__(
-        self, core: AgentCore, perform: Callable[[Actions], None], signals: AgentSignals, log: Log
-    ) -> None:
+    def __init__(self, core: AgentCore, perform: Callable[[Actions], None], signals: AgentSignals, log: Log) -> None:
         self._core, self._perform, self._signals, self._log = core, perform, signals, log
 
     async def run(self, command: Sequence[str], environment: dict[str, str]) -> int:

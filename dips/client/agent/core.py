@@ -112,9 +112,7 @@ class AgentCore:
         """The first start of the training command."""
         return restarts.plan_first_launch(self.state)
 
-    def plan_next_launch(
-        self, before: LaunchCommand, code: int, terminated: bool = False
-    ) -> LaunchCommand | EndAgent:
+    def plan_next_launch(self, before: LaunchCommand, code: int, terminated: bool = False) -> LaunchCommand | EndAgent:
         """What follows the end of a launch; `terminated`: the agent was told to end."""
         return restarts.plan_next_launch(self.state, before, code, terminated)
 
@@ -155,7 +153,7 @@ class AgentCore:
         return self._take_actions()
 
     def on_heartbeat_error(self, error: DipsError, now: float) -> Actions:
-        """A heartbeat was not answered. A question on a silent link ends half a minute later: heartbeats know sooner."""
+        """A heartbeat was not answered: a link that went silent shows here first, questions have longer deadlines."""
         self.state.now = now
         heartbeats.end_flight(self.state)
         if isinstance(error, Unavailable | Busy):

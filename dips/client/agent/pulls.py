@@ -1,4 +1,4 @@
-"""A pull: asked for, granted, moved, closed. Between two transfers the cluster rests; a pull that is due comes first."""
+"""A pull: asked for, granted, moved, closed. Between two transfers the cluster rests; a due pull comes first."""
 
 from __future__ import annotations
 

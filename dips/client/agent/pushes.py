@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dips.client.agent.actions import Channel
-from dips.client.agent.training import mark_inner_steps, name_cause
 from dips.client.agent.phases import SyncPhase
 from dips.client.agent.pulls import RETRY_S, close_pull, on_pull_granted, rest
 from dips.client.agent.questions import ask
 from dips.client.agent.state import AgentState
+from dips.client.agent.training import mark_inner_steps, name_cause
 from dips.client.agent.transfers import begin_transfer, record_moved
 from dips.client.agent.verdicts import give_verdict, train_on
 from dips.client.ipc.messages import PushMoved

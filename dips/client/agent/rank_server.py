@@ -1,4 +1,4 @@
-"""Serves the connections of ranks: every message of rank 0 goes to the core, its answer comes back when there is one."""
+"""Serves the connections of ranks: every message of rank 0 goes to the core, and the core's answer back."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def cluster(**keys: object) -> ClusterFile:
 def test_where_a_rank_looks(agent: str | None, environment: dict[str, str], told: str) -> None:
     """The variable comes before the file, and the file before the socket beside it."""
     found = find(cluster(agent=agent), {"DIPS_AGENT_TOKEN": TOKEN.decode(), **environment})
-    assert f"{found} from {found.said_by}" == told
+    assert f"{found} from {found.named_by}" == told
     assert TOKEN.decode() not in repr(found)
 
 

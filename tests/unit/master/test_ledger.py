@@ -13,7 +13,7 @@ import pytest
 
 from dips.errors import ConfigError, Corrupt
 from dips.ids import GENESIS, PushId, VersionId
-from dips.master import ledger_state
+from dips.master import ledger_history
 from dips.master.ledger import MEMORY, Ledger
 from dips.protocol.records import (
     ClusterEnded,
@@ -318,7 +318,7 @@ def test_it_is_on_disk(tmp_path: Path) -> None:
 def test_a_second_master_is_refused(tmp_path: Path) -> None:
     """Two masters never share a ledger; the second is told which process holds it."""
     first = Ledger.create(tmp_path / "ledger.sqlite", ROW)
-    with pytest.raises(ConfigError, match=r"in use by another master \(process \d+\)"):
+    with pytest.raises(ConfigError, match=r"in use by another master \(pid \d+\)"):
         Ledger.open(tmp_path / "ledger.sqlite")
     first.close()
     Ledger.open(tmp_path / "ledger.sqlite").close()
@@ -376,9 +376,9 @@ def test_a_reader_sees_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def commits_meanwhile(db: sqlite3.Connection, row: Any) -> Any:
         monkeypatch.undo()
         ledger.write([RoundEnded(1, "skipped", "x", (outcome(A1, "skipped", (0,)),), (), 0.0)])
-        return ledger_state._round(db, row)
+        return ledger_history._round(db, row)
 
-    monkeypatch.setattr(ledger_state, "_round", commits_meanwhile)
+    monkeypatch.setattr(ledger_history, "_round", commits_meanwhile)
     (seen,) = reader.history()
     assert (seen.kind, seen.outcomes) == ("unfinished", ())
     assert [(r.kind, len(r.outcomes)) for r in reader.history()] == [("skipped", 1)]
