@@ -29,9 +29,7 @@ SELF = (
     Row("dips_agent_master_silent_seconds", "silent_s", "Since the master stopped to answer; 0 while it does."),
 )
 SPENT = (Row("dips_agent_seconds", "seconds", "Time by what it went to; all but inner is standstill.", counter=True),)
-FATE = (
-    Row("dips_agent_tokens_by_fate", "tokens", "Tokens of this incarnation, by what became of them."),
-)
+FATE = (Row("dips_agent_tokens_by_fate", "tokens", "Tokens of this incarnation, by what became of them."),)
 MOVED = (Row("dips_agent_moved_bytes", "nbytes", "Of pushes and pulls that were carried through.", counter=True),)
 
 

@@ -176,9 +176,7 @@ class PushNow:
     inc: int
     seq: int
     grant: Grant
-    accepted: int = (
-        0  # seq of this incarnation's last accepted push: it settles what lossy pushes owe
-    )
+    accepted: int = 0  # seq of this incarnation's last accepted push: it settles what lossy pushes owe
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,132 @@
+"""What heartbeats report, and what their answers mean."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dips.client.agent.actions import Channel
+from dips.client.agent.heartbeats import build_heartbeat
+from dips.client.ipc.messages import (
+    AskAgain,
+    ErrorReply,
+    Halt,
+    Noted,
+    PullMoved,
+    PullNow,
+    PushMoved,
+    RangeWanted,
+    TrainOn,
+    TransferProgress,
+)
+from dips.errors import StaleIncarnation
+from dips.ids import PushId
+from dips.protocol.beats import ClusterBeatAnswer
+from dips.protocol.effects import (
+    Acknowledged,
+    Joined,
+)
+from dips.protocol.events import (
+    ClusterJoined,
+    ClusterLeft,
+    PullRequested,
+)
+from tests.unit.client.agent.play import NONE_YET, V1, Play, grant
+
+
+@pytest.fixture
+def play() -> Play:
+    return Play()
+
+
+def test_a_push_that_the_master_has_dropped_is_halted(play: Play) -> None:
+    """A beat that left while the push moved, answered without it, ends it; one from before the grant does not."""
+    play.begin()
+    play.step()
+    assert build_heartbeat(play.s) is not None
+    verdict = play.push_until_granted()
+    nothing = ClusterBeatAnswer(3, 10.0, "live", None, None, NONE_YET)
+    moving = TransferProgress(play.s.trainer.attempt, 10, 100)
+    play.do(play.core.on_heartbeat_reply(play.s.membership.inc, nothing, play.now))
+    assert play.send(moving) == Noted()
+    assert build_heartbeat(play.s) is not None
+    play.do(
+        play.core.on_heartbeat_reply(
+            play.s.membership.inc, replace(nothing, push=PushId("west", 1, verdict.seq)), play.now
+        )
+    )
+    assert play.send(moving) == Noted()
+    assert build_heartbeat(play.s) is not None
+    play.do(play.core.on_heartbeat_reply(play.s.membership.inc, nothing, play.now))
+    assert isinstance(play.send(moving), Halt)
+    moved = PushMoved(play.s.trainer.attempt, next(play.number), verdict.seq, False, "the master has dropped it", 10)
+    assert isinstance(play.send(moved), TrainOn)
+    play.reply(Acknowledged())
+    play.check_consumed(10)
+    play.push_until_granted()
+    assert play.send(moving) == Noted()
+
+
+def test_a_heartbeat_reports_the_rate_of_the_present_or_last_transfer(play: Play) -> None:
+    """Bytes over the time since the grant, while they move and after; a transfer shorter than a beat counts too."""
+    play.begin()
+    play.step()
+    play.now = 10.0
+    verdict = play.push_until_granted()
+    play.now = 12.0
+    play.send(TransferProgress(play.s.trainer.attempt, 100, 400))
+    beat = build_heartbeat(play.s)
+    assert beat is not None and (beat.bytes_moved, beat.bytes_total, beat.bytes_per_s) == (100, 400, 50.0)
+    play.now = 14.0
+    play.send(PushMoved(play.s.trainer.attempt, next(play.number), verdict.seq, True, "", 400))
+    play.now = 60.0
+    beat = build_heartbeat(play.s)
+    assert beat is not None and (beat.bytes_moved, beat.bytes_per_s) == (400, 100.0)
+
+
+def test_gone_joins_again_and_pulls_before_anything_counts(play: Play) -> None:
+    """The lease ran out: what was unsettled is lost, a new life begins with a new nonce, the trainer pulls the head."""
+    play.begin(ranges=(5,))
+    play.send(RangeWanted(1, 1))
+    play.step(3)
+    play.answer_heartbeat("live")
+    play.step(1)
+    play.answer_heartbeat("gone")
+    assert play.asked(ClusterJoined).nonce == "nonce2"
+    play.reply(Joined(3, 2, V1, NONE_YET, (), accounted=30))
+    assert play.s.account.lost == 10  # the master wrote off the 30 that it was told
+    play.step(2)
+    assert play.s.account.lost == 30
+    want = play.want_push()
+    play.send(want)
+    assert play.asked(PullRequested).pull.inc == 2
+    play.reply(grant(V1))
+    verdict = play.send(want)
+    assert isinstance(verdict, PullNow)
+    play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 1))
+    play.step(1)
+    assert play.s.account.carried.tokens == 10
+    left = play.core.leave()
+    assert left == ClusterLeft(0, "west", 2, 40)
+
+
+def test_fenced_stops_with_75(play: Play) -> None:
+    """Only a new process joins again: two agents would fence each other for ever."""
+    play.begin()
+    play.answer_heartbeat("fenced")
+    assert [stop.code for stop in play.stops] == [75]
+    failure = play.send(play.want_push())
+    assert isinstance(failure, ErrorReply) and "fenced" in failure.message
+
+
+def test_stale_incarnation_waits_for_the_heartbeat(play: Play) -> None:
+    """A question of a life that is not live says nothing about why; the next beat does, and it is hurried."""
+    play.begin()
+    play.step()
+    want = play.want_push()
+    play.send(want)
+    play.do(play.core.on_error(play.asks[Channel.SYNC], StaleIncarnation("west/1 is gone"), 1.0))
+    assert len(play.heartbeats) == 1 and isinstance(play.send(want), AskAgain)
+    play.answer_heartbeat("gone")
+    play.asked(ClusterJoined)
