@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dips.sim.story import replay
+from tests.transcripts.replay import replay
 
 STORIES = sorted(Path(__file__).parent.glob("*.txt"))
 NAMED = 16  # stories that the project promised to tell

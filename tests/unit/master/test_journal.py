@@ -29,7 +29,7 @@ from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Effect
 from dips.protocol.events import Event, OrderAnswered, Ticked
 from dips.sim import master as sim_master
-from dips.sim.world import World
+from tests.simulation.trial import play as play_seed
 
 ROOT = Path(__file__).parents[3]
 LARGE = JournalSection()
@@ -67,7 +67,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]
         Journalled.directory, Journalled.made, Journalled.options = tmp_path, [], JournalSection(**options)
         monkeypatch.setattr(sim_master, "Coordinator", Journalled)
         monkeypatch.setattr(journal_module, "CLOSE_S", 60.0)  # a busy machine is no slow disk
-        assert World(seed).run().failure is None
+        assert play_seed((seed, None)).failure is None
         for journal in Journalled.made:
             journal.close()
         return tmp_path

@@ -23,7 +23,7 @@ from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Acknowledged, Effect, Note, OpenPush, Order, Reply
 from dips.protocol.events import Event, OrderAnswered, Persisted, Ticked
 from dips.sim import master as sim_master
-from dips.sim.world import World as SimulatedWorld
+from tests.simulation.trial import play
 
 ROOT = Path(__file__).parents[3]
 
@@ -84,7 +84,7 @@ def test_every_state_of_a_troubled_run_survives_its_text(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(sim_master, "Coordinator", Watched)
     for seed in range(2):
-        assert SimulatedWorld(seed).run().failure is None
+        assert play((seed, None)).failure is None
     assert states > 500
     assert {"World", "Penalty", "RangeBook", "Round", "Push", "Pull", "Chorus", "Lease"} <= met_classes
 

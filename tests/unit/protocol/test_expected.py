@@ -6,7 +6,7 @@ import pytest
 
 from dips.protocol import events as ev
 from dips.protocol.effects import Apply
-from dips.sim.story import Teller
+from tests.transcripts.story import Teller
 
 
 def closed_after_one_commit(pace_s: float, bytes_per_s: float) -> bool:

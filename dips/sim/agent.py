@@ -1,0 +1,314 @@
+"""A simulated agent: a shell around the real core (client/agent/core.py), as the daemon (client/agent/agent.py) is.
+
+It carries questions and heartbeats to the master, serves rank 0 and runs the training command. Beside it the world
+keeps its own books of every inner step: what the account of the client is compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from dips.client.agent.account import PastIncarnation
+from dips.client.agent.actions import (
+    Actions,
+    AskMaster,
+    RecordMark,
+    SaveIncarnation,
+    SendHeartbeat,
+    StopTrainer,
+)
+from dips.client.agent.core import AgentCore
+from dips.client.agent.pace import Pace
+from dips.client.agent.restarts import EndAgent, LaunchCommand
+from dips.client.agent.state import AgentSettings, AgentState, ClusterIdentity
+from dips.client.ipc.messages import Answer, Question, Stepped
+from dips.errors import DipsError
+from dips.ids import PullId, PushId, VersionId
+from dips.protocol.beats import NO_MEETING, ClusterBeatAnswer
+from dips.protocol.effects import Finished, Grant, Joined, Outcome
+from dips.sim.fiber import Fiber, Gate, Resume, Story, Wait, sleep
+from dips.sim.master_client import SimMasterClient
+from dips.sim.network import Network
+from dips.sim.ports import TrainerWorld
+from dips.sim.site import Site
+from dips.sim.torchrun import SimTorchrun
+from dips.sim.trainer import SimTrainer
+from dips.sim.work import Frozen, Work
+from dips.slave.ports import F32
+
+RETRY_S = 2.0  # the longest pause before a master that did not answer is asked again
+MAX_RESTARTS = 1000  # of the training command: failures are drawn, and never end a cluster for good
+
+
+class ClusterObserver:
+    """The hooks that a cluster calls; each does nothing by default."""
+
+    def told_version(self, agent: SimAgent, version: VersionId, whence: str) -> None:
+        """A cluster was told a version; `whence`: the message that named it."""
+
+    def outcome(self, agent: SimAgent, frozen: Frozen, outcome: Outcome) -> None:
+        """A cluster was told what became of a push."""
+
+    def dropped(self, agent: SimAgent, push: PushId) -> None:
+        """A cluster was told that a push came to nothing."""
+
+    def stepped(self, agent: SimAgent) -> None:
+        """A trainer takes an inner step."""
+
+    def granted(self, agent: SimAgent, push: PushId) -> None:
+        """The ranks of a cluster begin to push."""
+
+    def push_moved(self, agent: SimAgent, push: PushId, moved: bool) -> None:
+        """The push is over; `moved`: every rank received DONE from every slave."""
+
+    def pulling(self, agent: SimAgent, pull: PullId) -> None:
+        """The ranks of a cluster begin to pull."""
+
+    def installed(self, agent: SimAgent) -> None:
+        """All ranks of a cluster copied what they pulled."""
+
+    def pulled(self, agent: SimAgent, installed: bool, attempt: int) -> None:
+        """A pull is over; `attempt` counts those in a row that failed, and this one."""
+
+    def merged(self, agent: SimAgent, kept: bool) -> None:
+        """Under overlap, what was pulled is in a model that has trained on since its push was frozen.
+
+        `kept`: and so is what it has trained; if that was not finite, it is lost.
+        """
+
+    def trainer_died(self, agent: SimAgent, rank: bool) -> None:
+        """A trainer is dead; `rank`: one rank of it died first. Its agent may not know it yet."""
+
+    def agent_exits(self, agent: SimAgent, reason: str) -> None:
+        """An agent ends of its own accord."""
+
+
+class AgentWorld(TrainerWorld, Protocol):
+    """What an agent needs of the world around it."""
+
+    network: Network
+
+    @property
+    def monitor(self) -> ClusterObserver: ...
+
+
+class SimAgent:
+    """One process of the agent, with the trainer that it keeps alive."""
+
+    def __init__(
+        self, world: AgentWorld, site: Site, process: str, former: PastIncarnation, exits: Callable[[SimAgent], None]
+    ) -> None:
+        """`former`: the last life of an agent that died here; `exits` is called when this one ends by itself."""
+        self.world, self.site, self.name, self.process = world, site, site.name, process
+        settings = self.world.scenario
+        self._exits = exits
+        self._nonces = 0
+        identity = ClusterIdentity(settings.run, self.name, settings.config_digest)
+        pace = Pace(aligned=site.aligned_steps) if site.aligned_steps else Pace(steps=settings.inner_steps)
+        timing = AgentSettings(identity, world.options.timing.beat_s, RETRY_S, site.overlap, MAX_RESTARTS)
+        self.core = AgentCore(timing, pace, self._nonce, world.chance.of(f"agent/{process}"), former)
+        self.left = former  # behind, on its disk
+        self.gate = Gate()  # closed while the whole machine is stopped
+        self.alive = True
+        self.consumed = 0  # tokens since the last Joined, by the world's own count
+        self.outcome_at = self.world.heap.now  # when it last heard an Outcome, or its trainer began
+        self.meets = False  # it pushes when the master says, together with others
+        self.finished: VersionId | None = None  # the run is over and it holds its last version
+        self._master = SimMasterClient(world.heap, world.network, self.name, self.gate, self)
+        self._waiting: list[Resume] = []  # rank 0 waits for a change
+        self._clock = Fiber(self._keep_time(), self.gate)
+        self.torchrun = SimTorchrun(world, site, self, self.core.plan_first_launch())
+        self.torchrun.start()
+
+    # ---- lives -----------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> AgentState:
+        return self.core.state
+
+    @property
+    def inc(self) -> int:
+        return self.state.membership.inc
+
+    @property
+    def trainer(self) -> SimTrainer | None:
+        return self.torchrun.trainer
+
+    @property
+    def base(self) -> VersionId | None:
+        return self.trainer.base if self.trainer else None
+
+    @property
+    def theta(self) -> dict[int, F32]:
+        return self.trainer.theta if self.trainer else {}
+
+    @property
+    def received(self) -> dict[int, F32]:
+        """What was pulled last, as it came."""
+        return self.trainer.received if self.trainer else {}
+
+    @property
+    def held(self) -> list[VersionId | None]:
+        return self.trainer.held if self.trainer else []
+
+    def die(self) -> None:
+        """SIGKILL of the agent: torchrun dies with it (PR_SET_PDEATHSIG)."""
+        self.alive = False
+        self._clock.kill()
+        self._master.kill()
+        self.torchrun.end("its agent ended")
+
+    def on_trainer_start(self) -> None:
+        self.outcome_at = self.world.heap.now
+
+    def on_command_end(self, before: LaunchCommand, reason: str) -> LaunchCommand | None:
+        """The training command has crashed; return its next launch, None if this agent ends instead."""
+        self._do(self.core.on_trainer_gone(reason, self.world.heap.now))
+        plan = self.core.plan_next_launch(before, code=1)
+        if isinstance(plan, EndAgent):
+            self.world.later(0.0, f"{self.name} exits", partial(self._exits, self))
+            return None
+        return plan
+
+    def on_hang_up(self, attempt: int) -> None:
+        """The connection of this attempt's rank 0 has ended; a newer one may be there already."""
+        if self.alive and attempt:
+            self._do(self.core.on_hang_up(attempt, self.world.heap.now))
+
+    def ended(self) -> None:
+        """The training script is through."""
+        self.finished = self.state.membership.progress.finished
+
+    def _nonce(self) -> str:
+        self._nonces += 1
+        return f"{self.process}.{self._nonces}"
+
+    # ---- what the trainer reports: the world's own books, and the observers -----------------------------------------
+
+    def record_step(self) -> None:
+        self.world.monitor.stepped(self)
+
+    def record_work(self, work: Work) -> None:
+        self.consumed += work.tokens
+        self.world.books.record_work(work)
+
+    def record_push(self, push: PushId) -> None:
+        self.world.monitor.granted(self, push)
+
+    def record_push_end(self, push: PushId, moved: bool) -> None:
+        self.world.monitor.push_moved(self, push, moved)
+
+    def record_pull(self, pull: PullId) -> None:
+        self.world.monitor.pulling(self, pull)
+
+    def record_install(self) -> None:
+        self.world.monitor.installed(self)
+
+    def record_merge(self, kept: bool) -> None:
+        self.world.monitor.merged(self, kept)
+
+    def record_pull_end(self, installed: bool, attempt: int) -> None:
+        self.world.monitor.pulled(self, installed, attempt)
+
+    # ---- rank 0 ----------------------------------------------------------------------------------------------------
+
+    def hear(self, message: Question | Stepped) -> Answer | None:
+        answer, actions = self.core.on_message(message, self.world.heap.now)
+        self._do(actions)
+        return answer
+
+    def next_change(self, at_most_s: float) -> Wait:
+        """Wait until the core has done something, or so long."""
+
+        def begin(resume: Resume) -> None:
+            timer = self.world.heap.after(at_most_s, f"{self.name} polls", lambda: over(None))
+
+            def over(value: Any) -> None:
+                if over in self._waiting:
+                    self._waiting.remove(over)
+                    timer.cancel()
+                    resume(value)
+
+            self._waiting.append(over)
+
+        return begin
+
+    # ---- the master ------------------------------------------------------------------------------------------------
+
+    def _do(self, actions: Actions) -> None:
+        for action in actions:
+            match action:
+                case AskMaster():
+                    self._master.ask(action)
+                case SendHeartbeat():
+                    self._master.send_heartbeat(action)
+                case SaveIncarnation(past):
+                    self.left = past
+                case RecordMark():
+                    self._marked(action)
+                case StopTrainer():
+                    self._stopped(action)
+        if actions and self._waiting:  # not at once: whoever changed it is still at work
+            self.world.later(0.0, f"{self.name} wakes rank 0", self._wake)
+
+    def _wake(self) -> None:
+        for resume in list(self._waiting):
+            resume(None)
+
+    def _marked(self, mark: RecordMark) -> None:
+        if mark.kind == "joined":
+            self.consumed = self.state.account.lost  # what its former life lost and did not tell
+            if self.trainer is not None:
+                self.trainer.in_hand.lose("its life at the master ended")  # the pull that follows overwrites it
+                self.trainer.range = None  # leased to its former life
+        elif mark.kind == "life_ended" and self.trainer is not None:
+            self.trainer.in_hand.lose("its life at the master ended")
+        elif mark.kind == "outcome":
+            self.outcome_at = self.world.heap.now
+            if mark.fields["outcome"] == "dropped":
+                self.world.monitor.dropped(self, PushId(self.name, self.inc, int(str(mark.fields["seq"]))))
+
+    def _stopped(self, stop: StopTrainer) -> None:
+        """The core cannot go on: ours was fenced, or something is broken that must never break."""
+        if not self.alive:
+            return
+        if not stop.reason.startswith("StaleIncarnation"):
+            raise AssertionError(f"the agent of {self.name} stops: {stop.reason}")
+        self.world.trace.add(self.world.heap.now, f"{self.name} exits: {stop.reason}")
+        self.world.monitor.agent_exits(self, stop.reason)
+        self._exits(self)
+
+    def on_error(self, ask: AskMaster, error: DipsError) -> None:
+        self._do(self.core.on_error(ask, error, self.world.heap.now))
+
+    def on_reply(self, ask: AskMaster, answer: Any) -> None:
+        if self.core.awaits(ask):
+            if isinstance(answer, Grant | Joined | Finished):
+                version = answer.head if isinstance(answer, Joined) else answer.version
+                self.world.monitor.told_version(self, version, type(answer).__name__)
+            elif isinstance(answer, Outcome):
+                if answer.version is not None:
+                    self.world.monitor.told_version(self, answer.version, "Outcome")
+                self.world.monitor.outcome(self, self.world.books.frozen[ask.event.push], answer)  # type: ignore[attr-defined]
+        self._do(self.core.on_reply(ask, answer, self.world.heap.now))
+
+    # ---- heartbeats ------------------------------------------------------------------------------------------------
+
+    def _keep_time(self) -> Story:
+        """Call the core whenever something is due."""
+        while True:
+            now, heartbeat_s = self.world.heap.now, self.world.options.timing.beat_s
+            due = min(self.core.next_deadline(), now + heartbeat_s)
+            yield sleep(self.world.heap, max(0.0, due - now), f"heartbeat of {self.name}")
+            self._do(self.core.tick(self.world.heap.now))
+
+    def on_heartbeat_reply(self, inc: int, answer: ClusterBeatAnswer) -> None:
+        if self.alive:
+            self.meets = answer.push_in_s != NO_MEETING
+            self._do(self.core.on_heartbeat_reply(inc, answer, self.world.heap.now))
+
+    def on_heartbeat_error(self, error: DipsError) -> None:
+        if self.alive:
+            self._do(self.core.on_heartbeat_error(error, self.world.heap.now))

@@ -1,0 +1,64 @@
+"""Rules of the clusters, broken from outside: each function returns what stands where (sabotage.py)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from dips.client.agent import heartbeats, membership
+from dips.client.agent.account import Account, Portion
+from dips.client.agent.state import AgentState
+from dips.protocol import clusters
+from dips.protocol.beats import ClusterBeat
+from dips.protocol.events import ClusterLeft
+from dips.protocol.world import Cluster
+from dips.protocol.world import World as Deciding
+from dips.sim.ranks import SimRanks
+from dips.sim.transfer import Pulled
+
+Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)
+
+
+def install_alone() -> list[Patch]:
+    def agreed(landed: list[Pulled]) -> list[Pulled]:
+        return [pulled for pulled in landed if pulled.whole]
+
+    return [(SimRanks, "agreed", staticmethod(agreed))]
+
+
+def tokens_cut_at_pull() -> list[Patch]:
+    def settle(self: Account, kind: str) -> None:
+        """What was settled is carried on until a pull succeeds."""
+        self.accepted += self.frozen.tokens
+        self.carried = replace(self.frozen, ranges=()) + self.carried
+        self.frozen = Portion()
+
+    return [(Account, "settle", settle)]
+
+
+def lose_what_was_settled() -> list[Patch]:
+    honest_end, honest_beat, honest_leave = clusters.end, heartbeats.build_heartbeat, membership.leave
+
+    def end(w: Deciding, cluster: Cluster, reason: str, consumed: int, told_lost: int = 0) -> None:
+        # what a beat told as unsettled counts as lost
+        honest_end(w, cluster, reason, consumed + cluster.settled, told_lost)
+
+    def beat(s: AgentState) -> ClusterBeat | None:
+        told = honest_beat(s)
+        return told and replace(told, tokens_consumed=told.tokens_carried + told.tokens_lost)
+
+    def leave(s: AgentState) -> ClusterLeft | None:
+        left = honest_leave(s)
+        return left and replace(left, tokens_consumed=s.account.unsettled + s.account.lost)
+
+    return [(clusters, "end", end), (heartbeats, "build_heartbeat", beat), (membership, "leave", leave)]
+
+
+def forget_a_range() -> list[Patch]:
+    honest = Account.use_up
+
+    def use_up(self: Account, used: int) -> None:
+        if used % 16 != 15:
+            honest(self, used)
+
+    return [(Account, "use_up", use_up)]
