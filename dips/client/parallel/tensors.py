@@ -55,7 +55,7 @@ class Tensors(Adapter):
         for part in self._parts:
             for module in part.modules():
                 if is_fsdp(module):
-                    module.reshard()
+                    cast(Any, module).reshard()
 
     def homes(self) -> list[Home]:
         if self.staged:
