@@ -26,8 +26,8 @@ from dips.client.agent.state import AgentSettings, AgentState, ClusterIdentity
 from dips.client.ipc.messages import Answer, Question, Stepped
 from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
-from dips.protocol.beats import NO_MEETING, ClusterBeatAnswer
 from dips.protocol.effects import Finished, Grant, Joined, Outcome
+from dips.protocol.heartbeats import OWN_PACE, ClusterHeartbeatAnswer
 from dips.sim.fiber import Fiber, Gate, Resume, Story, Wait, sleep
 from dips.sim.master_client import SimMasterClient
 from dips.sim.network import Network
@@ -304,9 +304,9 @@ class SimAgent:
             yield sleep(self.world.heap, max(0.0, due - now), f"heartbeat of {self.name}")
             self._do(self.core.tick(self.world.heap.now))
 
-    def on_heartbeat_reply(self, inc: int, answer: ClusterBeatAnswer) -> None:
+    def on_heartbeat_reply(self, inc: int, answer: ClusterHeartbeatAnswer) -> None:
         if self.alive:
-            self.meets = answer.push_in_s != NO_MEETING
+            self.meets = answer.push_in_s != OWN_PACE
             self._do(self.core.on_heartbeat_reply(inc, answer, self.world.heap.now))
 
     def on_heartbeat_error(self, error: DipsError) -> None:

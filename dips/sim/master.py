@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from dips.errors import DipsError, StaleTerm, UnavailableSlave, class_named
+from dips.errors import StaleTerm, UnavailableSlave
 from dips.master.core import MasterCore
 from dips.master.held import PollOptions
 from dips.master.ledger import Ledger
 from dips.master.orders import SentOrder
 from dips.master.outbox import Action, HeartbeatReply, SlaveAddress, WriteRecords
-from dips.protocol.beats import ClusterBeat, SlaveBeat
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Acknowledged, Effect, Exit, Failed, Note, Order, Reply
 from dips.protocol.events import (
@@ -31,6 +30,7 @@ from dips.protocol.events import (
     SlaveSilent,
     TrainerChanged,
 )
+from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.manifest import Manifest
 from dips.protocol.membership import Judge
 from dips.protocol.options import Options
@@ -312,7 +312,7 @@ class MasterProcess:
 
     def _read(self, message: Any, answer: Answer) -> None:
         now = self.world.heap.now
-        if isinstance(message, ClusterBeat | SlaveBeat):
+        if isinstance(message, ClusterHeartbeat | SlaveHeartbeat):
             if self.presides:
                 self.world.monitor.beat_read(*_sender(message))
             self.core.on_heartbeat(self._new_req(answer), message, now)
@@ -405,7 +405,7 @@ class MasterProcess:
         if isinstance(answer, OrderAnswered):
             event = sent.on_answer(answer.answer)
         elif isinstance(answer, Failed):
-            event = sent.on_error((class_named(answer.error) or DipsError)(answer.message), now)
+            event = sent.on_error(answer.error(answer.message), now)
         else:
             event = sent.on_error(UnavailableSlave("no answer"), now)
         if event is None:
@@ -414,7 +414,7 @@ class MasterProcess:
             self.core.handle(event, now)
 
 
-def _sender(beat: ClusterBeat | SlaveBeat) -> tuple[str, str, int]:
-    if isinstance(beat, ClusterBeat):
+def _sender(beat: ClusterHeartbeat | SlaveHeartbeat) -> tuple[str, str, int]:
+    if isinstance(beat, ClusterHeartbeat):
         return "cluster", beat.cluster, beat.inc
     return "slave", beat.slave, beat.sinc

@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Protocol
 
-from dips import errors
 from dips.client.agent.actions import AskMaster, Channel, SendHeartbeat
 from dips.errors import DipsError, UnavailableMaster
-from dips.protocol.beats import ClusterBeatAnswer
 from dips.protocol.effects import Failed
+from dips.protocol.heartbeats import ClusterHeartbeatAnswer
 from dips.sim.fiber import Fiber, Gate, Story, sleep
 from dips.sim.heap import Heap
 from dips.sim.network import Network
@@ -22,7 +21,7 @@ class Asker(Protocol):
 
     def on_reply(self, ask: AskMaster, answer: Any) -> None: ...
     def on_error(self, ask: AskMaster, error: DipsError) -> None: ...
-    def on_heartbeat_reply(self, inc: int, answer: ClusterBeatAnswer) -> None: ...
+    def on_heartbeat_reply(self, inc: int, answer: ClusterHeartbeatAnswer) -> None: ...
     def on_heartbeat_error(self, error: DipsError) -> None: ...
 
 
@@ -73,6 +72,5 @@ def _error(answer: Any) -> DipsError | None:
     if answer is None:
         return UnavailableMaster("the master does not answer")
     if isinstance(answer, Failed):
-        found: DipsError = getattr(errors, answer.error, DipsError)(answer.message)
-        return found
+        return answer.error(answer.message)
     return None

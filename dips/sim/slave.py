@@ -16,7 +16,6 @@ from dips.ids import VersionId
 from dips.outer import twins
 from dips.outer.crew import Crew
 from dips.outer.versions import Versions
-from dips.protocol.beats import SlaveBeat, SlaveBeatAnswer
 from dips.protocol.effects import (
     Apply,
     Commit,
@@ -27,9 +26,10 @@ from dips.protocol.effects import (
     Order,
     Persist,
     Registered,
-    Wait,
+    RegisterLater,
 )
 from dips.protocol.events import OrderAnswered, PushRefused, PushStaged
+from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
 from dips.protocol.options import Options
 from dips.sim.disk import SimDisk
 from dips.sim.fiber import Fiber, Gate, Story, sleep
@@ -186,7 +186,7 @@ class SlaveProcess:
         self.world.monitor.before_order(self, order)
         result = self._execute(order)
         self.world.monitor.after_order(self, order)
-        if isinstance(result, Failed) and result.error == "Busy" and self.world.heap.now + BUSY_S < deadline:
+        if isinstance(result, Failed) and issubclass(result.error, Busy) and self.world.heap.now + BUSY_S < deadline:
             self._later(BUSY_S, f"{self.name} is busy", self._carry_out)  # a reader or a slot will end: wait for it
             return
         self._queue.popleft()
@@ -197,10 +197,8 @@ class SlaveProcess:
     def _execute(self, order: Order) -> OrderAnswered | Failed:
         try:
             return OrderAnswered(self.name, order.sinc, order.number, self.shard.execute(order))
-        except Busy as error:
-            return Failed("Busy", str(error))
         except DipsError as error:
-            return Failed(type(error).__name__, str(error))
+            return Failed(type(error), str(error))
 
     # ---- what the data flow says -----------------------------------------------------------------------------------
 
@@ -223,7 +221,7 @@ class SlaveProcess:
             shard, versions = self.shard, self.versions
             if shard.sinc == 0:
                 continue
-            beat = SlaveBeat(
+            beat = SlaveHeartbeat(
                 self.name, shard.sinc, shard.term, versions.memory, shard.staged_pushes, self.flow.transfers(),
                 versions.used_bytes, versions.limit_bytes, 0, 0, 0.0, 0.0,
             )  # fmt: skip
@@ -235,7 +233,7 @@ class SlaveProcess:
         self.gate.pass_on(lambda: heard(answer))
 
     def _heard(self, sinc: int, answer: Any) -> None:
-        if not self.alive or not isinstance(answer, SlaveBeatAnswer) or sinc != self.shard.sinc:
+        if not self.alive or not isinstance(answer, SlaveHeartbeatAnswer) or sinc != self.shard.sinc:
             return
         if answer.register or answer.term > self.shard.term:
             self._register()  # also with a master of a lower term: so it hears which one was seen
@@ -271,7 +269,7 @@ class SlaveProcess:
             self.machine.touch()
             if self.shard.follow(answer.order):
                 break
-            if isinstance(answer.order, Wait):
+            if isinstance(answer.order, RegisterLater):
                 yield sleep(self.world.heap, answer.order.retry_after_s, f"{self.name} waits to register")
             self.report()
         self.holds = not self.world.master_is_deceived  # what a deceived master takes for the head need not be it

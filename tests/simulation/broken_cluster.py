@@ -9,10 +9,11 @@ from dips.client.agent import heartbeats, membership
 from dips.client.agent.account import Account, Portion
 from dips.client.agent.state import AgentState
 from dips.protocol import clusters
-from dips.protocol.beats import ClusterBeat
+from dips.protocol.entities import Cluster
+from dips.protocol.enums import OutcomeKind
 from dips.protocol.events import ClusterLeft
-from dips.protocol.world import Cluster
-from dips.protocol.world import World as Deciding
+from dips.protocol.heartbeats import ClusterHeartbeat
+from dips.protocol.run_state import RunState
 from dips.sim.ranks import SimRanks
 from dips.sim.transfer import Pulled
 
@@ -27,7 +28,7 @@ def install_alone() -> list[Patch]:
 
 
 def tokens_cut_at_pull() -> list[Patch]:
-    def settle(self: Account, kind: str) -> None:
+    def settle(self: Account, kind: OutcomeKind) -> None:
         """What was settled is carried on until a pull succeeds."""
         self.accepted += self.frozen.tokens
         self.carried = replace(self.frozen, ranges=()) + self.carried
@@ -37,13 +38,13 @@ def tokens_cut_at_pull() -> list[Patch]:
 
 
 def lose_what_was_settled() -> list[Patch]:
-    honest_end, honest_beat, honest_leave = clusters.end, heartbeats.build_heartbeat, membership.leave
+    honest_end, honest_beat, honest_leave = clusters.end_incarnation, heartbeats.build_heartbeat, membership.leave
 
-    def end(w: Deciding, cluster: Cluster, reason: str, consumed: int, told_lost: int = 0) -> None:
-        # what a beat told as unsettled counts as lost
-        honest_end(w, cluster, reason, consumed + cluster.settled, told_lost)
+    def end(run: RunState, cluster: Cluster, reason: str, consumed: int, reported_lost: int = 0) -> None:
+        # what a heartbeat reported as unsettled counts as lost
+        honest_end(run, cluster, reason, consumed + cluster.settled, reported_lost)
 
-    def beat(s: AgentState) -> ClusterBeat | None:
+    def beat(s: AgentState) -> ClusterHeartbeat | None:
         told = honest_beat(s)
         return told and replace(told, tokens_consumed=told.tokens_carried + told.tokens_lost)
 
@@ -51,7 +52,7 @@ def lose_what_was_settled() -> list[Patch]:
         left = honest_leave(s)
         return left and replace(left, tokens_consumed=s.account.unsettled + s.account.lost)
 
-    return [(clusters, "end", end), (heartbeats, "build_heartbeat", beat), (membership, "leave", leave)]
+    return [(clusters, "end_incarnation", end), (heartbeats, "build_heartbeat", beat), (membership, "leave", leave)]
 
 
 def forget_a_range() -> list[Patch]:

@@ -8,13 +8,14 @@ from typing import Any
 
 from dips.ids import GENESIS, PushId, VersionId
 from dips.master.ledger import Ledger
-from dips.protocol import pushes, rollback, round, slaves
+from dips.protocol import pushes, rollback, settlement, slaves
 from dips.protocol.data import RangeBook
 from dips.protocol.effects import Outcome, Result
+from dips.protocol.entities import Cluster, Fanout, Slave
+from dips.protocol.enums import FanoutKind, OutcomeKind
 from dips.protocol.events import OrderAnswered, SlaveRegistered
 from dips.protocol.records import LedgerState, Record
-from dips.protocol.world import Chorus, Cluster, Slave
-from dips.protocol.world import World as Deciding
+from dips.protocol.run_state import RunState
 from dips.sim.master import MasterProcess
 
 Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)
@@ -30,17 +31,17 @@ def announce_before_record() -> list[Patch]:
 
 
 def record_before_all_persisted() -> list[Patch]:
-    honest = slaves.answered
+    honest = slaves.take_answer
 
-    def answered(w: Deciding, event: OrderAnswered) -> Chorus | None:
-        found = w.choruses.get(event.number)
-        chorus = honest(w, event)
-        if chorus is None and found is not None and found[0].kind == "persist" and found[0].answers:
-            w.forget_orders(frozenset({"persist"}))
+    def take_answer(run: RunState, event: OrderAnswered) -> Fanout | None:
+        found = run.fanouts.get(event.number)
+        fanout = honest(run, event)
+        if fanout is None and found is not None and found[0].kind is FanoutKind.PERSIST and found[0].answers:
+            run.forget_orders(frozenset({FanoutKind.PERSIST}))
             return found[0]
-        return chorus
+        return fanout
 
-    return [(slaves, "answered", answered)]
+    return [(slaves, "take_answer", take_answer)]
 
 
 def reuse_round_after_restart() -> list[Patch]:
@@ -57,14 +58,14 @@ def reuse_round_after_restart() -> list[Patch]:
 
 
 def stats_of_skipped_rounds() -> list[Patch]:
-    honest = round.skip
+    honest = settlement.skip_round
 
-    def skip(w: Deciding, reason: str) -> None:
-        if w.round is not None:
-            w.penalty.keep(*round._statistics(w, w.round))
-        honest(w, reason)
+    def skip_round(run: RunState, reason: str) -> None:
+        if run.round is not None:
+            run.penalty.keep_statistics(*settlement.statistics_after(run, run.round))
+        honest(run, reason)
 
-    return [(round, "skip", skip)]
+    return [(settlement, "skip_round", skip_round)]
 
 
 def blind_leases() -> list[Patch]:
@@ -82,30 +83,31 @@ def blind_leases() -> list[Patch]:
 
 
 def tell_gated_as_accepted() -> list[Patch]:
-    honest = pushes._outcome
+    honest = pushes._answer_awaited
 
-    def outcome(w: Deciding, cluster: Cluster, push: PushId) -> Result:
-        found = honest(w, cluster, push)
-        return replace(found, kind="accepted") if isinstance(found, Outcome) and found.kind == "gated" else found
+    def answer_awaited(run: RunState, cluster: Cluster, push: PushId) -> Result:
+        found = honest(run, cluster, push)
+        gated = isinstance(found, Outcome) and found.kind is OutcomeKind.GATED
+        return replace(found, kind=OutcomeKind.ACCEPTED) if gated else found
 
-    return [(pushes, "_outcome", outcome)]
+    return [(pushes, "_answer_awaited", answer_awaited)]
 
 
 def believe_fresh_slaves() -> list[Patch]:
-    honest_offered, honest_offers = rollback.offered, rollback._offers
+    honest_offered, honest_offers = rollback.offered_versions, rollback._can_offer
 
     def offered(event: SlaveRegistered) -> frozenset[VersionId]:
         """A process that has just started offers nothing, whatever lies on its disk."""
         return honest_offered(event) if event.memory is not None else frozenset()
 
-    def offers(w: Deciding, slave: Slave, version: VersionId) -> bool:
-        return version == GENESIS or honest_offers(w, slave, version)
+    def offers(run: RunState, slave: Slave, version: VersionId) -> bool:
+        return version == GENESIS or honest_offers(run, slave, version)
 
-    return [(rollback, "offered", offered), (rollback, "_offers", offers)]
+    return [(rollback, "offered_versions", offered), (rollback, "_can_offer", offers)]
 
 
 def lease_twice() -> list[Patch]:
-    honest = RangeBook._take
+    honest = RangeBook._take_next
 
     def take(self: RangeBook) -> int:
         taken = honest(self)
@@ -113,4 +115,4 @@ def lease_twice() -> list[Patch]:
             self._freed.append(taken)
         return taken
 
-    return [(RangeBook, "_take", take)]
+    return [(RangeBook, "_take_next", take)]

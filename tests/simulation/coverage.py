@@ -168,7 +168,7 @@ class Coverage(Observer):
 
     def master_died(self, process: MasterProcess, rows: bool, written: bool) -> None:
         """`rows`: a version's row was under way; `written`: it was durable when the process died."""
-        deciding = process.coordinator._world
+        deciding = process.coordinator._run
         if (rows and written) or (not rows and deciding.flipping is not None):
             self.met("master_after_row")
         elif rows or deciding.round is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+from dips.protocol.enums import DurabilityMode, PersistFailurePolicy, PushCodec, RequeuePolicy
 from dips.protocol.options import Clip, DataOptions, Options, OuterOptions, PenaltyOptions, StopOptions, TimingOptions
 from dips.sim.heap import Chance
 from dips.sim.scenario import ClusterShape, Scenario
@@ -65,9 +66,9 @@ def _options(rng: Random) -> Options:
     penalty = PenaltyOptions(warmup_rounds=2, history=4, gate_patience=3)
     outer = OuterOptions(clip=Clip(norm=rng.choice((0.05, 1.0))))
     stop = StopOptions(versions=rng.randint(8, 14) if rng.random() < 0.1 else 0)
-    codec = rng.choices(("fp32", "bf16", "int8"), (6, 2, 2))[0]
-    durability = rng.choices(("commit", "async"), (5, 4))[0]
-    failing, requeue = rng.choices(("degrade", "stop"), (3, 1))[0], rng.choice(("none", "undone"))
+    codec = rng.choices(tuple(PushCodec), (6, 2, 2))[0]
+    durability = rng.choices(tuple(DurabilityMode), (5, 4))[0]
+    failing, requeue = rng.choices(tuple(PersistFailurePolicy), (3, 1))[0], rng.choice(tuple(RequeuePolicy))
     return Options(
         outer, penalty, stop, DataOptions(ranges=5000), timing, codec=codec,
         durability=durability, on_persist_failure=failing, requeue=requeue,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import isinf
 
+from dips.errors import class_named
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.master.ledger import Ledger
 from dips.protocol import events as ev
@@ -119,10 +120,12 @@ class Teller:
                 return ev.Done()
 
     def fails(self, slave: str, words: Words) -> list[str]:
-        """The oldest order (of one kind) that it has not answered fails: deaf, refused or stale_term."""
+        """The oldest order (of one kind) that it has not answered fails with an error of dips.errors."""
         order = next(o for o in self.orders if o.slave == slave and words.get("only") in (None, _kind(o.body)))
         self.orders.remove(order)
-        return self.step(ev.OrderFailed(slave, order.sinc, order.number, words["kind"], words.get("why", "")))
+        error = class_named(words["error"])
+        assert error is not None, f"no class of dips.errors: {words['error']}"
+        return self.step(ev.OrderFailed(slave, order.sinc, order.number, error, words.get("why", "")))
 
     def staged(self, slave: str, words: Words) -> list[str]:
         push = self._push(words["push"])
@@ -174,7 +177,7 @@ class Teller:
 
     def told(self, cluster: str, words: Words) -> list[str]:
         """The judge tells what the life's beats said of its tokens; asked before each Join."""
-        return self.step(ev.ClusterTold(cluster, self._life(cluster, words), int(words["tokens"])))
+        return self.step(ev.TokensReported(cluster, self._life(cluster, words), int(words["tokens"])))
 
     def leaves(self, cluster: str, words: Words) -> list[str]:
         return self.step(

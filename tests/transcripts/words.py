@@ -10,7 +10,7 @@ Words = dict[str, str]  # the `key=value` words of a command
 
 
 def parse(command: str) -> tuple[str, str, Words]:
-    """`s0 fails kind=deaf why="no answer"` → subject, verb, words."""
+    """`s0 fails error=UnresponsiveSlave why="no answer"` → subject, verb, words."""
     subject, verb, *rest = re.findall(r'(?:[^\s"]|"[^"]*")+', command)
     pairs = [word.partition("=") for word in rest]
     return subject, verb, {key: value.strip('"') for key, _, value in pairs}

@@ -29,7 +29,7 @@ MAY: dict[str, set[str]] = {
     "dips.errors": set(),
     "dips.ids": {"dips.errors"},
     "dips.pidlock": LOW,
-    "dips.config": LOW | {"dips.protocol.options"},
+    "dips.config": LOW | {"dips.protocol.enums", "dips.protocol.options"},
     "dips.telemetry": LOW,
     "dips.protocol": LOW,
     "dips.outer": LOW,

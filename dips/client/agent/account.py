@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from dips.protocol.enums import OutcomeKind
+
 
 @dataclass(frozen=True, slots=True)
 class Portion:
@@ -86,9 +88,9 @@ class Account:
         self.frozen, self.carried = self.frozen + self.carried, NOTHING
         return self.frozen
 
-    def settle(self, kind: str) -> None:
+    def settle(self, kind: OutcomeKind) -> None:
         """The push was accepted or gated: its portion never comes back."""
-        if kind == "accepted":
+        if kind is OutcomeKind.ACCEPTED:
             self.accepted += self.frozen.tokens
         else:
             self.gated += self.frozen.tokens

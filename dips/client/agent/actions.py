@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from dips.client.agent.account import PastIncarnation
-from dips.protocol.beats import ClusterBeat
+from dips.protocol.heartbeats import ClusterHeartbeat
 
 
 class Channel(StrEnum):
@@ -34,7 +34,7 @@ class AskMaster:
 class SendHeartbeat:
     """Send this now; its answer goes to `on_heartbeat_reply`, a failure to `on_heartbeat_error`."""
 
-    heartbeat: ClusterBeat
+    heartbeat: ClusterHeartbeat
     deadline_s: float
 
 

@@ -28,8 +28,8 @@ from dips.client.agent.rank_server import RankServer
 from dips.client.agent.signals import AgentSignals
 from dips.config import ClusterFile
 from dips.errors import Busy, DipsError, Unavailable
-from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer
 from dips.protocol.effects import Grant, Result
+from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
 from dips.telemetry.logs import Log
 from dips.telemetry.timeline import Timeline
 
@@ -41,7 +41,7 @@ class MasterPort(Protocol):
 
     async def ask(self, event: object) -> Result: ...
 
-    async def send_heartbeat(self, heartbeat: ClusterBeat, deadline_s: float) -> ClusterBeatAnswer: ...
+    async def send_heartbeat(self, heartbeat: ClusterHeartbeat, deadline_s: float) -> ClusterHeartbeatAnswer: ...
 
 
 class Agent:

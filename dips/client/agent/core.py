@@ -41,9 +41,9 @@ from dips.client.ipc.messages import (
     TransferProgress,
 )
 from dips.errors import Busy, DipsError, LocalProtocolError, StaleIncarnation, Unavailable
-from dips.protocol.beats import ClusterBeatAnswer
 from dips.protocol.effects import Finished, Pending, Ranges, Refused, Result
 from dips.protocol.events import ClusterLeft
+from dips.protocol.heartbeats import ClusterHeartbeatAnswer
 
 EXIT_BUG = 70  # EX_SOFTWARE
 
@@ -145,7 +145,7 @@ class AgentCore:
         """The answer to `ask` is still waited for."""
         return is_open(self.state, ask)
 
-    def on_heartbeat_reply(self, inc: int, answer: ClusterBeatAnswer, now: float) -> Actions:
+    def on_heartbeat_reply(self, inc: int, answer: ClusterHeartbeatAnswer, now: float) -> Actions:
         """Take the answer to a heartbeat of incarnation `inc`."""
         self.state.now = now
         heartbeats.end_flight(self.state)

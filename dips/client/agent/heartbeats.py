@@ -13,10 +13,11 @@ from dips.client.agent.phases import ACTIVITY, SyncPhase
 from dips.client.agent.pulls import rest
 from dips.client.agent.pushes import give_back
 from dips.client.agent.questions import end_pauses
-from dips.client.agent.state import AgentState
+from dips.client.agent.state import AgentState, TrainerAttempt
 from dips.client.agent.transfers import halt_dropped, moving_transfer
 from dips.errors import StaleIncarnation
-from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer
+from dips.protocol.enums import Activity, ClusterStanding, TrainerState
+from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
 
 LEAST_DEADLINE_S = 1.0  # of a heartbeat, however often they are sent
 
@@ -33,19 +34,19 @@ def send_due(s: AgentState) -> None:
         s.out.append(SendHeartbeat(heartbeat, max(s.settings.heartbeat_s, LEAST_DEADLINE_S)))
 
 
-def build_heartbeat(s: AgentState) -> ClusterBeat | None:
+def build_heartbeat(s: AgentState) -> ClusterHeartbeat | None:
     """What to report now; None before the first Join."""
     if s.membership.inc == 0:
         return None
     trainer, sync, account = s.trainer, s.sync, s.account
     stands = trainer.alive and not sync.verdict and not s.trains_on
-    activity = ACTIVITY.get(sync.phase, "inner") if stands else "inner"
+    activity = ACTIVITY.get(sync.phase, Activity.INNER) if stands else Activity.INNER
     sync.moving_at_heartbeat = moving_transfer(s)
-    return ClusterBeat(
+    return ClusterHeartbeat(
         s.cluster,
         s.membership.inc,
-        "dead" if not trainer.alive else "training" if trainer.base is not None else "starting",
-        activity if trainer.alive else "idle",
+        _name_state(trainer),
+        activity if trainer.alive else Activity.IDLE,
         trainer.attempt,
         trainer.inner_steps,
         account.unsettled,
@@ -61,13 +62,19 @@ def build_heartbeat(s: AgentState) -> ClusterBeat | None:
     )
 
 
+def _name_state(trainer: TrainerAttempt) -> TrainerState:
+    if not trainer.alive:
+        return TrainerState.DEAD
+    return TrainerState.STARTING if trainer.base is None else TrainerState.TRAINING
+
+
 def end_flight(s: AgentState) -> None:
     """The heartbeat was answered, or failed: the next one may be sent, at once if that was asked for meanwhile."""
     s.heartbeats.in_flight = False
     s.heartbeats.due_at = min(s.heartbeats.due_at, s.now + s.settings.heartbeat_s)
 
 
-def on_answer(s: AgentState, inc: int, answer: ClusterBeatAnswer) -> None:
+def on_answer(s: AgentState, inc: int, answer: ClusterHeartbeatAnswer) -> None:
     """Take the answer to a heartbeat of incarnation `inc`."""
     member = s.membership
     end_pauses(s)
@@ -76,11 +83,11 @@ def on_answer(s: AgentState, inc: int, answer: ClusterBeatAnswer) -> None:
     member.term, member.unreachable_since = answer.term, None
     s.update_progress(answer.progress)
     s.pace.set_meeting(answer.push_in_s, s.now)
-    if answer.standing == "live":
+    if answer.standing is ClusterStanding.LIVE:
         halt_dropped(s, (answer.push, answer.pull))
-    if answer.standing == "fenced":
+    if answer.standing is ClusterStanding.FENCED:
         s.fail(StaleIncarnation(f"{s.cluster}/{inc} is fenced by a newer incarnation of the cluster"))
-    elif answer.standing == "gone":
+    elif answer.standing is ClusterStanding.GONE:
         rejoin(s)
     elif s.sync.phase is SyncPhase.UNSURE:
         give_back(s)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
+from dips.protocol.enums import Activity
+
 
 class SyncPhase(StrEnum):
     """How far the present push or pull is."""
@@ -24,15 +26,15 @@ class SyncPhase(StrEnum):
 
 
 # What heartbeats report and `dips status` shows; phases that are not here do not hold up the trainer.
-ACTIVITY: Mapping[SyncPhase, str] = {
-    SyncPhase.JOINING: "idle",
-    SyncPhase.ASKING_PUSH: "push",
-    SyncPhase.PUSHING: "push",
-    SyncPhase.FINISHING: "push",
-    SyncPhase.AWAITING: "window",
-    SyncPhase.ASKING_PULL: "pull",
-    SyncPhase.PULLING: "pull",
-    SyncPhase.CLOSING: "pull",
+ACTIVITY: Mapping[SyncPhase, Activity] = {
+    SyncPhase.JOINING: Activity.IDLE,
+    SyncPhase.ASKING_PUSH: Activity.PUSH,
+    SyncPhase.PUSHING: Activity.PUSH,
+    SyncPhase.FINISHING: Activity.PUSH,
+    SyncPhase.AWAITING: Activity.WINDOW,
+    SyncPhase.ASKING_PULL: Activity.PULL,
+    SyncPhase.PULLING: Activity.PULL,
+    SyncPhase.CLOSING: Activity.PULL,
 }
 
 # Why a trainer that waits in a phase stands still (tally.CAUSES).

@@ -17,6 +17,7 @@ from dips.client.agent.transfers import begin_transfer, record_moved
 from dips.client.agent.verdicts import give_verdict, train_on
 from dips.client.ipc.messages import PushMoved
 from dips.protocol.effects import Committed, Dropped, Finished, Grant, Outcome, Refused
+from dips.protocol.enums import OutcomeKind
 from dips.protocol.events import PushAborted, PushFinished, PushRequested, RoundAwaited
 
 AGAIN_S = 1.0  # before a push is asked for anew whose slot was not to be had: its slave is not back within a step
@@ -87,13 +88,13 @@ def on_outcome(s: AgentState, result: Outcome) -> None:
     s.tally.switch(name_cause(s), s.now)
     s.tally.count_update(result.update_s)
     s.update_progress(result.progress)
-    if result.kind == "skipped":
+    if result.kind is OutcomeKind.SKIPPED:
         give_back(s)
         rest(s, f"its round was skipped: {result.reason}")
         return
     s.account.settle(result.kind)
     s.membership.settled += 1
-    sync.accepted_seq = sync.seq if result.kind == "accepted" else sync.accepted_seq
+    sync.accepted_seq = sync.seq if result.kind is OutcomeKind.ACCEPTED else sync.accepted_seq
     sync.pull_due = sync.waiting
     if result.pull is None:
         rest(s, f"its push was {result.kind}")

@@ -95,7 +95,7 @@ def _check(module: nn.Module) -> None:
         raise ConfigError(f"install: forward does not know the {kind} of torch {torch.__version__}: {INSTEAD}")
 
 
-def _state(module: nn.Module) -> Any:
+def _state(module: Any) -> Any:
     """What fully_shard keeps of a module; one and the same for modules that it wraps as one."""
     from torch.distributed.fsdp import fully_shard
 

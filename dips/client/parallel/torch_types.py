@@ -10,7 +10,6 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
 
@@ -19,7 +18,7 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     return _is(tensor, "torch.distributed.tensor", "DTensor")
 
 
-def is_fsdp(module: object) -> TypeGuard[FSDPModule]:
+def is_fsdp(module: object) -> bool:
     """Whether `fully_shard` wraps a module."""
     return _is(module, "torch.distributed.fsdp", "FSDPModule")
 

@@ -36,9 +36,10 @@ from dips.client.ipc.messages import (
 )
 from dips.errors import UnavailableMaster
 from dips.ids import GENESIS, VersionId
-from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer
 from dips.protocol.effects import Acknowledged, Committed, Grant, Joined, Outcome, Progress, Result
+from dips.protocol.enums import ClusterStanding, OutcomeKind
 from dips.protocol.events import ClusterJoined, PullFinished, PullRequested, PushFinished, PushRequested, RoundAwaited
+from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
 
 H = 64
 HEARTBEAT_S = 2.0  # so a trainer waits 10 s for a master that does not answer
@@ -51,7 +52,7 @@ def grant(version: VersionId = GENESIS) -> Grant:
     return Grant(version, (), ((),), 60.0)
 
 
-def outcome(kind: str, version: VersionId | None = V1, pull: bool = True) -> Outcome:
+def outcome(kind: OutcomeKind, version: VersionId | None = V1, pull: bool = True) -> Outcome:
     return Outcome(kind, version, "", grant(V1) if pull else None, Progress(40, 1000, None))
 
 
@@ -72,7 +73,7 @@ class Play:
         self.asks: dict[Channel, AskMaster] = {}
         self.marks: list[tuple[str, dict[str, Any]]] = []
         self.stops: list[StopTrainer] = []
-        self.heartbeats: list[ClusterBeat] = []
+        self.heartbeats: list[ClusterHeartbeat] = []
         self.saved: list[PastIncarnation] = []
         self.number = count(1)
 
@@ -122,11 +123,11 @@ class Play:
         """The master does not answer any more."""
         self.do(self.core.on_heartbeat_error(UnavailableMaster("no answer"), now))
 
-    def answer_heartbeat(self, standing: str, term: int = 3, inc: int | None = None) -> None:
+    def answer_heartbeat(self, standing: ClusterStanding, term: int = 3, inc: int | None = None) -> None:
         """The answer to a heartbeat of this incarnation, or of incarnation `inc`."""
         heartbeat = build_heartbeat(self.s)
         assert heartbeat is not None
-        answer = ClusterBeatAnswer(term, 10.0, standing, None, None, NONE_YET)
+        answer = ClusterHeartbeatAnswer(term, 10.0, standing, None, None, NONE_YET)
         self.do(self.core.on_heartbeat_reply(heartbeat.inc if inc is None else inc, answer, self.now))
 
     # ---- whole stretches -------------------------------------------------------------------------------------------

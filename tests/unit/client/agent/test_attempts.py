@@ -17,6 +17,7 @@ from dips.client.ipc.messages import (
 from dips.protocol.effects import (
     Acknowledged,
 )
+from dips.protocol.enums import OutcomeKind
 from dips.protocol.events import (
     PullFinished,
     PullRequested,
@@ -47,8 +48,8 @@ def test_trainer_dies_while_pushing(play: Play) -> None:
     play.check_consumed(20)
 
 
-@pytest.mark.parametrize(("kind", "lost", "accepted"), [("accepted", 0, 20), ("skipped", 20, 0)])
-def test_trainer_dies_after_committing(play: Play, kind: str, lost: int, accepted: int) -> None:
+@pytest.mark.parametrize(("kind", "lost", "accepted"), [(OutcomeKind.ACCEPTED, 0, 20), (OutcomeKind.SKIPPED, 20, 0)])
+def test_trainer_dies_after_committing(play: Play, kind: OutcomeKind, lost: int, accepted: int) -> None:
     """A committed push survives its trainer; the next attempt pulls when its fate is known."""
     play.begin(ranges=(5,))
     play.send(RangeWanted(1, 1))
@@ -58,8 +59,8 @@ def test_trainer_dies_after_committing(play: Play, kind: str, lost: int, accepte
     assert play.send(play.attach(launch=2, pid=8)) == Attached(2, 0.0)
     want = PullWanted(2, next(play.number))
     assert isinstance(play.send(want), AskAgain)
-    play.reply(outcome(kind, V1 if kind == "accepted" else None, pull=kind == "accepted"))
-    if kind == "accepted":
+    play.reply(outcome(kind, V1 if kind is OutcomeKind.ACCEPTED else None, pull=kind is OutcomeKind.ACCEPTED))
+    if kind is OutcomeKind.ACCEPTED:
         assert not play.asked(PullFinished).installed
         play.reply(Acknowledged())
     assert isinstance(play.send(want), AskAgain)

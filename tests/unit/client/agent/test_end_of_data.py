@@ -19,6 +19,7 @@ from dips.client.ipc.messages import (
 )
 from dips.ids import GENESIS
 from dips.protocol.effects import Acknowledged, Committed, Finished, Ranges, Refused
+from dips.protocol.enums import OutcomeKind
 from dips.protocol.events import ClusterLeft, PushFinished, RangesRequested
 from tests.unit.client.agent.play import V1, Play, outcome
 
@@ -35,7 +36,7 @@ def last_range_of(play: Play, steps: int) -> None:
     play.step(steps)
 
 
-def settle(play: Play, moved: PushMoved, kind: str) -> None:
+def settle(play: Play, moved: PushMoved, kind: OutcomeKind) -> None:
     """The push is committed and settled, and what it brings is pulled."""
     assert isinstance(play.send(moved), AskAgain)
     play.reply(Committed())
@@ -52,7 +53,7 @@ def push(play: Play) -> PushFinished:
     moved = PushMoved(1, next(play.number), verdict.seq, True, "", 100)
     play.send(moved)
     told = play.asked(PushFinished)
-    settle(play, moved, "accepted" if told.tokens else "gated")
+    settle(play, moved, OutcomeKind.ACCEPTED if told.tokens else OutcomeKind.GATED)
     return told
 
 
@@ -90,7 +91,7 @@ def test_a_last_push_that_comes_to_nothing_is_tried_again() -> None:
     last_range_of(play, 3)
     assert play.send(RangeWanted(1, 2)) == UNSETTLED
     moved = play.push_until_committed()
-    play.reply(outcome("skipped", None, pull=False))
+    play.reply(outcome(OutcomeKind.SKIPPED, None, pull=False))
     play.send(moved)
     assert isinstance(play.send(RangeWanted(1, 2)), AskAgain)
     play.now += AGAIN_S
@@ -114,7 +115,7 @@ def test_a_push_that_is_still_being_settled_is_waited_for() -> None:
     play.lose_master(1000.0)
     play.now = 1000.0
     assert isinstance(play.send(RangeWanted(1, 2)), AskAgain)
-    play.reply(outcome("accepted", pull=False))
+    play.reply(outcome(OutcomeKind.ACCEPTED, pull=False))
     assert play.send(RangeWanted(1, 2)) == UNSETTLED, "the range was not known to be used up when it was frozen"
     assert push(play).ranges == (7,)
 

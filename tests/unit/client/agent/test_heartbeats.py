@@ -22,16 +22,17 @@ from dips.client.ipc.messages import (
 )
 from dips.errors import StaleIncarnation
 from dips.ids import PushId
-from dips.protocol.beats import ClusterBeatAnswer
 from dips.protocol.effects import (
     Acknowledged,
     Joined,
 )
+from dips.protocol.enums import ClusterStanding
 from dips.protocol.events import (
     ClusterJoined,
     ClusterLeft,
     PullRequested,
 )
+from dips.protocol.heartbeats import ClusterHeartbeatAnswer
 from tests.unit.client.agent.play import NONE_YET, V1, Play, grant
 
 
@@ -46,7 +47,7 @@ def test_a_push_that_the_master_has_dropped_is_halted(play: Play) -> None:
     play.step()
     assert build_heartbeat(play.s) is not None
     verdict = play.push_until_granted()
-    nothing = ClusterBeatAnswer(3, 10.0, "live", None, None, NONE_YET)
+    nothing = ClusterHeartbeatAnswer(3, 10.0, ClusterStanding.LIVE, None, None, NONE_YET)
     moving = TransferProgress(play.s.trainer.attempt, 10, 100)
     play.do(play.core.on_heartbeat_reply(play.s.membership.inc, nothing, play.now))
     assert play.send(moving) == Noted()
@@ -90,9 +91,9 @@ def test_gone_joins_again_and_pulls_before_anything_counts(play: Play) -> None:
     play.begin(ranges=(5,))
     play.send(RangeWanted(1, 1))
     play.step(3)
-    play.answer_heartbeat("live")
+    play.answer_heartbeat(ClusterStanding.LIVE)
     play.step(1)
-    play.answer_heartbeat("gone")
+    play.answer_heartbeat(ClusterStanding.GONE)
     assert play.asked(ClusterJoined).nonce == "nonce2"
     play.reply(Joined(3, 2, V1, NONE_YET, (), accounted=30))
     assert play.s.account.lost == 10  # the master wrote off the 30 that it was told
@@ -114,7 +115,7 @@ def test_gone_joins_again_and_pulls_before_anything_counts(play: Play) -> None:
 def test_fenced_stops_with_75(play: Play) -> None:
     """Only a new process joins again: two agents would fence each other for ever."""
     play.begin()
-    play.answer_heartbeat("fenced")
+    play.answer_heartbeat(ClusterStanding.FENCED)
     assert [stop.code for stop in play.stops] == [75]
     failure = play.send(play.want_push())
     assert isinstance(failure, ErrorReply) and "fenced" in failure.message
@@ -128,5 +129,5 @@ def test_stale_incarnation_waits_for_the_heartbeat(play: Play) -> None:
     play.send(want)
     play.do(play.core.on_error(play.asks[Channel.SYNC], StaleIncarnation("west/1 is gone"), 1.0))
     assert len(play.heartbeats) == 1 and isinstance(play.send(want), AskAgain)
-    play.answer_heartbeat("gone")
+    play.answer_heartbeat(ClusterStanding.GONE)
     play.asked(ClusterJoined)

@@ -21,6 +21,7 @@ from dips.protocol.effects import (
     Acknowledged,
     Joined,
 )
+from dips.protocol.enums import ClusterStanding, OutcomeKind
 from dips.protocol.events import (
     ClusterJoined,
     ClusterLeft,
@@ -38,10 +39,10 @@ def test_a_new_incarnation_has_no_accepted_push(play: Play) -> None:
     """Its seq begins anew, so the old life's numbers must settle nothing [invariant 5]."""
     play.begin()
     moved = play.push_until_committed()
-    play.reply(outcome("accepted"))
+    play.reply(outcome(OutcomeKind.ACCEPTED))
     old = play.send(moved)
     assert isinstance(old, PullNow) and old.accepted == moved.seq
-    play.answer_heartbeat("gone")
+    play.answer_heartbeat(ClusterStanding.GONE)
     play.reply(Joined(3, 2, V1, NONE_YET, ()))
     failed = PullMoved(1, next(play.number), old.seq, False, "the pull is over", 1)
     play.send(failed)
@@ -54,7 +55,7 @@ def test_what_the_master_has_of_another_incarnation_is_not_taken_for_ours(play: 
     """Between our lives 1 and 3 somebody else lived: nothing of life 1 is told again (seeds 86 and 233)."""
     play.begin()
     play.step(3)
-    play.answer_heartbeat("gone")
+    play.answer_heartbeat(ClusterStanding.GONE)
     play.reply(Joined(3, 3, V1, NONE_YET, (), accounted=0))
     assert play.s.account.lost == 0
 
@@ -113,7 +114,7 @@ def test_a_trainer_with_parameters_does_not_wait_for_an_absent_master_to_close_i
     """It pulled, and the answer to FinishPull is lost with the master: the next push waits for him, the trainer not."""
     play.begin()
     moved = play.push_until_committed()
-    play.reply(outcome("accepted"))
+    play.reply(outcome(OutcomeKind.ACCEPTED))
     verdict = play.send(moved)
     assert isinstance(verdict, PullNow)
     play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 9))
@@ -136,7 +137,7 @@ def test_unreachable_master_after_commit_settles_later(play: Play) -> None:
     play.lose_master(10.0)
     assert isinstance(play.send(moved), TrainOn)
     play.step(1)
-    play.reply(outcome("accepted"))
+    play.reply(outcome(OutcomeKind.ACCEPTED))
     assert not play.asked(PullFinished).installed
     play.reply(Acknowledged())
     assert (play.s.account.accepted, play.s.account.carried.tokens) == (20, 10)

@@ -16,6 +16,7 @@ from dips.client.ipc.messages import (
     TrainOn,
 )
 from dips.protocol.effects import Acknowledged, Committed, Finished, Outcome, Progress, Refused
+from dips.protocol.enums import OutcomeKind
 from dips.protocol.events import PullFinished, PushFinished, PushRequested
 from tests.unit.client.agent.play import V1, H, Play, grant, outcome
 
@@ -55,8 +56,8 @@ def test_progress_is_cut_where_the_ranks_freeze(play: Play) -> None:
     assert play.s.account.carried.inner_steps == 5
 
 
-@pytest.mark.parametrize("kind", ["accepted", "gated"])
-def test_what_was_trained_meanwhile_is_merged_and_carried(play: Play, kind: str) -> None:
+@pytest.mark.parametrize("kind", [OutcomeKind.ACCEPTED, OutcomeKind.GATED])
+def test_what_was_trained_meanwhile_is_merged_and_carried(play: Play, kind: OutcomeKind) -> None:
     """Accepted and gated: the pull is merged, and the tokens since the freeze are the next push's."""
     _, moved = pushed(play, steps=5)
     play.send(moved)
@@ -80,7 +81,7 @@ def test_a_skipped_round_discards_the_frozen_copy(play: Play) -> None:
     _, moved = pushed(play, steps=5)
     play.send(moved)
     play.reply(Committed())
-    play.reply(outcome("skipped", None, pull=False))
+    play.reply(outcome(OutcomeKind.SKIPPED, None, pull=False))
     told = play.send(moved)
     assert isinstance(told, TrainOn)
     assert play.s.account.carried.inner_steps == H + 8
@@ -115,7 +116,7 @@ def test_a_master_that_is_away_holds_nobody_up(play: Play) -> None:
     play.lose_master(0.0)
     play.lose_master(1000.0)
     assert isinstance(play.send(moved), AskAgain)
-    play.reply(outcome("accepted"))
+    play.reply(outcome(OutcomeKind.ACCEPTED))
     verdict = play.send(moved)
     assert isinstance(verdict, PullNow) and verdict.merge
 
@@ -125,7 +126,7 @@ def test_the_final_version_is_installed_not_merged(play: Play) -> None:
     _, moved = pushed(play, steps=1)
     play.send(moved)
     play.reply(Committed())
-    play.reply(Outcome("accepted", V1, "", grant(V1), Progress(1000, 1000, V1)))
+    play.reply(Outcome(OutcomeKind.ACCEPTED, V1, "", grant(V1), Progress(1000, 1000, V1)))
     verdict = play.send(moved)
     assert isinstance(verdict, PullNow) and not verdict.merge
 
@@ -136,7 +137,7 @@ def test_a_trainer_that_dies_meanwhile_loses_what_it_carried(play: Play) -> None
     play.send(moved)
     play.reply(Committed())
     play.do(play.core.on_trainer_gone("killed", play.now))
-    play.reply(outcome("accepted"))
+    play.reply(outcome(OutcomeKind.ACCEPTED))
     assert play.s.account.accepted == (H + 3) * 10
     assert play.s.account.lost == 60
     play.asked(PullFinished)
@@ -161,7 +162,7 @@ def test_what_was_not_merged_is_lost_and_its_ranges_are_served_again() -> None:
     assert play.send(RangeWanted(1, 2)) == RangeGiven(6)
     play.send(moved)
     play.reply(Committed())
-    play.reply(outcome("gated"))
+    play.reply(outcome(OutcomeKind.GATED))
     verdict = play.send(moved)
     assert isinstance(verdict, PullNow) and verdict.merge
     play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 9, at_once=True, merged=False))

@@ -22,6 +22,7 @@ from dips.protocol.effects import (
     Joined,
     Refused,
 )
+from dips.protocol.enums import OutcomeKind
 from dips.protocol.events import (
     PullFinished,
     PullRequested,
@@ -38,7 +39,7 @@ def test_a_torn_model_pulls_until_it_succeeds(play: Play) -> None:
     """A streamed install that broke off leaves nothing to train with: no verdict but another pull [invariant 6]."""
     play.begin()
     moved = play.push_until_committed()
-    play.reply(outcome("accepted"))
+    play.reply(outcome(OutcomeKind.ACCEPTED))
     verdict = play.send(moved)
     for attempt in range(6):  # more than PULL_TRIES
         assert isinstance(verdict, PullNow), attempt
@@ -59,7 +60,7 @@ def test_a_failed_pull_is_tried_three_times_then_given_up(play: Play) -> None:
     play.begin()
     play.step(2)
     moved = play.push_until_committed()
-    play.reply(outcome("accepted"))
+    play.reply(outcome(OutcomeKind.ACCEPTED))
     verdict = play.send(moved)
     for attempt in range(3):
         assert isinstance(verdict, PullNow)

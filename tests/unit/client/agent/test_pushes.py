@@ -23,6 +23,7 @@ from dips.protocol.effects import (
     Refused,
     Result,
 )
+from dips.protocol.enums import OutcomeKind
 from dips.protocol.events import (
     PullFinished,
     PushAborted,
@@ -42,7 +43,7 @@ def test_whole_round(play: Play) -> None:
     play.begin()
     play.step(4)
     moved = play.push_until_committed()
-    play.reply(outcome("accepted"))
+    play.reply(outcome(OutcomeKind.ACCEPTED))
     verdict = play.send(moved)
     assert isinstance(verdict, PullNow) and verdict.grant.version == V1 and verdict.progress == 0.04
     told = play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 9))
@@ -67,7 +68,7 @@ def test_a_push_carries_what_was_earned_up_to_its_freeze(play: Play) -> None:
     assert (asked.tokens, asked.inner_steps, asked.ranges, asked.loss) == (40, 4, (5,), 2.0)
 
 
-@pytest.mark.parametrize("answer", [outcome("skipped", None, pull=False), Dropped("its round died")])
+@pytest.mark.parametrize("answer", [outcome(OutcomeKind.SKIPPED, None, pull=False), Dropped("its round died")])
 def test_a_round_that_breaks_gives_the_progress_back(play: Play, answer: Result) -> None:
     """Skipped or dropped: the cluster trains on, and the next push carries both portions."""
     play.begin()
@@ -88,18 +89,20 @@ def test_gated_settles_and_pulls(play: Play) -> None:
     play.begin()
     play.step(2)
     moved = play.push_until_committed()
-    play.reply(outcome("gated"))
+    play.reply(outcome(OutcomeKind.GATED))
     assert isinstance(play.send(moved), PullNow)
     assert (play.s.account.gated, play.s.account.unsettled) == (20, 0)
 
 
-@pytest.mark.parametrize(("kind", "settles"), [("accepted", True), ("gated", False), ("skipped", False)])
-def test_the_next_transfer_names_the_last_accepted_push(play: Play, kind: str, settles: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "settles"), [(OutcomeKind.ACCEPTED, True), (OutcomeKind.GATED, False), (OutcomeKind.SKIPPED, False)]
+)
+def test_the_next_transfer_names_the_last_accepted_push(play: Play, kind: OutcomeKind, settles: bool) -> None:
     """Before a host buffer is overwritten every rank knows whether what it froze is in a version (error feedback)."""
     play.begin()
     moved = play.push_until_committed()
     seq = moved.seq
-    play.reply(outcome(kind, None if kind == "skipped" else V1, pull=kind != "skipped"))
+    play.reply(outcome(kind, None if kind is OutcomeKind.SKIPPED else V1, pull=kind is not OutcomeKind.SKIPPED))
     told = play.send(moved)
     verdict = told if isinstance(told, PullNow) else play.push_until_granted()
     assert verdict.accepted == (seq if settles else 0)
@@ -113,7 +116,7 @@ def test_an_outcome_that_the_trainer_did_not_wait_for_comes_with_its_next_push(p
     play.now = 20.0
     play.lose_master(play.now)
     assert isinstance(play.send(moved), TrainOn)
-    play.reply(outcome("accepted"))
+    play.reply(outcome(OutcomeKind.ACCEPTED))
     play.asked(PullFinished)
     play.reply(Acknowledged())
     assert play.push_until_granted().accepted == moved.seq

@@ -15,6 +15,7 @@ from dips.protocol.effects import (
     Joined,
     Ranges,
 )
+from dips.protocol.enums import ClusterStanding
 from dips.protocol.events import (
     RangesRequested,
 )
@@ -30,7 +31,7 @@ def test_a_data_range_is_to_be_had_between_join_and_pull(play: Play) -> None:
     """A trainer of a new life gets ranges of that life, and nothing that it trains before its pull uses them up."""
     play.begin(ranges=(5,))
     play.send(RangeWanted(1, 1))
-    play.answer_heartbeat("gone")
+    play.answer_heartbeat(ClusterStanding.GONE)
     play.reply(Joined(3, 2, V1, NONE_YET, ()))
     want = RangeWanted(1, 2)
     assert isinstance(play.send(want), AskAgain)

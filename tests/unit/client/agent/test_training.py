@@ -15,6 +15,7 @@ from dips.client.ipc.messages import (
 from dips.protocol.effects import (
     Committed,
 )
+from dips.protocol.enums import OutcomeKind
 from dips.protocol.events import (
     PushFinished,
     RoundAwaited,
@@ -40,7 +41,7 @@ def test_time_is_counted_by_cause(play: Play) -> None:
     play.reply(Committed())
     play.asked(RoundAwaited)
     play.now += 5
-    play.reply(replace(outcome("accepted"), update_s=2.0))
+    play.reply(replace(outcome(OutcomeKind.ACCEPTED), update_s=2.0))
     verdict = play.send(moved)
     play.now += 4
     play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 9))
