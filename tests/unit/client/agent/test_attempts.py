@@ -14,15 +14,9 @@ from dips.client.ipc.messages import (
     RangeWanted,
     Stepped,
 )
-from dips.protocol.effects import (
-    Acknowledged,
-)
+from dips.protocol.effects import Acknowledged
 from dips.protocol.enums import OutcomeKind
-from dips.protocol.events import (
-    PullFinished,
-    PullRequested,
-    PushAborted,
-)
+from dips.protocol.events import PullFinished, PullRequested, PushAborted
 from tests.unit.client.agent.play import V1, Play, outcome
 
 
@@ -93,3 +87,13 @@ def test_rank_0_moves_to_another_host(play: Play) -> None:
         assert isinstance(play.send(play.attach(restart=2, pid=process)), ErrorReply)
     assert isinstance(play.send(play.attach(launch=2, pid=10)), Attached)
     assert isinstance(play.send(play.attach(launch=1, pid=11)), ErrorReply)
+
+
+def test_the_end_of_an_older_connection_ends_no_newer_attempt(play: Play) -> None:
+    """torchrun restarted its ranks, and only then is the old rank 0's connection seen to be gone."""
+    play.begin()
+    play.send(play.attach(restart=1, pid=9))
+    play.do(play.core.on_hang_up(1, play.now))
+    assert play.s.trainer.alive and play.s.trainer.attempt == 2
+    play.do(play.core.on_hang_up(2, play.now))
+    assert not play.s.trainer.alive

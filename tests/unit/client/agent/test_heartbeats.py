@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
+from dips.client.agent.account import PastIncarnation
 from dips.client.agent.actions import Channel
 from dips.client.agent.heartbeats import build_heartbeat
 from dips.client.ipc.messages import (
@@ -22,18 +24,11 @@ from dips.client.ipc.messages import (
 )
 from dips.errors import StaleIncarnation
 from dips.ids import PushId
-from dips.protocol.effects import (
-    Acknowledged,
-    Joined,
-)
+from dips.protocol.effects import Acknowledged, Joined
 from dips.protocol.enums import ClusterStanding
-from dips.protocol.events import (
-    ClusterJoined,
-    ClusterLeft,
-    PullRequested,
-)
+from dips.protocol.events import ClusterJoined, ClusterLeft, PullRequested
 from dips.protocol.heartbeats import ClusterHeartbeatAnswer
-from tests.unit.client.agent.play import NONE_YET, V1, Play, grant
+from tests.unit.client.agent.play import HEARTBEAT_S, NONE_YET, V1, Play, grant
 
 
 @pytest.fixture
@@ -131,3 +126,62 @@ def test_stale_incarnation_waits_for_the_heartbeat(play: Play) -> None:
     assert len(play.heartbeats) == 1 and isinstance(play.send(want), AskAgain)
     play.answer_heartbeat(ClusterStanding.GONE)
     play.asked(ClusterJoined)
+
+
+def test_the_answer_of_an_older_term_changes_nothing(play: Play) -> None:
+    """A master that has a successor neither ends the incarnation nor fences it."""
+    play.begin()
+    for standing in (ClusterStanding.GONE, ClusterStanding.FENCED):
+        play.answer_heartbeat(standing, term=2)
+    assert play.s.joined and not play.stops
+    play.answer_heartbeat(ClusterStanding.GONE, term=4)
+    assert not play.s.joined
+
+
+def test_the_answer_to_a_former_incarnation_changes_nothing(play: Play) -> None:
+    """It was sent before the cluster joined again: what became of that incarnation is known."""
+    play.begin()
+    play.answer_heartbeat(ClusterStanding.GONE)
+    play.reply(Joined(3, 2, V1, NONE_YET, ()))
+    for standing in (ClusterStanding.GONE, ClusterStanding.FENCED):
+        play.answer_heartbeat(standing, inc=1)
+    assert play.s.joined and play.s.membership.inc == 2 and not play.stops
+
+
+def test_while_it_joins_no_answer_counts(play: Play) -> None:
+    """The Join under way ends the incarnation that asked: a second one would fence the first."""
+    play.begin()
+    play.answer_heartbeat(ClusterStanding.GONE)
+    nonce = play.asked(ClusterJoined).nonce
+    play.answer_heartbeat(ClusterStanding.GONE)
+    assert play.asked(ClusterJoined).nonce == nonce
+
+
+def test_one_heartbeat_is_out_at_a_time(play: Play) -> None:
+    """The next one leaves HEARTBEAT_S after the answer, or at once if it was needed meanwhile."""
+    play.begin()
+    play.now = HEARTBEAT_S
+    play.do(play.core.tick(play.now))
+    assert len(play.heartbeats) == 1 and play.core.next_deadline() == inf
+    play.now += 5.0
+    play.do(play.core.tick(play.now))
+    assert len(play.heartbeats) == 1
+    play.answer_heartbeat(ClusterStanding.LIVE)
+    assert play.core.next_deadline() == play.now + HEARTBEAT_S
+    play.now += HEARTBEAT_S
+    play.do(play.core.tick(play.now))
+    assert len(play.heartbeats) == 2
+    play.send(play.want_push())
+    play.do(play.core.on_error(play.asks[Channel.SYNC], StaleIncarnation("west/1 is gone"), play.now))
+    assert len(play.heartbeats) == 2
+    play.answer_heartbeat(ClusterStanding.LIVE)
+    assert len(play.heartbeats) == 3
+
+
+def test_each_heartbeat_saves_what_was_consumed(play: Play) -> None:
+    """The next agent in this directory knows what the master may have been told, and a little more."""
+    play.begin()
+    play.step(3)
+    play.now = HEARTBEAT_S
+    play.do(play.core.tick(play.now))
+    assert play.saved[-1] == PastIncarnation(1, 30)

@@ -7,26 +7,11 @@ import pytest
 from dips.client.agent.account import PastIncarnation
 from dips.client.agent.actions import Channel
 from dips.client.agent.membership import past_incarnation
-from dips.client.ipc.messages import (
-    AskAgain,
-    Detach,
-    ErrorReply,
-    PullMoved,
-    PullNow,
-    PushNow,
-    TrainOn,
-)
+from dips.client.ipc.messages import AskAgain, Detach, ErrorReply, PullMoved, PullNow, PushNow, TrainOn
 from dips.errors import CorruptManifest
-from dips.protocol.effects import (
-    Acknowledged,
-    Joined,
-)
+from dips.protocol.effects import Acknowledged, Joined
 from dips.protocol.enums import ClusterStanding, OutcomeKind
-from dips.protocol.events import (
-    ClusterJoined,
-    ClusterLeft,
-    PullFinished,
-)
+from dips.protocol.events import ClusterJoined, ClusterLeft, PullFinished
 from tests.unit.client.agent.play import NONE_YET, V1, Play, grant, outcome
 
 

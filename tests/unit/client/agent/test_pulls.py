@@ -5,28 +5,12 @@ from __future__ import annotations
 import pytest
 
 from dips.client.agent.actions import Channel
-from dips.client.ipc.messages import (
-    AskAgain,
-    Over,
-    PullMoved,
-    PullNow,
-    PullWanted,
-    RangesEnded,
-    RangeWanted,
-    TrainOn,
-)
+from dips.client.agent.heartbeats import build_heartbeat
+from dips.client.ipc.messages import AskAgain, Over, PullMoved, PullNow, PullWanted, RangesEnded, RangeWanted, TrainOn
 from dips.ids import GENESIS
-from dips.protocol.effects import (
-    Acknowledged,
-    Finished,
-    Joined,
-    Refused,
-)
-from dips.protocol.enums import OutcomeKind
-from dips.protocol.events import (
-    PullFinished,
-    PullRequested,
-)
+from dips.protocol.effects import Acknowledged, Finished, Joined, Refused
+from dips.protocol.enums import OutcomeKind, TrainerState
+from dips.protocol.events import PullFinished, PullRequested
 from tests.unit.client.agent.play import NONE_YET, V1, Play, grant, outcome
 
 
@@ -103,3 +87,32 @@ def test_finished_pulls_the_last_version_and_is_over(play: Play) -> None:
     over = play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 1))
     assert isinstance(over, Over) and play.s.trainer.base == V1
     assert isinstance(play.send(RangeWanted(1, 1)), RangesEnded)
+
+
+def test_what_an_older_pull_brought_is_not_taken_for_the_present_one(play: Play) -> None:
+    """A report under an old seq changes nothing: the ranks are answered with the pull that is granted."""
+    play.begin()
+    moved = play.push_until_committed()
+    play.reply(outcome(OutcomeKind.ACCEPTED))
+    verdict = play.send(moved)
+    assert isinstance(verdict, PullNow)
+    asked = play.asks[Channel.SYNC]
+    assert play.send(PullMoved(1, next(play.number), verdict.seq - 1, True, "", 9)) == verdict
+    assert play.s.trainer.base == GENESIS and play.asks[Channel.SYNC] is asked
+
+
+def test_a_failed_pull_tears_nothing_unless_the_ranks_say_so(play: Play) -> None:
+    """Installed on no rank: the base stays and is pushed from. Torn: there is no base, and the agent reports so."""
+    for torn in (False, True):
+        play = Play()
+        play.begin()
+        moved = play.push_until_committed()
+        play.reply(outcome(OutcomeKind.ACCEPTED))
+        verdict = play.send(moved)
+        assert isinstance(verdict, PullNow)
+        play.send(PullMoved(1, next(play.number), verdict.seq, False, "ps1 is gone", 9, torn))
+        heartbeat = build_heartbeat(play.s)
+        assert heartbeat is not None
+        assert play.s.trainer.base == (None if torn else GENESIS)
+        assert heartbeat.trainer is (TrainerState.STARTING if torn else TrainerState.TRAINING)
+        assert ("torn" in [kind for kind, _ in play.marks]) == torn

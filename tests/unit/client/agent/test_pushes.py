@@ -4,32 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from dips.client.agent.actions import Channel
+from dips.client.agent.account import PastIncarnation
+from dips.client.agent.actions import AskMaster, Channel, SaveIncarnation
 from dips.client.agent.phases import SyncPhase
-from dips.client.ipc.messages import (
-    AskAgain,
-    PullMoved,
-    PullNow,
-    PushMoved,
-    PushNow,
-    RangeGiven,
-    RangeWanted,
-    TrainOn,
-)
+from dips.client.ipc.messages import AskAgain, PullMoved, PullNow, PushMoved, PushNow, RangeGiven, RangeWanted, TrainOn
 from dips.errors import StalePush
-from dips.protocol.effects import (
-    Acknowledged,
-    Dropped,
-    Refused,
-    Result,
-)
+from dips.protocol.effects import Acknowledged, Dropped, Refused, Result
 from dips.protocol.enums import OutcomeKind
-from dips.protocol.events import (
-    PullFinished,
-    PushAborted,
-    PushFinished,
-    PushRequested,
-)
+from dips.protocol.events import PullFinished, PushAborted, PushFinished, PushRequested
 from tests.unit.client.agent.play import V1, H, Play, grant, outcome
 
 
@@ -208,3 +190,25 @@ def test_a_push_dropped_while_it_is_opened_is_asked_for_again_soon(play: Play) -
     play.step(1)
     assert play.push_until_granted().seq == 3
     assert play.s.account.frozen.inner_steps == 3
+
+
+def test_what_an_older_push_moved_is_not_taken_for_the_present_one(play: Play) -> None:
+    """A report under an old seq commits nothing, and gives nothing back."""
+    play.begin()
+    play.step(2)
+    verdict = play.push_until_granted()
+    asked = play.asks[Channel.SYNC]
+    for ok in (True, False):
+        assert play.send(PushMoved(1, next(play.number), verdict.seq - 1, ok, "", 100)) == verdict
+    assert play.s.account.frozen.tokens == 20 and play.asks[Channel.SYNC] is asked
+
+
+def test_the_incarnation_is_saved_before_a_push_can_be_settled(play: Play) -> None:
+    """What the next agent reports as missing is never too little: it is on disk before FinishPush leaves."""
+    play.begin()
+    play.step(2)
+    verdict = play.push_until_granted()
+    _, actions = play.core.on_message(PushMoved(1, next(play.number), verdict.seq, True, "", 100), play.now)
+    kinds = [type(action) for action in actions]
+    assert kinds.index(SaveIncarnation) < kinds.index(AskMaster)
+    assert actions[kinds.index(SaveIncarnation)] == SaveIncarnation(PastIncarnation(1, 20))

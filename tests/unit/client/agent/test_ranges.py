@@ -5,20 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dips.client.agent.actions import Channel
-from dips.client.ipc.messages import (
-    AskAgain,
-    RangeGiven,
-    RangesEnded,
-    RangeWanted,
-)
-from dips.protocol.effects import (
-    Joined,
-    Ranges,
-)
+from dips.client.ipc.messages import AskAgain, RangeGiven, RangesEnded, RangeWanted
+from dips.protocol.effects import Finished, Joined, Ranges
 from dips.protocol.enums import ClusterStanding
-from dips.protocol.events import (
-    RangesRequested,
-)
+from dips.protocol.events import RangesRequested
 from tests.unit.client.agent.play import NONE_YET, V1, Play
 
 
@@ -55,3 +45,25 @@ def test_ranges_end_when_none_is_left(play: Play) -> None:
     play.reply(Ranges((), True), Channel.RANGES)
     assert play.send(RangeWanted(1, 3)) == RangesEnded("no data range is left to lease", False, unsettled=True)
     assert play.s.account.carried.ranges == (1, 2)
+
+
+def test_ranges_of_a_former_incarnation_are_not_trained(play: Play) -> None:
+    """They were leased to it and are free again: another cluster may have them."""
+    play.begin()
+    play.send(RangeWanted(1, 1))
+    old = play.asks[Channel.RANGES]
+    play.answer_heartbeat(ClusterStanding.GONE)
+    play.reply(Joined(3, 2, V1, NONE_YET, ()))
+    play.do(play.core.on_reply(old, Ranges((5, 6), False), play.now))
+    assert isinstance(play.send(RangeWanted(1, 1)), AskAgain)
+    assert play.asked(RangesRequested, Channel.RANGES) == RangesRequested(0, "west", 2, 1, 2, ())
+    play.do(play.core.on_reply(old, Ranges((5, 6), False), play.now))
+    assert isinstance(play.send(RangeWanted(1, 1)), AskAgain)
+
+
+def test_a_finished_run_gives_no_range(play: Play) -> None:
+    """The master says so where ranges are asked for, too."""
+    play.begin()
+    play.send(RangeWanted(1, 1))
+    play.reply(Finished(V1), Channel.RANGES)
+    assert play.send(RangeWanted(1, 1)) == RangesEnded(f"the run is finished with {V1}", True)

@@ -6,20 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from dips.client.ipc.messages import (
-    LossReported,
-    PullMoved,
-    PushMoved,
-    Stepped,
-)
-from dips.protocol.effects import (
-    Committed,
-)
+from dips.client.ipc.messages import LossReported, PullMoved, PushMoved, Stepped
+from dips.protocol.effects import Committed
 from dips.protocol.enums import OutcomeKind
-from dips.protocol.events import (
-    PushFinished,
-    RoundAwaited,
-)
+from dips.protocol.events import PushFinished, RoundAwaited
 from tests.unit.client.agent.play import Play, outcome
 
 
