@@ -1,4 +1,4 @@
-"""`dips-client`: the agent beside one training job; a daemon's life in one file.
+"""`dips-client`: the agent beside one training job; the daemon from its start to its end in one file.
 
 Here, and only here, sockets, channels, locks and signal handlers of the agent are made.
 """
@@ -61,7 +61,7 @@ def dips_client(
 
     The command's script makes an OuterLoop (dips.client), which finds this agent by its environment. The agent joins
     the run, keeps the cluster's lease, carries pushes and pulls through, starts the command anew when it crashes, and
-    ends when it ends, with its exit code. SIGTERM ends both. Exit code 75: a newer life of this cluster took over.
+    ends when it ends, with its exit code. SIGTERM ends both. Exit code 75: a newer incarnation of this cluster took over.
 
     A job of several hosts has one agent, on any of them: with `agent: HOST:PORT` in the cluster file, or with
     DIPS_AGENT=tcp://HOST:PORT, ranks of other hosts find it there by the job's token (DIPS_AGENT_TOKEN, or the file
@@ -80,22 +80,22 @@ def dips_client(
         raise typer.Exit(asyncio.run(_run(file, config.resolve(), command or [], log_level)))
 
 
-# Words that are no training command; each is a command line of its own.
-WORDS = {"check": "dips.client.preflight.app"}
+# Subcommands; each is a command line of its own.
+SUBCOMMANDS = {"check": "dips.client.preflight.app"}
 
 
 def main() -> None:
     """Entry point of the console script."""
-    word = WORDS.get(sys.argv[1]) if len(sys.argv) > 1 else None
-    if word is None:
+    module = SUBCOMMANDS.get(sys.argv[1]) if len(sys.argv) > 1 else None
+    if module is None:
         exits.run(command_line)
     else:
         sys.argv[:2] = [f"{sys.argv[0]} {sys.argv[1]}"]
-        exits.run(importlib.import_module(word).command_line)
+        exits.run(importlib.import_module(module).command_line)
 
 
 def _lock(directory: Path) -> PidLock:
-    """Hold the directory for life: a second agent would fence the first."""
+    """Hold the directory until the end: a second agent would fence the first."""
     directory.mkdir(parents=True, exist_ok=True)
     busy = f"directory: {directory} is in use by another agent"
     advice = "one agent for a cluster, or another directory for another cluster"

@@ -100,7 +100,7 @@ class SimAgent:
     def __init__(
         self, world: AgentWorld, site: Site, process: str, former: PastIncarnation, exits: Callable[[SimAgent], None]
     ) -> None:
-        """`former`: the last life of an agent that died here; `exits` is called when this one ends by itself."""
+        """`former`: the last incarnation of an agent that died here; `exits` is called when this one ends by itself."""
         self.world, self.site, self.name, self.process = world, site, site.name, process
         settings = self.world.scenario
         self._exits = exits
@@ -113,8 +113,8 @@ class SimAgent:
         self.gate = Gate()  # closed while the whole machine is stopped
         self.alive = True
         self.consumed = 0  # tokens since the last Joined, by the world's own count
-        self.outcome_at = self.world.heap.now  # when it last heard an Outcome, or its trainer began
-        self.meets = False  # it pushes when the master says, together with others
+        self.outcome_at = self.world.heap.now  # when it last got an Outcome, or its trainer began
+        self.meets = False  # it pushes when the master plans, together with others
         self.finished: VersionId | None = None  # the run is over and it holds its last version
         self._master = SimMasterClient(world.heap, world.network, self.name, self.gate, self)
         self._waiting: list[Resume] = []  # rank 0 waits for a change
@@ -122,7 +122,7 @@ class SimAgent:
         self.torchrun = SimTorchrun(world, site, self, self.core.plan_first_launch())
         self.torchrun.start()
 
-    # ---- lives -----------------------------------------------------------------------------------------------------
+    # ---- start and end ---------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> AgentState:
@@ -259,12 +259,12 @@ class SimAgent:
 
     def _marked(self, mark: RecordMark) -> None:
         if mark.kind == "joined":
-            self.consumed = self.state.account.lost  # what its former life lost and did not tell
+            self.consumed = self.state.account.lost  # what its former incarnation lost and did not report
             if self.trainer is not None:
-                self.trainer.in_hand.lose("its life at the master ended")  # the pull that follows overwrites it
-                self.trainer.range = None  # leased to its former life
+                self.trainer.in_hand.lose("its incarnation ended")  # the pull that follows overwrites it
+                self.trainer.range = None  # leased to its former incarnation
         elif mark.kind == "life_ended" and self.trainer is not None:
-            self.trainer.in_hand.lose("its life at the master ended")
+            self.trainer.in_hand.lose("its incarnation ended")
         elif mark.kind == "outcome":
             self.outcome_at = self.world.heap.now
             if mark.fields["outcome"] == "dropped":

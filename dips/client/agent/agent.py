@@ -1,4 +1,4 @@
-"""The agent's daemon: it does what the core orders, and tells it what came of it.
+"""The agent's daemon: it does what the core orders, and reports back what came of it.
 
 Everything is decided in core.py. One event loop owns the core; every task calls it and does what it returns, so no
 lock is needed. Where sockets and channels come from this file does not know (app.py).
@@ -160,7 +160,7 @@ class Agent:
         try:
             await asyncio.wait_for(self._master.ask(event), LEAVE_S)
         except (DipsError, TimeoutError) as error:
-            self._log.warning("left without a word to the master; the lease will end", error=str(error))
+            self._log.warning("could not take leave of the master; the lease will end", error=str(error))
 
     # ---- tasks -----------------------------------------------------------------------------------------------------
 

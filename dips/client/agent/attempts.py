@@ -1,6 +1,6 @@
 """Attempts of the training job: each attaches, and ends when its rank 0 does, whoever starts the next.
 
-Must stay true: one attempt is the present one, and what an older one says changes nothing; what an attempt earned and
+Must stay true: one attempt is the present one, and messages of an older one change nothing; what an attempt earned and
 did not push is lost with it.
 """
 

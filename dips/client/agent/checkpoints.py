@@ -2,7 +2,7 @@
 
 A checkpoint is right for the cluster as long as no push of it was settled since: then θ, progress and data ranges of
 the checkpoint are what the run still waits for, and resuming is exact. If one was settled since, what the checkpoint
-would train again is in the global model already: the trainer pulls instead, and is told why. So it does if the
+would train again is in the global model already: the trainer pulls instead, and gets the reason. So it does if the
 checkpoint was saved while a push was out (its frozen copy is gone), or if others have its ranges by now.
 """
 

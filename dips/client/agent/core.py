@@ -1,10 +1,10 @@
 """Everything that an agent decides: no clock, socket, file, task or process.
 
-A shell says what happened and at what time, and does what is returned (actions.py), in its order. Two shells drive it:
+A shell passes on what happened and at what time, and does what is returned (actions.py), in its order. Two shells drive it:
 the daemon (agent.py) and the simulation (dips/sim). The state stands in state.py, the decisions in modules by subject;
 this file brings them together.
 
-Must stay true: what an older attempt, incarnation, question or term says changes nothing; a trainer without parameters
+Must stay true: messages of an older attempt, incarnation, question or term change nothing; a trainer without parameters
 of the run, or whose incarnation ended, pulls before anything that it earns counts.
 """
 
@@ -113,7 +113,7 @@ class AgentCore:
         return restarts.plan_first_launch(self.state)
 
     def plan_next_launch(self, before: LaunchCommand, code: int, terminated: bool = False) -> LaunchCommand | EndAgent:
-        """What follows the end of a launch; `terminated`: the agent was told to end."""
+        """What follows the end of a launch; `terminated`: SIGTERM has come."""
         return restarts.plan_next_launch(self.state, before, code, terminated)
 
     # ---- the master ------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class AgentCore:
             return
         close(s, channel)
         if isinstance(error, StaleIncarnation):
-            s.heartbeats.due_at = s.now  # the heartbeat says whether this incarnation is gone or fenced
+            s.heartbeats.due_at = s.now  # its answer shows whether this incarnation is gone or fenced
         else:
             s.fail(error)
 

@@ -1,6 +1,6 @@
 """The cluster's incarnation at the master: joined with a nonce, kept by heartbeats, ended by a lease that ran out.
 
-Must stay true: what an older term or incarnation says changes nothing; what a former incarnation earned is settled or
+Must stay true: messages of an older term or incarnation change nothing; what a former incarnation earned is settled or
 lost there, and a trainer that goes on from it pulls before anything that it earns counts.
 """
 
@@ -57,7 +57,7 @@ def _take_unreported(s: AgentState, result: Joined) -> int:
     lost here, and may be accepted there.
 
     The master reports the incarnation right before this one. If that was not ours (two agents, an answer to Join that
-    was lost), it is unknown what it has of ours: tokens that it never heard of stay unreported, none is reported twice.
+    was lost), it is unknown what it has of ours: tokens that were never reported to it stay so, and none is reported twice.
     """
     former, s.membership.former = s.membership.former, NO_INCARNATION
     ours = result.inc == former.inc + 1

@@ -1,4 +1,4 @@
-"""What an agent tells Prometheus of its cluster: dips_agent_…, read from its session at each scrape."""
+"""The agent's metrics of its cluster: dips_agent_…, read from its state at each scrape."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def _take_question(s: AgentState, number: int) -> None:
 
 
 def _is_reserving(s: AgentState) -> bool:
-    """A push is asked for, or granted, and the ranks were not yet told to freeze."""
+    """A push is asked for, or granted, and the ranks do not have the order to freeze yet."""
     return s.sync.phase is SyncPhase.ASKING_PUSH or (s.sync.phase is SyncPhase.PUSHING and not s.sync.frozen)
 
 
@@ -131,7 +131,7 @@ def on_sync_reply(s: AgentState, result: Result) -> None:
 
 
 def on_sync_error(s: AgentState, error: DipsError) -> None:
-    """The master refused the open question; StaleIncarnation says nothing about why: the next heartbeat does."""
+    """The master refused the open question. Why an incarnation is stale, the next heartbeat's answer shows."""
     close(s, Channel.SYNC)
     if isinstance(error, StaleIncarnation):
         s.sync.phase, s.sync.reason = SyncPhase.UNSURE, str(error)

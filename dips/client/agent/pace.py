@@ -1,8 +1,8 @@
-"""When this cluster pushes: after so many steps, after so many seconds, or when the master's meeting is (design.md 8).
+"""When this cluster pushes: after so many steps, after so many seconds, or together with others, as the master plans.
 
 The trainer's ranks count inner steps and must agree without a message at each of them. So each answer says after how
 many steps to look again: at once when a push is due, else when most of what is left is over, so that a late step or a
-moved meeting costs a look and no disagreement. Pure; knows neither messages nor the master.
+moved meeting costs one look and no disagreement. Pure; knows neither messages nor the master.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BELIEVED_S = 30.0  # what the master has set holds so long; then the cluster kee
 
 
 class Pace:
-    """Counts inner steps since the last push, and says how many are left; `now` is the agent's monotonic clock."""
+    """Counts inner steps since the last push, and how many are left; `now` is the agent's monotonic clock."""
 
     def __init__(self, *, steps: int | None = None, seconds: float | None = None, aligned: int | None = None) -> None:
         """Exactly one of the three: `pace` of the cluster file."""
@@ -63,7 +63,7 @@ class Pace:
         self._last = now
 
     def pause(self) -> None:
-        """The trainer waited for a transfer or a window: the next step's time says nothing about its speed."""
+        """The trainer waited for a transfer or a window: the next step's time is no measure of its speed."""
         self._last = None
 
     def cut(self, now: float) -> None:

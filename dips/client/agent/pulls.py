@@ -52,7 +52,7 @@ def ask_pull(s: AgentState, delay_s: float = 0.0) -> None:
 def on_pull_granted(s: AgentState, grant: Grant, after_push: bool = False) -> None:
     """The ranks may move, if they still wait."""
     sync = s.sync
-    if not sync.waiting:  # the trainer was told to train on, or died
+    if not sync.waiting:  # the trainer trains on, or died
         close_pull(s, False)
         return
     sync.phase, sync.reason, sync.grant = SyncPhase.PULLING, f"pulls {grant.version}", grant

@@ -62,7 +62,7 @@ class Membership:
     term: int = 0
     progress: Progress = Progress(0, 0, None)
     settled: int = 0  # pushes of this cluster that were accepted or gated, in all its incarnations
-    former: PastIncarnation = NO_INCARNATION  # the incarnation before, until the master says what it knows of it
+    former: PastIncarnation = NO_INCARNATION  # the incarnation before, until the master reports what it has of it
     unreachable_since: float | None = None
 
 
@@ -103,7 +103,7 @@ class OuterSync:
     waits_since: float = 0.0  # when it was first asked
     # the transfer
     grant: Grant | None = None
-    frozen: bool = False  # the ranks were told to freeze the model for the present push
+    frozen: bool = False  # the ranks have the order to freeze the model for the present push
     frozen_by: int = 0  # the attempt whose progress the open push carries
     merge: bool = False  # the present pull keeps what was trained since the push was frozen
     moved: tuple[int, int] = (0, 0)  # of the present or last transfer: bytes, in all

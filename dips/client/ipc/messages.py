@@ -2,7 +2,7 @@
 
 Rank 0 asks and the agent answers, at once or after at most `poll_s` with AskAgain; then rank 0 asks the same question,
 with the same number, again. A notice has no answer. Every message names its attempt (given by the agent in Attached),
-so that what an older attempt says changes nothing. How messages travel: encoding.py.
+so that messages of an older attempt change nothing. How messages travel: encoding.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class PushWanted:
-    """The ranks look whether a push is due; `demanded`: the training script says that it is."""
+    """The ranks look whether a push is due; `demanded`: the training script asks for one."""
 
     attempt: int
     number: int
@@ -75,7 +75,7 @@ class PullMoved:
 
 @dataclass(frozen=True, slots=True)
 class RangeWanted:
-    """The next data range is wanted; `count` rises by one with each, and says that the one before is used up."""
+    """The next data range is wanted; `count` rises by one with each, by which the one before is used up."""
 
     attempt: int
     count: int
@@ -157,7 +157,7 @@ class TransferProgress:
 
 @dataclass(frozen=True, slots=True)
 class AskAgain:
-    """Not yet; the reason says what is waited for. A trainer that trains meanwhile asks again after `steps`."""
+    """Not yet; `reason` is what is waited for. A trainer that trains meanwhile asks again after `steps`."""
 
     reason: str
     steps: int = 1
@@ -184,7 +184,7 @@ class PullNow:
     """Receive `grant.version`, and install it on all ranks or on none.
 
     `merge`: what was trained since the last push was frozen is kept: θ_local ← θ_version + (θ_local − θ_pushed); unless
-    that is not finite on some rank, which PullMoved says.
+    that is not finite on some rank, which PullMoved reports.
     """
 
     inc: int
