@@ -1,8 +1,8 @@
 """Everything that an agent decides: no clock, socket, file, task or process.
 
-A shell passes on what happened and at what time, and does what is returned (actions.py), in its order. Two shells drive it:
-the daemon (agent.py) and the simulation (dips/sim). The state stands in state.py, the decisions in modules by subject;
-this file brings them together.
+A shell passes on what happened and at what time, and does what is returned (actions.py), in its order. Two shells
+drive it: the daemon (agent.py) and the simulation (dips/sim). The state stands in state.py, the decisions in modules by
+subject; this file brings them together.
 
 Must stay true: messages of an older attempt, incarnation, question or term change nothing; a trainer without parameters
 of the run, or whose incarnation ended, pulls before anything that it earns counts.

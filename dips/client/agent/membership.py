@@ -57,7 +57,7 @@ def _take_unreported(s: AgentState, result: Joined) -> int:
     lost here, and may be accepted there.
 
     The master reports the incarnation right before this one. If that was not ours (two agents, an answer to Join that
-    was lost), it is unknown what it has of ours: tokens that were never reported to it stay so, and none is reported twice.
+    was lost), it is unknown what it has of ours: tokens that were never reported to it stay so, none is reported twice.
     """
     former, s.membership.former = s.membership.former, NO_INCARNATION
     ours = result.inc == former.inc + 1
