@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OuterLoop", "cosine", "schedule"]
 
-_HOMES = {"OuterLoop": "outer_loop", "cosine": "learning_rate", "schedule": "learning_rate"}
+_HOMES = {"OuterLoop": "rank.outer_loop", "cosine": "learning_rate", "schedule": "learning_rate"}
 
 
 def __getattr__(name: str) -> Any:

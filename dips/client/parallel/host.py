@@ -10,7 +10,7 @@ a shard that is one run lies where the shard's memory has it, so nothing is copi
 differently, the same bytes are read both ways, and a layer is rearranged at a time. On an accelerator the copies go
 through pinned memory on a stream of their own; beside the model at most one block is needed there. On a tight host
 the buffer is that of the largest layer, and each is spread and installed before the next is pulled (streaming.py).
-Where the training shall not stand still for it, `install` only begins, and the forward does the rest (forward.py).
+Where the training shall not stand still for it, `install` only begins, and the forward does the rest (lazy.py).
 
 `gather` and `spread` are collective: every rank calls them, outside forward and backward.
 """
@@ -131,7 +131,7 @@ class HostMemory:
         self._copy(self._masters)
 
     def finish(self) -> None:
-        """Put into the model what is left of an install, if one goes on beside the training (forward.py)."""
+        """Put into the model what is left of an install, if one goes on beside the training (lazy.py)."""
 
     def stepped(self) -> None:
         """An inner step was taken."""

@@ -1,4 +1,4 @@
-"""An install that the training does not stand still for: `install: forward` (EDiT §3.1).
+"""An install that the training does not stand still for: `install: lazy` (EDiT §3.1).
 
 When all ranks have agreed that a version lies whole in host memory, training goes on at once. On an accelerator the
 copies of all layers are asked for there and then, home by home (reach.py) in the order of the forward, on a stream of

@@ -1,4 +1,4 @@
-"""Which modules' forwards read which parameters: what `install: forward` must have installed before each of them.
+"""Which modules' forwards read which parameters: what `install: lazy` must have installed before each of them.
 
 A *home* is what is read together: a module that `fully_shard` wraps (with others, if it wraps several as one), which
 gathers all its parameters in its own pre-forward; otherwise a module that stands in a ModuleList, Sequential or
@@ -86,13 +86,13 @@ def _walk(module: nn.Module, key: Any, *, listed: bool) -> Iterator[tuple[nn.Mod
 def _check(module: nn.Module) -> None:
     kind = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
-        raise ConfigError(f"install: forward cannot hook into a {kind}: {INSTEAD}")
+        raise ConfigError(f"install: lazy cannot hook into a {kind}: {INSTEAD}")
     if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-        raise ConfigError(f"install: forward would break the compiled graph of a {kind} at its hooks: {INSTEAD}")
+        raise ConfigError(f"install: lazy would break the compiled graph of a {kind} at its hooks: {INSTEAD}")
     if isinstance(module, nn.parallel.DistributedDataParallel):
-        raise ConfigError(f"install: forward knows DistributedDataParallel around the whole model only: {INSTEAD}")
+        raise ConfigError(f"install: lazy knows DistributedDataParallel around the whole model only: {INSTEAD}")
     if isinstance(module, FSDPModule) and not _known(_state(module)):
-        raise ConfigError(f"install: forward does not know the {kind} of torch {torch.__version__}: {INSTEAD}")
+        raise ConfigError(f"install: lazy does not know the {kind} of torch {torch.__version__}: {INSTEAD}")
 
 
 def _state(module: nn.Module) -> Any:

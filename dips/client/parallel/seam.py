@@ -62,7 +62,7 @@ class Adapter(ABC):
 
         Raise ConfigError if that cannot be known, or if what is written just before a forward would not be read in it.
         """
-        raise ConfigError(f"install: forward is not supported for a {self.kind} model: {INSTEAD}")
+        raise ConfigError(f"install: lazy is not supported for a {self.kind} model: {INSTEAD}")
 
     def reshard(self) -> None:
         """Have the framework let go of what it gathered of shards: the next forward reads them as they are by then."""

@@ -57,11 +57,11 @@ class Tensors(Adapter):
 
     def homes(self) -> list[Home]:
         if self.staged:
-            raise ConfigError(f"install: forward is not supported for a model given in parts: {INSTEAD}")
+            raise ConfigError(f"install: lazy is not supported for a model given in parts: {INSTEAD}")
         (wrapped,), (model,) = self._wrapped, self._parts
         if getattr(wrapped, "mixed_precision", None) is not None:
             raise ConfigError(
-                f"install: forward: DistributedDataParallel(mixed_precision=…) reads all parameters at once: {INSTEAD}"
+                f"install: lazy: DistributedDataParallel(mixed_precision=…) reads all parameters at once: {INSTEAD}"
             )
         return homes(model, {p: plain_name(path) for path, p in model.named_parameters() if p.requires_grad})
 

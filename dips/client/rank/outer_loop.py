@@ -53,7 +53,7 @@ from dips.config import Shared, load_cluster
 from dips.errors import ConfigError, LocalProtocolError
 from dips.ids import VersionId
 
-MEMORY = {"whole": HostMemory, "streaming": StreamedMemory, "forward": LazyMemory}  # by `install`
+MEMORY = {"whole": HostMemory, "streaming": StreamedMemory, "lazy": LazyMemory}  # by `install`
 STATE_FORMAT = 1  # of state_dict; another number is refused, never guessed at
 
 
@@ -134,13 +134,13 @@ class OuterLoop(Rounds):
     def step(self, *, tokens: int, loss: Any = None) -> None:
         """Say that one inner step is done; when a push is due it takes part in an outer step before it returns.
 
-        With `install: forward` the new version may still have to be put into the model then; see `install`.
+        With `install: lazy` the new version may still have to be put into the model then; see `install`.
 
         tokens  consumed in this step by the whole cluster, on all its ranks together; rank 0's number counts
         loss    of this step, a float or a tensor of one element, or None; rank 0's is shown. Of a pipeline, whose
                 rank 0 has none, that of the first rank that says one
         Errors  Unavailable: the agent is gone. StaleIncarnation: another attempt of this trainer took over.
-                LocalProtocolError: with `install: forward`, this step was taken on parameters of the former version
+                LocalProtocolError: with `install: lazy`, this step was taken on parameters of the former version
         """
         self._check()
         if self._finished:
@@ -166,7 +166,7 @@ class OuterLoop(Rounds):
             self._look_at(demanded=True)
 
     def install(self) -> None:
-        """Have the present version in the model, all of it; nothing to do but with `install: forward`.
+        """Have the present version in the model, all of it; nothing to do but with `install: lazy`.
 
         Call it before parameters are read or written otherwise than by a forward of their module, a step of a torch
         optimizer, state_dict or load_state_dict, which see to it themselves: a moving average, a norm, a copy of the

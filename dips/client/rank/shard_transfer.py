@@ -105,7 +105,7 @@ class ShardTransfer:
     def install(self, version: VersionId) -> None:
         """Copy what was pulled on all ranks into the model's own memory; moments of optimizers stay as they are.
 
-        With `install: forward` that is only begun: `stepped` and `finish` see to its end. Collective: what is
+        With `install: lazy` that is only begun: `stepped` and `finish` see to its end. Collective: what is
         replicated came once per cluster, and is handed on here.
         """
         if isinstance(self._memory, StreamedMemory):

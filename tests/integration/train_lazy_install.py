@@ -1,6 +1,6 @@
 """Torch's own example, which is killed once when its first version was pulled: whole, or while a forward installs it.
 
-train_forward.py OUT [WORDS…]    as run_example.py, of fsdp2; OUT.died says what was installed when it happened
+train_lazy_install.py OUT [WORDS…]    as run_example.py, of fsdp2; OUT.died says what was installed when it happened
 """
 
 from __future__ import annotations

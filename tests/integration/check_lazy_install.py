@@ -1,6 +1,6 @@
-"""`install: forward` beside `install: whole` on the ranks of one torchrun: the same, bit for bit, in every layout.
+"""`install: lazy` beside `install: whole` on the ranks of one torchrun: the same, bit for bit, in every layout.
 
-torchrun --nproc-per-node N check_forward.py OUT KIND...     writes OUT.RANK as JSON
+torchrun --nproc-per-node N check_lazy_install.py OUT KIND...     writes OUT.RANK as JSON
 
 Two models of one seed go through the same pulls, forwards and steps of their optimizers; one is installed whole. Each
 rank compares logits and its own shards. Nothing here talks to a slave.
@@ -104,22 +104,22 @@ def refused(work: Callable[[], Any]) -> str:
 def check(kind: str, voice: JobCollectives) -> dict[str, Any]:
     """Take both through every way to come from a landed version to the next reader of a parameter."""
     tokens = TOKENS
-    whole, forward = Side(kind, voice, HostMemory), Side(kind, voice, LazyMemory)
-    both = (whole, forward)
+    whole, lazy = Side(kind, voice, HostMemory), Side(kind, voice, LazyMemory)
+    both = (whole, lazy)
     is_so: dict[str, bool] = {}
 
     def same(what: str, ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         is_so[what] = alike(ours, theirs)
 
     for number in (1, 2):  # the first forward of FSDP is special
-        old = forward.shards()
+        old = lazy.shards()
         for side in both:
             side.land(version(number))
-        same(f"{number}: nothing is written before a forward", forward.shards(), old)
+        same(f"{number}: nothing is written before a forward", lazy.shards(), old)
         is_so[f"{number}: and the version is another"] = not alike(whole.shards(), old)
         same(f"{number}: logits", *([side.step(tokens)] for side in both))
         same(f"{number}: a step later", *(side.shards() for side in both))
-        is_so[f"{number}: no hook is left"] = hooks(forward.inner) == hooks(whole.inner)
+        is_so[f"{number}: no hook is left"] = hooks(lazy.inner) == hooks(whole.inner)
     for side in both:
         side.land(version(3))
     same("state_dict", *(side.saved() for side in both))
@@ -144,17 +144,17 @@ def check(kind: str, voice: JobCollectives) -> dict[str, Any]:
         side.memory.keep()
         side.step(tokens)
     same("trained beside a push", *(side.shards() for side in both))
-    old = forward.shards()
+    old = lazy.shards()
     for side in both:
         side.land(version(5), merge=True)
-    same("a merge waits for the forward too", forward.shards(), old)
+    same("a merge waits for the forward too", lazy.shards(), old)
     same("merged: logits", *([side.step(tokens)] for side in both))
     same("merged: a step later", *(side.shards() for side in both))
     for side in both:
         side.land(version(6))
         side.memory.gather()  # frozen before any forward came by
     is_so["pushed before a forward"] = all(
-        np.array_equal(a.array, b.array) for a, b in zip(whole.memory.pieces, forward.memory.pieces, strict=True)
+        np.array_equal(a.array, b.array) for a, b in zip(whole.memory.pieces, lazy.memory.pieces, strict=True)
     )
 
     if kind != "ddp":  # which wants to be told of parameters that get no gradient
@@ -170,7 +170,7 @@ def check(kind: str, voice: JobCollectives) -> dict[str, Any]:
         x = torch.linspace(-1, 1, 2 * 11 * 24).reshape(2, 11, 24)
         with torch.no_grad():
             same("one block by itself", *([side.inner.layers[1](x)] for side in both))
-        last = [local(p) for p in forward.inner.layers[2].parameters()]
+        last = [local(p) for p in lazy.inner.layers[2].parameters()]
         is_so["and no other"] = not alike(last, [local(p) for p in whole.inner.layers[2].parameters()])
         for side in both:
             side.memory.finish()
@@ -179,18 +179,18 @@ def check(kind: str, voice: JobCollectives) -> dict[str, Any]:
     for side in both:
         side.land(version(9))
     is_so["a step without a forward is refused"] = "no module of the model was called" in refused(
-        forward.optimizer.step
+        lazy.optimizer.step
     )
-    twin = copy.deepcopy(forward.inner) if kind == "plain" else None
+    twin = copy.deepcopy(lazy.inner) if kind == "plain" else None
     is_so["a copy of the model is a model"] = twin is None or bool(twin(tokens).isfinite().all())
-    forward.memory.finish()
+    lazy.memory.finish()
     same("at the end", *(side.shards() for side in both))
 
     if kind in FSDP:
         with hooks_at_the_end():
-            forward.land(version(10))
+            lazy.land(version(10))
             is_so["behind fully_shard's hook it is refused"] = "gathered by FSDP" in refused(
-                lambda: forward.model(tokens)
+                lambda: lazy.model(tokens)
             )
     return is_so
 

@@ -1,4 +1,4 @@
-"""Which forward reads what, who else is served, and what is refused: `install: forward` on one rank."""
+"""Which forward reads what, who else is served, and what is refused: `install: lazy` on one rank."""
 
 from __future__ import annotations
 
