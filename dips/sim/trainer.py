@@ -194,7 +194,7 @@ class Trainer:
     def _pull(self, verdict: PullNow) -> Story:
         pull = PullId(self.site.name, verdict.inc, verdict.seq)
         for feedback in self._feedback:
-            feedback.hear(verdict.inc, verdict.accepted)
+            feedback.settle_last_push(verdict.inc, verdict.accepted)
         self.world.watch.pulling(self.agent, pull)
         start = partial(self.world.data.pull, pull, verdict.grant, self.site.ranks, self.agent.gate)
         landed = yield from self._move(start)
@@ -267,9 +267,9 @@ class Trainer:
         for layer, a in theta.items():
             self._host[layer][:] = a
         for feedback in self._feedback:
-            feedback.hear(verdict.inc, verdict.accepted)
-            assert not codec.lossy or feedback.holds(verdict.grant.base), f"{self.base} is not {verdict.grant.base}"
-            feedback.freeze(verdict.seq, codec.name)
+            feedback.settle_last_push(verdict.inc, verdict.accepted)
+            assert not codec.lossy or feedback.has_base(verdict.grant.base), f"{self.base} is not {verdict.grant.base}"
+            feedback.freeze_push(verdict.seq, codec.name)
         base = self._base_of(verdict.grant) if codec.lossy else None
         content = base or {layer: np.zeros_like(a) for layer, a in theta.items()}
         bodies: dict[tuple[int, int, int], Buffer] = {}
@@ -278,7 +278,7 @@ class Trainer:
             body: Buffer = codec.encode(values) if not codec.lossy else b""
             if self._feedback:
                 chunk = Range(layer, 0, where.start, where.stop - where.start)
-                body = self._feedback[rank].encode(chunk, values.view(np.uint8).data)
+                body = self._feedback[rank].encode_chunk(chunk, values.view(np.uint8).data)
             bodies[rank, layer, where.start] = bytes(body)
             with np.errstate(all="ignore"):
                 codec.put(body, content[layer][where])
@@ -317,7 +317,7 @@ class Trainer:
         if len(allowed) == self.site.ranks:
             self.base = grant.version
             for feedback in self._feedback:
-                feedback.installed(grant.version)
+                feedback.set_base(grant.version)
             self.agent.overwritten(self)
             self.world.watch.installed(self.agent)
         return bool(allowed)

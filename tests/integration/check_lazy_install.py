@@ -33,23 +33,25 @@ Theta = dict[str, np.ndarray]
 class Side:
     """One of the two models, with its optimizer and its host memory."""
 
-    def __init__(self, kind: str, voice: JobCollectives, memory: type[HostMemory], evaluated: bool = False) -> None:
-        self.model, _ = laid(kind, seeded(), voice.world)
+    def __init__(
+        self, kind: str, collectives: JobCollectives, memory: type[HostMemory], evaluated: bool = False
+    ) -> None:
+        self.model, _ = laid(kind, seeded(), collectives.world_size)
         if evaluated:  # before it is looked at
             with torch.no_grad():
                 self.model(TOKENS)
-        self.layout = lay_out(self.model, voice, spread_items=SPREAD_ITEMS)
-        self.memory = memory(self.layout.adapter, self.layout.held, self.layout.plan, voice)
+        self.layout = lay_out(self.model, collectives, spread_items=SPREAD_ITEMS)
+        self.memory = memory(self.layout.adapter, self.layout.held, self.layout.plan, collectives)
         self.inner = self.model.module if kind == "ddp" else self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
     def land(self, theta: Theta, *, merge: bool = False) -> None:
         """A version lies whole in host memory, on all ranks."""
-        self.memory.finish()
+        self.memory.finish_install()
         for piece in self.memory.pieces:
             piece.array[:] = at(self.layout, piece, theta)
-        self.memory.spread()
-        self.memory.merge() if merge else self.memory.install()
+        self.memory.scatter_pieces()
+        self.memory.merge_shard() if merge else self.memory.install_shard()
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -101,10 +103,10 @@ def refused(work: Callable[[], Any]) -> str:
     return ""
 
 
-def check(kind: str, voice: JobCollectives) -> dict[str, Any]:
+def check(kind: str, collectives: JobCollectives) -> dict[str, Any]:
     """Take both through every way to come from a landed version to the next reader of a parameter."""
     tokens = TOKENS
-    whole, lazy = Side(kind, voice, HostMemory), Side(kind, voice, LazyMemory)
+    whole, lazy = Side(kind, collectives, HostMemory), Side(kind, collectives, LazyMemory)
     both = (whole, lazy)
     is_so: dict[str, bool] = {}
 
@@ -131,17 +133,17 @@ def check(kind: str, voice: JobCollectives) -> dict[str, Any]:
     same("after an evaluation", *(side.shards() for side in both))
     for side in both:  # FSDP keeps what its root gathered for an evaluation
         side.land(version(5))
-    fresh = Side(kind, voice, HostMemory, evaluated=True)
-    is_so["an evaluated model is laid out as any other"] = fresh.memory.items == whole.memory.items
+    fresh = Side(kind, collectives, HostMemory, evaluated=True)
+    is_so["an evaluated model is laid out as any other"] = fresh.memory.allocated_numel == whole.memory.allocated_numel
     fresh.land(version(5))
     logits = [side.step(tokens) for side in (fresh, *both)]
     same("what an evaluation gathered is not computed with: whole", logits[:1], logits[1:2])
     same("what an evaluation gathered is not computed with", logits[:1], logits[2:])
 
     for side in both:  # overlap: full
-        side.memory.finish()
-        side.memory.gather()
-        side.memory.keep()
+        side.memory.finish_install()
+        side.memory.gather_pieces()
+        side.memory.keep_pushed_shard()
         side.step(tokens)
     same("trained beside a push", *(side.shards() for side in both))
     old = lazy.shards()
@@ -152,7 +154,7 @@ def check(kind: str, voice: JobCollectives) -> dict[str, Any]:
     same("merged: a step later", *(side.shards() for side in both))
     for side in both:
         side.land(version(6))
-        side.memory.gather()  # frozen before any forward came by
+        side.memory.gather_pieces()  # frozen before any forward came by
     is_so["pushed before a forward"] = all(
         np.array_equal(a.array, b.array) for a, b in zip(whole.memory.pieces, lazy.memory.pieces, strict=True)
     )
@@ -173,25 +175,21 @@ def check(kind: str, voice: JobCollectives) -> dict[str, Any]:
         last = [local(p) for p in lazy.inner.layers[2].parameters()]
         is_so["and no other"] = not alike(last, [local(p) for p in whole.inner.layers[2].parameters()])
         for side in both:
-            side.memory.finish()
+            side.memory.finish_install()
         same("finished", *(side.shards() for side in both))
 
     for side in both:
         side.land(version(9))
-    is_so["a step without a forward is refused"] = "no module of the model was called" in refused(
-        lazy.optimizer.step
-    )
+    is_so["a step without a forward is refused"] = "no module of the model was called" in refused(lazy.optimizer.step)
     twin = copy.deepcopy(lazy.inner) if kind == "plain" else None
     is_so["a copy of the model is a model"] = twin is None or bool(twin(tokens).isfinite().all())
-    lazy.memory.finish()
+    lazy.memory.finish_install()
     same("at the end", *(side.shards() for side in both))
 
     if kind in FSDP:
         with hooks_at_the_end():
             lazy.land(version(10))
-            is_so["behind fully_shard's hook it is refused"] = "gathered by FSDP" in refused(
-                lambda: lazy.model(tokens)
-            )
+            is_so["behind fully_shard's hook it is refused"] = "gathered by FSDP" in refused(lambda: lazy.model(tokens))
     return is_so
 
 

@@ -1,4 +1,4 @@
-"""The line between hosts: who knows the token is let in, who does not is told, nothing can be altered on the way."""
+"""The connection between hosts: only a peer with the token is admitted, and no message can be altered on the way."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dips.client.ipc.address import OnAnyHost, OnThisHost, find, over_network
 from dips.client.ipc.connection import Connection
 from dips.client.ipc.messages import Heard, Stepped, TransferProgress
 from dips.client.ipc.seal import ANSWER, GREETING, PROOF, TAG, Seal, TokenClient, TokenServer
-from dips.client.rank.line import Line
+from dips.client.rank.agent_connection import AgentConnection
 from dips.config import ClusterFile, Shared
 from dips.errors import ConfigError, Denied, RemoteProtocolError, Unavailable
 
@@ -170,17 +170,17 @@ def at(port: int, token: bytes = TOKEN) -> OnAnyHost:
 
 def test_questions_and_notices_over_tcp(agent: Agent) -> None:
     """As over the Unix socket."""
-    line = Line(at(agent.port), 2.0)
-    line.tell(Stepped(1, 10, None))
-    assert line.ask(TransferProgress(1, 2, 3)) == Heard()
+    connection = AgentConnection(at(agent.port), 2.0)
+    connection.send(Stepped(1, 10, None))
+    assert connection.ask(TransferProgress(1, 2, 3)) == Heard()
     assert agent.heard == [Stepped(1, 10, None), TransferProgress(1, 2, 3)]
-    line.close()
+    connection.close()
 
 
 def test_a_rank_with_another_token_is_told_at_once(agent: Agent) -> None:
     """Waiting would not help it."""
     with pytest.raises(Denied, match=r"tcp://127.0.0.1:.*same token"):
-        Line.wait_for(at(agent.port, b"another token...."), 2.0, 60.0)
+        AgentConnection.wait_for(at(agent.port, b"another token...."), 2.0, 60.0)
     assert agent.heard == []
 
 
@@ -190,16 +190,16 @@ def test_what_was_tried_is_said(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         with pytest.raises(Unavailable, match=rf"tcp://127.0.0.1:{port} \(from DIPS_AGENT\): .*refused.*\(tried for 0"):
-            Line.wait_for(at(port), 2.0, 0.1)
+            AgentConnection.wait_for(at(port), 2.0, 0.1)
     with pytest.raises(Unavailable, match=r"unix:.*absent \(from socket\): No such file"):
-        Line(OnThisHost(tmp_path / "absent", "socket"), 2.0)
+        AgentConnection(OnThisHost(tmp_path / "absent", "socket"), 2.0)
 
 
 def test_a_silent_line_ends_with_the_agent_or_by_its_own_end(agent: Agent) -> None:
     """It is how a rank of another host sees that its agent is gone."""
-    lines = [Line(at(agent.port), 2.0) for _ in range(2)]
+    lines = [AgentConnection(at(agent.port), 2.0) for _ in range(2)]
     ended = [threading.Event(), threading.Event()]
-    threads = [threading.Thread(target=lambda k=k: (lines[k].outlive(), ended[k].set())) for k in range(2)]
+    threads = [threading.Thread(target=lambda k=k: (lines[k].wait_until_closed(), ended[k].set())) for k in range(2)]
     for thread in threads:
         thread.start()
     lines[0].close()
