@@ -180,7 +180,7 @@ def test_questions_and_notices_over_tcp(agent: Agent) -> None:
 def test_a_rank_with_another_token_is_told_at_once(agent: Agent) -> None:
     """Waiting would not help it."""
     with pytest.raises(Denied, match=r"tcp://127.0.0.1:.*same token"):
-        AgentConnection.wait_for(at(agent.port, b"another token...."), 2.0, 60.0)
+        AgentConnection.connect_within(at(agent.port, b"another token...."), 2.0, 60.0)
     assert agent.heard == []
 
 
@@ -190,7 +190,7 @@ def test_what_was_tried_is_said(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         with pytest.raises(Unavailable, match=rf"tcp://127.0.0.1:{port} \(from DIPS_AGENT\): .*refused.*\(tried for 0"):
-            AgentConnection.wait_for(at(port), 2.0, 0.1)
+            AgentConnection.connect_within(at(port), 2.0, 0.1)
     with pytest.raises(Unavailable, match=r"unix:.*absent \(from socket\): No such file"):
         AgentConnection(OnThisHost(tmp_path / "absent", "socket"), 2.0)
 
