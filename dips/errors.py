@@ -60,6 +60,10 @@ class UnavailableSlave(Unavailable):
     """A slave does not answer."""
 
 
+class UnresponsiveSlave(UnavailableSlave):
+    """A slave did not answer an order before its deadline."""
+
+
 class FailedDisk(DipsError):
     """A slave's disk did not do what it was told: full, read-only or failing."""
 
@@ -116,3 +120,9 @@ TREATMENTS: tuple[tuple[type[DipsError], Treatment], ...] = (
 def treatment(error: DipsError) -> Treatment:
     """Return how `error` is to be shown and counted."""
     return next(t for cls, t in TREATMENTS if isinstance(error, cls))
+
+
+def class_named(name: str) -> type[DipsError] | None:
+    """Return the class of this module that a peer named; None for a name that says nothing here."""
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, DipsError) else None

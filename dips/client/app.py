@@ -6,15 +6,14 @@ Here, and only here, sockets, channels, locks and signal handlers of the agent a
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import importlib
 import os
 import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,10 +29,11 @@ from dips.client.agent.master_link import MasterLink
 from dips.client.agent.pace import Pace
 from dips.client.agent.relay import Relay
 from dips.client.agent.session import Session
-from dips.client.ipc.address import over_network
+from dips.client.ipc.address import PID_FILE, over_network
 from dips.client.ipc.process import AGENT_HOME, AGENT_PID, home
 from dips.config import ClusterFile, host_port, load_cluster
 from dips.errors import ConfigError
+from dips.pidlock import PidLock
 from dips.telemetry import exits, logs, metrics
 from dips.telemetry.timeline import Timeline
 
@@ -76,7 +76,7 @@ def dips_client(
             "no training command: write it after `--`; an agent whose ranks are started by others needs the key "
             "`agent`, or DIPS_AGENT=tcp://HOST:PORT, where they find it"
         )
-    with _alone(file.directory):
+    with closing(_lock(file.directory)):
         raise typer.Exit(asyncio.run(_life(file, config.resolve(), command or [], log_level)))
 
 
@@ -94,24 +94,12 @@ def main() -> None:
         exits.run(importlib.import_module(word).command_line)
 
 
-@contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Hold the directory's pid file for life: a second agent would fence the first (why.md 27)."""
+def _lock(directory: Path) -> PidLock:
+    """Hold the directory for life: a second agent would fence the first."""
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "agent.pid"
-    with path.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            file.seek(0)
-            raise ConfigError(
-                f"directory: {directory} is in use by another agent (pid {file.read().strip() or 'unknown'}): "
-                "one agent for a cluster, or another directory for another cluster"
-            ) from error
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-        yield
+    busy = f"directory: {directory} is in use by another agent"
+    advice = "one agent for a cluster, or another directory for another cluster"
+    return PidLock(directory / PID_FILE, busy=busy, advice=advice)
 
 
 async def _life(config: ClusterFile, path: Path, command: list[str], log_level: str) -> int:

@@ -30,7 +30,7 @@ from dips.errors import Unavailable
 from dips.ids import VersionId
 from dips.master.genesis import ledger_path
 from dips.master.ledger import Ledger
-from dips.master.ledger_state import RoundHistory
+from dips.master.ledger_history import RoundHistory
 from dips.telemetry import timeline
 
 RANKS = {"fast": 2, "slow": 1}

@@ -15,7 +15,7 @@ from dips.demo.data import Text, bigram_entropy
 from dips.demo.layout import CLUSTERS, FULL_S
 from dips.demo.model import build, loss_of
 from dips.ids import VersionId
-from dips.master.ledger_state import RoundHistory
+from dips.master.ledger_history import RoundHistory
 from dips.slave.snapshot_manifest import MODEL_FILE, THETA
 
 VALIDATION_ROWS, VALIDATION_LENGTH = 256, 256

@@ -1,4 +1,4 @@
-"""`dips-master`: builds one life of the master, its sockets, threads and clocks, and ends it in order."""
+"""`dips-master`: builds one term of the master, its sockets, threads and clocks, and shuts it down in order."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,15 +19,16 @@ from grpc_health.v1 import health
 from dips.config import RunFile, host_port, load_run
 from dips.errors import ConfigError, CorruptManifest
 from dips.master import genesis, operate, status
+from dips.master.core import MasterCore, Step
 from dips.master.journal import Journal
 from dips.master.ledger import Ledger
-from dips.master.links import Links
-from dips.master.performer import Performer
+from dips.master.links import SlaveLinks
 from dips.master.runtime import Runtime
-from dips.master.servicer import Clusters, Operators, Slaves, Status
+from dips.master.servicer import ClusterServicer, OperatorServicer, SlaveServicer, StatusServicer
+from dips.master.supervisor import Supervisor
 from dips.protocol.coordinator import Coordinator
-from dips.protocol.effects import Order
-from dips.protocol.events import OrderAnswered, OrderFailed
+from dips.protocol.effects import Effect, Order
+from dips.protocol.events import Event, OrderAnswered, OrderFailed
 from dips.protocol.manifest import Manifest
 from dips.protocol.membership import Judge
 from dips.protocol.records import Record, RunRow
@@ -59,7 +61,7 @@ def serve_command(
     """The master of one run: decides which push counts and when the global model takes its next outer step.
 
     It holds no parameters. What it must never forget is in <master.directory>/ledger.sqlite, made once by `dips init`;
-    started again on the same directory it goes on from the last version, and clusters and slaves find it by themselves.
+    started again on the same directory it goes on from the last version, and clusters and slaves reconnect to it.
     One master for a run: a second one on the same ledger refuses to start. Slaves whose `performer` is `exec` it starts
     and supervises itself; SIGTERM stops them too.
 
@@ -89,7 +91,7 @@ def main() -> None:
 async def serve(
     config: RunFile, log: logs.Log, ready: Callable[[str], None] = lambda _: None, file: Path | None = None
 ) -> int:
-    """Live until told to stop; return the exit code. `ready` is told host:port once calls are answered.
+    """Serve until stopped; return the exit code. `ready` is called with host:port once calls are answered.
 
     `file` is where `config` was read, for the slaves that this master starts itself.
 
@@ -111,12 +113,12 @@ async def serve(
         checker = await _add_services(server, runtime, _agreed(config, row))
         await server.start()
         end_metrics = _serve_metrics(config, runtime, log)
-        performer = _perform(config, file, runtime, log)
+        supervisor = _supervise(config, file, runtime, log)
         _stop_on_signals(runtime)
         log.info("serving", address=address, ledger=str(genesis.ledger_path(config)))
         ready(address)
         code = await runtime.run()
-        await performer.end(stop=code == 0)
+        await supervisor.end(stop=code == 0)
         await asyncio.to_thread(end_metrics)
         await checker.enter_graceful_shutdown()
     log.info("stopped", code=code)
@@ -124,12 +126,12 @@ async def serve(
 
 
 class _Outside:
-    """The ledger's thread and the slaves' links, as the runtime reaches them."""
+    """The ledger's thread and the links to the slaves, as the runtime needs them."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self._ledger, self._links = ledger, Links()
+        self._ledger, self._links = ledger, SlaveLinks()
         self._thread = ThreadPoolExecutor(1, "ledger")
-        self.learn = self._links.learn
+        self.learn_address = self._links.learn_address
 
     async def write(self, records: Sequence[Record]) -> None:
         """Return when all are durable; the loop goes on meanwhile."""
@@ -146,7 +148,7 @@ class _Outside:
 def _build(
     config: RunFile, ledger: Ledger, outside: _Outside, log: logs.Log, timeline: Timeline, stack: AsyncExitStack
 ) -> Runtime:
-    """Begin a term and bring the machines to life from the ledger's state."""
+    """Begin a term and build the state machines from the ledger's state."""
     term, now, timing = ledger.start_term(), time.monotonic(), config.master.timing
     journal = None
     if config.master.journal.segments:
@@ -154,32 +156,36 @@ def _build(
         stack.callback(journal.close)
     state = ledger.state()
     log.info("term begins", term=term, head=str(state.versions[-1].version), next_round=state.next_round)
-    return Runtime(
-        Coordinator(state, Manifest.from_json(state.row.manifest), config.options(), now),
-        Judge.restored(timing, state, now),
-        outside,
-        term=term,
-        beat_s=timing.beat_s,
-        lease_s=timing.lease_s,
-        clock=time.monotonic,
-        log=log,
-        timeline=timeline,
-        journal=journal,
-    )
+    coordinator = Coordinator(state, Manifest.from_json(state.row.manifest), config.options(), now)
+    step = _logged_step(coordinator, journal, log)
+    core = MasterCore(coordinator, Judge.restored(timing, state, now), timing, now, step=step)
+    return Runtime(core, outside, clock=time.monotonic, log=log, timeline=timeline, journal=journal)
 
 
-def _perform(config: RunFile, file: Path | None, runtime: Runtime, log: logs.Log) -> Performer:
+def _logged_step(coordinator: Coordinator, journal: Journal | None, log: logs.Log) -> Step:
+    """The Coordinator's step, with its journal and the debug log."""
+    decide = coordinator.step if journal is None else partial(journal.step, coordinator)
+
+    def step(event: Event, now: float) -> list[Effect]:
+        effects = decide(event, now)
+        log.debug("event", was=event, effects=len(effects))
+        return effects
+
+    return step
+
+
+def _supervise(config: RunFile, file: Path | None, runtime: Runtime, log: logs.Log) -> Supervisor:
     """Supervise the slaves that the run file gives to this master."""
     ours = [slave for slave in config.slaves if slave.performer == "exec"]
     if ours and file is None:
         raise ConfigError("slaves.performer: exec needs the run file's path")
-    performer = Performer(
+    supervisor = Supervisor(
         (file or Path()).absolute(), ours, config.master.directory, config.master.timing,
         lambda: runtime.view()["slaves"], log,
     )  # fmt: skip
     if ours:
-        performer.begin()
-    return performer
+        supervisor.start()
+    return supervisor
 
 
 def _agreed(config: RunFile, row: RunRow) -> dict[str, Any]:
@@ -189,24 +195,24 @@ def _agreed(config: RunFile, row: RunRow) -> dict[str, Any]:
 
 
 async def _add_services(server: aio.Server, runtime: Runtime, agreed: dict[str, Any]) -> health.aio.HealthServicer:
-    add_ClusterServiceServicer_to_server(Clusters(runtime), server)
-    add_SlaveServiceServicer_to_server(Slaves(runtime), server)
-    add_OperatorServiceServicer_to_server(Operators(runtime), server)
-    add_StatusServiceServicer_to_server(Status(runtime, time.monotonic, agreed), server)
+    add_ClusterServiceServicer_to_server(ClusterServicer(runtime), server)
+    add_SlaveServiceServicer_to_server(SlaveServicer(runtime), server)
+    add_OperatorServiceServicer_to_server(OperatorServicer(runtime), server)
+    add_StatusServiceServicer_to_server(StatusServicer(runtime, time.monotonic, agreed), server)
     return await control.serve_health(server, SERVICES)
 
 
 def _serve_metrics(config: RunFile, runtime: Runtime, log: logs.Log) -> Callable[[], None]:
-    """Answer Prometheus, if the run file says where; scrapes come in threads, the machines belong to the loop."""
+    """Answer Prometheus, if the run file says where; scrapes come in threads, the core belongs to the event loop."""
     if config.master.metrics is None:
         return lambda: None
     loop = asyncio.get_running_loop()
 
-    async def told() -> dict[str, Any]:
-        return status.status(runtime.view(), runtime.beats, time.monotonic())
+    async def snapshot() -> dict[str, Any]:
+        return status.status(runtime.view(), runtime.heartbeats, time.monotonic())
 
     address = host_port(config.master.metrics)
-    port, end = metrics.serve(address, lambda: asyncio.run_coroutine_threadsafe(told(), loop).result(SCRAPE_S))
+    port, end = metrics.serve(address, lambda: asyncio.run_coroutine_threadsafe(snapshot(), loop).result(SCRAPE_S))
     log.info("metrics", address=f"{address[0]}:{port}")
     return end
 

@@ -1,12 +1,11 @@
-"""One process that the master supervises, held by its pidfd: a number that is given to another process cannot be met.
+"""One process that the master supervises, held by its pidfd: a pid that the kernel reuses cannot be mistaken for it.
 
-It may be our child, or one that a former master started and we adopted; either way its death is an event.
+It may be our child, or one that a former master started and that we adopted; either way its death is an event.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import shutil
 import signal
@@ -17,20 +16,20 @@ from pathlib import Path
 
 
 class Child:
-    """A living process, or one whose death was seen. Made inside the event loop."""
+    """A process that is alive, or whose death was seen. Must be created inside the event loop."""
 
     def __init__(self, pid: int, popen: subprocess.Popen[bytes] | None) -> None:
-        """Raise ProcessLookupError if there is none of this number."""
+        """Raise ProcessLookupError if no process has this pid."""
         self.pid, self.adopted, self._popen = pid, popen is None, popen
         self._fd = os.pidfd_open(pid)
         self._ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._fd, self._see)
+        self._loop.add_reader(self._fd, self._on_death)
 
     @classmethod
     def start(cls, command: Sequence[str], log: Path) -> Child:
-        """Start a process in a session of its own that writes to the end of `log`; raise OSError if it cannot be."""
-        with log.open("ab") as out:  # its own descriptor: it goes on when we are gone
+        """Start a process in a session of its own that appends to `log`; raise OSError if it cannot be started."""
+        with log.open("ab") as out:  # its own descriptor: the process outlives us
             popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
         return cls(popen.pid, popen)
 
@@ -40,7 +39,7 @@ class Child:
 
     @property
     def code(self) -> int | None:
-        """Its exit code, negative for a signal; None while it lives, and for one that is not our child."""
+        """Its exit code, negative for a signal; None while it runs, and for a process that is not our child."""
         return self._popen.poll() if self._popen is not None else None
 
     def signal(self, number: signal.Signals) -> None:
@@ -62,7 +61,7 @@ class Child:
             self.signal(signal.SIGKILL)
             await self.wait()
 
-    def _see(self) -> None:
+    def _on_death(self) -> None:
         self._loop.remove_reader(self._fd)
         os.close(self._fd)
         if self._popen is not None:
@@ -70,27 +69,13 @@ class Child:
         self._ended.set()
 
     def forget(self) -> None:
-        """Look no longer; the process goes on."""
+        """Stop watching; the process goes on."""
         if self.alive:
             self._loop.remove_reader(self._fd)
             os.close(self._fd)
 
 
-def holder(lock: Path) -> int | None:
-    """The process that holds a lock file, which bears its number; None if nobody does."""
-    try:
-        with lock.open("r+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                pid = file.read().strip()
-                return int(pid) if pid.isdigit() else None
-            return None
-    except FileNotFoundError:
-        return None
-
-
-def bound(log: Path, most_bytes: int) -> None:
+def truncate_log(log: Path, most_bytes: int) -> None:
     """Keep a log that another process appends to below a size: its content becomes `<log>.1`, then it is emptied.
 
     Lines that are written between the two are lost: a log is for people.

@@ -5,10 +5,10 @@
     [12.25, ["Ticked"], "0f3a…", ["Note", "Order"]]  when (master's clock), the event, digest and kinds of the effects
     [12.25, ["Ticked"], "raised", ["KeyError('x')"]] the event that ended the master, and how: the last line
 
-The loop hands over what it stepped through and goes on: a thread spells and writes. A disk that is full, or slower
-than the events come, stops the journal, loudly, and not the master; after a while it begins anew, with a segment of its
-own. Nothing is fsynced: after a crash of the machine the last lines may be missing. Beats are not in it, the Judge's
-verdicts are. `dips-master replay` reads it.
+The event loop hands over what it stepped through and goes on: a thread encodes and writes. A disk that is full, or
+slower than the events, stops the journal with an error in the log, and not the master; later the journal begins again
+with a new segment. Nothing is fsynced: after a crash of the machine the last lines may be missing. Heartbeats are not
+in it, the Judge's verdicts are. `dips-master replay` reads it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import dips.protocol
 from dips.config import JournalSection
 from dips.errors import DipsError
 from dips.protocol import codec
+from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Effect
 from dips.protocol.events import Event
 from dips.telemetry.logs import Log
@@ -45,7 +46,7 @@ _NAME = re.compile(r"journal-(\d+)-(\d+)\.jsonl")
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """A segment is to begin."""
+    """The first line of a segment."""
 
     state: Any  # spelled
 
@@ -58,26 +59,39 @@ class _Step:
 
 
 class Journal:
-    """Called by the loop only; the thread inside owns the files."""
+    """Called by the event loop only; the thread inside owns the files."""
 
     def __init__(self, directory: Path, run: str, term: int, options: JournalSection, log: Log) -> None:
         self._queue: SimpleQueue[_Head | _Step | None] = SimpleQueue()
         self._log = log
         self._stopped_at: float | None = None
-        self._writer = _Writer(directory, run, term, options, log)
+        self._writer = _JournalWriter(directory, run, term, options, log)
         self._begun = False
-        self._thread = threading.Thread(target=self._work, name="journal", daemon=True)  # a hung disk must not hold us
+        # a daemon thread: a hung disk must not keep the process alive
+        self._thread = threading.Thread(target=self._write_loop, name="journal", daemon=True)
         self._thread.start()
 
-    def due(self) -> bool:
-        """Must `begin` be called before the next step? At the start, after a full segment, and after a stop."""
+    def step(self, coordinator: Coordinator, event: Event, now: float) -> list[Effect]:
+        """Let the Coordinator take an event; write what went in and what came out, or how it raised."""
+        if self.is_segment_due():
+            self.begin_segment(coordinator.state())
+        try:
+            effects = coordinator.step(event, now)
+        except Exception as error:
+            self.record_step(event, now, error)
+            raise
+        self.record_step(event, now, effects)
+        return effects
+
+    def is_segment_due(self) -> bool:
+        """At the start, after a full segment, and after a stop."""
         if not self._begun:
             return True
         if self._writer.failed or self._stopped_at is not None:
             return self._may_try_again()
         return self._writer.full
 
-    def begin(self, state: object) -> None:
+    def begin_segment(self, state: object) -> None:
         """Begin a segment with the Coordinator's whole state; it is spelled before this returns."""
         self._begun = True
         try:
@@ -90,7 +104,7 @@ class Journal:
         self._stopped_at = None
         self._queue.put(_Head(spelled))
 
-    def took(self, event: Event, now: float, effects: Sequence[Effect] | Exception) -> None:
+    def record_step(self, event: Event, now: float, effects: Sequence[Effect] | Exception) -> None:
         """The Coordinator took `event` at `now` and ordered `effects`, or raised: then it is broken."""
         if self._stopped_at is not None:
             return
@@ -99,8 +113,8 @@ class Journal:
             return
         self._queue.put(_Step(now, event, effects))
 
-    def told(self) -> dict[str, Any]:
-        """For the status: is it writing, how much, and how much waits."""
+    def snapshot(self) -> dict[str, Any]:
+        """For the status: whether it is writing, how much it wrote, and how much is waiting."""
         return {
             "writing": int(self._begun and self._stopped_at is None and not self._writer.failed),
             "bytes": self._writer.bytes_written,
@@ -123,7 +137,7 @@ class Journal:
         assert self._stopped_at is not None
         return time.monotonic() - self._stopped_at >= RETRY_S and self._queue.empty()
 
-    def _work(self) -> None:
+    def _write_loop(self) -> None:
         while True:
             batch = [self._queue.get()]
             while batch[-1] is not None and len(batch) < AT_ONCE:
@@ -137,7 +151,7 @@ class Journal:
                 return
 
 
-class _Writer:
+class _JournalWriter:
     """The files; used by the journal's thread, but for the two flags."""
 
     def __init__(self, directory: Path, run: str, term: int, options: JournalSection, log: Log) -> None:
@@ -207,10 +221,10 @@ class _Writer:
 def _line(step: _Step) -> bytes:
     event = codec.spell(step.event)
     if isinstance(step.effects, Exception):
-        told = [step.now, event, RAISED, [repr(step.effects)]]
+        line = [step.now, event, RAISED, [repr(step.effects)]]
     else:
-        told = [step.now, event, codec.digest(tuple(step.effects)), [type(e).__name__ for e in step.effects]]
-    return json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+        line = [step.now, event, codec.digest(tuple(step.effects)), [type(e).__name__ for e in step.effects]]
+    return json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
 
 
 def segments(directory: Path) -> list[Path]:

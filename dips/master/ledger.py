@@ -7,18 +7,18 @@ written, the Coordinator decides; this file does not know.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 from dips.errors import ConfigError, Corrupt, StaleTerm
+from dips.master.ledger_history import RoundHistory, read_history
 from dips.master.ledger_rows import write_record, write_run
-from dips.master.ledger_state import RoundHistory, read_history, read_run, read_state, read_totals
+from dips.master.ledger_state import read_run, read_state, read_totals
 from dips.master.schema import ADDED, APPLICATION_ID, SCHEMA, SCHEMA_VERSION
+from dips.pidlock import PidLock
 from dips.protocol.records import LedgerState, Record, RunRow
 
 MEMORY = ":memory:"
@@ -34,7 +34,7 @@ def _no_clock() -> float:
 class Ledger:
     """One open ledger. Not safe from several threads at once; made in one and used in another is fine."""
 
-    def __init__(self, db: sqlite3.Connection, lock: IO[str] | None, wall: Wall) -> None:
+    def __init__(self, db: sqlite3.Connection, lock: PidLock | None, wall: Wall) -> None:
         self._db, self._lock, self._wall = db, lock, wall
         self._term = 0  # ours; 0 before start_term: then nobody can have a later one
 
@@ -198,25 +198,13 @@ def _run_all(db: sqlite3.Connection, statements: str) -> None:
         db.execute(statement)
 
 
-def _take_lock(path: Path | str) -> IO[str] | None:
-    """Hold `<ledger>.lock` for life; the kernel lets go when the process dies, however it dies."""
+def _take_lock(path: Path | str) -> PidLock | None:
+    """Hold `<ledger>.lock` until it is closed; a ledger in memory has none."""
     if str(path) == MEMORY:
         return None
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    lock = Path(f"{path}.lock").open("a+")  # noqa: SIM115 (held until close)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.seek(0)
-        holder = lock.read().strip() or "unknown"
-        lock.close()
-        raise ConfigError(
-            f"{path}: this ledger is in use by another master (process {holder}); stop it first"
-        ) from error
-    lock.truncate(0)
-    lock.write(str(os.getpid()))
-    lock.flush()
-    return lock
+    busy = f"{path}: this ledger is in use by another master"
+    return PidLock(Path(f"{path}.lock"), busy=busy, advice="stop it first")
 
 
 def sync(path: Path) -> None:

@@ -1,16 +1,22 @@
-"""How each record lies in the ledger's tables: called inside one transaction of ledger.py, read by ledger_state.py."""
+"""How each record is stored in the ledger's tables, and how a row is read back.
+
+Written inside one transaction of ledger.py; read by ledger_state.py and ledger_history.py.
+"""
 
 from __future__ import annotations
 
 import json
 import sqlite3
 from collections.abc import Callable, Sequence
+from math import nan
 from typing import Any
 
-from dips.ids import GENESIS
+from dips.ids import GENESIS, PushId, VersionId
+from dips.protocol.enums import OutcomeKind
 from dips.protocol.records import (
     ClusterEnded,
     ClusterReadmitted,
+    FoldRow,
     IncarnationGiven,
     OutcomeRow,
     PenaltyRow,
@@ -145,3 +151,32 @@ def _penalty(db: sqlite3.Connection, number: int, rows: Sequence[PenaltyRow]) ->
 
 def _insert(db: sqlite3.Connection, table: str, values: Sequence[Any]) -> None:
     db.execute(f"INSERT INTO {table} VALUES ({','.join('?' * len(values))})", values)
+
+
+# ---- reading back --------------------------------------------------------------------------------------------------
+
+OUTCOME_COLUMNS = "o.cluster, o.inc, o.seq, o.kind, o.reason, o.tokens, o.inner_steps, o.norm, o.score, o.ranges"
+
+
+def read_fold(row: Any) -> FoldRow:
+    _, _, cluster, inc, seq, base_version, base_round, tokens, inner_steps, weight, norm, score, loss, ranges = row
+    reals = (read_real(weight), read_real(norm), read_real(score), read_real(loss))
+    push, base = PushId(cluster, inc, seq), VersionId(base_version, base_round)
+    return FoldRow(push, base, tokens, inner_steps, *reals, read_ints(ranges))
+
+
+def read_outcome(row: Any) -> OutcomeRow:
+    cluster, inc, seq, kind, reason, tokens, inner_steps, norm, score, ranges = row
+    push = PushId(cluster, inc, seq)
+    return OutcomeRow(
+        push, OutcomeKind(kind), reason, tokens, inner_steps, read_real(norm), read_real(score), read_ints(ranges)
+    )
+
+
+def read_real(value: float | None) -> float:
+    """SQLite keeps NaN as NULL."""
+    return nan if value is None else value
+
+
+def read_ints(text: str) -> tuple[int, ...]:
+    return tuple(json.loads(text))

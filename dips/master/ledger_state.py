@@ -1,19 +1,18 @@
-"""Reads the ledger back: the state that a new master starts from, and the history that people look at."""
+"""Reads the ledger back: the state that a new master starts from."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
 from collections import Counter
-from dataclasses import dataclass, replace
-from math import nan
-from typing import Any
+from dataclasses import replace
 
 from dips.errors import Corrupt
-from dips.ids import GENESIS, PushId, VersionId
+from dips.ids import GENESIS, VersionId
+from dips.master.ledger_rows import OUTCOME_COLUMNS, read_ints, read_outcome, read_real
+from dips.protocol.enums import OutcomeKind
 from dips.protocol.records import (
     ClusterTotals,
-    FoldRow,
     LedgerState,
     OutcomeRow,
     PeerRow,
@@ -22,27 +21,6 @@ from dips.protocol.records import (
     ScoreHistory,
     VersionRow,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class RoundHistory:
-    """One round, as it ended; times are Unix seconds."""
-
-    round: int
-    kind: str  # "applied" | "skipped" | "unchanged" | "unfinished" (open now, or its master died)
-    reason: str
-    opened: float
-    ended: float | None
-    version: VersionId | None  # applied: what it made
-    parent: VersionId | None
-    tokens: int  # accepted
-    scale: float
-    delta_norm: float  # ‖c·acc‖ before clipping
-    clipped: bool
-    folds: tuple[FoldRow, ...]
-    outcomes: tuple[OutcomeRow, ...]
-    durable: bool = False  # applied: it lay complete on every disk
-    undone: str | None = None  # applied: why it was rolled back; None if it is in the lineage
 
 
 def read_state(db: sqlite3.Connection) -> LedgerState:
@@ -73,20 +51,6 @@ def read_state(db: sqlite3.Connection) -> LedgerState:
         undone=undone,
         undone_ranges=tuple(sorted(_undone_ranges(db) - settled - held)),
     )
-
-
-def read_history(db: sqlite3.Connection, limit: int) -> list[RoundHistory]:
-    """Return the newest `limit` rounds, oldest first."""
-    rows = db.execute(
-        """SELECT r.round, e.kind, e.reason, r.wall, e.wall, v.version, v.parent_version, v.parent_round, v.tokens,
-                  v.scale, v.delta_norm, v.clipped, v.durable OR d.round IS NOT NULL, b.reason
-           FROM rounds r LEFT JOIN round_ends e USING (round) LEFT JOIN versions v USING (round)
-           LEFT JOIN durable d USING (round)
-           LEFT JOIN undone u USING (round) LEFT JOIN rollbacks b ON b.place = u.rollback
-           ORDER BY r.round DESC LIMIT ?""",
-        (limit,),
-    ).fetchall()
-    return [_round(db, row) for row in reversed(rows)]
 
 
 def read_totals(db: sqlite3.Connection) -> tuple[ClusterTotals, ...]:
@@ -142,9 +106,9 @@ def read_run(db: sqlite3.Connection) -> RunRow:
         run,
         config_digest,
         manifest,
-        tuple((slave, _ints(layers)) for slave, layers in placement),
+        tuple((slave, read_ints(layers)) for slave, layers in placement),
         tuple(digest for digest, _ in genesis),
-        tuple(_real(norm) for _, norm in genesis),
+        tuple(read_real(norm) for _, norm in genesis),
     )
 
 
@@ -173,7 +137,7 @@ def _shares(db: sqlite3.Connection) -> dict[int, list[tuple[str, int, tuple[int,
         """SELECT round, cluster, tokens, ranges FROM folds
            WHERE round NOT IN (SELECT round FROM retired) ORDER BY round, place"""
     ):
-        shares.setdefault(number, []).append((cluster, tokens, _ints(ranges)))
+        shares.setdefault(number, []).append((cluster, tokens, read_ints(ranges)))
     return shares
 
 
@@ -218,16 +182,13 @@ def _settled_tokens(db: sqlite3.Connection) -> dict[tuple[str, int], int]:
     return {(cluster, inc): tokens for cluster, inc, tokens in db.execute(query)}
 
 
-_OUTCOME = "o.cluster, o.inc, o.seq, o.kind, o.reason, o.tokens, o.inner_steps, o.norm, o.score, o.ranges"
-
-
 def _newest_outcomes(db: sqlite3.Connection) -> tuple[tuple[OutcomeRow, VersionId | None], ...]:
-    query = f"""SELECT {_OUTCOME}, v.version, v.round FROM outcomes o LEFT JOIN versions v USING (round)
+    query = f"""SELECT {OUTCOME_COLUMNS}, v.version, v.round FROM outcomes o LEFT JOIN versions v USING (round)
                 WHERE o.place IN (SELECT max(place) FROM outcomes GROUP BY cluster) ORDER BY o.cluster"""
     found = []
     for *row, version, number in db.execute(query):
-        outcome = _outcome(row)
-        found.append((outcome, VersionId(version, number) if outcome.kind == "accepted" else None))
+        outcome = read_outcome(row)
+        found.append((outcome, VersionId(version, number) if outcome.kind is OutcomeKind.ACCEPTED else None))
     return tuple(found)
 
 
@@ -235,7 +196,9 @@ def _newest_penalty(db: sqlite3.Connection) -> tuple[PenaltyRow, ...]:
     query = """SELECT cluster, n, mu, sigma, last_norm, warm_left, gated_in_a_row, quarantined, accepted FROM penalty
                WHERE place IN (SELECT max(place) FROM penalty GROUP BY cluster) ORDER BY cluster"""
     return tuple(
-        PenaltyRow(cluster, n, _real(mu), _real(sigma), _real(last), warm, in_a_row, bool(quarantined), accepted)
+        PenaltyRow(
+            cluster, n, read_real(mu), read_real(sigma), read_real(last), warm, in_a_row, bool(quarantined), accepted
+        )
         for cluster, n, mu, sigma, last, warm, in_a_row, quarantined, accepted in db.execute(query)
     )
 
@@ -253,12 +216,12 @@ def _settled(db: sqlite3.Connection) -> set[int]:
         """SELECT ranges FROM outcomes LEFT JOIN undone u USING (round)
            WHERE ranges != '[]' AND (kind = 'gated' OR kind = 'accepted' AND u.round IS NULL)"""
     )
-    return {r for (ranges,) in rows for r in _ints(ranges)}
+    return {r for (ranges,) in rows for r in read_ints(ranges)}
 
 
 def _undone_ranges(db: sqlite3.Connection) -> set[int]:
     rows = db.execute("SELECT ranges FROM outcomes JOIN undone USING (round) WHERE kind = 'accepted'")
-    return {r for (ranges,) in rows for r in _ints(ranges)}
+    return {r for (ranges,) in rows for r in read_ints(ranges)}
 
 
 def _leased(db: sqlite3.Connection) -> tuple[tuple[str, int, int, tuple[int, ...]], ...]:
@@ -270,54 +233,13 @@ def _leased(db: sqlite3.Connection) -> tuple[tuple[str, int, int, tuple[int, ...
     for cluster, inc, ranges in db.execute(
         "SELECT cluster, inc, ranges FROM outcomes WHERE kind != 'skipped' AND ranges != '[]'"
     ):
-        ended.update((cluster, inc, r) for r in _ints(ranges))
+        ended.update((cluster, inc, r) for r in read_ints(ranges))
     query = """SELECT l.cluster, l.inc, l.seq, l.ranges FROM leases l
                LEFT JOIN lives_ended e ON e.cluster = l.cluster AND e.inc = l.inc
                WHERE e.inc IS NULL ORDER BY l.place"""
     leased = []
     for cluster, inc, seq, ranges in db.execute(query):
-        held = tuple(r for r in _ints(ranges) if not ended[cluster, inc, r])
-        ended.subtract((cluster, inc, r) for r in _ints(ranges) if r not in held)
+        held = tuple(r for r in read_ints(ranges) if not ended[cluster, inc, r])
+        ended.subtract((cluster, inc, r) for r in read_ints(ranges) if r not in held)
         leased.append((cluster, inc, seq, held))
     return tuple(leased)
-
-
-# ---- leaves -------------------------------------------------------------------------------------------------------
-
-
-def _round(db: sqlite3.Connection, row: tuple[Any, ...]) -> RoundHistory:
-    number, kind, reason, opened, ended, version, parent_version, parent_round, tokens, *step = row
-    scale, delta, clipped, durable, undone = step
-    folds = db.execute("SELECT * FROM folds WHERE round = ? ORDER BY place", (number,))
-    query = f"SELECT {_OUTCOME} FROM outcomes o WHERE o.round = ? ORDER BY o.place"
-    outcomes = db.execute(query, (number,))
-    made = version is not None
-    return RoundHistory(
-        number, kind or "unfinished", reason or "", opened, ended,
-        VersionId(version, number) if made else None,
-        VersionId(parent_version, parent_round) if made else None,
-        tokens or 0, scale or 0.0, _real(delta) if made else 0.0, bool(clipped),
-        tuple(_fold(f) for f in folds), tuple(_outcome(o) for o in outcomes), bool(durable), undone,
-    )  # fmt: skip
-
-
-def _fold(row: Any) -> FoldRow:
-    _, _, cluster, inc, seq, base_version, base_round, tokens, inner_steps, weight, norm, score, loss, ranges = row
-    reals = (_real(weight), _real(norm), _real(score), _real(loss))
-    push, base = PushId(cluster, inc, seq), VersionId(base_version, base_round)
-    return FoldRow(push, base, tokens, inner_steps, *reals, _ints(ranges))
-
-
-def _outcome(row: Any) -> OutcomeRow:
-    cluster, inc, seq, kind, reason, tokens, inner_steps, norm, score, ranges = row
-    push = PushId(cluster, inc, seq)
-    return OutcomeRow(push, kind, reason, tokens, inner_steps, _real(norm), _real(score), _ints(ranges))
-
-
-def _real(value: float | None) -> float:
-    """SQLite keeps NaN as NULL."""
-    return nan if value is None else value
-
-
-def _ints(text: str) -> tuple[int, ...]:
-    return tuple(json.loads(text))

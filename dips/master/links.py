@@ -1,29 +1,29 @@
-"""The master's way to its slaves: one channel each, orders heard there in the order in which they were given.
+"""The master's connections to its slaves: one gRPC channel each; orders arrive in the order in which they were given.
 
-An order whose connection breaks is sent again until its deadline: its number is the same, so the slave repeats its
-answer and never the work. But OpenPush to a slave that nobody listens for is refused at once: a trainer stands still
-for its slot, and can as well ask again. What else orders mean this file does not know.
+When an order is sent again and what counts as its failure, orders.py decides. What orders mean is not known here.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from grpc import ChannelConnectivity, aio
 
-from dips.errors import DipsError, StaleTerm, UnavailableSlave
-from dips.protocol.effects import OpenPush, Order
+from dips.errors import DipsError, UnavailableSlave
+from dips.master.orders import SentOrder
+from dips.protocol.effects import Order
 from dips.protocol.events import OrderAnswered, OrderFailed
 from dips.transport import control
 from dips.wire import messages
 from dips.wire.generated.slave_pb2 import Answer
 from dips.wire.generated.slave_pb2_grpc import OrderServiceStub
 
-RETRY_S = 0.1  # between two tries of one order over a link that is down
+RESEND_PAUSE_S = 0.1  # between two sendings of one order over a link that is down
 
 
-class Link:
+class SlaveLink:
     """One slave at one address."""
 
     def __init__(self, slave: str, address: str) -> None:
@@ -34,36 +34,36 @@ class Link:
 
     async def execute(self, order: Order) -> OrderAnswered | OrderFailed:
         """Have an order carried out; never raises for what a slave or a link does."""
+        clock = asyncio.get_running_loop().time
+        sent = SentOrder(order, clock())
         try:
             async with asyncio.timeout(order.deadline_s):
-                answer = await self._until_heard(order)
+                while True:
+                    ended = await self._send(sent, clock)
+                    if ended is not None:
+                        return ended
+                    await asyncio.sleep(RESEND_PAUSE_S)
         except TimeoutError:
-            return self._failed(order, "deaf", f"no answer within {order.deadline_s:g} s from {self.address}")
-        except StaleTerm as error:
-            return self._failed(order, "stale_term", str(error))
-        except DipsError as error:
-            return self._failed(order, "refused", f"{type(error).__name__}: {error}")
-        return OrderAnswered(order.slave, order.sinc, order.number, answer)
+            return sent.on_deadline()
 
     async def close(self) -> None:
         await self._channel.close()
 
-    async def _until_heard(self, order: Order) -> Any:
-        """Ask until the slave has answered; the caller's timeout ends it."""
-        while True:
-            if isinstance(order.body, OpenPush) and not await self._listens():
-                raise UnavailableSlave(f"nobody listens at {self.address}")
-            try:
-                reply = await control.call(
-                    self._begin,
-                    messages.to_proto(order),
-                    deadline_s=order.deadline_s,
-                    peer=f"slave {self.slave} at {self.address}",
-                    unavailable=UnavailableSlave,
-                )
-                return messages.unwrap(reply)
-            except UnavailableSlave:
-                await asyncio.sleep(RETRY_S)
+    async def _send(self, sent: SentOrder, clock: Callable[[], float]) -> OrderAnswered | OrderFailed | None:
+        """Send it once; None: send it again."""
+        if sent.needs_listener and not await self._listens():
+            return sent.on_refusal(UnavailableSlave(f"nobody listens at {self.address}"))
+        try:
+            reply = await control.call(
+                self._begin,
+                messages.to_proto(sent.order),
+                deadline_s=sent.order.deadline_s,
+                peer=f"slave {self.slave} at {self.address}",
+                unavailable=UnavailableSlave,
+            )
+        except DipsError as error:
+            return sent.on_error(error, clock())
+        return sent.on_answer(messages.unwrap(reply))
 
     async def _listens(self) -> bool:
         """Connect if need be; False as soon as that is refused."""
@@ -85,19 +85,16 @@ class Link:
         reply: Answer = await call
         return reply
 
-    def _failed(self, order: Order, kind: str, reason: str) -> OrderFailed:
-        return OrderFailed(order.slave, order.sinc, order.number, kind, reason)
 
-
-class Links:
+class SlaveLinks:
     """All slaves that have registered."""
 
     def __init__(self) -> None:
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, SlaveLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    def learn(self, slave: str, address: str) -> None:
-        """A slave says where its control server is; a link to another address is given up."""
+    def learn_address(self, slave: str, address: str) -> None:
+        """Open a link to where a slave's control server listens; one to an earlier address is closed."""
         known = self._links.get(slave)
         if known is not None and known.address == address:
             return
@@ -105,13 +102,14 @@ class Links:
             task = asyncio.get_running_loop().create_task(known.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
-        self._links[slave] = Link(slave, address)
+        self._links[slave] = SlaveLink(slave, address)
 
     async def execute(self, order: Order) -> OrderAnswered | OrderFailed:
         """Have an order carried out by the slave that it names."""
         link = self._links.get(order.slave)
         if link is None:
-            return OrderFailed(order.slave, order.sinc, order.number, "refused", f"{order.slave} has no address yet")
+            error = UnavailableSlave(f"{order.slave} has no address yet")
+            return SentOrder(order, asyncio.get_running_loop().time()).on_refusal(error)
         return await link.execute(order)
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What an operator does with a master that is not running: replay its journal, mend a ledger restored from a backup."""
+"""Subcommands for an operator: replay a journal, repair a ledger that was restored from a backup."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def _line(one: replay.Replayed) -> str:
         "written by other deciding code" if one.other_code else "",
         one.raised,
     ]
-    told = "; ".join(note for note in notes if note)
-    return f"{one.path.name}: term {one.term}, {one.events} events, {one.effects} effects: {told}"
+    said = "; ".join(note for note in notes if note)
+    return f"{one.path.name}: term {one.term}, {one.events} events, {one.effects} effects: {said}"
 
 
 def _show(line: int, now: float, event: Event, effects: list[Effect]) -> None:
@@ -99,9 +99,9 @@ def recover_command(
       dips-master recover --config dips.yaml --adopt v4650@r4711
     """
     run_file = load_run(config)
-    with recover.opened(run_file) as ledger:
-        plan = recover.plan(run_file, ledger, term_above, round_above, _version(adopt))
-        print(plan.told())
+    with recover.open_ledger(run_file) as ledger:
+        plan = recover.make_plan(run_file, ledger, term_above, round_above, _version(adopt))
+        print(plan.describe())
         if not yes and not typer.confirm("Raise the counters and abandon what is named above?"):
             raise typer.Exit(1)
         plan.carry_out(ledger)

@@ -1,59 +1,85 @@
-"""The ordered outbox: effects leave in their order, nothing behind a Record before it is durable (why.md 29).
+"""The ordered outbox: effects leave in their order, and nothing behind a Record leaves before that record is durable.
 
-All records that lie ready when the writer is free become one transaction: group commit, so a slow disk costs waiting
-and never order. What an effect means, whoever gave `leave` knows.
+All records that are waiting when the writer is free become one transaction (group commit), so a slow disk costs time
+and never order. Pure: the caller writes, and says when the transaction is durable. What an effect means is not
+known here.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, TypeVar, cast
+from collections import deque
+from dataclasses import dataclass
+from typing import TypeGuard, cast, get_args
 
+from dips.protocol.effects import Exit, Note, Order, Reply
+from dips.protocol.heartbeats import ClusterHeartbeatAnswer, SlaveHeartbeatAnswer
 from dips.protocol.records import Record
 
-Item = TypeVar("Item")
+_RECORDS = frozenset(get_args(Record))
 
 
-class Outbox(Generic[Item]):
-    """`write` makes records durable, `leave` lets any other item out and returns at once."""
+@dataclass(frozen=True, slots=True)
+class HeartbeatReply:
+    """Answer heartbeat `req`."""
 
-    def __init__(self, write: Callable[[Sequence[Record]], Awaitable[None]], leave: Callable[[Item], None]) -> None:
-        self._write, self._leave = write, leave
-        self._queue: asyncio.Queue[Item | Record] = asyncio.Queue()
+    req: int
+    answer: ClusterHeartbeatAnswer | SlaveHeartbeatAnswer
 
-    def put(self, item: Item | Record) -> None:
-        """Add at the end; returns at once."""
-        self._queue.put_nowait(item)
 
-    async def run(self) -> None:
-        """Let items out until cancelled; raises what `write` raised, and then nothing more may leave."""
-        while True:
-            batch = [await self._queue.get()]
-            while not self._queue.empty():
-                batch.append(self._queue.get_nowait())
-            await self._let_out(batch)
-            for _ in batch:
-                self._queue.task_done()
+@dataclass(frozen=True, slots=True)
+class SlaveAddress:
+    """A slave has said where its control server listens; its orders go there from now on."""
 
-    async def empty(self) -> None:
-        """Return when everything that was put has left."""
-        await self._queue.join()
+    slave: str
+    address: str
 
-    def rest(self) -> list[Item | Record]:
-        """Take out what has not left, for those who wait for it."""
-        left = []
-        while not self._queue.empty():
-            left.append(self._queue.get_nowait())
-        return left
 
-    async def _let_out(self, batch: list[Item | Record]) -> None:
-        first = next((i for i, item in enumerate(batch) if isinstance(item, Record)), len(batch))
-        for item in batch[:first]:
-            self._leave(cast(Item, item))
-        records = [item for item in batch[first:] if isinstance(item, Record)]
-        if records:
-            await self._write(records)
-        for item in batch[first:]:
-            if not isinstance(item, Record):
-                self._leave(item)
+@dataclass(frozen=True, slots=True)
+class WriteRecords:
+    """Make these records durable in one transaction, then say so: nothing behind them leaves before."""
+
+    records: tuple[Record, ...]
+
+
+Outgoing = Order | Reply | HeartbeatReply | Note | Exit | SlaveAddress  # what may have to wait for a record
+Action = Outgoing | WriteRecords  # what the process around the core carries out, at once and in order
+
+
+class Outbox:
+    """A queue of outgoing items and records, of which at most one transaction is being written."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Outgoing | Record] = deque()
+        self._writing = False
+
+    def put(self, item: Outgoing | Record) -> None:
+        """Add at the end."""
+        self._queue.append(item)
+
+    def take_actions(self) -> list[Action]:
+        """Remove and return what may leave now, in order; a WriteRecords can only be the last."""
+        actions: list[Action] = []
+        if self._writing:
+            return actions
+        while self._queue:
+            item = self._queue[0]
+            if _is_record(item):
+                actions.append(self._begin_transaction())
+                break
+            actions.append(cast(Outgoing, item))
+            self._queue.popleft()
+        return actions
+
+    def on_written(self) -> None:
+        """The transaction is durable: what stands behind it may leave."""
+        self._writing = False
+
+    def _begin_transaction(self) -> WriteRecords:
+        records = tuple(item for item in self._queue if _is_record(item))
+        self._queue = deque(item for item in self._queue if not _is_record(item))
+        self._writing = True
+        return WriteRecords(records)
+
+
+def _is_record(item: Outgoing | Record) -> TypeGuard[Record]:
+    return type(item) in _RECORDS

@@ -1,8 +1,8 @@
-"""Brings a ledger that was restored from a backup above every name that was told since (why.md 2).
+"""Raises the counters of a ledger that was restored from a backup above every name that was used since.
 
-Terms, rounds and lives must never be used twice. What was told after the backup is partly on disks (journals are named
-by their term, snapshots by their round) and partly only in the memory of slaves and agents, so the counters jump past
-what is found by a thousand: numbers are free, mixtures of two contents under one name are not.
+Terms, rounds and incarnations must never be used twice. What was used after the backup is partly on disks (journals are
+named by their term, snapshots by their round) and partly only in the memory of slaves and agents, so the counters jump
+a thousand past what is found: numbers cost nothing, two contents under one name do.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dips.errors import ConfigError
 from dips.ids import GENESIS, VersionId
 from dips.master import genesis, journal
 from dips.master.ledger import Ledger
+from dips.protocol.enums import Role, RoundResult
 from dips.protocol.records import (
     ClusterEnded,
     IncarnationGiven,
@@ -30,12 +31,12 @@ from dips.protocol.records import (
     VersionCommitted,
 )
 
-SPARE = 1_000  # names left out above the highest that was found: rounds that were skipped leave no trace on disks
+SPARE = 1_000  # numbers left out above the highest that was found: skipped rounds leave no trace on disks
 REASON = "counters raised by dips-master recover"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RecoveryPlan:
     """What is to be done, and what it costs."""
 
     state: LedgerState
@@ -50,8 +51,8 @@ class Plan:
     adopted: VersionId | None
     digests: tuple[tuple[str, str], ...]  # of what is adopted: (slave, digest of its snapshot's manifest)
 
-    def told(self) -> str:
-        """The plan, for a person."""
+    def describe(self) -> str:
+        """The plan as lines for a person."""
         s = self.state
         lines = [
             f"ledger of run {s.row.run}: term {s.term}, rounds below {s.next_round}, head {s.versions[-1].version}",
@@ -62,19 +63,19 @@ class Plan:
         if self.missing:
             elsewhere = ", ".join(map(str, self.missing))
             lines.append(f"note: not on this machine: {elsewhere}; name what is newer there by --round-above")
-        return "\n".join([*lines, self._goes_on()])
+        return "\n".join([*lines, self._describe_next_head()])
 
     def carry_out(self, ledger: Ledger) -> None:
         """Write the counters; each row says why."""
         ledger.start_term(above=self.term - 1)
-        records: list[Record] = self._adoption() if self.adopted else []
-        records += [RoundReserved(self.round, 0.0), RoundEnded(self.round, "skipped", REASON, (), (), 0.0)]
-        for role, peers in (("slave", self.state.slaves), ("cluster", self.state.clusters)):
+        records: list[Record] = self._adoption_records() if self.adopted else []
+        records += [RoundReserved(self.round, 0.0), RoundEnded(self.round, RoundResult.SKIPPED, REASON, (), (), 0.0)]
+        for role, peers in ((Role.SLAVE, self.state.slaves), (Role.CLUSTER, self.state.clusters)):
             records += [IncarnationGiven(role, peer.name, peer.inc + SPARE, REASON) for peer in peers]
         records += [ClusterEnded(peer.name, peer.inc + SPARE, REASON, 0, 0.0) for peer in self.state.clusters]
         ledger.write(records)
 
-    def _goes_on(self) -> str:
+    def _describe_next_head(self) -> str:
         head = self.state.versions[-1].version
         if self.adopted:
             return f"the run goes on from {self.adopted}, adopted; whose pushes are in it since {head} nobody knows"
@@ -88,7 +89,7 @@ class Plan:
         gone = "" if self.head == head else f": {head} is not in all slaves' directories any more"
         return f"the run goes on from {self.head}{gone}{offer}"
 
-    def _adoption(self) -> list[Record]:
+    def _adoption_records(self) -> list[Record]:
         """A version without folds: its bytes are on the disks, its history is lost."""
         assert self.adopted is not None
         s = self.state
@@ -100,7 +101,7 @@ class Plan:
 
 
 @contextmanager
-def opened(config: RunFile) -> Iterator[Ledger]:
+def open_ledger(config: RunFile) -> Iterator[Ledger]:
     """Hold the run's ledger; raise ConfigError if a master does, or there is none."""
     ledger = Ledger.open(genesis.ledger_path(config), wall=time.time)
     try:
@@ -109,9 +110,9 @@ def opened(config: RunFile) -> Iterator[Ledger]:
         ledger.close()
 
 
-def plan(
+def make_plan(
     config: RunFile, ledger: Ledger, term_above: int = 0, round_above: int = 0, adopt: VersionId | None = None
-) -> Plan:
+) -> RecoveryPlan:
     """Look at everything on this machine that carries a term or a round; changes nothing.
 
     Raise ConfigError if the ledger is of another run, or `adopt` is not newer than it or not in all directories here.
@@ -122,7 +123,7 @@ def plan(
             f"{genesis.ledger_path(config)} is the ledger of run {state.row.run!r}, the run file's is "
             f"{config.shared.run!r}"
         )
-    offered = {s.name: _versions(s.directory) for s in config.slaves if s.directory.is_dir()}
+    offered = {s.name: _snapshot_versions(s.directory) for s in config.slaves if s.directory.is_dir()}
     ours, on_disk = [v.version for v in state.versions], {v for versions in offered.values() for v in versions}
     common = [v for v in sorted(on_disk) if all(v in versions for versions in offered.values())]
     newer = [v for v in common if v.round >= state.next_round and v.version > ours[-1].version]
@@ -133,7 +134,7 @@ def plan(
     missing = tuple(s.directory for s in config.slaves if s.name not in offered)
     found_term = max(state.term, term_above, journal.newest_term(config.master.directory))
     found_round = max(state.next_round - 1, round_above, *(v.round for v in on_disk), adopt.round if adopt else 0)
-    return Plan(
+    return RecoveryPlan(
         state=state,
         term=found_term + SPARE,
         round=found_round + SPARE,
@@ -163,7 +164,7 @@ def _digest(directory: Path, version: VersionId | None) -> str:
     return xxhash.xxh3_128_hexdigest((directory / str(version) / "manifest.json").read_bytes())
 
 
-def _versions(directory: Path) -> list[VersionId]:
+def _snapshot_versions(directory: Path) -> list[VersionId]:
     """Versions by the names of a slave's snapshots; whether they are whole, the slave says when it registers."""
     found = []
     for path in directory.glob("v*@r*"):

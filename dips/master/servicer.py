@@ -1,23 +1,20 @@
-"""The master's gRPC services: each call is one question to the runtime, asked again while the answer is Pending.
+"""The master's gRPC services: each call is one question, heartbeat or fact for the runtime.
 
-A long poll costs its asker one call in about ten seconds and the master one step at each change that may end the
-wait. Which question is legal when, the Coordinator decides.
+A question whose answer is Pending is kept open by the core (held.py). Which question is legal when, the Coordinator
+decides.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message
 
-from dips import errors
-from dips.errors import DipsError, LocalProtocolError
 from dips.master import status
 from dips.master.runtime import Runtime
-from dips.protocol import beats, events
-from dips.protocol.effects import Acknowledged, Failed, Pending, Result
+from dips.protocol import events, heartbeats
+from dips.protocol.effects import Acknowledged, Failed, Result
 from dips.wire import messages
 from dips.wire.generated import cluster_pb2, names_pb2, operator_pb2, slave_pb2, status_pb2
 from dips.wire.generated.cluster_pb2_grpc import ClusterServiceServicer
@@ -25,26 +22,21 @@ from dips.wire.generated.operator_pb2_grpc import OperatorServiceServicer
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceServicer
 from dips.wire.generated.status_pb2_grpc import StatusServiceServicer
 
-PATIENCE_S = 10.0  # a long poll then answers Pending, well before a client's deadline of 30 s
-LOOK_AGAIN_S = 2.0  # asked again after so long even if nothing is seen to change
-LEAST_PAUSE_S = 0.002  # times the polls under way, between two looks of one poll: many polls share one step's worth
-MOST_PAUSE_S = 1.0
-
 Reply = TypeVar("Reply", bound=Message)
 
 
-class Clusters(ClusterServiceServicer):
-    """Clusters at the master."""
+class ClusterServicer(ClusterServiceServicer):
+    """Calls of the agents."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime, self._asker = runtime, _Asker(runtime)
+        self._runtime = runtime
 
     async def Join(self, request: Any, context: Any) -> cluster_pb2.JoinReply:
         return await self._answer(request, events.ClusterJoined, cluster_pb2.JoinReply)
 
-    async def Beat(self, request: Any, context: Any) -> cluster_pb2.ClusterBeatAnswer:
-        answer = await self._runtime.beat(messages.from_proto(request, beats.ClusterBeat))
-        return cast(cluster_pb2.ClusterBeatAnswer, messages.to_proto(answer))
+    async def Beat(self, request: Any, context: Any) -> cluster_pb2.ClusterHeartbeatAnswer:
+        answer = await self._runtime.heartbeat(messages.from_proto(request, heartbeats.ClusterHeartbeat))
+        return cast(cluster_pb2.ClusterHeartbeatAnswer, messages.to_proto(answer))
 
     async def RequestPush(self, request: Any, context: Any) -> cluster_pb2.RequestPushReply:
         return await self._answer(request, events.PushRequested, cluster_pb2.RequestPushReply)
@@ -71,100 +63,68 @@ class Clusters(ClusterServiceServicer):
         return await self._answer(request, events.ClusterLeft, cluster_pb2.LeaveReply)
 
     async def _answer(self, request: Message, question: type[Any], reply: type[Reply]) -> Reply:
-        result = await self._asker.ask(lambda req: messages.from_proto(request, question, req=req))
+        result = await _ask(self._runtime, lambda req: messages.from_proto(request, question, req=req))
         return cast(Reply, messages.wrap(result, reply))
 
 
-class Slaves(SlaveServiceServicer):
-    """Slaves at the master."""
+class SlaveServicer(SlaveServiceServicer):
+    """Calls of the slaves."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime, self._asker = runtime, _Asker(runtime)
+        self._runtime = runtime
 
     async def Register(self, request: Any, context: Any) -> slave_pb2.Registered:
-        result = await self._asker.ask(lambda req: messages.from_proto(request, events.SlaveRegistered, req=req))
+        result = await _ask(self._runtime, lambda req: messages.from_proto(request, events.SlaveRegistered, req=req))
         return cast(slave_pb2.Registered, messages.to_proto(result))
 
-    async def Beat(self, request: Any, context: Any) -> slave_pb2.SlaveBeatAnswer:
-        answer = await self._runtime.beat(messages.from_proto(request, beats.SlaveBeat))
-        return cast(slave_pb2.SlaveBeatAnswer, messages.to_proto(answer))
+    async def Beat(self, request: Any, context: Any) -> slave_pb2.SlaveHeartbeatAnswer:
+        answer = await self._runtime.heartbeat(messages.from_proto(request, heartbeats.SlaveHeartbeat))
+        return cast(slave_pb2.SlaveHeartbeatAnswer, messages.to_proto(answer))
 
     async def Staged(self, request: Any, context: Any) -> names_pb2.Acknowledged:
-        self._runtime.tell(messages.from_proto(request, events.PushStaged))
+        self._runtime.put_event(messages.from_proto(request, events.PushStaged))
         return cast(names_pb2.Acknowledged, messages.to_proto(Acknowledged()))
 
     async def Refused(self, request: Any, context: Any) -> names_pb2.Acknowledged:
-        self._runtime.tell(messages.from_proto(request, events.PushRefused))
+        self._runtime.put_event(messages.from_proto(request, events.PushRefused))
         return cast(names_pb2.Acknowledged, messages.to_proto(Acknowledged()))
 
 
-class Operators(OperatorServiceServicer):
-    """What an operator tells the master."""
+class OperatorServicer(OperatorServiceServicer):
+    """Requests of an operator to the master."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._asker = _Asker(runtime)
+        self._runtime = runtime
 
     async def Readmit(self, request: Any, context: Any) -> operator_pb2.ReadmitReply:
-        result = await self._asker.ask(lambda req: messages.from_proto(request, events.ReadmissionAsked, req=req))
+        result = await _ask(self._runtime, lambda req: messages.from_proto(request, events.ReadmissionAsked, req=req))
         return cast(operator_pb2.ReadmitReply, messages.wrap(result, operator_pb2.ReadmitReply))
 
     async def Drain(self, request: Any, context: Any) -> operator_pb2.DrainReply:
-        result = await self._asker.ask(lambda req: messages.from_proto(request, events.DrainAsked, req=req))
+        result = await _ask(self._runtime, lambda req: messages.from_proto(request, events.DrainAsked, req=req))
         return cast(operator_pb2.DrainReply, messages.wrap(result, operator_pb2.DrainReply))
 
 
-class Status(StatusServiceServicer):
-    """What `dips status`, the live view and `dips-client check` ask."""
+class StatusServicer(StatusServiceServicer):
+    """Calls of `dips status`, of the live view and of `dips-client check`."""
 
     def __init__(self, runtime: Runtime, clock: Callable[[], float], agreed: Mapping[str, Any]) -> None:
-        """`agreed`: what never changes in a run: its name, shared options, their digest, the manifest."""
+        """`agreed` is what never changes in a run: its name, shared options, their digest, the manifest."""
         self._runtime, self._clock, self._agreed = runtime, clock, agreed
 
     async def Status(self, request: Any, context: Any) -> status_pb2.StatusReply:
-        merged = status.status(self._runtime.view(), self._runtime.beats, self._clock())
+        merged = status.status(self._runtime.view(), self._runtime.heartbeats, self._clock())
         return status_pb2.StatusReply(json=status.to_json(merged))
 
     async def Describe(self, request: Any, context: Any) -> status_pb2.DescribeReply:
         view = self._runtime.view()
-        told = {key: view.get(key) for key in ("term", "head", "finished", "clusters", "slaves")}
-        return status_pb2.DescribeReply(json=status.to_json({**told, **self._agreed}))
+        present = {key: view.get(key) for key in ("term", "head", "finished", "clusters", "slaves")}
+        return status_pb2.DescribeReply(json=status.to_json({**present, **self._agreed}))
 
 
-class _Asker:
-    """Asks the runtime, and asks again while it answers Pending."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._polls = 0  # under way
-
-    async def ask(self, make: Callable[[int], events.Event]) -> Result:
-        """Ask at most PATIENCE_S long; raise the class of dips.errors that a Failed names."""
-        loop = asyncio.get_running_loop()
-        patient_until = loop.time() + PATIENCE_S
-        while True:
-            changed = self._runtime.changed  # taken before the question: a change between the two is not missed
-            result = await self._runtime.ask(make)
-            if isinstance(result, Failed):
-                raise _error_of(result)
-            left = patient_until - loop.time()
-            if not isinstance(result, Pending) or left <= 0:
-                return result
-            await self._rest(changed, min(LOOK_AGAIN_S, left))
-
-    async def _rest(self, changed: asyncio.Event, seconds: float) -> None:
-        self._polls += 1
-        try:
-            await asyncio.sleep(min(MOST_PAUSE_S, LEAST_PAUSE_S * self._polls))
-            async with asyncio.timeout(seconds):
-                await changed.wait()
-        except TimeoutError:
-            pass  # nothing was seen to change: look again all the same
-        finally:
-            self._polls -= 1
-
-
-def _error_of(failed: Failed) -> DipsError:
-    cls = getattr(errors, failed.error, None)
-    if not (isinstance(cls, type) and issubclass(cls, DipsError)):
-        return LocalProtocolError(f"the coordinator named an error that does not exist: {failed}")
-    return cls(failed.message)
+async def _ask(runtime: Runtime, make: Callable[[int], events.Event]) -> Result:
+    """Ask the master; raise the error that a Failed bears."""
+    result = await runtime.ask(make)
+    if isinstance(result, Failed):
+        raise result.error(result.message)
+    return result

@@ -1,4 +1,4 @@
-"""What people look at: the Coordinator's view with the newest beats beside it. For showing, never for deciding."""
+"""What people look at: the core's view merged with the newest heartbeats. For showing, never for deciding."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-from dips.protocol.beats import ClusterBeat, SlaveBeat
+from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 
-Beats = Mapping[tuple[str, str], tuple[ClusterBeat | SlaveBeat, float]]  # by (role, name), with the time when heard
+# The newest by (role, name), with the time when it came.
+Heartbeats = Mapping[tuple[str, str], tuple[ClusterHeartbeat | SlaveHeartbeat, float]]
 
-_TOLD_ALREADY = frozenset(
-    {"cluster", "slave", "inc", "sinc", "term", "base", "memory", "tokens_lost"}
-)  # the view has them
+# Fields that the view has already.
+_IN_THE_VIEW = frozenset({"cluster", "slave", "inc", "sinc", "term", "base", "memory", "tokens_lost"})
 
 
-def status(view: Mapping[str, Any], beats: Beats, now: float) -> dict[str, Any]:
-    """Merge `view` (Coordinator.view) with each peer's newest beat; `heard_s` is that beat's age in seconds."""
+def status(view: Mapping[str, Any], heartbeats: Heartbeats, now: float) -> dict[str, Any]:
+    """Merge `view` (Coordinator.view) with each peer's newest heartbeat; `heard_s` is its age in seconds."""
     merged = dict(view)
     for section, role in (("clusters", "cluster"), ("slaves", "slave")):
         peers = {name: dict(known) for name, known in view.get(section, {}).items()}
         for name, known in peers.items():
-            found = beats.get((role, name))
+            found = heartbeats.get((role, name))
             if found is not None:
-                known.update(_told(found[0]), heard_s=now - found[1])
-                if isinstance(found[0], ClusterBeat):  # the view counts lives that are over, a beat its own
+                known.update(_fields_of(found[0]), heard_s=now - found[1])
+                if isinstance(
+                    found[0], ClusterHeartbeat
+                ):  # the view counts incarnations that are over, a heartbeat its own
                     known["tokens_lost"] = known.get("tokens_lost", 0) + found[0].tokens_lost
         merged[section] = peers
     return merged
@@ -37,9 +39,9 @@ def to_json(merged: Mapping[str, Any]) -> str:
     return json.dumps(_finite(merged), separators=(",", ":"))
 
 
-def _told(beat: ClusterBeat | SlaveBeat) -> dict[str, Any]:
-    fields = {f.name: getattr(beat, f.name) for f in dataclasses.fields(beat) if f.name not in _TOLD_ALREADY}
-    if isinstance(beat, SlaveBeat):
+def _fields_of(beat: ClusterHeartbeat | SlaveHeartbeat) -> dict[str, Any]:
+    fields = {f.name: getattr(beat, f.name) for f in dataclasses.fields(beat) if f.name not in _IN_THE_VIEW}
+    if isinstance(beat, SlaveHeartbeat):
         fields["staged"] = [str(push) for push in beat.staged]
         fields["transfers"] = [dataclasses.asdict(t) for t in beat.transfers]
     return fields

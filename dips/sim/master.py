@@ -1,48 +1,98 @@
-"""The simulated master: a machine with the ledger's file, and a process around the real Coordinator, Judge and Ledger.
+"""The simulated master: a machine with the ledger's file, and processes around the real MasterCore and Ledger.
 
-The runtime's outbox rule is part of this world: effects leave in their order, records are written in one transaction
-that takes its time, and nothing behind a record leaves before it is durable. A crash loses the process; of the
-transaction under way all is written or nothing, also when the machine stops between two of its statements.
+The core decides; this shell delivers messages and time to it, writes its records in transactions that take their time,
+and carries out its actions. A crash loses the process; of the transaction under way all is written or nothing, also
+when the machine stops between two of its statements.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from dips.errors import StaleTerm
+from dips.errors import StaleTerm, UnavailableSlave
+from dips.master.core import MasterCore
+from dips.master.held import PollOptions
 from dips.master.ledger import Ledger
-from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer, SlaveBeat, SlaveBeatAnswer
+from dips.master.orders import SentOrder
+from dips.master.outbox import Action, HeartbeatReply, SlaveAddress, WriteRecords
 from dips.protocol.coordinator import Coordinator
-from dips.protocol.effects import Acknowledged, Effect, Exit, Failed, Joined, Note, Order, Pending, Registered, Reply
+from dips.protocol.effects import Acknowledged, Effect, Exit, Failed, Note, Order, Reply
 from dips.protocol.events import (
-    Blind,
-    ClusterJoined,
+    BandwidthMeasured,
+    ClusterSilent,
     Event,
     OrderAnswered,
-    OrderFailed,
     PushRefused,
     PushStaged,
-    Ticked,
+    SlaveSilent,
+    TrainerChanged,
 )
+from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
+from dips.protocol.manifest import Manifest
 from dips.protocol.membership import Judge
-from dips.protocol.records import ClusterEnded, Record, RunRow, VersionCommitted
-from dips.protocol.slaves import EXIT_STALE
-from dips.sim.heap import Timer
-
-if TYPE_CHECKING:
-    from dips.sim.world import World
+from dips.protocol.options import Options
+from dips.protocol.records import LedgerState, Record, RunRow, VersionCommitted
+from dips.sim.heap import Chance, Heap, Timer, Trace
+from dips.sim.network import Network
 
 Answer = Callable[[Any], None]
 WRITE_S = 0.02  # of a transaction, at most ten times that
-PATIENCE_S = 1.4  # a question that is Pending is kept open so long, less than its asker waits
-LOOK_AGAIN_S = 0.06  # after a change, which seldom comes alone
-EXIT_LEDGER = 74  # a record could not be written: read the truth again (why.md 29)
+POLLS = PollOptions(patience_s=1.4, pause_s=0.06, longest_pause_s=0.06)  # callers give up earlier than real ones
+VERDICTS = frozenset({ClusterSilent, SlaveSilent, TrainerChanged, BandwidthMeasured})
 RESEND_S = 1.5  # an order without an answer is sent again under its number
+
+
+class MasterObserver:
+    """The hooks that a master calls; each does nothing by default."""
+
+    def restored(self, state: LedgerState) -> None:
+        """A master starts from this state."""
+
+    def recorded(self, record: Record) -> None:
+        """A record is durable."""
+
+    def before_step(self, master: MasterProcess, event: Event) -> None:
+        """A Coordinator is about to take an event."""
+
+    def after_step(self, master: MasterProcess, event: Event) -> None:
+        """It has taken it."""
+
+    def beat_read(self, role: str, name: str, life: int) -> None:
+        """A master read a heartbeat."""
+
+    def judged(self, verdict: Event) -> None:
+        """The Judge said that a cluster or slave is silent, or its trainer hangs."""
+
+    def noted(self, note: Note) -> None:
+        """A Coordinator wrote to the log."""
+
+    def order_leaves(self, order: Order) -> None:
+        """A master sends an order."""
+
+    def master_died(self, process: MasterProcess, rows: bool, written: bool) -> None:
+        """A master's process died; `rows`: while it wrote the row of a version, which is durable if `written`."""
+
+    def occurred(self, what: str) -> None:
+        """Something rare happened that has no hook of its own; coverage counts it by this name."""
+
+
+class MasterWorld(Protocol):
+    """What a master needs of the world around it."""
+
+    heap: Heap
+    chance: Chance
+    trace: Trace
+    network: Network
+    options: Options
+    manifest: Manifest
+
+    @property
+    def monitor(self) -> MasterObserver: ...
+    def later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer: ...
+    def master_exits(self, process: MasterProcess, effect: Exit) -> None: ...
 
 
 class Torn(Exception):
@@ -103,7 +153,7 @@ class LedgerDisk:
     def open(self) -> Ledger:
         return Ledger(self._db, None, lambda: 0.0)
 
-    def tear(self, records: list[Record], statements: int) -> bool:
+    def tear(self, records: Sequence[Record], statements: int) -> bool:
         """Stop before the n-th statement of a write; what SQLite then finds is rolled back. True if it was through."""
         torn = TearingConnection(self._db, statements)
         try:
@@ -121,9 +171,9 @@ class LedgerDisk:
 
 
 class MasterMachine:
-    """Where the master lives."""
+    """The machine on which masters run."""
 
-    def __init__(self, world: World, row: RunRow) -> None:
+    def __init__(self, world: MasterWorld, row: RunRow) -> None:
         self.world = world
         self.rng = world.chance.of("master")
         self.disk = LedgerDisk(row)
@@ -154,289 +204,217 @@ class MasterMachine:
 
 
 class MasterProcess:
-    """One life of the master: one term."""
+    """One incarnation of the master: one term. A shell around MasterCore, as dips/master/runtime.py is."""
 
     def __init__(self, machine: MasterMachine) -> None:
         self.machine, self.world = machine, machine.world
         self.ledger = machine.disk.open()
         self.ledger.start_term()
         state = self.ledger.state()
-        now = self.world.heap.now
+        now, timing = self.world.heap.now, self.world.options.timing
         self.trusted = not machine.disk.old  # what it decides is compared with the twins
         if self.trusted:
-            self.world.watch.restored(state)
+            self.world.monitor.restored(state)
         self.coordinator = Coordinator(state, self.world.manifest, self.world.options, now)
-        self.judge = Judge.restored(self.world.options.timing, state, now)
+        judge = Judge.restored(timing, state, now)
+        self.core = MasterCore(self.coordinator, judge, timing, now, polls=POLLS, step=self._step)
         self.alive = True
         self.exited = ""
-        self.inbox: list[Callable[[], None]] | None = None  # while nobody looks, what came in
-        self.paused_at = 0.0
-        self.outbox: deque[Effect] = deque()
-        self.writing: list[Record] | None = None
+        self.inbox: list[Callable[[], None]] | None = None  # while it is stopped, what came in
+        self.writing: Sequence[Record] = ()
         self._answers: dict[int, Answer] = {}
-        self._questions = 0
-        self._kept: list[tuple[Any, Answer, float]] = []  # questions that were Pending
-        self._again: Timer | None = None
-        self._tick: Timer | None = None
-        self._due: float | None = None  # the deadline that it is planned for
-        self._step(Ticked())
-
-    def die(self) -> None:
-        """SIGKILL, or its own exit."""
-        self.alive = False
-        if self._tick is not None:
-            self._tick.cancel()
-        rows = any(isinstance(r, VersionCommitted) for r in self.writing or ())
-        self.world.watch.master_died(self, rows, self._ends_writing())
-
-    def _ends_writing(self) -> bool:
-        """The transaction under way ends as the disk pleases; True if it is durable."""
-        fate, disk = self.machine.rng.random(), self.machine.disk
-        if self.writing is None or self in self.machine.zombies or disk.full or fate >= 0.8:
-            return False
-        if fate < 0.5:
-            self.ledger.write(self.writing)
-        elif not disk.tear(self.writing, self.machine.rng.randint(1, 5)):
-            self.world.watch.met("torn_ledger")
-            return False
-        self._recorded(self.writing)
-        return True
-
-    # ---- not looking -----------------------------------------------------------------------------------------------
-
-    def pause(self) -> None:
-        """SIGSTOP, or a machine that stands still: everything waits, outside too much goes on."""
-        if self.inbox is None:
-            self.inbox, self.paused_at = [], self.world.heap.now
-
-    def wake(self) -> None:
-        """Say how long nobody looked, read what lies there, and only then look at the clock."""
-        if self.inbox is None or not self.alive:
-            return
-        came, self.inbox = self.inbox, None
-        self.be_blind(self.world.heap.now - self.paused_at)
-        for read in came:
-            read()
-        self._pump()
-        self._look()
-
-    def be_blind(self, gap_s: float) -> None:
-        self.judge.shift(gap_s)
-        self._step(Blind(gap_s))
-
-    # ---- what comes in ---------------------------------------------------------------------------------------------
-
-    def receive(self, message: Any, answer: Answer) -> None:
-        if not self.alive:
-            return
-        if self.inbox is not None:
-            self.inbox.append(lambda: self.receive(message, answer))
-        elif isinstance(message, ClusterBeat):
-            self._cluster_beat(message, answer)
-        elif isinstance(message, SlaveBeat):
-            self._slave_beat(message, answer)
-        elif isinstance(message, PushStaged | PushRefused):
-            self._step(message)
-            self._say(Acknowledged(), answer)
-        else:
-            self._ask(message, answer, self.world.heap.now + PATIENCE_S)
-
-    def _ask(self, message: Any, answer: Answer, until: float) -> None:
-        """Ask the Coordinator; a question that is Pending is kept open until then, as the real servicer does."""
-
-        def told(result: Any) -> None:
-            if isinstance(result, Pending) and self.world.heap.now < until - 1e-9:
-                self._kept.append((message, answer, until))
-                self._look_again(until - self.world.heap.now)
-            else:
-                answer(result)
-
-        self._step(replace(message, req=self._question(told)), message)
-
-    def _look_again(self, delay_s: float) -> None:
-        """Ask all that is kept once more, in so many seconds at the latest."""
-        at = self.world.heap.now + delay_s
-        if self._again is None or not self._again.alive or self._again.at > at:
-            if self._again is not None:
-                self._again.cancel()
-            self._again = self.world.heap.after(delay_s, "the master looks again", self._ask_again)
-
-    def _ask_again(self) -> None:
-        self._again = None
-        if self.inbox is not None:
-            self.inbox.append(self._ask_again)
-        elif self.alive:
-            kept, self._kept = self._kept, []
-            for question in kept:
-                self._ask(*question)
-
-    def _cluster_beat(self, beat: ClusterBeat, answer: Answer) -> None:
-        self._heard("cluster", beat.cluster, beat.inc)
-        for event in self.judge.heard_cluster(beat, self.world.heap.now):
-            if self.presides:
-                self.world.watch.judged(event)
-            self._step(event)
-        standing, push, pull = self.coordinator.cluster_standing(beat.cluster, beat.inc)
-        lease_s = self.world.options.timing.lease_s
-        told = ClusterBeatAnswer(self.coordinator.term, lease_s, standing, push, pull, self.coordinator.progress())
-        self._say(told, answer)
-
-    def _slave_beat(self, beat: SlaveBeat, answer: Answer) -> None:
-        self._heard("slave", beat.slave, beat.sinc)
-        for event in self.judge.heard_slave(beat, self.world.heap.now):
-            self._step(event)
-        register, as_of, pushes, pulls = self.coordinator.slave_live(beat.slave, beat.sinc)
-        register = register or beat.term != self.coordinator.term
-        lease_s = self.world.options.timing.lease_s
-        self._say(SlaveBeatAnswer(self.coordinator.term, lease_s, register, as_of, pushes, pulls), answer)
-
-    def _heard(self, role: str, name: str, life: int) -> None:
-        if self.presides:
-            self.world.watch.beat_read(role, name, life)
-
-    def _question(self, answer: Answer) -> int:
-        self._questions += 1
-        self._answers[self._questions] = answer
-        return self._questions
-
-    def _say(self, told: Any, answer: Answer) -> None:
-        """Answers to beats stand in the same outbox: they too may tell only what is durable."""
-        self.outbox.append(Reply(self._question(answer), told))
-        self._pump()
-
-    # ---- deciding --------------------------------------------------------------------------------------------------
-
-    def _step(self, event: Event, asked: Any = None) -> None:
-        now = self.world.heap.now
-        if isinstance(event, ClusterJoined):  # it may fence a life, whose tokens the beats have told
-            for told in self.judge.last_words(event.cluster):
-                self._step(told)
-        self.world.watch.before_step(self, event)
-        effects = self.coordinator.step(event, now)
-        self.world.watch.after_step(self, event)
-        for effect in effects:
-            if isinstance(effect, Reply) and isinstance(effect.result, Joined):
-                self.judge.welcome_cluster(asked.cluster, effect.result.inc, now)
-            elif isinstance(effect, Reply) and isinstance(effect.result, Registered):
-                self.judge.welcome_slave(asked.slave, effect.result.sinc, now)
-            elif isinstance(effect, ClusterEnded):
-                self.judge.forget_cluster(effect.cluster)
-        self.outbox.extend(effects)
-        if self._kept and (asked is None or any(not isinstance(effect, Reply) for effect in effects)):
-            self._look_again(LOOK_AGAIN_S)  # something has changed
-        self._pump()
-        self._plan_tick()
-
-    def _plan_tick(self) -> None:
-        due = min(self.coordinator.next_deadline(), self.judge.next_deadline())
-        tick = self._tick
-        if tick is not None and tick.alive and self._due == due:
-            return  # most events move no deadline
-        if tick is not None:
-            tick.cancel()
-        self._due = due
-        if self.alive and due < inf:
-            delay_s = max(0.0, due - self.world.heap.now) + 0.001
-            self._tick = self.world.heap.after(delay_s, "the master's deadline", self._look)
-
-    def _look(self) -> None:
-        """A deadline may have passed: let the judge speak, then the Coordinator."""
-        self._due = None
-        if not self.alive or self.inbox is not None:
-            return
-        for verdict in self.judge.verdicts(self.world.heap.now):
-            if self.presides:
-                self.world.watch.judged(verdict)
-            self._step(verdict)
-        self._step(Ticked())
-
-    # ---- the outbox ------------------------------------------------------------------------------------------------
-
-    def _pump(self) -> None:
-        """Let effects leave, up to the first record that is not durable."""
-        while self.alive and self.outbox and self.writing is None and self.inbox is None:
-            if isinstance(self.outbox[0], Record):
-                records = [e for e in self.outbox if isinstance(e, Record)]  # group commit: all that lie ready
-                self.outbox = deque(e for e in self.outbox if not isinstance(e, Record))
-                self.write(records)
-            else:
-                self._leave(self.outbox.popleft())
-
-    def write(self, records: list[Record]) -> None:
-        self.writing = records
-        delay_s = WRITE_S * (1.0 + 9.0 * self.machine.rng.random() ** 3) * self.machine.disk.slowness
-        self.world.heap.after(delay_s, "the ledger writes", lambda: self.wrote(records))
-
-    def wrote(self, records: list[Record]) -> None:
-        """The transaction is durable; what waited behind it may leave."""
-        if not self.alive:
-            return
-        if self.machine.disk.full:
-            self._leave(Exit(EXIT_LEDGER, "database or disk is full"))
-            return
-        try:
-            self.ledger.write(records)
-        except StaleTerm as error:
-            self._leave(Exit(EXIT_STALE, str(error)))
-            return
-        self._recorded(records)
-        self.writing = None
-        self._pump()
-
-    def _recorded(self, records: list[Record]) -> None:
-        if self.trusted:
-            self.world.watch.recorded(records)
+        self._last_req = 0
+        self._timer: Timer | None = None
+        self._carry_out()
 
     @property
     def presides(self) -> bool:
         """It is the run's master, and no zombie or deceived by an old ledger."""
         return self.trusted and self is self.machine.process
 
-    def _leave(self, effect: Effect) -> None:
-        if isinstance(effect, Order):
-            if self.trusted:
-                self.world.watch.order_leaves(effect)
-            SentOrder(self, effect).send()
-        elif isinstance(effect, Reply):
-            self._answers.pop(effect.req)(effect.result)
-        elif isinstance(effect, Note):
-            self.world.trace.add(self.world.heap.now, f"note {effect.kind}", *(f"{k}={v}" for k, v in effect.fields))
-            self.world.watch.noted(effect)
-        elif isinstance(effect, Exit):
-            self.exited = effect.reason
-            self.world.master_exits(self, effect)
+    def die(self) -> None:
+        """SIGKILL, or its own exit."""
+        self.alive = False
+        if self._timer is not None:
+            self._timer.cancel()
+        rows = any(isinstance(r, VersionCommitted) for r in self.writing)
+        self.world.monitor.master_died(self, rows, self._ends_writing())
 
-    def order_ended(self, order: Order, answer: Any) -> None:
-        """Turn a slave's answer, or its silence, into an event."""
-        event: Event
-        if isinstance(answer, OrderAnswered):
-            event = answer
-        elif isinstance(answer, Failed):
-            kind = "stale_term" if answer.error == "StaleTerm" else "refused"
-            event = OrderFailed(order.slave, order.sinc, order.number, kind, f"{answer.error}: {answer.message}")
-        else:
-            event = OrderFailed(order.slave, order.sinc, order.number, "deaf", "no answer before the deadline")
+    def _ends_writing(self) -> bool:
+        """The transaction under way ends as the disk pleases; True if it is durable."""
+        fate, disk = self.machine.rng.random(), self.machine.disk
+        if not self.writing or self in self.machine.zombies or disk.full or fate >= 0.8:
+            return False
+        if fate < 0.5:
+            self.ledger.write(self.writing)
+        elif not disk.tear(self.writing, self.machine.rng.randint(1, 5)):
+            self.world.monitor.occurred("torn_ledger")
+            return False
+        self._recorded(self.writing)
+        return True
+
+    # ---- running, or stopped ---------------------------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """SIGSTOP, or a machine that stands still: everything waits, outside too much goes on."""
+        if self.inbox is None:
+            self.inbox = []
+
+    def wake(self) -> None:
+        """Run again: the core notices the gap, reads what came meanwhile, and only then looks at deadlines."""
+        if self.inbox is None or not self.alive:
+            return
+        came, self.inbox = self.inbox, None
+        self.core.wake(self.world.heap.now)
+        for read in came:
+            read()
+        self._look()
+
+    def _on_arrival(self, read: Callable[[], None]) -> None:
+        """Something reached this process: it is read now, or when the process runs again."""
         if self.inbox is not None:
-            self.inbox.append(lambda: self._step(event))
+            self.inbox.append(read)
         elif self.alive:
-            self._step(event)
+            self.core.wake(self.world.heap.now)
+            read()
+            self._carry_out()
 
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self.alive and self.inbox is None:
+            self.core.wake(self.world.heap.now)
+            self._look()
 
-class SentOrder:
-    """An order under way: sent again under its number until it is answered or its deadline is over."""
+    def _look(self) -> None:
+        if self.alive:
+            self.core.tick(self.world.heap.now)
+            self._carry_out()
 
-    def __init__(self, master: MasterProcess, order: Order) -> None:
-        self.master, self.order = master, order
-        self.until = master.world.heap.now + order.deadline_s
+    def _carry_out(self) -> None:
+        """Do what the core wants done, and plan when it is looked at again: the earlier of two times does no harm."""
+        for action in self.core.take_actions() if self.alive else ():
+            if self.alive:
+                self._act(action)
+        if not self.alive:
+            return
+        now = self.world.heap.now
+        due, timer = self.core.sleep_until(now), self._timer
+        if timer is not None and timer.at <= due:
+            return
+        if timer is not None:
+            timer.cancel()
+        self._timer = self.world.heap.after(due - now, "the master's deadline", self._on_timer)
 
-    def send(self) -> None:
-        left = self.until - self.master.world.heap.now
-        network = self.master.world.network
-        network.call("master", self.order.slave, self.order, min(left, RESEND_S), self._ended)
+    # ---- what comes in ---------------------------------------------------------------------------------------------
 
-    def _ended(self, answer: Any) -> None:
-        over = self.master.world.heap.now >= self.until - 1e-9
-        if answer is None and not over and self.master.alive:
-            self.send()
+    def receive(self, message: Any, answer: Answer) -> None:
+        self._on_arrival(lambda: self._read(message, answer))
+
+    def _read(self, message: Any, answer: Answer) -> None:
+        now = self.world.heap.now
+        if isinstance(message, ClusterHeartbeat | SlaveHeartbeat):
+            if self.presides:
+                self.world.monitor.beat_read(*_sender(message))
+            self.core.on_heartbeat(self._new_req(answer), message, now)
+        elif isinstance(message, PushStaged | PushRefused):
+            self.core.handle(message, now)
+            answer(Acknowledged())
         else:
-            self.master.order_ended(self.order, answer)
+            self.core.handle(replace(message, req=self._new_req(answer)), now)
+
+    def _new_req(self, answer: Answer) -> int:
+        self._last_req += 1
+        self._answers[self._last_req] = answer
+        return self._last_req
+
+    def _step(self, event: Event, now: float) -> list[Effect]:
+        """Let the Coordinator decide while the invariants watch."""
+        monitor = self.world.monitor
+        if type(event) in VERDICTS and self.presides:
+            monitor.judged(event)
+        monitor.before_step(self, event)
+        effects = self.coordinator.step(event, now)
+        monitor.after_step(self, event)
+        return effects
+
+    # ---- what goes out ---------------------------------------------------------------------------------------------
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Order():
+                if self.trusted:
+                    self.world.monitor.order_leaves(action)
+                self._send(SentOrder(action, self.world.heap.now))
+            case Reply():
+                self._answers.pop(action.req)(action.result)
+            case HeartbeatReply():
+                self._answers.pop(action.req)(action.answer)
+            case WriteRecords():
+                self.write(action.records)
+            case Note():
+                fields = (f"{k}={v}" for k, v in action.fields)
+                self.world.trace.add(self.world.heap.now, f"note {action.kind}", *fields)
+                self.world.monitor.noted(action)
+            case Exit():
+                self._exit(action)
+            case SlaveAddress():
+                pass  # hosts of the simulated network are reached by their names
+
+    def _exit(self, action: Exit) -> None:
+        self.exited = action.reason
+        self.world.master_exits(self, action)
+
+    def write(self, records: Sequence[Record]) -> None:
+        self.writing = records
+        delay_s = WRITE_S * (1.0 + 9.0 * self.machine.rng.random() ** 3) * self.machine.disk.slowness
+        self.world.heap.after(delay_s, "the ledger writes", lambda: self.wrote(records))
+
+    def wrote(self, records: Sequence[Record]) -> None:
+        """The transaction has ended; if it is durable, what waited behind it may leave."""
+        if not self.alive:
+            return
+        try:
+            if self.machine.disk.full:
+                raise OSError("database or disk is full")
+            self.ledger.write(records)
+        except (OSError, StaleTerm) as error:
+            exits = self.core.on_write_failed(error)
+            self._on_arrival(lambda: self._exit(exits))
+            return
+        self._recorded(records)
+        self.writing = ()
+        self._on_arrival(self.core.on_written)
+
+    def _recorded(self, records: Sequence[Record]) -> None:
+        if self.trusted:
+            for record in records:
+                self.world.monitor.recorded(record)
+
+    def _send(self, sent: SentOrder) -> None:
+        left_s = min(sent.left_s(self.world.heap.now), RESEND_S)
+
+        def ended(answer: Any) -> None:
+            self._on_arrival(lambda: self._on_order_answer(sent, answer))
+
+        self.world.network.call("master", sent.order.slave, sent.order, left_s, ended)
+
+    def _on_order_answer(self, sent: SentOrder, answer: Any) -> None:
+        """Turn a slave's answer, its refusal or its silence into an event, or send the order again."""
+        now = self.world.heap.now
+        event: Event | None
+        if isinstance(answer, OrderAnswered):
+            event = sent.on_answer(answer.answer)
+        elif isinstance(answer, Failed):
+            event = sent.on_error(answer.error(answer.message), now)
+        else:
+            event = sent.on_error(UnavailableSlave("no answer"), now)
+        if event is None:
+            self._send(sent)
+        else:
+            self.core.handle(event, now)
+
+
+def _sender(beat: ClusterHeartbeat | SlaveHeartbeat) -> tuple[str, str, int]:
+    if isinstance(beat, ClusterHeartbeat):
+        return "cluster", beat.cluster, beat.inc
+    return "slave", beat.slave, beat.sinc

@@ -11,17 +11,19 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 from typing import Any
 
 from dips.errors import Busy, Stale, Unavailable, UnavailableMaster
-from dips.protocol.beats import SlaveBeat, SlaveBeatAnswer
-from dips.protocol.effects import Registered, Wait
+from dips.protocol.effects import Registered, RegisterLater
 from dips.protocol.events import PushRefused, PushStaged
+from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
 from dips.slave.moving import Report
 from dips.slave.owner import Owner
 from dips.slave.ports import Flow
 from dips.slave.shard import Shard
 from dips.telemetry.logs import Log
+from dips.transport.backoff import Backoff
 from dips.transport.control import call
 from dips.wire.messages import from_proto, to_proto
 
@@ -75,7 +77,7 @@ class Session:
         self._registration = 0  # counts Registers; odd ones are under way, see _beat
         self._wanted = asyncio.Event()
         self._news = asyncio.Event()
-        self._live: SlaveBeatAnswer | None = None  # the newest list of what is live
+        self._live: SlaveHeartbeatAnswer | None = None  # the newest list of what is live
         self._healing = asyncio.Event()
 
     async def run(self) -> None:
@@ -105,14 +107,14 @@ class Session:
             self._registration += 1
 
     async def _register_until_hold(self) -> None:
-        pause = BACKOFF_S[0]
+        backoff = Backoff(*BACKOFF_S, Random())
         while True:
             try:
                 wait_s = await self._register_once()
             except (Unavailable, Busy, Stale, OSError) as error:  # OSError: our disk cannot be listed
-                self._log.warning("register_failed", master=self._who.master, why=str(error), again_in_s=pause)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, BACKOFF_S[1])
+                pause_s = backoff.next_pause_s()
+                self._log.warning("register_failed", master=self._who.master, why=str(error), again_in_s=pause_s)
+                await asyncio.sleep(pause_s)
                 continue
             if wait_s is None:
                 return
@@ -126,7 +128,7 @@ class Session:
         if held:
             self._log.info("ready", sinc=registered.sinc, term=registered.term, version=str(registered.head))
             return None
-        if isinstance(order, Wait):
+        if isinstance(order, RegisterLater):
             self._log.info("register_waits", why=order.reason, again_in_s=order.retry_after_s)
             return order.retry_after_s
         if reason:
@@ -171,7 +173,7 @@ class Session:
     async def _beat(self) -> None:
         before = self._registration
         raw = await self._call(self._beat_stub.Beat, self._said(), max(self._beat_s, 1.0))
-        answer = from_proto(raw, SlaveBeatAnswer)
+        answer = from_proto(raw, SlaveHeartbeatAnswer)
         if answer.register or answer.term > self._owner.standing.term:
             self._want_registration(before)
             return
@@ -194,9 +196,9 @@ class Session:
         if asked_under == self._registration and asked_under % 2 == 0:
             self._wanted.set()
 
-    def _said(self) -> SlaveBeat:
+    def _said(self) -> SlaveHeartbeat:
         standing, traffic = self._owner.standing, self._traffic()
-        return SlaveBeat(
+        return SlaveHeartbeat(
             slave=self._who.slave,
             sinc=standing.sinc,
             term=standing.term,
@@ -223,7 +225,7 @@ class Session:
     async def _report(self, report: Report) -> None:
         """Tell until heard; a master that knows better (Stale) hears the truth with the next Register."""
         slave, sinc = self._who.slave, self._owner.standing.sinc
-        pause = BACKOFF_S[0]
+        backoff = Backoff(*BACKOFF_S, Random())
         while True:
             try:
                 if report.reason:
@@ -237,8 +239,7 @@ class Session:
                 self._log.info("report_stale", push=str(report.push), why=str(error))
                 return
             except (Unavailable, Busy):
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, BACKOFF_S[1])
+                await asyncio.sleep(backoff.next_pause_s())
 
     async def _call(self, method: Any, said: object, deadline_s: float) -> Any:
         return await call(method, to_proto(said), deadline_s=deadline_s, peer=self._peer, unavailable=UnavailableMaster)

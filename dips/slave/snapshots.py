@@ -10,7 +10,6 @@ v0@r0 is never written: it is read from the initial model, and checked against t
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ import xxhash
 
 from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError
 from dips.ids import GENESIS, VersionId
+from dips.pidlock import PidLock
 from dips.protocol.manifest import Layer, Manifest
 from dips.slave import tensorfile
 from dips.slave.ports import F32, Arrays
@@ -55,23 +55,12 @@ class Snapshots:
         self._manifest: Manifest | None = None
         self._genesis: dict[int, str] = {}
         self._sinc = 0
+        busy = f"directory: {directory} is held by another running slave"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._lock = (directory / _LOCK).open("a+")
+            self._lock = PidLock(directory / _LOCK, busy=busy, advice="one slave for a directory")
         except OSError as error:
             raise ConfigError(f"directory: {directory} cannot be used for snapshots: {error}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.seek(0)
-            pid = self._lock.read().strip() or "unknown"
-            self._lock.close()
-            raise ConfigError(
-                f"directory: {directory} is held by another running slave (pid {pid}): one slave for a directory"
-            ) from error
-        self._lock.truncate(0)
-        self._lock.write(f"{os.getpid()}\n")
-        self._lock.flush()
         for path in sorted(directory.glob(_ASIDE + "*")):
             log.warning("snapshot_unfinished", path=str(path), done="removed: it was never renamed into place")
             shutil.rmtree(path)

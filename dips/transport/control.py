@@ -16,7 +16,7 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from dips import errors
-from dips.errors import ConfigError, DipsError, LocalProtocolError, RemoteProtocolError, Unavailable
+from dips.errors import ConfigError, DipsError, LocalProtocolError, RemoteProtocolError, Unavailable, class_named
 from dips.wire.messages import MAX_MESSAGE_BYTES
 
 ERROR_KEY = "dips-error"  # trailing metadata: the class of dips.errors that was raised
@@ -180,11 +180,8 @@ def _raised(error: aio.AioRpcError, deadline_s: float, peer: str, unavailable: t
 
 def _class_named(error: aio.AioRpcError) -> type[DipsError] | None:
     """Find the class that the peer raised; a name that we do not know says nothing."""
-    for key, value in error.trailing_metadata() or ():
-        found = getattr(errors, str(value), None) if key == ERROR_KEY else None
-        if isinstance(found, type) and issubclass(found, DipsError):
-            return found
-    return None
+    named = (str(value) for key, value in error.trailing_metadata() or () if key == ERROR_KEY)
+    return next((found for name in named if (found := class_named(name)) is not None), None)
 
 
 def _cannot_listen(key: str, address: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from dips.transport.backoff import Backoff
 from dips.transport.curve import KeyPair
 from dips.transport.lane import HANDSHAKE_MS, LAST, MORE, RCVHWM, receive
 from dips.wire import streams
@@ -80,9 +81,8 @@ class Stream:
         self._context = context
         self._pieces = pieces
         self._stall_s = stall_s
-        self._rng = rng
         self._run = run_id(name.run)
-        self._pause_s = FIRST_PAUSE_S
+        self._backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, rng)
         self._again_at = 0.0
         self._moved_at = 0.0
         self._look_at = 0.0
@@ -136,8 +136,7 @@ class Stream:
         self.why = why
         self.welcomed = False
         self._name_as(replace(self.name, epoch=self.name.epoch + 1))
-        self._again_at = now + self._pause_s * self._rng.uniform(0.5, 1.0)
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self._again_at = now + self._backoff.next_pause_s()
 
     def _name_as(self, name: StreamName) -> None:
         self.name = name
@@ -170,7 +169,7 @@ class Stream:
     def settled(self) -> None:
         """The slave answered: the next break begins with a short pause again."""
         self.welcomed = True
-        self._pause_s = FIRST_PAUSE_S
+        self._backoff.reset()
 
     def close(self, linger_ms: int = 0) -> None:
         """End the connection; libzmq may read what was posted until the context has ended."""

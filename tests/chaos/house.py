@@ -31,19 +31,19 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from dips.client.agent.trainer import descendants
 from dips.commands.status import ask_status
 from dips.errors import Unavailable
 from dips.ids import VersionId
 from dips.master import genesis
 from dips.master.ledger import Ledger
-from dips.master.ledger_state import RoundHistory
+from dips.master.ledger_history import RoundHistory
 from dips.slave.export import export
 from dips.telemetry import timeline
 from dips.wire.generated.slave_pb2 import SlaveRegistered
 from tests.chaos import predict
 from tests.chaos.train_chaos import SHAPES, START, H
 from tests.chaos.wires import Line, Loop, Wire
+from tests.forkserver.process import descendants
 from tests.integration.cluster_harness import Process, Run
 
 SCRIPT = str(Path(__file__).with_name("train_chaos.py"))

@@ -14,7 +14,7 @@ from math import sqrt
 import numpy as np
 
 from dips.ids import GENESIS, VersionId
-from dips.master.ledger_state import RoundHistory
+from dips.master.ledger_history import RoundHistory
 from dips.protocol.records import FoldRow
 from tests.chaos.train_chaos import NUMEL, START, constant
 

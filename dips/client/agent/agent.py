@@ -23,10 +23,11 @@ from dips.client.ipc.connection import Connection
 from dips.client.ipc.messages import AskAgain, Attached, Bye, ErrorReply, Heard, PullNow, PushNow
 from dips.config import ClusterFile
 from dips.errors import Busy, Denied, DipsError, RemoteProtocolError, Unavailable
-from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer
 from dips.protocol.effects import Grant, Result
+from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
 from dips.telemetry.logs import Log
 from dips.telemetry.timeline import Timeline
+from dips.transport.backoff import Backoff
 
 FIRST_PAUSE_S = 0.2  # before the second try to reach the master; doubles up to retry_s
 END_GRACE_S = 20.0  # between SIGTERM and SIGKILL of a trainer
@@ -41,7 +42,7 @@ class MasterPort(Protocol):
 
     async def ask(self, event: object) -> Result: ...
 
-    async def beat(self, beat: ClusterBeat, deadline_s: float) -> ClusterBeatAnswer: ...
+    async def beat(self, beat: ClusterHeartbeat, deadline_s: float) -> ClusterHeartbeatAnswer: ...
 
 
 class Agent:
@@ -268,7 +269,7 @@ class Agent:
     async def _carry(self, ask: AskMaster) -> None:
         """Carry one question to the master, again and again until he answers; hand the answer to the session."""
         await asyncio.sleep(ask.delay_s)
-        pause_s = FIRST_PAUSE_S
+        backoff = Backoff(FIRST_PAUSE_S, self._config.retry_s, random.Random())
         while True:
             try:
                 result = await self._master.ask(ask.event)
@@ -278,8 +279,7 @@ class Agent:
                 self._wake()
                 if self._asking.get(ask.channel) is not asyncio.current_task():
                     return None  # the session asks something else now: this must not reach a master that comes back
-                await self._pause(pause_s)
-                pause_s = min(pause_s * 2, self._config.retry_s)
+                await self._pause(backoff.next_pause_s())
             except DipsError as error:
                 self._log.warning("the master refused", question=type(ask.event).__name__, error=str(error))
                 self._do(self._session.failed(ask.number, error, time.monotonic()))
@@ -289,10 +289,10 @@ class Agent:
                 return self._wake()
 
     async def _pause(self, pause_s: float) -> None:
-        """Back off, with jitter; a beat that reaches the master ends it."""
+        """Wait; a heartbeat that reaches the master ends it."""
         self._reachable.clear()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._reachable.wait(), pause_s * random.uniform(0.5, 1.0))
+            await asyncio.wait_for(self._reachable.wait(), pause_s)
 
     async def _beat(self) -> None:
         while True:
@@ -304,7 +304,7 @@ class Agent:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), self._config.beat_s)
 
-    async def _say(self, beat: ClusterBeat) -> None:
+    async def _say(self, beat: ClusterHeartbeat) -> None:
         try:
             answer = await self._master.beat(beat, max(self._config.beat_s, 1.0))
         except (Unavailable, Busy) as error:

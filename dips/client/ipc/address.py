@@ -18,6 +18,7 @@ from dips.config import ClusterFile, host_port
 from dips.errors import ConfigError
 
 AGENT, TOKEN = "DIPS_AGENT", "DIPS_AGENT_TOKEN"
+PID_FILE = "agent.pid"  # in the agent's directory, held while it runs
 MOST_PATH = 107  # bytes of a Unix socket's path, a limit of Linux
 LEAST_TOKEN = 16  # characters; `openssl rand -hex 32` makes 64
 

@@ -10,16 +10,15 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Whether a tensor says itself where its local part lies."""
+    """Whether a tensor is distributed: it knows where its local part lies."""
     return _is(tensor, "torch.distributed.tensor", "DTensor")
 
 
-def is_fsdp(module: object) -> TypeGuard[FSDPModule]:
+def is_fsdp(module: object) -> bool:
     """Whether `fully_shard` wraps a module."""
     return _is(module, "torch.distributed.fsdp", "FSDPModule")
 

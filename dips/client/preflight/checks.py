@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from dips.client.ipc.address import TOKEN, over_network, socket_path, token_of
+from dips.client.ipc.address import PID_FILE, TOKEN, over_network, socket_path, token_of
 from dips.client.preflight.agreement import differing_options
 from dips.client.preflight.probe import ProbeResult, greets, measure
 from dips.config import ClusterFile
 from dips.errors import CorruptManifest, DipsError, Unavailable, treatment
+from dips.pidlock import lock_holder
 from dips.protocol.manifest import Manifest
 
 OK, FAIL, NOTE = "ok", "FAIL", "note"
@@ -59,7 +58,13 @@ def host(config: ClusterFile) -> list[CheckRow]:
     except DipsError as error:
         rows.append(failed("directory", error, treatment(error).advice))
     rows += _line(config)
-    holder = _holder(config.directory / "agent.pid")
+    try:
+        holder = lock_holder(config.directory / PID_FILE)
+    except OSError as error:
+        rows.append(
+            CheckRow("agent", NOTE, f"{PID_FILE} cannot be read: {error.strerror}", "run this as the agent's user")
+        )
+        return rows
     if holder:
         rows.append(CheckRow("agent", NOTE, f"one runs here as pid {holder}", "a second one would be refused"))
     return rows
@@ -82,18 +87,6 @@ def _line(config: ClusterFile) -> list[CheckRow]:
     except DipsError as error:
         return [failed("agent's line", error, treatment(error).advice)]
     return [CheckRow("agent's line", OK, f"{host}:{port or 'a free port'} ({address[0]}), token: {token}")]
-
-
-def _holder(path: Path) -> str:
-    """The pid of an agent that holds this file, "" if none does."""
-    try:
-        with path.open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return path.read_text().strip() or "unknown"
-    except OSError:  # no file, so no agent
-        pass
-    return ""
 
 
 def run(config: ClusterFile, told: Mapping[str, Any]) -> list[CheckRow]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dips.errors import DipsError
-from dips.protocol.beats import remaining_s
 from dips.protocol.effects import Grant
+from dips.protocol.heartbeats import remaining_s
 from dips.transport.shares import Piece
 from dips.wire.chunks import Range
 from dips.wire.frame import Buffer

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from dips.demo.model import build, loss_of
 from dips.demo.verdict import Check, Kill, Losses, checks, losses, validation_loss
 from dips.ids import PushId, VersionId
-from dips.master.ledger_state import RoundHistory
+from dips.master.ledger_history import RoundHistory
 from dips.protocol.records import FoldRow
 
 GOOD = Losses(first=5.55, head=1.9, exported=1.9, bigrams=2.4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dips.master.children import Child, bound, holder
+from dips.master.children import Child, truncate_log
 
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 DEAF = [
@@ -65,28 +64,14 @@ async def test_a_dead_number_is_not_adopted() -> None:
         Child(done.pid, None)
 
 
-def test_the_holder_of_a_lock(tmp_path: Path) -> None:
-    """Only a held lock names its holder: what a dead process left written is not believed."""
-    lock = tmp_path / ".lock"
-    assert holder(lock) is None
-    lock.write_text("1\n")
-    assert holder(lock) is None
-    with lock.open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        lock.write_text(f"{os.getpid()}\n")
-        assert holder(lock) == os.getpid()
-        lock.write_text("")
-        assert holder(lock) is None  # it has the lock and has not yet said who it is
-
-
 def test_a_log_is_bounded(tmp_path: Path) -> None:
     """What another process appends to stays appended to; the content before is kept once."""
     log = tmp_path / "s.log"
-    bound(log, 10)
+    truncate_log(log, 10)
     with log.open("ab", buffering=0) as writer:
         writer.write(b"x" * 20)
-        bound(log, 10)
+        truncate_log(log, 10)
         writer.write(b"new")
-        bound(log, 10)
+        truncate_log(log, 10)
     assert log.read_bytes() == b"new"
     assert (tmp_path / "s.log.1").read_bytes() == b"x" * 20

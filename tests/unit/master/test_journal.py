@@ -29,7 +29,7 @@ from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Effect
 from dips.protocol.events import Event, OrderAnswered, Ticked
 from dips.sim import master as sim_master
-from dips.sim.world import World
+from tests.simulation.trial import play as play_seed
 
 ROOT = Path(__file__).parents[3]
 LARGE = JournalSection()
@@ -44,12 +44,12 @@ class Journalled(Coordinator):
 
     def step(self, event: Event, now: float) -> list[Effect]:
         journal = self._journal()
-        if journal.due():
-            journal.begin(self.state())
+        if journal.is_segment_due():
+            journal.begin_segment(self.state())
         effects = super().step(event, now)
-        journal.took(event, now, effects)
+        journal.record_step(event, now, effects)
         if self.options is not LARGE:  # the simulated master is faster than the thread that writes
-            until(lambda: journal.told()["waiting"] == 0)
+            until(lambda: journal.snapshot()["waiting"] == 0)
         return effects
 
     def _journal(self) -> Journal:
@@ -67,7 +67,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]
         Journalled.directory, Journalled.made, Journalled.options = tmp_path, [], JournalSection(**options)
         monkeypatch.setattr(sim_master, "Coordinator", Journalled)
         monkeypatch.setattr(journal_module, "CLOSE_S", 60.0)  # a busy machine is no slow disk
-        assert World(seed).run().failure is None
+        assert play_seed((seed, None)).failure is None
         for journal in Journalled.made:
             journal.close()
         return tmp_path
@@ -122,15 +122,15 @@ def test_the_same_under_another_hash_seed(play: Callable[..., Path], hash_seed: 
 def test_a_walk_over_a_set_is_found(play: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The check bites: code that tells a set in its own order is found by another process, where it did."""
 
-    def told(w: Any, event: Any) -> None:
-        staged(w, event)
-        w.note("staged", on=",".join({f"{event.slave}-{i}" for i in range(30)}))
+    def told(run: Any, event: Any) -> None:
+        staged(run, event)
+        run.note("staged", on=",".join({f"{event.slave}-{i}" for i in range(30)}))
 
-    staged = pushes.staged
+    staged = pushes.on_push_staged
     monkeypatch.setitem(sys.modules["dips.protocol.coordinator"].HANDLERS, pushes.PushStaged, told)
     directory = play()
     assert not any(one.differs for one in replay(directory))
-    script = "import sys; from dips.protocol import coordinator, pushes\nstaged = pushes.staged\n"
+    script = "import sys; from dips.protocol import coordinator, pushes\nstaged = pushes.on_push_staged\n"
     script += "def told(w, event):\n    staged(w, event)\n"
     script += "    w.note('staged', on=','.join({f'{event.slave}-{i}' for i in range(30)}))\n"
     script += "coordinator.HANDLERS[pushes.PushStaged] = told\n"
@@ -226,8 +226,8 @@ class Full:
 
 def bare(tmp_path: Path) -> Journal:
     journal = Journal(tmp_path, "r", 1, LARGE, structlog.get_logger())
-    assert journal.due()
-    journal.begin((1, 2))
+    assert journal.is_segment_due()
+    journal.begin_segment((1, 2))
     return journal
 
 
@@ -242,7 +242,7 @@ def test_a_full_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkey
     """It says so once and takes no more; after a while it begins anew with a segment of its own."""
     monkeypatch.setattr(journal_module, "RETRY_S", 0.05)
     journal = bare(tmp_path)
-    until(lambda: journal.told()["bytes"] > 0)
+    until(lambda: journal.snapshot()["bytes"] > 0)
 
     def full() -> None:
         raise OSError(errno.ENOSPC, "no space left on device")
@@ -250,16 +250,16 @@ def test_a_full_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkey
     journal._writer._file = Full(journal._writer._file, full)  # type: ignore[assignment, arg-type]
     with capture_logs() as logs:
         journal._log = structlog.get_logger()
-        journal.took(Ticked(), 1.0, [])
+        journal.record_step(Ticked(), 1.0, [])
         until(lambda: journal._writer.failed)
         for _ in range(5):
-            journal.took(Ticked(), 2.0, [])
+            journal.record_step(Ticked(), 2.0, [])
     assert [line["event"] for line in logs] == ["journal stopped; the run goes on without it"]
     assert "no space left" in logs[0]["why"]
-    assert journal.told()["writing"] == 0
-    until(journal.due)
-    journal.begin((3,))
-    journal.took(Ticked(), 3.0, [])
+    assert journal.snapshot()["writing"] == 0
+    until(journal.is_segment_due)
+    journal.begin_segment((3,))
+    journal.record_step(Ticked(), 3.0, [])
     journal.close()
     assert [path.name for path in segments(tmp_path)] == ["journal-1-1.jsonl", "journal-1-2.jsonl"]
     assert segments(tmp_path)[1].read_text().count("\n") == 2
@@ -269,7 +269,7 @@ def test_a_slow_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkey
     """While a write hangs, taking steps costs nothing and what waits is bounded; what was written stays good."""
     monkeypatch.setattr(journal_module, "MOST_WAITING", 100)
     journal = bare(tmp_path)
-    until(lambda: journal.told()["bytes"] > 0)
+    until(lambda: journal.snapshot()["bytes"] > 0)
     hangs = True
 
     def hang() -> None:
@@ -279,10 +279,10 @@ def test_a_slow_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkey
     with capture_logs() as logs:
         journal._log = structlog.get_logger()
         for at in range(1000):
-            journal.took(Ticked(), float(at), [])
-            assert journal.told()["waiting"] <= 100
+            journal.record_step(Ticked(), float(at), [])
+            assert journal.snapshot()["waiting"] <= 100
     assert "a disk that does not keep up" in logs[0]["why"] and len(logs) == 1
-    assert not journal.due()
+    assert not journal.is_segment_due()
     hangs = False
     journal.close()
     lines = segments(tmp_path)[0].read_text().splitlines()[1:]
@@ -293,8 +293,8 @@ def test_a_slow_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkey
 def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     """Also the first segment may fail: the master serves."""
     journal = Journal(tmp_path / "missing", "r", 1, LARGE, structlog.get_logger())
-    journal.begin((1,))
+    journal.begin_segment((1,))
     until(lambda: journal._writer.failed)
-    journal.took(Ticked(), 1.0, [])
-    assert journal.told()["writing"] == 0
+    journal.record_step(Ticked(), 1.0, [])
+    assert journal.snapshot()["writing"] == 0
     journal.close()

@@ -33,7 +33,7 @@ def config(tmp_path: Path) -> RunFile:
     (tmp_path / "dips.yaml").write_text(yaml.safe_dump(content))
     config = load_run(tmp_path / "dips.yaml")
     genesis.make_run(config, {"a.w": np.ones(2, np.float32), "b.w": np.ones(2, np.float32)})
-    with recover.opened(config) as ledger:
+    with recover.open_ledger(config) as ledger:
         ledger.start_term()
         ledger.start_term()
         names = [("slave", "s0", 3), ("slave", "s1", 4), ("cluster", "west", 7)]
@@ -41,14 +41,14 @@ def config(tmp_path: Path) -> RunFile:
     return config
 
 
-def plan(config: RunFile, **above: Any) -> recover.Plan:
-    with recover.opened(config) as ledger:
-        return recover.plan(config, ledger, **above)
+def plan(config: RunFile, **above: Any) -> recover.RecoveryPlan:
+    with recover.open_ledger(config) as ledger:
+        return recover.make_plan(config, ledger, **above)
 
 
 def carry_out(config: RunFile, **above: Any) -> None:
-    with recover.opened(config) as ledger:
-        recover.plan(config, ledger, **above).carry_out(ledger)
+    with recover.open_ledger(config) as ledger:
+        recover.make_plan(config, ledger, **above).carry_out(ledger)
 
 
 def test_everything_that_carries_a_name_is_looked_at(config: RunFile) -> None:
@@ -70,21 +70,21 @@ def test_the_next_master_uses_no_name_twice(config: RunFile) -> None:
     """Term, round and lives are above everything; old lives of clusters are over; doing it twice is harmless."""
     for times in (1, 2):
         carry_out(config)
-        with recover.opened(config) as ledger:
+        with recover.open_ledger(config) as ledger:
             state = ledger.state()
         assert state.term == 2 + times * SPARE
         assert state.next_round == 5 + times * SPARE + 1
         assert {p.name: p.inc for p in state.slaves} == {"s0": 3 + times * SPARE, "s1": 4 + times * SPARE}
         assert [(p.inc, p.ended) for p in state.clusters] == [(7 + times * SPARE, True)]
         assert [v.version for v in state.versions] == [VersionId(0, 0)]
-    with recover.opened(config) as ledger:
+    with recover.open_ledger(config) as ledger:
         assert ledger.start_term() == 2 + 2 * SPARE + 1
 
 
 def test_a_directory_elsewhere_is_said(config: RunFile) -> None:
     """What lies on other machines cannot be looked at: the operator is told which, and what to say."""
     (config.master.directory.parent / "s0").mkdir()
-    told = plan(config).told()
+    told = plan(config).describe()
     assert "not on this machine" in told and "s1" in told and "--round-above" in told
     assert "that all slaves offer" in told
 
@@ -96,7 +96,7 @@ def test_a_version_that_was_made_since_is_adopted(config: RunFile) -> None:
         for version in ("v3@r8", "v4@r9"):
             (here / name / version).mkdir(parents=True)
             (here / name / version / "manifest.json").write_text(name + version)
-    assert "v4@r9 with --adopt v4@r9" in plan(config).told()
+    assert "v4@r9 with --adopt v4@r9" in plan(config).describe()
     (here / "s1" / "v4@r9" / "manifest.json").unlink()
     (here / "s1" / "v4@r9").rmdir()
     with pytest.raises(ConfigError, match="is not in the directory of s1"):
@@ -104,7 +104,7 @@ def test_a_version_that_was_made_since_is_adopted(config: RunFile) -> None:
     with pytest.raises(ConfigError, match="is not newer than this ledger"):
         plan(config, adopt=VersionId(3, 5))
     carry_out(config, adopt=VersionId(3, 8))
-    with recover.opened(config) as ledger:
+    with recover.open_ledger(config) as ledger:
         state, digests = ledger.state(), ledger.digests()
     assert [v.version for v in state.versions] == [VersionId(0, 0), VersionId(3, 8)]
     assert state.next_round == 9 + SPARE + 1
@@ -116,12 +116,12 @@ def test_it_asks(config: RunFile, tmp_path: Path) -> None:
     words = ["recover", "--config", str(tmp_path / "dips.yaml")]
     refused = CliRunner().invoke(cli, words, input="n\n")
     assert refused.exit_code == 1 and "abandoned" in refused.stdout
-    with recover.opened(config) as ledger:
+    with recover.open_ledger(config) as ledger:
         assert ledger.state().term == 2
         held = CliRunner().invoke(cli, [*words, "--yes"])
         assert isinstance(held.exception, ConfigError) and "in use" in str(held.exception)
     assert CliRunner().invoke(cli, words, input="y\n").exit_code == 0
-    with recover.opened(config) as ledger:
+    with recover.open_ledger(config) as ledger:
         assert ledger.state().term == 2 + SPARE
     (tmp_path / "dips.yaml").write_text((tmp_path / "dips.yaml").read_text().replace("run: r", "run: other"))
     other = CliRunner().invoke(cli, [*words, "--yes"])
@@ -143,7 +143,7 @@ def test_which_run_must_be_said() -> None:
 
 def test_a_term_above(tmp_path: Path, config: RunFile) -> None:
     """A term begins above what is named, and above every earlier one."""
-    with recover.opened(config) as ledger:
+    with recover.open_ledger(config) as ledger:
         assert [ledger.start_term(above=10), ledger.start_term(above=3), ledger.start_term()] == [11, 12, 13]
     with pytest.raises(ConfigError):
         Ledger.open(tmp_path / "nothing.sqlite")

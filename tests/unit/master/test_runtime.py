@@ -1,4 +1,4 @@
-"""The runtime: one owner, ordered effects, durable before told, and no death by our own absence."""
+"""The runtime: what arrives reaches the core, what it orders is carried out, and whoever waits gets an answer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import structlog
 
 from dips.errors import UnavailableMaster
 from dips.ids import GENESIS, PullId, PushId, VersionId
-from dips.master.runtime import EXIT_BUG, EXIT_LEDGER, Runtime
-from dips.protocol.beats import ClusterBeat, SlaveBeat
+from dips.master.core import EXIT_LEDGER, MasterCore
+from dips.master.runtime import EXIT_BUG, Runtime
+from dips.protocol.alignment import WindowTiming
 from dips.protocol.effects import (
-    Acknowledged,
     Effect,
     Exit,
     Joined,
@@ -28,10 +28,10 @@ from dips.protocol.effects import (
     Progress,
     Reply,
 )
+from dips.protocol.enums import Activity, ClusterStanding, Role, TrainerState
 from dips.protocol.events import (
     Blind,
     ClusterJoined,
-    ClusterLeft,
     ClusterSilent,
     Done,
     Event,
@@ -41,9 +41,9 @@ from dips.protocol.events import (
     RoundAwaited,
     Ticked,
 )
+from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.membership import Judge
 from dips.protocol.options import TimingOptions
-from dips.protocol.pace import Gathering
 from dips.protocol.records import IncarnationGiven, Record
 from dips.telemetry.timeline import Timeline, read
 
@@ -53,14 +53,16 @@ PUSH = PushId("a", 1, 1)
 JOIN = ("a", "nonce", "run", "{}", "digest")
 
 
-class FakeCoordinator:
+class ScriptedCoordinator:
     """Remembers its events; answers each by a script: type of event → effects."""
+
+    term = 3
 
     def __init__(self) -> None:
         self.seen: list[Event] = []
         self.script: dict[type, Callable[[Any], list[Effect]]] = {}
         self.deadline = inf
-        self.standing = "live"
+        self.standing = ClusterStanding.LIVE
         self.heard = asyncio.Event()
 
     def step(self, event: Event, now: float) -> list[Effect]:
@@ -76,14 +78,14 @@ class FakeCoordinator:
     def progress(self) -> Progress:
         return Progress(0, 0, None)
 
-    def cluster_standing(self, cluster: str, inc: int) -> tuple[str, PushId | None, PullId | None]:
+    def cluster_standing(self, cluster: str, inc: int) -> tuple[ClusterStanding, PushId | None, PullId | None]:
         return self.standing, PUSH, None
 
     def slave_live(self, slave: str, sinc: int) -> tuple[bool, int, tuple[PushId, ...], tuple[PullId, ...]]:
         return False, 7, (PUSH,), ()
 
-    def gathering(self) -> Gathering:
-        return Gathering(None, 1, 0)
+    def window_timing(self) -> WindowTiming:
+        return WindowTiming(None, 1, 0)
 
     def view(self, now: float) -> dict[str, Any]:
         return {"seen": len(self.seen)}
@@ -92,7 +94,7 @@ class FakeCoordinator:
         return [type(e).__name__ for e in self.seen]
 
 
-class FakeOutside:
+class RecordingOutside:
     """A disk that may be held and may fail; slaves that answer Done."""
 
     def __init__(self) -> None:
@@ -109,7 +111,7 @@ class FakeOutside:
             raise OSError("disk full")
         self.written += records
 
-    def learn(self, slave: str, address: str) -> None:
+    def learn_address(self, slave: str, address: str) -> None:
         self.addresses[slave] = address
 
     async def execute(self, order: Order) -> OrderAnswered | OrderFailed:
@@ -127,25 +129,17 @@ class Clock:
         return time.monotonic() + self.added
 
 
-class House:
+class RunningMaster:
     """A running runtime with everything that a test watches."""
 
     def __init__(self, tmp_path: Path) -> None:
-        self.coordinator, self.outside, self.clock = FakeCoordinator(), FakeOutside(), Clock()
+        self.coordinator, self.outside, self.clock = ScriptedCoordinator(), RecordingOutside(), Clock()
         self.judge = Judge(TIMING)
         self.path = tmp_path / "timeline.jsonl"
         self.timeline = Timeline(self.path, "master")
-        self.runtime = Runtime(
-            self.coordinator,
-            self.judge,
-            self.outside,
-            term=3,
-            beat_s=BEAT_S,
-            lease_s=TIMING.lease_s,
-            clock=self.clock,
-            log=structlog.get_logger(),
-            timeline=self.timeline,
-        )
+        core = MasterCore(self.coordinator, self.judge, TIMING, self.clock())
+        log = structlog.get_logger()
+        self.runtime = Runtime(core, self.outside, clock=self.clock, log=log, timeline=self.timeline)
 
     async def heard(self, kind: type) -> Any:
         """Return the first event of a kind, when it has come."""
@@ -158,8 +152,8 @@ class House:
 
 
 @asynccontextmanager
-async def house(tmp_path: Path) -> AsyncIterator[House]:
-    made = House(tmp_path)
+async def running(tmp_path: Path) -> AsyncIterator[RunningMaster]:
+    made = RunningMaster(tmp_path)
     task = asyncio.create_task(made.runtime.run())
     try:
         async with asyncio.timeout(10):
@@ -171,13 +165,13 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
 
 
 def joins(event: ClusterJoined) -> list[Effect]:
-    given = IncarnationGiven("cluster", event.cluster, 1, event.nonce)
+    given = IncarnationGiven(Role.CLUSTER, event.cluster, 1, event.nonce)
     return [given, Reply(event.req, Joined(3, 1, GENESIS, Progress(0, 0, None), ()))]
 
 
 async def test_an_answer_waits_for_its_record(tmp_path: Path) -> None:
     """Joined is told when its incarnation is on disk, not before (why.md 29)."""
-    async with house(tmp_path) as h:
+    async with running(tmp_path) as h:
         h.coordinator.script[ClusterJoined] = joins
         h.outside.disk.clear()
         asking = asyncio.create_task(h.runtime.ask(lambda req: ClusterJoined(req, *JOIN)))
@@ -186,32 +180,37 @@ async def test_an_answer_waits_for_its_record(tmp_path: Path) -> None:
         assert not done and h.outside.written == []
         h.outside.disk.set()
         assert isinstance(await asking, Joined)
-        assert h.outside.written == [IncarnationGiven("cluster", "a", 1, "nonce")]
+        assert h.outside.written == [IncarnationGiven(Role.CLUSTER, "a", 1, "nonce")]
 
 
 async def test_a_beat_tells_nothing_that_is_not_durable(tmp_path: Path) -> None:
     """A beat's answer stands behind the records of the steps before it."""
-    async with house(tmp_path) as h:
+    async with running(tmp_path) as h:
         h.coordinator.script[ClusterJoined] = joins
         h.outside.disk.clear()
         asking = asyncio.create_task(h.runtime.ask(lambda req: ClusterJoined(req, *JOIN)))
         await h.heard(ClusterJoined)
-        beating = asyncio.create_task(h.runtime.beat(beat()))
+        beating = asyncio.create_task(h.runtime.heartbeat(beat()))
         done, _ = await asyncio.wait([beating], timeout=0.1)
         assert not done
         h.outside.disk.set()
         answer = await beating
-        assert (answer.term, answer.standing, answer.push, answer.lease_s) == (3, "live", PUSH, TIMING.lease_s)
+        assert (answer.term, answer.standing, answer.push, answer.lease_s) == (
+            3,
+            ClusterStanding.LIVE,
+            PUSH,
+            TIMING.lease_s,
+        )
         await asking
 
 
 async def test_orders_leave_in_order_behind_their_record(tmp_path: Path) -> None:
     """Orders begin in the order in which they were given, after the record before them; their answers are events."""
-    async with house(tmp_path) as h:
+    async with running(tmp_path) as h:
         orders = [Order("s", 1, 3, number, Ping(), 1.0) for number in (1, 2, 3)]
-        h.coordinator.script[PushStaged] = lambda e: [orders[0], IncarnationGiven("slave", "s", 1, "n"), *orders[1:]]
+        h.coordinator.script[PushStaged] = lambda e: [orders[0], IncarnationGiven(Role.SLAVE, "s", 1, "n"), *orders[1:]]
         h.outside.disk.clear()
-        h.runtime.tell(PushStaged("s", 1, PUSH, 4))
+        h.runtime.put_event(PushStaged("s", 1, PUSH, 4))
         first = await h.heard(OrderAnswered)
         assert (first.number, h.outside.executed) == (1, [1])
         h.outside.disk.set()
@@ -223,25 +222,25 @@ async def test_orders_leave_in_order_behind_their_record(tmp_path: Path) -> None
 
 async def test_a_record_that_cannot_be_written_ends_the_master(tmp_path: Path) -> None:
     """Exit 74, nothing told, and the asker hears that this master is unavailable."""
-    made = House(tmp_path)
+    made = RunningMaster(tmp_path)
     made.coordinator.script[ClusterJoined] = joins
     made.outside.fails = True
-    running = asyncio.create_task(made.runtime.run())
+    ending = asyncio.create_task(made.runtime.run())
     with pytest.raises(UnavailableMaster, match="stopping"):
         await made.runtime.ask(lambda req: ClusterJoined(req, *JOIN))
-    assert await running == EXIT_LEDGER
+    assert await ending == EXIT_LEDGER
     with pytest.raises(UnavailableMaster):
-        await made.runtime.beat(beat())
+        await made.runtime.heartbeat(beat())
     made.timeline.close()
 
 
 async def test_exit_is_obeyed(tmp_path: Path) -> None:
     """The Coordinator's Exit ends the runtime with its code, after what stands before it has left."""
-    made = House(tmp_path)
+    made = RunningMaster(tmp_path)
     made.coordinator.script[PushStaged] = lambda e: [Note("round_skipped", (("round", "4"),)), Exit(75, "a later term")]
-    running = asyncio.create_task(made.runtime.run())
-    made.runtime.tell(PushStaged("s", 1, PUSH, 4))
-    assert await running == 75
+    ending = asyncio.create_task(made.runtime.run())
+    made.runtime.put_event(PushStaged("s", 1, PUSH, 4))
+    assert await ending == 75
     made.timeline.close()
     (line,) = read(made.path)
     assert (line["kind"], line["round"]) == ("round_skipped", "4")
@@ -249,37 +248,28 @@ async def test_exit_is_obeyed(tmp_path: Path) -> None:
 
 async def test_a_bug_of_the_coordinator_ends_the_master(tmp_path: Path) -> None:
     """A machine that raised is not trusted with another event: exit 70."""
-    made = House(tmp_path)
+    made = RunningMaster(tmp_path)
 
     def breaks(event: Event) -> list[Effect]:
         raise AssertionError("impossible")
 
     made.coordinator.script[PushStaged] = breaks
-    running = asyncio.create_task(made.runtime.run())
-    made.runtime.tell(PushStaged("s", 1, PUSH, 4))
-    assert await running == EXIT_BUG
+    ending = asyncio.create_task(made.runtime.run())
+    made.runtime.put_event(PushStaged("s", 1, PUSH, 4))
+    assert await ending == EXIT_BUG
     made.timeline.close()
-
-
-async def test_silence_is_judged(tmp_path: Path) -> None:
-    """A cluster that joined and never beats is silent after its lease."""
-    async with house(tmp_path) as h:
-        h.coordinator.script[ClusterJoined] = joins
-        await h.runtime.ask(lambda req: ClusterJoined(req, *JOIN))
-        silent = await h.heard(ClusterSilent)
-        assert silent.silent_s >= TIMING.lease_s
 
 
 async def test_nobody_dies_of_our_absence(tmp_path: Path) -> None:
     """After a gap of a minute the leases have moved: Blind comes first, and the cluster that beats on is not judged."""
-    async with house(tmp_path) as h:
+    async with running(tmp_path) as h:
         h.coordinator.script[ClusterJoined] = joins
         await h.runtime.ask(lambda req: ClusterJoined(req, *JOIN))
         h.clock.added += 60.0
         blind = await h.heard(Blind)
         assert blind.gap_s == pytest.approx(60.0, abs=1.0)
         for _ in range(8):
-            await h.runtime.beat(beat())
+            await h.runtime.heartbeat(beat())
             await asyncio.sleep(BEAT_S / 2)
         assert "ClusterSilent" not in h.coordinator.kinds()
         await h.heard(ClusterSilent)  # and when it does fall silent, it is judged as ever
@@ -287,84 +277,42 @@ async def test_nobody_dies_of_our_absence(tmp_path: Path) -> None:
 
 async def test_after_a_gap_the_unread_is_read_first(tmp_path: Path) -> None:
     """A deadline that passed while nobody looked is not acted upon before what lay in the inbox."""
-    async with house(tmp_path) as h:
+    async with running(tmp_path) as h:
         h.coordinator.deadline = h.clock() + 30.0
         await asyncio.sleep(BEAT_S)
         h.clock.added += 60.0
-        h.runtime.tell(PushStaged("s", 1, PUSH, 4))
+        h.runtime.put_event(PushStaged("s", 1, PUSH, 4))
         await h.heard(Ticked)
         assert h.coordinator.kinds() == ["Blind", "PushStaged", "Ticked"]
 
 
 async def test_a_deadline_is_a_tick(tmp_path: Path) -> None:
     """Ticked comes at the Coordinator's deadline, without anybody speaking."""
-    async with house(tmp_path) as h:
+    async with running(tmp_path) as h:
         h.coordinator.deadline = due = h.clock() + 0.15
         await h.heard(Ticked)
         assert h.clock() >= due
         assert h.coordinator.kinds() == ["Ticked"]
 
 
-async def test_a_question_answered_by_a_reply_alone_wakes_no_poll(tmp_path: Path) -> None:
-    """Polls do not wake each other; a fact or an effect wakes them all."""
-    async with house(tmp_path) as h:
-        h.coordinator.script[RoundAwaited] = lambda e: [Reply(e.req, Acknowledged())]
-        changed = h.runtime.changed
-        await h.runtime.ask(lambda req: RoundAwaited(req, PUSH))
-        assert not changed.is_set()
-        h.runtime.tell(PushStaged("s", 1, PUSH, 4))
-        await asyncio.wait_for(changed.wait(), 5)
-
-
-async def test_who_left_is_not_judged_silent(tmp_path: Path) -> None:
-    """A cluster that left gracefully is forgotten by the judge."""
-    async with house(tmp_path) as h:
-        h.coordinator.script[ClusterJoined] = joins
-        h.coordinator.script[ClusterLeft] = lambda e: [Reply(e.req, Acknowledged())]
-        await h.runtime.ask(lambda req: ClusterJoined(req, *JOIN))
-        h.coordinator.standing = "gone"
-        await h.runtime.ask(lambda req: ClusterLeft(req, "a", 1, 0))
-        assert h.judge.next_deadline() == inf
-
-
-async def test_beats_of_live_peers_are_kept(tmp_path: Path) -> None:
-    """The newest beat of a peer that the Coordinator knows is kept for the status; a stranger's is not."""
-    async with house(tmp_path) as h:
-        h.coordinator.standing = "gone"
-        await h.runtime.beat(beat())
-        assert h.runtime.beats == {}
-        h.coordinator.standing = "live"
-        await h.runtime.beat(beat(inner_steps=5))
-        await h.runtime.beat(beat(inner_steps=6))
-        ((kept, _),) = h.runtime.beats.values()
-        assert isinstance(kept, ClusterBeat) and kept.inner_steps == 6
-
-
-async def test_a_slave_of_an_older_term_must_register(tmp_path: Path) -> None:
-    """A beat that bears another master's term is answered with register, whatever the Coordinator remembers."""
-    async with house(tmp_path) as h:
-        stale = await h.runtime.beat(slave_beat(term=2))
-        fresh = await h.runtime.beat(slave_beat(term=3))
-        assert (stale.register, fresh.register) == (True, False)
-        assert (fresh.as_of, fresh.pushes) == (7, (PUSH,))
-
-
 async def test_stop_refuses_those_who_wait(tmp_path: Path) -> None:
     """A graceful stop answers open questions with UnavailableMaster instead of leaving them to their deadline."""
-    made = House(tmp_path)
-    running = asyncio.create_task(made.runtime.run())
+    made = RunningMaster(tmp_path)
+    ending = asyncio.create_task(made.runtime.run())
     asking = asyncio.create_task(made.runtime.ask(lambda req: RoundAwaited(req, PUSH)))
     await made.heard(RoundAwaited)
     made.runtime.stop()
-    assert await running == 0
+    assert await ending == 0
     with pytest.raises(UnavailableMaster):
         await asking
     made.timeline.close()
 
 
-def beat(inner_steps: int = 0) -> ClusterBeat:
-    return ClusterBeat("a", 1, "training", "inner", 1, inner_steps, 0, 0, 0.0, VersionId(0, 0), 0, 0, 0.0)
+def beat(inner_steps: int = 0) -> ClusterHeartbeat:
+    return ClusterHeartbeat(
+        "a", 1, TrainerState.TRAINING, Activity.INNER, 1, inner_steps, 0, 0, 0.0, VersionId(0, 0), 0, 0, 0.0
+    )
 
 
-def slave_beat(term: int) -> SlaveBeat:
-    return SlaveBeat("s", 1, term, GENESIS, (), (), 0, 0, 0, 0, 0.0, 0.0)
+def slave_beat(term: int) -> SlaveHeartbeat:
+    return SlaveHeartbeat("s", 1, term, GENESIS, (), (), 0, 0, 0, 0, 0.0, 0.0)

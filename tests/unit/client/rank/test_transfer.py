@@ -30,7 +30,7 @@ class ScriptedLane:
     """A slave's lane that holds one parameter: it serves pulls, and asks for all of a push."""
 
     def __init__(self, theta: np.ndarray, corrupted: set[int]) -> None:
-        """`corrupted`: the chunks, by number, that are sent once with a flipped bit and the checksum of the right body."""
+        """`corrupted`: the chunks, by number, that are sent once with a flipped bit under the right checksum."""
         self.theta, self.received = theta, np.full(theta.size, np.nan, np.float32)
         self.wanted: Counter[Range] = Counter()
         self._corrupted = {CHUNKS[number] for number in corrupted}

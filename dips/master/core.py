@@ -1,0 +1,210 @@
+"""Everything that a master decides, as a pure state machine: no clock, socket, thread or event loop.
+
+It owns the Coordinator (what rounds, pushes and versions mean), the Judge (who is alive), the alignment of pushes, the
+questions that are kept open, and the outbox. A shell around it tells it what arrived and what time it is, carries out
+the actions that it returns, and writes records; the daemon (runtime.py) and the simulated master (dips/sim/master.py)
+are two such shells.
+
+What must stay true: nothing behind a Record leaves before the record is durable, answers to heartbeats included.
+Silence counts only while somebody listens: after a gap in which the shell did not run, every deadline moves, and what
+had arrived meanwhile is read before anybody is judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeGuard, get_args
+
+from dips.errors import StaleTerm
+from dips.master.held import HeldQuestion, HeldQuestions, PollOptions
+from dips.master.outbox import Action, HeartbeatReply, Outbox, SlaveAddress
+from dips.master.ports import CoordinatorLike, JudgeLike
+from dips.protocol.alignment import Alignment
+from dips.protocol.effects import Effect, Exit, Joined, Pending, Registered, Reply
+from dips.protocol.enums import ClusterStanding
+from dips.protocol.events import Blind, ClusterJoined, Event, SlaveRegistered, Ticked
+from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer, SlaveHeartbeat, SlaveHeartbeatAnswer
+from dips.protocol.options import TimingOptions
+from dips.protocol.records import ClusterEnded
+from dips.protocol.slaves import EXIT_STALE
+
+EXIT_LEDGER = 74  # EX_IOERR: a record could not be written; the next term reads what is true
+LEAST_SLEEP_S = 0.001  # a deadline that has passed does not make the shell spin
+
+Step = Callable[[Event, float], list[Effect]]
+Heartbeats = dict[
+    tuple[str, str], tuple[ClusterHeartbeat | SlaveHeartbeat, float]
+]  # newest by (role, name), when it came
+
+
+class MasterCore:
+    """One term of a master. `now` is monotonic seconds; a shell calls in this order, whenever it runs:
+
+    wake(now), then on_heartbeat or handle for all that has arrived, then tick(now); carry out take_actions(); sleep
+    until sleep_until(now) or until something arrives. WriteRecords is answered by on_written or on_write_failed.
+    """
+
+    def __init__(
+        self,
+        coordinator: CoordinatorLike,
+        judge: JudgeLike,
+        timing: TimingOptions,
+        now: float,
+        *,
+        polls: PollOptions = PollOptions(),
+        step: Step | None = None,
+    ) -> None:
+        """`step` wraps `coordinator.step`, for those who journal or watch every event."""
+        self._coordinator, self._judge, self._timing, self._polls = coordinator, judge, timing, polls
+        self._decide = step or coordinator.step
+        self._alignment = Alignment()
+        self._held = HeldQuestions(polls)
+        self._outbox = Outbox()
+        self._expected_at = now  # when the shell meant to run again
+        self._judging_from = now  # after a gap: nobody is judged before this time
+        self.heartbeats: Heartbeats = {}
+
+    # ---- time ------------------------------------------------------------------------------------------------------
+
+    def wake(self, now: float) -> None:
+        """The shell runs again: notice a gap if it slept for longer than it meant to."""
+        gap_s = now - self._expected_at
+        if gap_s <= self._timing.beat_s:
+            return
+        self._expected_at = now
+        self._judge.shift(gap_s)
+        self._alignment.shift(gap_s)
+        self._step(Blind(gap_s), now)
+        self._judging_from = now + self._timing.beat_s / 2  # what is still in the sockets is read first
+
+    def tick(self, now: float) -> None:
+        """Do what is due: judge silence, act on the Coordinator's deadlines, ask held questions again."""
+        if now < self._judging_from:
+            return
+        if now >= self._judge.next_deadline():
+            for verdict in self._judge.verdicts(now):
+                self._step(verdict, now)
+        if now >= self._coordinator.next_deadline():
+            self._step(Ticked(), now)
+        for question in self._held.take_due(now):
+            self._ask(question, now)
+
+    def next_deadline(self) -> float:
+        """When `tick` has something to do; inf if nothing is due."""
+        due = min(self._coordinator.next_deadline(), self._judge.next_deadline(), self._held.next_deadline())
+        return max(due, self._judging_from)
+
+    def sleep_until(self, now: float) -> float:
+        """When the shell must run again: at the next deadline, and at most a heartbeat from now to notice a gap."""
+        self._expected_at = min(now + self._timing.beat_s, max(now + LEAST_SLEEP_S, self.next_deadline()))
+        return self._expected_at
+
+    # ---- what arrives ----------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> None:
+        """Take a fact or a question; a question whose answer is Pending is held open."""
+        self._ask(HeldQuestion(event, now + self._polls.patience_s), now)
+
+    def withdraw(self, req: int) -> None:
+        """Whoever asked question `req` no longer waits for the answer."""
+        self._held.withdraw(req)
+
+    def on_heartbeat(self, req: int, heartbeat: ClusterHeartbeat | SlaveHeartbeat, now: float) -> None:
+        """Take a heartbeat; its answer leaves as HeartbeatReply."""
+        if isinstance(heartbeat, ClusterHeartbeat):
+            answer: ClusterHeartbeatAnswer | SlaveHeartbeatAnswer = self._answer_cluster(heartbeat, now)
+        else:
+            answer = self._answer_slave(heartbeat, now)
+        self._outbox.put(HeartbeatReply(req, answer))
+
+    # ---- what leaves -----------------------------------------------------------------------------------------------
+
+    def take_actions(self) -> list[Action]:
+        """Return what to do now, in order; each action is returned once."""
+        return self._outbox.take_actions()
+
+    def on_written(self) -> None:
+        """The records of the last WriteRecords are durable."""
+        self._outbox.on_written()
+
+    def on_write_failed(self, error: Exception) -> Exit:
+        """The records of the last WriteRecords are not written: nothing more leaves, and the process must exit."""
+        stale = isinstance(error, StaleTerm)
+        return Exit(EXIT_STALE if stale else EXIT_LEDGER, f"a record could not be written: {error}")
+
+    # ---- for people ------------------------------------------------------------------------------------------------
+
+    def view(self, now: float) -> dict[str, Any]:
+        """The status as plain data."""
+        timing, picture = self._coordinator.window_timing(), self._coordinator.view(now)
+        for name, cluster in picture.get("clusters", {}).items():
+            cluster["pace"] = self._alignment.explain(name, timing, now)
+        return picture
+
+    # ---- heartbeats ------------------------------------------------------------------------------------------------
+
+    def _answer_cluster(self, heartbeat: ClusterHeartbeat, now: float) -> ClusterHeartbeatAnswer:
+        name, coordinator = heartbeat.cluster, self._coordinator
+        for event in self._judge.on_cluster_heartbeat(heartbeat, now):
+            self._step(event, now)
+        standing, push, pull = coordinator.cluster_standing(name, heartbeat.inc)
+        if standing is ClusterStanding.LIVE:  # so only names that the Coordinator knows are kept
+            self.heartbeats["cluster", name] = (heartbeat, now)
+            self._alignment.record_heartbeat(heartbeat)
+        push_in_s = self._alignment.push_in_s(name, coordinator.window_timing(), now)
+        progress, lease_s = coordinator.progress(), self._timing.lease_s
+        return ClusterHeartbeatAnswer(coordinator.term, lease_s, standing, push, pull, progress, push_in_s)
+
+    def _answer_slave(self, heartbeat: SlaveHeartbeat, now: float) -> SlaveHeartbeatAnswer:
+        coordinator = self._coordinator
+        for event in self._judge.on_slave_heartbeat(heartbeat, now):
+            self._step(event, now)
+        register, as_of, pushes, pulls = coordinator.slave_live(heartbeat.slave, heartbeat.sinc)
+        register = register or heartbeat.term != coordinator.term
+        if not register:
+            self.heartbeats["slave", heartbeat.slave] = (heartbeat, now)
+        return SlaveHeartbeatAnswer(coordinator.term, self._timing.lease_s, register, as_of, pushes, pulls)
+
+    # ---- one event -------------------------------------------------------------------------------------------------
+
+    def _ask(self, question: HeldQuestion, now: float) -> None:
+        """Step one event that came from outside, for the first time or again."""
+        event = question.event
+        if isinstance(event, ClusterJoined):  # it may fence an incarnation whose tokens only heartbeats have reported
+            for report in self._judge.report_tokens(event.cluster):
+                self._step(report, now)
+        self._step(event, now, question)
+
+    def _step(self, event: Event, now: float, question: HeldQuestion | None = None) -> None:
+        """Let the Coordinator decide, and put what follows on the outbox."""
+        effects = self._decide(event, now)
+        self._follow_membership(event, effects, now)
+        if type(event) not in _CHANGE_NOTHING or any(not isinstance(effect, Reply) for effect in effects):
+            self._held.on_change(now)
+        for effect in effects:
+            if question is not None and now < question.until and _is_pending(effect):
+                self._held.hold(effect.req, question, now)
+            else:
+                self._outbox.put(effect)
+
+    def _follow_membership(self, event: Event, effects: list[Effect], now: float) -> None:
+        """An incarnation begins or ends by this step: the Judge and the links must know before anything follows."""
+        for effect in effects:
+            if isinstance(effect, ClusterEnded):
+                self._judge.forget_cluster(effect.cluster)
+                self._alignment.forget(effect.cluster)
+                self.heartbeats.pop(("cluster", effect.cluster), None)
+            elif isinstance(effect, Reply):
+                match event, effect.result:
+                    case ClusterJoined(), Joined(inc=inc):
+                        self._judge.welcome_cluster(event.cluster, inc, now)
+                    case SlaveRegistered(), Registered(sinc=sinc):
+                        self._judge.welcome_slave(event.slave, sinc, now)
+                        self._outbox.put(SlaveAddress(event.slave, event.address))
+
+
+_CHANGE_NOTHING = frozenset({Ticked, *(kind for kind in get_args(Event) if "req" in kind.__dataclass_fields__)})
+
+
+def _is_pending(effect: Effect) -> TypeGuard[Reply]:
+    return isinstance(effect, Reply) and isinstance(effect.result, Pending)

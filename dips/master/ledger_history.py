@@ -1,0 +1,62 @@
+"""Reads the ledger's history for people: how each round ended, what it folded and what it told its clusters."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import dataclass
+from typing import Any
+
+from dips.ids import VersionId
+from dips.master.ledger_rows import OUTCOME_COLUMNS, read_fold, read_outcome, read_real
+from dips.protocol.records import FoldRow, OutcomeRow
+
+
+@dataclass(frozen=True, slots=True)
+class RoundHistory:
+    """One round, as it ended; times are Unix seconds."""
+
+    round: int
+    kind: str  # "applied" | "skipped" | "unchanged" | "unfinished" (open now, or its master died)
+    reason: str
+    opened: float
+    ended: float | None
+    version: VersionId | None  # applied: what it made
+    parent: VersionId | None
+    tokens: int  # accepted
+    scale: float
+    delta_norm: float  # ‖c·acc‖ before clipping
+    clipped: bool
+    folds: tuple[FoldRow, ...]
+    outcomes: tuple[OutcomeRow, ...]
+    durable: bool = False  # applied: it lay complete on every disk
+    undone: str | None = None  # applied: why it was rolled back; None if it is in the lineage
+
+
+def read_history(db: sqlite3.Connection, limit: int) -> list[RoundHistory]:
+    """Return the newest `limit` rounds, oldest first."""
+    rows = db.execute(
+        """SELECT r.round, e.kind, e.reason, r.wall, e.wall, v.version, v.parent_version, v.parent_round, v.tokens,
+                  v.scale, v.delta_norm, v.clipped, v.durable OR d.round IS NOT NULL, b.reason
+           FROM rounds r LEFT JOIN round_ends e USING (round) LEFT JOIN versions v USING (round)
+           LEFT JOIN durable d USING (round)
+           LEFT JOIN undone u USING (round) LEFT JOIN rollbacks b ON b.place = u.rollback
+           ORDER BY r.round DESC LIMIT ?""",
+        (limit,),
+    ).fetchall()
+    return [_round(db, row) for row in reversed(rows)]
+
+
+def _round(db: sqlite3.Connection, row: tuple[Any, ...]) -> RoundHistory:
+    number, kind, reason, opened, ended, version, parent_version, parent_round, tokens, *step = row
+    scale, delta, clipped, durable, undone = step
+    folds = db.execute("SELECT * FROM folds WHERE round = ? ORDER BY place", (number,))
+    query = f"SELECT {OUTCOME_COLUMNS} FROM outcomes o WHERE o.round = ? ORDER BY o.place"
+    outcomes = db.execute(query, (number,))
+    made = version is not None
+    return RoundHistory(
+        number, kind or "unfinished", reason or "", opened, ended,
+        VersionId(version, number) if made else None,
+        VersionId(parent_version, parent_round) if made else None,
+        tokens or 0, scale or 0.0, read_real(delta) if made else 0.0, bool(clipped),
+        tuple(read_fold(f) for f in folds), tuple(read_outcome(o) for o in outcomes), bool(durable), undone,
+    )  # fmt: skip

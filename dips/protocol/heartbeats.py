@@ -1,0 +1,99 @@
+"""Heartbeats: the periodic messages that renew a lease, and their answers.
+
+The answer lists everything that is live for the asker; what is not on it is dropped there, which makes up for lost
+orders. `as_of` is the number of the last order that the list knows: what was opened by a later one stays.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dips.ids import PullId, PushId, VersionId
+from dips.protocol.effects import Progress
+from dips.protocol.enums import Activity, ClusterStanding, TrainerState
+
+LEAST_BYTES_PER_S = 1.0  # a slower transfer counts as not moving: times made from such rates leave the finite
+OWN_PACE = -1.0  # ClusterHeartbeatAnswer.push_in_s: the cluster keeps its own pace
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterHeartbeat:
+    cluster: str
+    inc: int
+    trainer: TrainerState
+    activity: Activity
+    attempt: int  # starts of the trainer under this agent
+    inner_steps: int  # taken by this agent's trainer since the agent's start
+    tokens_carried: int  # consumed, not yet settled by an Outcome
+    tokens_lost: int  # consumed and lost with dead trainers, in this incarnation
+    loss: float
+    base: VersionId | None
+    bytes_moved: int  # of the present transfer
+    bytes_total: int
+    bytes_per_s: float  # of the present or last transfer
+    aligned_steps: int = 0  # H that it would take by itself, if it pushes together with others; 0: its own pace
+    step_s: float = 0.0  # time of an inner step; 0 while unknown
+    since_push: int = 0  # inner steps since its last push
+    tokens_consumed: int = 0  # by this incarnation in all: carried, lost, or settled by an Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterHeartbeatAnswer:
+    term: int
+    lease_s: float
+    standing: ClusterStanding
+    push: PushId | None
+    pull: PullId | None
+    progress: Progress
+    push_in_s: float = OWN_PACE  # aligned pace: until its push should begin
+
+
+def remaining_s(nbytes: int, total: int, bytes_per_s: float) -> float:
+    """Seconds until `total` bytes are moved at this rate; infinite while nothing moves."""
+    if nbytes >= total:
+        return 0.0
+    return (total - nbytes) / bytes_per_s if bytes_per_s >= LEAST_BYTES_PER_S else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One push or pull moving through a slave."""
+
+    cluster: str
+    inc: int
+    seq: int
+    push: bool
+    nbytes: int
+    total: int
+    bytes_per_s: float = 0.0  # over the last seconds
+
+    @property
+    def remaining_s(self) -> float:
+        return remaining_s(self.nbytes, self.total, self.bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class SlaveHeartbeat:
+    slave: str
+    sinc: int
+    term: int
+    memory: VersionId | None
+    staged: tuple[PushId, ...]  # full and not yet measured
+    transfers: tuple[Transfer, ...]
+    pool_used: int  # bytes
+    pool_limit: int  # bytes
+    bytes_in: int  # since the start of the process
+    bytes_out: int
+    persist_s: float  # of the last snapshot
+    apply_s: float  # of the last Apply
+
+
+@dataclass(frozen=True, slots=True)
+class SlaveHeartbeatAnswer:
+    term: int
+    lease_s: float
+    register: bool  # this master does not know you as READY: register
+    as_of: int
+    pushes: tuple[PushId, ...]
+    pulls: tuple[PullId, ...]

@@ -1,0 +1,285 @@
+"""What can go wrong: one function a fault, each given the world and the generator of its own kind.
+
+Every role is crashed and stopped, every link delays, loses, clogs and parts, every disk is slow, full, torn, rotten or
+put back from a copy. What lasts a while mends itself; faults.py says when each strikes, and mends all at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from random import Random
+
+from dips.sim.cluster import SimCluster
+from dips.sim.slave import SlaveMachine
+from dips.sim.world import World
+
+Strike = Callable[[World, Random], None]
+OPERATOR_S = 4.0  # until a person has done what the run asks for
+DOWN_S = 3.0  # a process that crashed is started again after at most so long; one in five stays away thrice as long
+
+
+def _down_s(rng: Random) -> float:
+    return DOWN_S * (0.4 + 0.6 * rng.random()) * (3.0 if rng.random() < 0.2 else 1.0)
+
+
+def _cluster(world: World, rng: Random) -> SimCluster:
+    return rng.choice(list(world.clusters.values()))
+
+
+def _machine(world: World, rng: Random) -> SlaveMachine:
+    return rng.choice(list(world.machines.values()))
+
+
+def _lease(world: World) -> float:
+    return world.options.timing.lease_s
+
+
+# ---- clusters ------------------------------------------------------------------------------------------------------
+
+
+def crash_agent(world: World, rng: Random) -> None:
+    """Agent and trainer die, and are started again."""
+    cluster = _cluster(world, rng)
+    cluster.crash()
+    world.later(_down_s(rng), f"{cluster.name} starts again", cluster.start)
+
+
+def leave(world: World, rng: Random) -> None:
+    """SIGTERM of an agent; it joins again later."""
+    cluster = _cluster(world, rng)
+    cluster.leave()
+    world.later(_down_s(rng), f"{cluster.name} starts again", cluster.start)
+
+
+def crash_trainer(world: World, rng: Random) -> None:
+    _cluster(world, rng).crash_trainer()
+
+
+def crash_rank(world: World, rng: Random) -> None:
+    _cluster(world, rng).crash_rank(rng.randrange(3), 0.2 + 1.5 * rng.random())
+
+
+def hang(world: World, rng: Random) -> None:
+    """A trainer stands still, sometimes for longer than the master has patience with it."""
+    _cluster(world, rng).hang(world.options.timing.hang_s * (0.3 + rng.random()))
+
+
+def zombie_agent(world: World, rng: Random) -> None:
+    """A cluster's machines are stopped and taken for dead; they wake while their successor is at work."""
+    cluster = _cluster(world, rng)
+    zombie = cluster.abandon()
+    world.later(0.5 + _lease(world) * rng.random(), f"{cluster.name} starts again", cluster.start)
+    if zombie is not None:
+        asleep_s = _lease(world) * (0.4 + 1.6 * rng.random())
+        world.later(asleep_s, f"an old agent of {cluster.name} wakes", zombie.gate.open)
+
+
+def pause_agent(world: World, rng: Random) -> None:
+    """SIGSTOP of a cluster's machines; nobody takes their place."""
+    agent = _cluster(world, rng).agent
+    if agent is not None:
+        agent.gate.close()
+        world.later(_lease(world) * (0.2 + 1.4 * rng.random()), f"{agent.name} goes on", agent.gate.open)
+
+
+def diverge(world: World, rng: Random) -> None:
+    """The next pushes of a cluster are bad."""
+    _cluster(world, rng).site.diverged += rng.randint(1, 2)
+
+
+# ---- slaves --------------------------------------------------------------------------------------------------------
+
+
+def crash_slave(world: World, rng: Random) -> None:
+    machine = _machine(world, rng)
+    machine.crash()
+    world.later(_down_s(rng), f"{machine.name} starts again", machine.start)
+
+
+def pause_slave(world: World, rng: Random) -> None:
+    process = _machine(world, rng).process
+    if process is not None:
+        process.gate.close()
+        world.later(_lease(world) * (0.2 + 1.4 * rng.random()), f"{process.name} goes on", process.gate.open)
+
+
+def full_disk(world: World, rng: Random) -> None:
+    disk = _machine(world, rng).disk
+    disk.full = True
+
+    def mend() -> None:
+        disk.full = False
+
+    world.later(5.0 + 12.0 * rng.random(), "a disk has room again", mend)
+
+
+def slow_disk(world: World, rng: Random) -> None:
+    disk = _machine(world, rng).disk
+    disk.slowness = 4.0 + 30.0 * rng.random()
+
+    def mend() -> None:
+        disk.slowness = 1.0
+
+    world.later(8.0 * rng.random(), "a disk is fast again", mend)
+
+
+def rot(world: World, rng: Random) -> None:
+    """A bit flips in a snapshot at rest, and the machine restarts: until then its page cache hides it."""
+    machine = _machine(world, rng)
+    machine.disk.rot()
+    machine.crash()
+    _ask_operator(world)
+    world.later(_down_s(rng), f"{machine.name} starts again", machine.start)
+
+
+def _ask_operator(world: World) -> None:
+    """With no version left that every disk holds, somebody restores a directory (docs/rationale.md#22)."""
+    world.later(OPERATOR_S, "the operator looks at the disks", partial(restore_if_all_is_lost, world))
+
+
+def restore_if_all_is_lost(world: World) -> None:
+    """When disks rotted or were put back, and no version that is still on offer is whole on all of them."""
+    disks = [machine.disk for machine in world.machines.values()]
+    common = [v for v in world.books.offered if all(v in disk.good for disk in disks)]
+    if not common and any(disk.harmed for disk in disks):
+        world.look_everywhere()
+        for disk in disks:
+            disk.restore()
+
+
+def old_snapshots(world: World, rng: Random) -> None:
+    """A slave's directory is put back from a copy that was made a while ago."""
+    machine = _machine(world, rng)
+    copy = machine.disk.copy()
+
+    def put_back() -> None:
+        machine.crash()
+        machine.disk.put_back(copy)
+        _ask_operator(world)
+        world.later(_down_s(rng), f"{machine.name} starts again", machine.start)
+
+    if world.heap.now + 20.0 < world.scenario.quiet_at:
+        world.later(4.0 + 14.0 * rng.random(), f"old snapshots are put back on {machine.name}", put_back)
+
+
+# ---- master --------------------------------------------------------------------------------------------------------
+
+
+def crash_master(world: World, rng: Random) -> None:
+    world.crash_master()
+    world.later(_down_s(rng), "the master starts again", world.start_master)
+
+
+def pause_master(world: World, rng: Random) -> None:
+    world.pause_master()
+    world.later(_lease(world) * (0.2 + 1.5 * rng.random()), "the master wakes", world.wake_master)
+
+
+def zombie_master(world: World, rng: Random) -> None:
+    """A master is stopped and taken for dead; it wakes while its successor serves."""
+    zombie = world.abandon_master()
+    world.later(0.5 + 2.0 * rng.random(), "the master starts again", world.start_master)
+    if zombie is not None:
+        world.later(3.0 + 8.0 * rng.random(), "an old master wakes", zombie.wake)
+
+
+def slow_ledger(world: World, rng: Random) -> None:
+    disk = world.master.disk
+    disk.slowness = 10.0 + 60.0 * rng.random()
+
+    def mend() -> None:
+        disk.slowness = 1.0
+
+    world.later(8.0 * rng.random(), "the ledger's disk is fast again", mend)
+
+
+def full_ledger(world: World, rng: Random) -> None:
+    disk = world.master.disk
+    disk.full = True
+
+    def mend() -> None:
+        disk.full = False
+
+    world.later(4.0 * rng.random(), "the ledger's disk has room again", mend)
+
+
+def old_ledger(world: World, rng: Random) -> None:
+    """With everybody down, a backup of the ledger is put back; a version was made in a round that it does not know.
+
+    So every slave that holds that version can tell, and the first to register makes the master refuse; before that it
+    answers no cluster. A backup that lacks no round nobody can tell from the newest (docs/rationale.md#2, #4).
+    """
+    copy = world.master.disk.copy()
+    (known,) = copy.execute("SELECT coalesce(max(round), 0) FROM rounds").fetchone()
+
+    def put_back() -> None:
+        if world.books.head.round <= known or world.master.disk.old:
+            return  # nobody could tell
+        world.crash_master()
+        world.master.disk.put_back(copy)
+        for machine in world.machines.values():
+            machine.start()
+        world.later(1.0 + rng.random(), "the master starts on an old ledger", world.start_master)
+
+    if world.heap.now + 20.0 < world.scenario.quiet_at:
+        world.later(5.0 + 8.0 * rng.random(), "an old ledger is put back", put_back)
+
+
+# ---- links and rooms -----------------------------------------------------------------------------------------------
+
+
+def _ways(rng: Random, one: str, other: str) -> list[tuple[str, str]]:
+    return rng.choice(([(one, other), (other, one)], [(one, other)], [(other, one)]))
+
+
+def cut(world: World, rng: Random) -> None:
+    """The control link of somebody to the master is parted, one way or both."""
+    other = rng.choice([*world.clusters, *world.machines])
+    until = world.heap.now + _lease(world) * 1.8 * rng.random()
+    for sender, receiver in _ways(rng, other, "master"):
+        world.network.cut(sender, receiver, until)
+
+
+def cut_slave(world: World, rng: Random) -> None:
+    """A slave and the master lose each other for longer than a lease: what it has prepared is in doubt."""
+    machine = _machine(world, rng)
+    until = world.heap.now + _lease(world) * (1.1 + rng.random())
+    for sender, receiver in _ways(rng, machine.name, "master"):
+        world.network.cut(sender, receiver, until)
+
+
+def clog(world: World, rng: Random) -> None:
+    """Somebody's control link passes almost nothing for a while."""
+    world.network.clog(rng.choice([*world.clusters, *world.machines]), world.heap.now + 10.0 * rng.random())
+
+
+def cut_data(world: World, rng: Random) -> None:
+    """No bytes between a cluster and a slave, one way or both."""
+    until = world.heap.now + 12.0 * rng.random()
+    for sender, receiver in _ways(rng, _cluster(world, rng).name, _machine(world, rng).name):
+        world.data.part(sender, receiver, until)
+
+
+def clog_data(world: World, rng: Random) -> None:
+    world.data.clog(_cluster(world, rng).name, world.heap.now + 12.0 * rng.random())
+
+
+def partition(world: World, rng: Random) -> None:
+    """A cluster is cut off from everybody, on both flows."""
+    cluster = _cluster(world, rng)
+    until = world.heap.now + _lease(world) * (0.5 + 1.5 * rng.random())
+    for sender, receiver in _ways(rng, cluster.name, "master"):
+        world.network.cut(sender, receiver, until)
+    for machine in world.machines:
+        world.data.part(cluster.name, machine, until)
+        world.data.part(machine, cluster.name, until)
+
+
+def whole_room(world: World, rng: Random) -> None:
+    """The power goes: the master and all slaves die, and come back one by one."""
+    crash_master(world, rng)
+    for machine in world.machines.values():
+        machine.crash()
+        world.later(_down_s(rng), f"{machine.name} starts again", machine.start)
+    world.monitor.occurred("room")

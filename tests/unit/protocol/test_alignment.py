@@ -1,0 +1,161 @@
+"""Alignment: clusters of very different speed push at about the same time (design.md section 8, `aligned`)."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dips.protocol.alignment import NEVER_S, Alignment, WindowTiming
+from dips.protocol.enums import Activity, TrainerState
+from dips.protocol.heartbeats import OWN_PACE, ClusterHeartbeat
+
+BEAT_S = 0.5
+WINDOW_SHARE = 0.05  # of the time between pushes: the window's default
+
+
+def beat(name: str, step_s: float, since: int = 0, wanted: int = 64, bytes_per_s: float = 0.0) -> ClusterHeartbeat:
+    return ClusterHeartbeat(
+        name, 1, TrainerState.TRAINING, Activity.INNER, 1, 0, 0, 0, 0.0, None, 0, 0, bytes_per_s, wanted, step_s, since,
+    )  # fmt: skip
+
+
+def gathering(opened_at: float | None = None, slots: int = 2, nbytes: int = 0) -> WindowTiming:
+    return WindowTiming(opened_at, slots, nbytes)
+
+
+def test_who_keeps_its_own_pace_is_told_nothing() -> None:
+    """No member, no meeting; a member that stops aligning is one no more."""
+    alignment = Alignment()
+    assert alignment.push_in_s("a", gathering(), 0.0) == OWN_PACE
+    alignment.record_heartbeat(beat("a", 0.1))
+    assert alignment.push_in_s("a", gathering(), 0.0) == pytest.approx(6.4)
+    assert "H 64 (by itself 64)" in alignment.explain("a", gathering(), 0.0)
+    alignment.record_heartbeat(beat("a", 0.1, wanted=0))
+    assert alignment.push_in_s("a", gathering(), 0.0) == OWN_PACE
+    assert alignment.explain("a", gathering(), 0.0) == ""
+
+
+def test_the_late_come_and_the_early_wait_for_the_next() -> None:
+    """One that has worked for it goes to a meeting that has just begun; one that was there goes to the next."""
+    alignment = Alignment()
+    for name in "ab":
+        alignment.record_heartbeat(beat(name, 0.1, since=64))
+    alignment.push_in_s("a", gathering(), 0.0)  # the period is 6.4 s
+    assert alignment.push_in_s("a", gathering(opened_at=10.0), 11.0) == 0.0
+    alignment.record_heartbeat(beat("b", 0.1, since=0))
+    assert alignment.push_in_s("b", gathering(opened_at=10.0), 11.0) == pytest.approx(5.4)
+
+
+def test_the_period_moves_slowly() -> None:
+    """A cluster that reports nonsense once moves the alignment by a quarter at most."""
+    alignment = Alignment()
+    alignment.record_heartbeat(beat("a", 0.1))
+    alignment.push_in_s("a", gathering(), 0.0)
+    alignment.record_heartbeat(beat("a", 100.0))
+    alignment.push_in_s("a", gathering(opened_at=7.0), 7.0)
+    assert alignment.period_s == pytest.approx(8.0)
+
+
+def test_pushes_that_share_a_slot_begin_one_after_the_other() -> None:
+    """With two slots, four pushes of 1 s each begin in two batches, and the last is in at the meeting."""
+    alignment = Alignment()
+    for name in "abcd":
+        alignment.record_heartbeat(beat(name, 0.1, bytes_per_s=100.0))
+    told = sorted(alignment.push_in_s(name, gathering(nbytes=100), 0.0) for name in "abcd")
+    assert told == pytest.approx([4.4, 4.4, 5.4, 5.4])
+
+
+REALS = st.sampled_from([0.0, 5e-324, 1e-300, 1e-6, 1.0, 1e6, float(1 << 53)])
+COUNTS = st.sampled_from([0, 1, 64, (1 << 53) - 1])
+
+
+@given(
+    st.lists(st.tuples(REALS, COUNTS, COUNTS, REALS), min_size=1, max_size=4),
+    st.sampled_from([0, 2, (1 << 53) - 1]),
+    st.booleans(),
+)
+def test_no_beat_that_the_wire_lets_in_is_too_much(
+    members: list[tuple[float, int, int, float]], slots: int, opened: bool
+) -> None:
+    """Speeds and rates at the very edges give a number of seconds that the cluster's agent lets in as well."""
+    alignment, found = Alignment(), gathering(5.0 if opened else None, slots, nbytes=1 << 40)
+    for i, (step_s, since, wanted, bytes_per_s) in enumerate(members):
+        alignment.record_heartbeat(beat(f"c{i}", step_s, since, wanted, bytes_per_s))
+    for i in range(len(members)):
+        left = alignment.push_in_s(f"c{i}", found, 10.0)
+        assert left == OWN_PACE or 0 <= left <= NEVER_S
+        alignment.explain(f"c{i}", found, 10.0)
+
+
+def test_one_absurd_speed_leaves_the_others_a_number() -> None:
+    """A cluster whose inner step takes 2^53 s makes the period long, and not endless, for the other."""
+    alignment = Alignment()
+    alignment.record_heartbeat(beat("absurd", float(1 << 53), wanted=(1 << 53) - 1))
+    alignment.record_heartbeat(beat("a", 0.1))
+    assert 0 <= alignment.push_in_s("a", gathering(), 0.0) <= NEVER_S
+
+
+@dataclass
+class Trainee:
+    """A cluster that takes inner steps and pushes when it was told to."""
+
+    name: str
+    step_s: float
+    since: int = 0
+    due: float = float("inf")
+
+
+def rounds_of(seed: int, jitter: float, dies_at: float = 1e9, lasts_s: float = 1500.0) -> list[tuple[float, set[str]]]:
+    """Play four clusters of the paper's speeds; return (opened, who came within the window) of each round."""
+    rng, alignment = Random(seed), Alignment()
+    trainees = [Trainee(n, 1.0 / t) for n, t in zip("abcd", (5.23, 3.8, 2.4, 1.0), strict=True)]
+    heap: list[tuple[float, int, str, Trainee]] = []
+    for i, t in enumerate(trainees):
+        heapq.heappush(heap, (t.step_s, i, "step", t))
+        heapq.heappush(heap, (BEAT_S * rng.random(), i + 10, "beat", t))
+    found: list[tuple[float, set[str]]] = []
+    opened, number = None, 100
+    while heap[0][0] < lasts_s:
+        now, _, what, t = heapq.heappop(heap)
+        number += 1
+        if t.name == "b" and now > dies_at:
+            alignment.forget("b")
+            continue
+        if what == "beat":
+            alignment.record_heartbeat(beat(t.name, t.step_s, t.since))
+            told = alignment.push_in_s(t.name, gathering(opened), now)
+            t.due = now + told
+            heapq.heappush(heap, (now + BEAT_S, number, "beat", t))
+            continue
+        t.since += 1
+        rest = 0.0
+        if t.due - now < t.step_s / 2:
+            window = WINDOW_SHARE * alignment.period_s
+            if opened is None or now > opened + window:
+                opened = now
+                found.append((now, set()))
+            found[-1][1].add(t.name)
+            rest, t.since, t.due = opened + window - now + 0.5, 0, float("inf")
+        heapq.heappush(heap, (now + rest + t.step_s * (1 + jitter * rng.uniform(-1, 1)), number, "step", t))
+    return found
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.1])
+@pytest.mark.parametrize("seed", range(5))
+def test_four_clusters_meet(seed: int, jitter: float) -> None:
+    """Speeds of 5.23 : 3.8 : 2.4 : 1: after the third round all four are in one window, in 9 of 10 rounds."""
+    rounds = rounds_of(seed, jitter)[3:]
+    met = sum(len(who) == 4 for _, who in rounds)
+    assert len(rounds) >= 15
+    assert met >= 0.9 * len(rounds), [sorted(who) for _, who in rounds]
+
+
+def test_one_that_dies_does_not_hold_up_the_others() -> None:
+    """The three that live go on meeting."""
+    rounds = [who for at, who in rounds_of(1, 0.1, dies_at=500.0) if at > 600.0]
+    assert sum(who == {"a", "c", "d"} for who in rounds) >= 0.9 * len(rounds)
