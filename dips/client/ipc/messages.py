@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -359,6 +360,8 @@ def _read(hint: Any, value: Any) -> Any:
         return tuple(_read(get_args(hint)[0], item) for item in value)
     if dataclasses.is_dataclass(hint):
         return _build(hint, value)
+    if issubclass(hint, StrEnum):
+        return hint(value)
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
