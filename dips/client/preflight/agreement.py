@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from dips.errors import ConfigError
 from dips.protocol.manifest import Manifest
 
-MOST = 5  # differences that are told
+MOST = 5  # differences that are listed
 
 
 def differing_options(ours: Mapping[str, Any], runs: Mapping[str, Any]) -> list[str]:
