@@ -28,7 +28,7 @@ def cluster(**keys: object) -> ClusterFile:
 
 
 @pytest.mark.parametrize(
-    ("agent", "environment", "told"),
+    ("agent", "environment", "expected"),
     [
         (None, {}, "unix:/d/agent.sock from socket"),
         (None, {"DIPS_AGENT": "unix:/x.sock"}, "unix:/x.sock from DIPS_AGENT"),
@@ -39,10 +39,10 @@ def cluster(**keys: object) -> ClusterFile:
         ("${MASTER_ADDR}:7", {"MASTER_ADDR": "fd00::1"}, "tcp://[fd00::1]:7 from agent"),
     ],
 )
-def test_where_a_rank_looks(agent: str | None, environment: dict[str, str], told: str) -> None:
+def test_where_a_rank_looks(agent: str | None, environment: dict[str, str], expected: str) -> None:
     """The variable comes before the file, and the file before the socket beside it."""
     found = find(cluster(agent=agent), {"DIPS_AGENT_TOKEN": TOKEN.decode(), **environment})
-    assert f"{found} from {found.said_by}" == told
+    assert f"{found} from {found.said_by}" == expected
     assert TOKEN.decode() not in repr(found)
 
 
@@ -115,7 +115,7 @@ class Agent:
     """Answers Moving with Heard, in a thread with a loop of its own."""
 
     def __init__(self) -> None:
-        self.heard: list[messages.Message] = []
+        self.received: list[messages.Message] = []
         self._writers: list[asyncio.StreamWriter] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -131,7 +131,7 @@ class Agent:
         try:
             rank = await Connection.admit(reader, writer, TOKEN)
             while True:
-                self.heard.append(message := await rank.read())
+                self.received.append(message := await rank.read())
                 if isinstance(message, TransferProgress):
                     await rank.write(Heard())
         except (Denied, asyncio.IncompleteReadError, ConnectionError):
@@ -173,18 +173,18 @@ def test_questions_and_notices_over_tcp(agent: Agent) -> None:
     connection = AgentConnection(at(agent.port), 2.0)
     connection.send(Stepped(1, 10, None))
     assert connection.ask(TransferProgress(1, 2, 3)) == Heard()
-    assert agent.heard == [Stepped(1, 10, None), TransferProgress(1, 2, 3)]
+    assert agent.received == [Stepped(1, 10, None), TransferProgress(1, 2, 3)]
     connection.close()
 
 
-def test_a_rank_with_another_token_is_told_at_once(agent: Agent) -> None:
+def test_a_rank_with_another_token_is_refused_at_once(agent: Agent) -> None:
     """Waiting would not help it."""
     with pytest.raises(Denied, match=r"tcp://127.0.0.1:.*same token"):
         AgentConnection.connect_within(at(agent.port, b"another token...."), 2.0, 60.0)
-    assert agent.heard == []
+    assert agent.received == []
 
 
-def test_what_was_tried_is_said(tmp_path: Path) -> None:
+def test_an_error_names_what_was_tried(tmp_path: Path) -> None:
     """Address, who named it, what the kernel said, how long."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -195,17 +195,19 @@ def test_what_was_tried_is_said(tmp_path: Path) -> None:
         AgentConnection(OnThisHost(tmp_path / "absent", "socket"), 2.0)
 
 
-def test_a_silent_line_ends_with_the_agent_or_by_its_own_end(agent: Agent) -> None:
+def test_a_silent_connection_ends_with_the_agent_or_when_it_is_closed(agent: Agent) -> None:
     """It is how a rank of another host sees that its agent is gone."""
-    lines = [AgentConnection(at(agent.port), 2.0) for _ in range(2)]
+    connections = [AgentConnection(at(agent.port), 2.0) for _ in range(2)]
     ended = [threading.Event(), threading.Event()]
-    threads = [threading.Thread(target=lambda k=k: (lines[k].wait_until_closed(), ended[k].set())) for k in range(2)]
+    threads = [
+        threading.Thread(target=lambda k=k: (connections[k].wait_until_closed(), ended[k].set())) for k in range(2)
+    ]
     for thread in threads:
         thread.start()
-    lines[0].close()
+    connections[0].close()
     assert ended[0].wait(10) and not ended[1].is_set()
     agent.close()
     assert ended[1].wait(10)
-    lines[1].close()
+    connections[1].close()
     for thread in threads:
         thread.join()
