@@ -48,11 +48,13 @@ MAY: dict[str, set[str]] = {
     "dips.cli": BELOW_ROLES | {"dips.commands", "dips.data", "dips.__init__"},
     # The real deciding, computing and holding parts, and nothing that has a socket or a thread.
     "dips.sim": LOW
-    | {"dips.protocol", "dips.outer", "dips.wire.codecs", "dips.wire.chunks", "dips.wire.frame"}
-    | {"dips.transport.shares"}
+    | {"dips.protocol", "dips.outer"}
+    | {f"dips.wire.{pure}" for pure in ("codecs", "chunks", "frame", "streams")}
+    | {"dips.transport.pool", "dips.transport.shares"}
+    | {f"dips.slave.{pure}" for pure in ("core", "actions", "standing", "shard", "shard_round", "order_fences")}
+    | {f"dips.slave.{pure}" for pure in ("open_transfers", "ports", "admission", "receiver", "sender", "moves")}
     | {f"dips.master.{pure}" for pure in ("core", "held", "ledger", "orders", "outbox")}
-    | {f"dips.slave.{pure}" for pure in ("shard", "ports", "fences", "moving")}
-    | {f"dips.client.agent.{pure}" for pure in ("session", "account", "actions", "pace")}
+    | {f"dips.client.agent.{pure}" for pure in ("core", "state", "account", "actions", "pace", "restarts")}
     | {"dips.client.ipc.messages", "dips.client.rank.feedback"},
     "dips.data": LOW,
     "dips.demo": {"dips"},

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import cast
 
 from dips import errors
-from dips.client.ipc import messages
+from dips.client.ipc import encoding
 from dips.client.ipc.address import Address
-from dips.client.ipc.messages import Answer, AskAgain, ErrorReply, Heard, Notice, Question, TransferProgress
+from dips.client.ipc.messages import Answer, AskAgain, ErrorReply, Noted, Notice, Question, TransferProgress
 from dips.client.rank.agent_connection import AgentConnection
 from dips.client.rank.collectives import JobCollectives
 from dips.errors import DipsError
@@ -31,8 +31,8 @@ class AgentClient:
 
     def ask(self, question: Question) -> Answer:
         """Return the agent's answer to rank 0's question on all ranks; raise the same error on all if it is one."""
-        message = messages.encode(self._ask_agent(question)) if self._collectives.rank == 0 else None
-        answer = cast(Answer, messages.decode(self._collectives.broadcast(message)[messages.LENGTH.size :]))
+        message = encoding.encode(self._ask_agent(question)) if self._collectives.rank == 0 else None
+        answer = cast(Answer, encoding.decode(self._collectives.broadcast(message)[encoding.LENGTH.size :]))
         if isinstance(answer, ErrorReply):
             raised = getattr(errors, answer.error, DipsError)
             raise raised(answer.message)
@@ -51,7 +51,7 @@ class AgentClient:
             answer = self._connection.ask(TransferProgress(attempt, moved, total))
         except DipsError as error:  # the other ranks wait in a collective: the transfer must fail there, on all of them
             return str(error)
-        return "" if isinstance(answer, Heard) else getattr(answer, "reason", str(answer))
+        return "" if isinstance(answer, Noted) else getattr(answer, "reason", str(answer))
 
     def disconnect(self) -> None:
         """Close the connection without a message: the agent ends what is open."""

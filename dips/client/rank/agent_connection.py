@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import time
 
-from dips.client.ipc import messages
+from dips.client.ipc import encoding, messages
 from dips.client.ipc.address import AGENT, Address, OnThisHost
 from dips.client.ipc.connection import keep_alive
 from dips.client.ipc.seal import GREETING, PROOF, TAG, Seal, TokenClient
@@ -31,7 +31,7 @@ class AgentConnection:
             self._socket = _open_socket(address)
         except OSError as error:
             raise Unavailable(
-                f"no agent answers: tried {address} (from {address.said_by}): {error.strerror or error}. Start this "
+                f"no agent answers: tried {address} (from {address.named_by}): {error.strerror or error}. Start this "
                 f"script as `dips-client --config … -- …`; on another host than the agent's, name it in {AGENT}"
             ) from error
         if not isinstance(address, OnThisHost):
@@ -40,14 +40,14 @@ class AgentConnection:
             except Unavailable as error:  # a peer with another token closes the connection without a message
                 self._socket.close()
                 raise Denied(
-                    f"{address} (from {address.said_by}) closed the connection: is it the agent of this job, and do "
+                    f"{address} (from {address.named_by}) closed the connection: is it the agent of this job, and do "
                     "both have the same token?"
                 ) from error
             except (OSError, DipsError) as error:
                 self._socket.close()
                 if isinstance(error, DipsError):
                     raise
-                raise Unavailable(f"{address} (from {address.said_by}) sent no greeting: {error}") from error
+                raise Unavailable(f"{address} (from {address.named_by}) sent no greeting: {error}") from error
         self._socket.settimeout(poll_s + GRACE_S)
 
     @classmethod
@@ -66,20 +66,20 @@ class AgentConnection:
         """Send a question and wait for its answer, which may be AskAgain. Raise Unavailable if the agent is gone."""
         self.send(question)
         try:
-            head = self._receive(messages.LENGTH.size)
-            body = self._receive(messages.body_length(head))
+            head = self._receive(encoding.LENGTH.size)
+            body = self._receive(encoding.body_length(head))
             if self._seal:
                 self._seal.check(head + body, self._receive(TAG))
         except OSError as error:
             raise Unavailable(f"the agent at {self._address} does not answer: {error}") from error
-        answer = messages.decode(body)
+        answer = encoding.decode(body)
         if not isinstance(answer, messages.Answer):
             raise RemoteProtocolError(f"the agent answered {type(answer).__name__} to {type(question).__name__}")
         return answer
 
     def send(self, message: messages.Question | messages.Notice) -> None:
         """Send a message without waiting for an answer; raise Unavailable if the agent is gone."""
-        frame = messages.encode(message)
+        frame = encoding.encode(message)
         try:
             self._socket.sendall(frame + self._seal.tag(frame) if self._seal else frame)
         except OSError as error:

@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 
 from dips.client.ipc import address
-from dips.client.ipc.messages import Attach, Attached, Bye, Healed, Resume, Resumed, Saved, SaveWanted
+from dips.client.ipc.messages import Attach, Attached, Detach, Healed, Resume, Resumed, Saved, SaveWanted
 from dips.client.ipc.process import process_name
 from dips.client.parallel import HostMemory, LazyMemory, StreamedMemory, lay_out
 from dips.client.rank.agent_client import AgentClient
@@ -238,11 +238,11 @@ class OuterLoop:
         if self._closed:
             return
         self._check_usable()
-        self._unwatch()  # the agent may end as soon as it gets Bye, while other ranks still have work to do
+        self._unwatch()  # the agent may end as soon as it gets Detach, while other ranks still have work to do
         self._collectives.barrier("OuterLoop.close")
         self._shard_transfer.finish_install()
         self._outer_steps.cancel()
-        self._agent_client.ask(Bye(self._state.attempt))
+        self._agent_client.ask(Detach(self._state.attempt))
         self._closed = True
         self._agent_client.disconnect()
         self._collectives.close()

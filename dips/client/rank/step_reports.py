@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dips.client.ipc.messages import LossHeard, Stepped
+from dips.client.ipc.messages import LossReported, Stepped
 from dips.client.rank.agent_client import AgentClient
 from dips.client.rank.collectives import JobCollectives
 from dips.client.rank.losses import LossChannel, finite_or_none
@@ -36,4 +36,4 @@ class StepReports:
             return
         gathered = self._losses.gather_losses()
         if gathered is not None:
-            self._agent_client.notify(LossHeard(self._state.attempt, *gathered))
+            self._agent_client.notify(LossReported(self._state.attempt, *gathered))

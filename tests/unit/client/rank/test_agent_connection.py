@@ -14,7 +14,7 @@ import pytest
 from dips.client.ipc import messages
 from dips.client.ipc.address import OnAnyHost, OnThisHost, find, over_network
 from dips.client.ipc.connection import Connection
-from dips.client.ipc.messages import Heard, Stepped, TransferProgress
+from dips.client.ipc.messages import Noted, Stepped, TransferProgress
 from dips.client.ipc.seal import ANSWER, GREETING, PROOF, TAG, Seal, TokenClient, TokenServer
 from dips.client.rank.agent_connection import AgentConnection
 from dips.config import ClusterFile, Shared
@@ -42,7 +42,7 @@ def cluster(**keys: object) -> ClusterFile:
 def test_where_a_rank_looks(agent: str | None, environment: dict[str, str], expected: str) -> None:
     """The variable comes before the file, and the file before the socket beside it."""
     found = find(cluster(agent=agent), {"DIPS_AGENT_TOKEN": TOKEN.decode(), **environment})
-    assert f"{found} from {found.said_by}" == expected
+    assert f"{found} from {found.named_by}" == expected
     assert TOKEN.decode() not in repr(found)
 
 
@@ -112,7 +112,7 @@ def test_neither_end_believes_the_other_without_the_token() -> None:
 
 
 class Agent:
-    """Answers Moving with Heard, in a thread with a loop of its own."""
+    """Answers Moving with Noted, in a thread with a loop of its own."""
 
     def __init__(self) -> None:
         self.received: list[messages.Message] = []
@@ -133,7 +133,7 @@ class Agent:
             while True:
                 self.received.append(message := await rank.read())
                 if isinstance(message, TransferProgress):
-                    await rank.write(Heard())
+                    await rank.write(Noted())
         except (Denied, asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -172,7 +172,7 @@ def test_questions_and_notices_over_tcp(agent: Agent) -> None:
     """As over the Unix socket."""
     connection = AgentConnection(at(agent.port), 2.0)
     connection.send(Stepped(1, 10, None))
-    assert connection.ask(TransferProgress(1, 2, 3)) == Heard()
+    assert connection.ask(TransferProgress(1, 2, 3)) == Noted()
     assert agent.received == [Stepped(1, 10, None), TransferProgress(1, 2, 3)]
     connection.close()
 

@@ -14,8 +14,8 @@ import yaml
 from torch import nn
 
 from dips.client import OuterLoop
-from dips.client.ipc import messages
-from dips.client.ipc.messages import Answer, Attached, Heard, PullMoved, PullNow, PushWanted, Stepped, TrainOn
+from dips.client.ipc import encoding, messages
+from dips.client.ipc.messages import Answer, Attached, Noted, PullMoved, PullNow, PushWanted, Stepped, TrainOn
 from dips.client.rank import transfer
 from dips.client.rank.transfer_types import TransferStats
 from dips.errors import LocalProtocolError, UnavailableSlave
@@ -40,14 +40,14 @@ class ScriptedAgent:
     def _serve(self) -> None:
         rank, _ = self._server.accept()
         with rank, rank.makefile("rb") as stream:
-            while head := stream.read(messages.LENGTH.size):
-                message = messages.decode(stream.read(messages.body_length(head)))
+            while head := stream.read(encoding.LENGTH.size):
+                message = encoding.decode(stream.read(encoding.body_length(head)))
                 if isinstance(message, messages.TransferProgress):
-                    rank.sendall(messages.encode(Heard()))
+                    rank.sendall(encoding.encode(Noted()))
                     continue
                 self.messages.append(message)
                 if not isinstance(message, messages.Notice):
-                    rank.sendall(messages.encode(self._answers.pop(0)))
+                    rank.sendall(encoding.encode(self._answers.pop(0)))
 
     def join(self) -> None:
         self._thread.join(10)

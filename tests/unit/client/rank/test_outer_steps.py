@@ -13,7 +13,7 @@ import pytest
 from dips.client.ipc.messages import (
     Answer,
     AskAgain,
-    Heard,
+    Noted,
     Over,
     PullMoved,
     PullNow,
@@ -209,8 +209,8 @@ def test_cancelling_ends_the_transfer_in_flight() -> None:
 @pytest.mark.parametrize("call", [OuterSteps.pull_newest, lambda steps: steps.poll(False)])
 def test_an_answer_that_orders_nothing_is_refused(call: Callable[[OuterSteps], None]) -> None:
     """A bug of ours, named with what came."""
-    with pytest.raises(LocalProtocolError, match=r"expected an order from the agent, got Heard\(\)"):
-        call(make(Agent(Heard()), Transfers()).steps)
+    with pytest.raises(LocalProtocolError, match=r"expected an order from the agent, got Noted\(\)"):
+        call(make(Agent(Noted()), Transfers()).steps)
 
 
 def test_the_newest_version_is_asked_for_by_name() -> None:
