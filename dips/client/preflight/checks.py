@@ -76,13 +76,13 @@ def _check_agent_address(config: ClusterFile) -> list[CheckRow]:
         remote = over_network(config)
         if remote is None:
             return []
-        host, port, said_by = remote
+        host, port, named_by = remote
         token = "that of the job" if token_of(config) else f"a new one for what the agent starts ({TOKEN} names none)"
         family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as here:
             here.bind(address)
     except OSError as error:
-        seen = f"{said_by}: {host} is no address of this host: {error.strerror or error}"
+        seen = f"{named_by}: {host} is no address of this host: {error.strerror or error}"
         return [CheckRow("agent's line", FAIL, seen, "name the host on which the agent runs", 78)]
     except DipsError as error:
         return [failed_row("agent's line", error, treatment(error).advice)]
