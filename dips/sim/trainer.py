@@ -17,7 +17,7 @@ from dips.client.ipc.messages import (
     AskAgain,
     Attach,
     Attached,
-    Bye,
+    Detach,
     ErrorReply,
     Halt,
     Over,
@@ -54,8 +54,8 @@ Talk = PushWanted | PushMoved | PullWanted | PullMoved
 class SimTrainer:
     """One attempt: from torchrun's start to its end."""
 
-    def __init__(self, world: TrainerWorld, site: Site, agent: TrainerAgent, life: int, restart: int) -> None:
-        self.agent, self.world, self.site, self.life, self.restart = agent, world, site, life, restart
+    def __init__(self, world: TrainerWorld, site: Site, agent: TrainerAgent, launch: int, restart: int) -> None:
+        self.agent, self.world, self.site, self.launch, self.restart = agent, world, site, launch, restart
         self.gate = Gate(agent.gate)  # closed while it hangs
         self.attempt = self._number = self._ranges_asked = self._look_in = 0
         self._ranks = SimRanks(world.data.layout, site.ranks, world.options.codec != "fp32")
@@ -105,7 +105,7 @@ class SimTrainer:
         world = self.world
         yield sleep(world.heap, 0.3 + self.site.rng.random(), f"{self.site.name} starts its trainer")
         manifest, ranks = world.manifest.to_json(), self.site.ranks
-        attach = Attach(self.life, self.restart, f"{self.life}.{self.restart}", manifest, ranks, ranks)
+        attach = Attach(self.launch, self.restart, f"{self.launch}.{self.restart}", manifest, ranks, ranks)
         welcome = yield from self._persist(attach)
         assert isinstance(welcome, Attached), welcome
         self.attempt = welcome.attempt
@@ -128,7 +128,7 @@ class SimTrainer:
             yield from self._inner_step()
         if self.out is not None:
             self.out.halt()
-        self._hear(Bye(self.attempt))
+        self._hear(Detach(self.attempt))
         self.over = True
         self.agent.ended()
 

@@ -54,7 +54,7 @@ MAY: dict[str, set[str]] = {
     | {f"dips.slave.{pure}" for pure in ("core", "actions", "standing", "shard", "shard_round", "order_fences")}
     | {f"dips.slave.{pure}" for pure in ("open_transfers", "ports", "admission", "receiver", "sender", "moves")}
     | {f"dips.master.{pure}" for pure in ("core", "held", "ledger", "orders", "outbox")}
-    | {f"dips.client.agent.{pure}" for pure in ("session", "account", "actions", "pace")}
+    | {f"dips.client.agent.{pure}" for pure in ("core", "state", "account", "actions", "pace", "restarts")}
     | {"dips.client.ipc.messages", "dips.client.rank.feedback"},
     "dips.data": LOW,
     "dips.demo": {"dips"},

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import cast
 
 from dips import errors
-from dips.client.ipc import messages
+from dips.client.ipc import encoding
 from dips.client.ipc.address import Address
-from dips.client.ipc.messages import Answer, AskAgain, ErrorReply, Heard, Notice, Question, TransferProgress
+from dips.client.ipc.messages import Answer, AskAgain, ErrorReply, Noted, Notice, Question, TransferProgress
 from dips.client.rank.collectives import JobCollectives
 from dips.client.rank.line import Line
 from dips.errors import DipsError
@@ -31,8 +31,8 @@ class AgentClient:
 
     def hear(self, question: Question) -> Answer:
         """Rank 0 asks the agent; all ranks hear the answer, and raise the same error if it is one."""
-        words = messages.encode(self._speak(question)) if self._voice.rank == 0 else None
-        answer = cast(Answer, messages.decode(self._voice.share(words)[messages.LENGTH.size :]))
+        words = encoding.encode(self._speak(question)) if self._voice.rank == 0 else None
+        answer = cast(Answer, encoding.decode(self._voice.share(words)[encoding.LENGTH.size :]))
         if isinstance(answer, ErrorReply):
             raised = getattr(errors, answer.error, DipsError)
             raise raised(answer.message)
@@ -51,7 +51,7 @@ class AgentClient:
             answer = self._line.ask(TransferProgress(attempt, moved, total))
         except DipsError as error:  # the other ranks are waiting in a collective: they must hear of it there
             return str(error)
-        return "" if isinstance(answer, Heard) else getattr(answer, "reason", str(answer))
+        return "" if isinstance(answer, Noted) else getattr(answer, "reason", str(answer))
 
     def hang_up(self) -> None:
         """End the line without a word: the agent ends what is open."""

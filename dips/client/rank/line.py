@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import time
 
-from dips.client.ipc import messages
+from dips.client.ipc import encoding, messages
 from dips.client.ipc.address import AGENT, Address, OnThisHost
 from dips.client.ipc.connection import keep_alive
 from dips.client.ipc.seal import GREETING, PROOF, TAG, Seal, TokenClient
@@ -30,7 +30,7 @@ class Line:
             self._socket = _dial(address)
         except OSError as error:
             raise Unavailable(
-                f"no agent answers: tried {address} (from {address.said_by}): {error.strerror or error}. Start this "
+                f"no agent answers: tried {address} (from {address.named_by}): {error.strerror or error}. Start this "
                 f"script as `dips-client --config … -- …`; on another host than the agent's, name it in {AGENT}"
             ) from error
         if not isinstance(address, OnThisHost):
@@ -39,14 +39,14 @@ class Line:
             except Unavailable as error:  # it hung up: to whoever does not know the token it says no more
                 self._socket.close()
                 raise Denied(
-                    f"{address} (from {address.said_by}) hung up on us: is it the agent of this job, and have both the "
-                    "same token?"
+                    f"{address} (from {address.named_by}) hung up on us: is it the agent of this job, and have both "
+                    "the same token?"
                 ) from error
             except (OSError, DipsError) as error:
                 self._socket.close()
                 if isinstance(error, DipsError):
                     raise
-                raise Unavailable(f"{address} (from {address.said_by}) does not greet us: {error}") from error
+                raise Unavailable(f"{address} (from {address.named_by}) does not greet us: {error}") from error
         self._socket.settimeout(poll_s + GRACE_S)
 
     @classmethod
@@ -65,20 +65,20 @@ class Line:
         """Ask, and wait for the answer; it may be Wait. Raise Unavailable if the agent is gone."""
         self.tell(question)
         try:
-            head = self._receive(messages.LENGTH.size)
-            body = self._receive(messages.body_length(head))
+            head = self._receive(encoding.LENGTH.size)
+            body = self._receive(encoding.body_length(head))
             if self._seal:
                 self._seal.check(head + body, self._receive(TAG))
         except OSError as error:
             raise Unavailable(f"the agent at {self._address} does not answer: {error}") from error
-        answer = messages.decode(body)
+        answer = encoding.decode(body)
         if not isinstance(answer, messages.Answer):
             raise RemoteProtocolError(f"the agent answered {type(answer).__name__} to {type(question).__name__}")
         return answer
 
     def tell(self, message: messages.Question | messages.Notice) -> None:
         """Say something without waiting."""
-        words = messages.encode(message)
+        words = encoding.encode(message)
         try:
             self._socket.sendall(words + self._seal.tag(words) if self._seal else words)
         except OSError as error:

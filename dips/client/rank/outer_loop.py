@@ -28,7 +28,7 @@ from dips.client.ipc.messages import (
     Answer,
     Attach,
     Attached,
-    Bye,
+    Detach,
     Healed,
     PullWanted,
     PushWanted,
@@ -245,12 +245,12 @@ class OuterLoop(Rounds):
         if self._closed:
             return
         self._check()
-        self._unwatch()  # the agent may end as soon as it hears Bye, and other ranks have things left to do
+        self._unwatch()  # the agent may end as soon as it gets Detach, and other ranks have things left to do
         self._voice.meet("OuterLoop.close")
         self._mover.finish()
         if self._out is not None:
             self._out[1].cancel()
-        self._mouth.hear(Bye(self._attempt))
+        self._mouth.hear(Detach(self._attempt))
         self._end()
 
     def __enter__(self) -> OuterLoop:

@@ -12,7 +12,7 @@ from functools import partial
 from dips.client.ipc.messages import (
     Answer,
     AskAgain,
-    LossHeard,
+    LossReported,
     Over,
     PullMoved,
     PullNow,
@@ -71,7 +71,7 @@ class Rounds:
         if self._losses is not None:
             heard = self._losses.heard()
             if heard is not None:
-                self._mouth.tell(LossHeard(self._attempt, *heard))
+                self._mouth.tell(LossReported(self._attempt, *heard))
         question = PushWanted(self._attempt, 0 if self._out or self._talk else self._next(), demanded)
         if self._overlaps:
             self._look(question)

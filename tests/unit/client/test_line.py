@@ -14,7 +14,7 @@ import pytest
 from dips.client.ipc import messages
 from dips.client.ipc.address import OnAnyHost, OnThisHost, find, over_network
 from dips.client.ipc.connection import Connection
-from dips.client.ipc.messages import Heard, Stepped, TransferProgress
+from dips.client.ipc.messages import Noted, Stepped, TransferProgress
 from dips.client.ipc.seal import ANSWER, GREETING, PROOF, TAG, Seal, TokenClient, TokenServer
 from dips.client.rank.line import Line
 from dips.config import ClusterFile, Shared
@@ -42,7 +42,7 @@ def cluster(**keys: object) -> ClusterFile:
 def test_where_a_rank_looks(agent: str | None, environment: dict[str, str], told: str) -> None:
     """The variable comes before the file, and the file before the socket beside it."""
     found = find(cluster(agent=agent), {"DIPS_AGENT_TOKEN": TOKEN.decode(), **environment})
-    assert f"{found} from {found.said_by}" == told
+    assert f"{found} from {found.named_by}" == told
     assert TOKEN.decode() not in repr(found)
 
 
@@ -112,7 +112,7 @@ def test_neither_end_believes_the_other_without_the_token() -> None:
 
 
 class Agent:
-    """Answers Moving with Heard, in a thread with a loop of its own."""
+    """Answers Moving with Noted, in a thread with a loop of its own."""
 
     def __init__(self) -> None:
         self.heard: list[messages.Message] = []
@@ -133,7 +133,7 @@ class Agent:
             while True:
                 self.heard.append(message := await rank.read())
                 if isinstance(message, TransferProgress):
-                    await rank.write(Heard())
+                    await rank.write(Noted())
         except (Denied, asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -172,7 +172,7 @@ def test_questions_and_notices_over_tcp(agent: Agent) -> None:
     """As over the Unix socket."""
     line = Line(at(agent.port), 2.0)
     line.tell(Stepped(1, 10, None))
-    assert line.ask(TransferProgress(1, 2, 3)) == Heard()
+    assert line.ask(TransferProgress(1, 2, 3)) == Noted()
     assert agent.heard == [Stepped(1, 10, None), TransferProgress(1, 2, 3)]
     line.close()
 

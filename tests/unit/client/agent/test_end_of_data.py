@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dips.client.agent.outer_sync import AGAIN_S
-from dips.client.agent.session import END_S
+from dips.client.agent.actions import Channel
+from dips.client.agent.pushes import AGAIN_S
+from dips.client.agent.ranges import END_S
 from dips.client.ipc.messages import (
     AskAgain,
     PullMoved,
@@ -18,8 +19,9 @@ from dips.client.ipc.messages import (
 )
 from dips.ids import GENESIS
 from dips.protocol.effects import Acknowledged, Committed, Finished, Ranges, Refused
+from dips.protocol.enums import OutcomeKind
 from dips.protocol.events import ClusterLeft, PushFinished, RangesRequested
-from tests.unit.client.test_session import V1, Play, outcome
+from tests.unit.client.agent.play import V1, Play, outcome
 
 ENDED = RangesEnded("no data range is left to lease", False)
 UNSETTLED = RangesEnded(ENDED.reason, False, unsettled=True)
@@ -28,30 +30,30 @@ UNSETTLED = RangesEnded(ENDED.reason, False, unsettled=True)
 def last_range_of(play: Play, steps: int) -> None:
     """Lease one range, the last; train it."""
     play.begin(ranges=(7,))
-    assert play.say(RangeWanted(1, 1)) == RangeGiven(7)
-    assert play.asked(RangesRequested, "ranges").seq == 1
-    play.master(Ranges((), True), "ranges")
+    assert play.send(RangeWanted(1, 1)) == RangeGiven(7)
+    assert play.asked(RangesRequested, Channel.RANGES).seq == 1
+    play.reply(Ranges((), True), Channel.RANGES)
     play.step(steps)
 
 
-def settle(play: Play, moved: PushMoved, kind: str) -> None:
+def settle(play: Play, moved: PushMoved, kind: OutcomeKind) -> None:
     """The push is committed and settled, and what it brings is pulled."""
-    assert isinstance(play.say(moved), AskAgain)
-    play.master(Committed())
-    play.master(outcome(kind))
-    verdict = play.say(moved)
+    assert isinstance(play.send(moved), AskAgain)
+    play.reply(Committed())
+    play.reply(outcome(kind))
+    verdict = play.send(moved)
     assert isinstance(verdict, PullNow)
-    play.say(PullMoved(1, next(play.number), verdict.seq, True, "", 9))
-    play.master(Acknowledged())
+    play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 9))
+    play.reply(Acknowledged())
 
 
 def push(play: Play) -> PushFinished:
     """Push all that is carried, until it is settled."""
     verdict = play.push_until_granted()
     moved = PushMoved(1, next(play.number), verdict.seq, True, "", 100)
-    play.say(moved)
+    play.send(moved)
     told = play.asked(PushFinished)
-    settle(play, moved, "accepted" if told.tokens else "gated")
+    settle(play, moved, OutcomeKind.ACCEPTED if told.tokens else OutcomeKind.GATED)
     return told
 
 
@@ -59,11 +61,11 @@ def test_the_rest_is_pushed_with_its_range() -> None:
     """Three steps after the last push: they are pushed with the range that they used up, and nothing is lost."""
     play = Play()
     last_range_of(play, 3)
-    assert play.say(RangeWanted(1, 2)) == UNSETTLED
+    assert play.send(RangeWanted(1, 2)) == UNSETTLED
     told = push(play)
     assert (told.tokens, told.ranges) == (30, (7,))
-    assert play.say(RangeWanted(1, 2)) == ENDED
-    assert play.s.leave() == ClusterLeft(0, "west", 1, 30) and play.s.account.lost == 0
+    assert play.send(RangeWanted(1, 2)) == ENDED
+    assert play.core.leave() == ClusterLeft(0, "west", 1, 30) and play.s.account.lost == 0
 
 
 def test_a_last_range_of_exactly_h_steps_is_settled() -> None:
@@ -71,37 +73,37 @@ def test_a_last_range_of_exactly_h_steps_is_settled() -> None:
     play = Play()
     last_range_of(play, 3)
     assert push(play).ranges == ()
-    assert play.say(RangeWanted(1, 2)) == UNSETTLED
+    assert play.send(RangeWanted(1, 2)) == UNSETTLED
     told = push(play)
     assert (told.tokens, told.ranges) == (0, (7,))
-    assert play.say(RangeWanted(1, 2)) == ENDED
-    play.do(play.s.trainer_gone("it ended", play.now))
-    play.say(play.attach(life=2, pid=8))
+    assert play.send(RangeWanted(1, 2)) == ENDED
+    play.do(play.core.on_trainer_gone("it ended", play.now))
+    play.send(play.attach(launch=2, pid=8))
     play.pull(V1)
-    assert isinstance(play.say(RangeWanted(2, 1)), AskAgain)
-    play.master(Ranges((), True), "ranges")
-    assert play.say(RangeWanted(2, 1)) == ENDED, "after a restart it is not trained again"
+    assert isinstance(play.send(RangeWanted(2, 1)), AskAgain)
+    play.reply(Ranges((), True), Channel.RANGES)
+    assert play.send(RangeWanted(2, 1)) == ENDED, "after a restart it is not trained again"
 
 
 def test_a_last_push_that_comes_to_nothing_is_tried_again() -> None:
     """A skipped round and a busy slave: the rest is pushed again, not before the time that was named."""
     play = Play()
     last_range_of(play, 3)
-    assert play.say(RangeWanted(1, 2)) == UNSETTLED
+    assert play.send(RangeWanted(1, 2)) == UNSETTLED
     moved = play.push_until_committed()
-    play.master(outcome("skipped", None, pull=False))
-    play.say(moved)
-    assert isinstance(play.say(RangeWanted(1, 2)), AskAgain)
+    play.reply(outcome(OutcomeKind.SKIPPED, None, pull=False))
+    play.send(moved)
+    assert isinstance(play.send(RangeWanted(1, 2)), AskAgain)
     play.now += AGAIN_S
-    assert play.say(RangeWanted(1, 2)) == UNSETTLED
-    play.say(play.want_push())
-    play.master(Refused(5.0, "all 2 slots are in use"))
+    assert play.send(RangeWanted(1, 2)) == UNSETTLED
+    play.send(play.want_push())
+    play.reply(Refused(5.0, "all 2 slots are in use"))
     play.now += 4.9
-    assert isinstance(play.say(RangeWanted(1, 2)), AskAgain)
+    assert isinstance(play.send(RangeWanted(1, 2)), AskAgain)
     play.now += 0.2
-    assert play.say(RangeWanted(1, 2)) == UNSETTLED
+    assert play.send(RangeWanted(1, 2)) == UNSETTLED
     assert push(play).tokens == 30
-    assert play.say(RangeWanted(1, 2)) == ENDED
+    assert play.send(RangeWanted(1, 2)) == ENDED
 
 
 def test_a_push_that_is_still_being_settled_is_waited_for() -> None:
@@ -109,12 +111,12 @@ def test_a_push_that_is_still_being_settled_is_waited_for() -> None:
     play = Play()
     last_range_of(play, 3)
     play.push_until_committed()
-    play.do(play.s.hindered("no answer", 0.0))
-    play.do(play.s.hindered("no answer", 1000.0))
+    play.lose_master(0.0)
+    play.lose_master(1000.0)
     play.now = 1000.0
-    assert isinstance(play.say(RangeWanted(1, 2)), AskAgain)
-    play.master(outcome("accepted", pull=False))
-    assert play.say(RangeWanted(1, 2)) == UNSETTLED, "the range was not known to be used up when it was frozen"
+    assert isinstance(play.send(RangeWanted(1, 2)), AskAgain)
+    play.reply(outcome(OutcomeKind.ACCEPTED, pull=False))
+    assert play.send(RangeWanted(1, 2)) == UNSETTLED, "the range was not known to be used up when it was frozen"
     assert push(play).ranges == (7,)
 
 
@@ -123,19 +125,19 @@ def test_a_push_under_way_is_ended_first() -> None:
     play = Play(overlap=True)
     last_range_of(play, 3)
     assert isinstance(play.push_until_granted(), PushNow)
-    assert play.say(RangeWanted(1, 2)) == UNSETTLED
+    assert play.send(RangeWanted(1, 2)) == UNSETTLED
 
 
 def test_a_rest_that_nobody_takes_is_given_up() -> None:
     """After END_S the loop ends, and the reason says how much is lost."""
     play = Play()
     last_range_of(play, 3)
-    assert play.say(RangeWanted(1, 2)) == UNSETTLED
-    play.say(play.want_push())
-    play.master(Refused(2 * END_S, "all 2 slots are in use"))
-    assert isinstance(play.say(RangeWanted(1, 2)), AskAgain)
+    assert play.send(RangeWanted(1, 2)) == UNSETTLED
+    play.send(play.want_push())
+    play.reply(Refused(2 * END_S, "all 2 slots are in use"))
+    assert isinstance(play.send(RangeWanted(1, 2)), AskAgain)
     play.now += END_S
-    answer = play.say(RangeWanted(1, 2))
+    answer = play.send(RangeWanted(1, 2))
     assert isinstance(answer, RangesEnded) and not answer.unsettled
     assert "30 tokens" in answer.reason and "all 2 slots are in use" in answer.reason
     assert [fields["tokens"] for kind, fields in play.marks if kind == "rest_given_up"] == [30]
@@ -146,6 +148,6 @@ def test_a_finished_run_takes_no_rest(steps: int) -> None:
     """The run ended meanwhile: its final version is pulled instead."""
     play = Play()
     last_range_of(play, steps)
-    play.say(play.want_push())
-    play.master(Finished(GENESIS))
-    assert play.say(RangeWanted(1, 2)) == RangesEnded(f"the run is finished with {GENESIS}", True)
+    play.send(play.want_push())
+    play.reply(Finished(GENESIS))
+    assert play.send(RangeWanted(1, 2)) == RangesEnded(f"the run is finished with {GENESIS}", True)

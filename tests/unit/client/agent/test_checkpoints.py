@@ -1,4 +1,4 @@
-"""Checkpoints of a cluster, as its agent's mind takes them up: exact, or healed and said so."""
+"""Checkpoints of a cluster, as its agent resumes from them: exactly, or by a pull."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from dips.client.agent.actions import Channel
 from dips.client.ipc.messages import (
     AskAgain,
     ErrorReply,
@@ -20,11 +21,11 @@ from dips.client.ipc.messages import (
 from dips.ids import GENESIS
 from dips.protocol.effects import Joined, Ranges
 from dips.protocol.events import RangesRequested
-from tests.unit.client.test_session import NONE_YET, H, Play
+from tests.unit.client.agent.play import NONE_YET, H, Play
 
 
 def saved_in(play: Play) -> Saved:
-    found = play.say(SaveWanted(play.s.attempt))
+    found = play.send(SaveWanted(play.s.trainer.attempt))
     assert isinstance(found, Saved)
     return found
 
@@ -34,9 +35,9 @@ def play() -> Play:
     """A cluster in the middle of range 6, four steps after its last push."""
     found = Play()
     found.begin(ranges=(5, 6, 7))
-    assert found.say(RangeWanted(1, 1)) == RangeGiven(5)
+    assert found.send(RangeWanted(1, 1)) == RangeGiven(5)
     found.step(3)
-    assert found.say(RangeWanted(1, 2)) == RangeGiven(6)
+    assert found.send(RangeWanted(1, 2)) == RangeGiven(6)
     found.step(1)
     return found
 
@@ -52,38 +53,38 @@ def test_resumed_in_the_same_life(play: Play) -> None:
     """The trainer crashed after the checkpoint: nothing is lost but what came after it."""
     found = saved_in(play)
     play.step(2)
-    play.do(play.s.trainer_gone("killed", play.now))
-    play.say(play.attach(life=2, pid=8))
+    play.do(play.core.on_trainer_gone("killed", play.now))
+    play.send(play.attach(launch=2, pid=8))
     play.pull(GENESIS)
-    answer = play.say(Resume(2, found))
+    answer = play.send(Resume(2, found))
     assert isinstance(answer, Resumed) and answer.steps == H - 4
     assert play.s.account.carried.tokens == 40 and play.s.account.lost == 20
-    play.adds_up(60)
-    assert play.say(RangeWanted(2, 1)) == RangeGiven(6), "the half-trained range comes first, the used-up one not again"
+    play.check_consumed(60)
+    assert play.send(RangeWanted(2, 1)) == RangeGiven(6), "the half-trained range first, the used-up one not again"
 
 
 def test_resumed_in_a_new_life(play: Play) -> None:
     """The agent was started anew: the checkpoint's ranges are claimed by name."""
     found, other = saved_in(play), Play()
     other.begin(inc=2)
-    assert isinstance(other.say(Resume(1, found)), AskAgain)
-    asked = other.asked(RangesRequested, "ranges")
+    assert isinstance(other.send(Resume(1, found)), AskAgain)
+    asked = other.asked(RangesRequested, Channel.RANGES)
     assert asked.claims == (5, 6, 7) and asked.count == 3
-    other.master(Ranges((5, 6, 7), False), "ranges")
-    assert isinstance(other.say(Resume(1, found)), Resumed)
+    other.reply(Ranges((5, 6, 7), False), Channel.RANGES)
+    assert isinstance(other.send(Resume(1, found)), Resumed)
     assert other.s.account.carried.ranges == (5,)
-    assert other.say(RangeWanted(1, 1)) == RangeGiven(6)
+    assert other.send(RangeWanted(1, 1)) == RangeGiven(6)
 
 
 def test_ranges_that_others_were_given_heal_it(play: Play) -> None:
     """What was got of them is kept for training; the model is pulled."""
     found, other = saved_in(play), Play()
     other.begin(inc=2)
-    other.say(Resume(1, found))
-    other.master(Ranges((7,), False), "ranges")
-    answer = other.say(Resume(1, found))
+    other.send(Resume(1, found))
+    other.reply(Ranges((7,), False), Channel.RANGES)
+    answer = other.send(Resume(1, found))
     assert isinstance(answer, Healed) and "(5, 6)" in answer.reason
-    assert other.say(RangeWanted(1, 1)) == RangeGiven(7)
+    assert other.send(RangeWanted(1, 1)) == RangeGiven(7)
 
 
 @pytest.mark.parametrize(
@@ -94,21 +95,21 @@ def test_an_overtaken_checkpoint_is_healed(play: Play, change: dict[str, object]
     """Saved while a push was out, before a push was settled, or by another cluster: the head is pulled."""
     found, other = replace(saved_in(play), **change), Play()  # type: ignore[arg-type]
     other.begin(inc=2)
-    answer = other.say(Resume(1, found))
+    answer = other.send(Resume(1, found))
     assert isinstance(answer, Healed) and why in answer.reason
     other.pull(GENESIS)
 
 
 def test_not_after_an_inner_step(play: Play) -> None:
     """A trainer that has begun cannot become another one."""
-    assert isinstance(play.say(Resume(1, saved_in(play))), ErrorReply)
+    assert isinstance(play.send(Resume(1, saved_in(play))), ErrorReply)
 
 
 def test_the_master_counts_what_was_settled_in_all_lives() -> None:
     """Joined tells how many pushes of this cluster were settled before this life."""
     play = Play()
-    play.say(play.attach())
-    play.master(Joined(3, 2, GENESIS, NONE_YET, (), settled=17))
-    play.say(play.attach())
+    play.send(play.attach())
+    play.reply(Joined(3, 2, GENESIS, NONE_YET, (), settled=17))
+    play.send(play.attach())
     play.pull(GENESIS)
     assert saved_in(play).settled == 17

@@ -13,7 +13,7 @@ def train(pace: Pace, now: float, step_s: float, most: int = 10_000) -> tuple[fl
     look_in, looks = 1, 0
     for _ in range(most):
         now += step_s
-        pace.stepped(now)
+        pace.record_step(now)
         look_in -= 1
         if look_in <= 0:
             look_in, looks = pace.look_in(now), looks + 1
@@ -50,7 +50,7 @@ def test_seconds_survive_a_change_of_speed() -> None:
     now, look_in = 0.0, 1
     while True:
         now += 0.1 if now < 30 else 0.5
-        pace.stepped(now)
+        pace.record_step(now)
         look_in -= 1
         if look_in <= 0 and (look_in := pace.look_in(now)) == 0:
             break
@@ -62,7 +62,7 @@ def test_one_step_longer_than_the_period_still_counts() -> None:
     pace = Pace(seconds=1.0)
     pace.cut(0.0)
     assert pace.look_in(5.0) == 1
-    pace.stepped(6.0)
+    pace.record_step(6.0)
     assert pace.look_in(6.0) == 0
 
 
@@ -71,8 +71,8 @@ def test_aligned_follows_the_meeting() -> None:
     pace = Pace(aligned=64)
     pace.cut(0.0)
     for i in range(8):
-        pace.stepped(0.1 * (i + 1))
-    pace.told(9.2, 0.8)
+        pace.record_step(0.1 * (i + 1))
+    pace.set_meeting(9.2, 0.8)
     assert pace.look_in(0.8) == int(LOOK_S / pace.step_s)
     due, _ = train(pace, 0.8, 0.1)
     assert abs(due - 10.0) < 0.11
@@ -82,11 +82,11 @@ def test_aligned_without_a_master_keeps_its_own_h() -> None:
     """A master that says nothing, or is gone for long, costs the alignment and no push."""
     pace = Pace(aligned=20)
     pace.cut(0.0)
-    pace.told(OWN_PACE, 0.0)
+    pace.set_meeting(OWN_PACE, 0.0)
     train(pace, 0.0, 0.1)
     assert pace.since_push == 20
     pace.cut(2.0)
-    pace.told(1000.0, 2.0)
+    pace.set_meeting(1000.0, 2.0)
     due, _ = train(pace, 2.0, 0.5)
     assert 30.0 < due < 40.0, "what was said once does not hold for ever"
 
@@ -98,19 +98,19 @@ def test_aligned_is_bounded() -> None:
     now = 0.0
     for _ in range(4 * MOST_TIMES):
         now += 0.1
-        pace.stepped(now)
-        pace.told(100.0, now)
+        pace.record_step(now)
+        pace.set_meeting(100.0, now)
     assert pace.look_in(now) == 0
 
 
 def test_standing_still_is_not_speed() -> None:
     """The time of a transfer does not count as an inner step's."""
     pace = Pace(seconds=10.0)
-    pace.stepped(1.0)
-    pace.stepped(1.5)
-    pace.stood_still()
-    pace.stepped(50.0)
-    pace.stepped(50.5)
+    pace.record_step(1.0)
+    pace.record_step(1.5)
+    pace.pause()
+    pace.record_step(50.0)
+    pace.record_step(50.5)
     assert pace.step_s == pytest.approx(0.5)
 
 
@@ -118,11 +118,11 @@ def test_a_few_fast_steps_are_not_believed_for_long() -> None:
     """Three steps of 0.2 ms, then steps of 10 ms: without a bound the next look would come after 2,500 of them."""
     pace = Pace(steps=64)
     for k in range(4):
-        pace.stepped(k * 0.0002)
+        pace.record_step(k * 0.0002)
     assert pace.soon == 24
     for k in range(40):
-        pace.stepped(1.0 + k * 0.0002)
+        pace.record_step(1.0 + k * 0.0002)
     assert pace.soon == 264
     for k in range(40):
-        pace.stepped(2.0 + k * 0.01)
+        pace.record_step(2.0 + k * 0.01)
     assert pace.soon == 50

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from dips.client.agent import metrics
-from dips.client.agent.actions import STANDSTILL, ClusterIdentity, SyncPhase
 from dips.client.agent.pace import Pace
-from dips.client.agent.session import Session
+from dips.client.agent.phases import STANDSTILL, SyncPhase
+from dips.client.agent.state import AgentSettings, AgentState, ClusterIdentity
 from dips.client.agent.tally import CAUSES, RATE_S, Tally
 
 
@@ -15,7 +17,7 @@ def test_time_goes_to_one_cause() -> None:
     """The parts are the whole, also in the middle of one."""
     tally = Tally()
     for cause, at in (("start", 0.0), ("pull", 4.0), ("inner", 6.0), ("slot", 16.0), ("push", 17.0), ("window", 20.0)):
-        tally.turn(cause, at)
+        tally.switch(cause, at)
     spent = tally.spent(23.0)
     expected = {"start": 4.0, "pull": 2.0, "inner": 10.0, "slot": 1.0, "push": 3.0, "window": 3.0}
     assert {cause: seconds for cause, seconds in spent.items() if seconds} == expected
@@ -25,16 +27,16 @@ def test_time_goes_to_one_cause() -> None:
 def test_the_end_of_a_window_is_the_update() -> None:
     """What the master says of its update is taken from the wait, and never more than was waited."""
     tally = Tally()
-    tally.turn("window", 0.0)
-    tally.turn("window", 5.0)
-    tally.updated(2.0)
-    tally.turn("pull", 5.0)
+    tally.switch("window", 0.0)
+    tally.switch("window", 5.0)
+    tally.count_update(2.0)
+    tally.switch("pull", 5.0)
     assert (tally.seconds["window"], tally.seconds["update"]) == (3.0, 2.0)
-    tally.turn("window", 6.0)
-    tally.turn("window", 7.0)
-    tally.updated(100.0)
-    tally.turn("inner", 7.0)
-    tally.updated(100.0)  # told of a round that nobody waited for
+    tally.switch("window", 6.0)
+    tally.switch("window", 7.0)
+    tally.count_update(100.0)
+    tally.switch("inner", 7.0)
+    tally.count_update(100.0)  # told of a round that nobody waited for
     assert (tally.seconds["window"], tally.seconds["update"]) == (3.0, 3.0)
 
 
@@ -56,8 +58,9 @@ def test_every_phase_has_a_cause() -> None:
 
 def test_an_agent_without_a_trainer_tells_what_it_knows() -> None:
     """Before anything happened there are no losses and bases, and every name is said once."""
-    session = Session(ClusterIdentity("r", "c", "d"), lambda: "nonce", 10.0, Pace(steps=1))
-    found = list(metrics.collect(metrics.read(session, 5.0)))
+    settings = AgentSettings(ClusterIdentity("r", "c", "d"), 2.0, 1.0)
+    state = AgentState(settings, Pace(steps=1), lambda: "nonce", Random(0))
+    found = list(metrics.collect(metrics.read(state, 5.0)))
     assert len({family.name for family in found}) == len(found)
     empty = {f.name for f in found if not f.samples and "relay" not in f.name}
     assert empty == {"dips_agent_loss", "dips_agent_base_version"}
