@@ -40,7 +40,7 @@ class SimRanks:
     def hear(self, verdict: PushNow | PullNow) -> None:
         """Before a transfer: what became of the last push settles what it owes."""
         for feedback in self._feedback:
-            feedback.hear(verdict.inc, verdict.accepted)
+            feedback.settle_last_push(verdict.inc, verdict.accepted)
 
     def freeze(self, theta: Arrays, verdict: PushNow) -> tuple[dict[tuple[int, Range], Buffer], Arrays]:
         """Every chunk's body by (rank, chunk), and what a slave's slot holds when all of them are in it.
@@ -54,8 +54,8 @@ class SimRanks:
             self._host[layer][:] = a
         self.hear(verdict)
         for feedback in self._feedback:
-            assert not codec.lossy or feedback.holds(grant.base), f"{self.base} is not {grant.base}"
-            feedback.freeze(verdict.seq, codec.name)
+            assert not codec.lossy or feedback.has_base(grant.base), f"{self.base} is not {grant.base}"
+            feedback.freeze_push(verdict.seq, codec.name)
         start = self.received if codec.lossy else {layer: np.zeros_like(a) for layer, a in theta.items()}
         content = {layer: a.copy() for layer, a in start.items()}
         bodies: dict[tuple[int, Range], Buffer] = {}
@@ -64,7 +64,7 @@ class SimRanks:
             values = self._host[chunk.layer][where]
             body: Buffer = codec.encode(values) if not codec.lossy else b""
             if self._feedback:
-                body = self._feedback[rank].encode(chunk, values.view(np.uint8).data)
+                body = self._feedback[rank].encode_chunk(chunk, values.view(np.uint8).data)
             bodies[rank, chunk] = bytes(body)
             with np.errstate(all="ignore"):
                 codec.put(body, content[chunk.layer][where])
@@ -88,7 +88,7 @@ class SimRanks:
             self.base = version
             self.received = {layer: a.copy() for layer, a in self._host.items()}
             for feedback in self._feedback:
-                feedback.installed(version)
+                feedback.set_base(version)
         return bool(allowed)
 
     def may_merge(self) -> bool:

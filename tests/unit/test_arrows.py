@@ -87,7 +87,7 @@ def name_of(path: Path) -> str:
 
 
 def room_of(module: str) -> str:
-    """`dips.protocol.round` → `dips.protocol`, `dips.client.rank.line` → `dips.client.rank`."""
+    """`dips.protocol.round` → `dips.protocol`, `dips.client.rank.agent_connection` → `dips.client.rank`."""
     parts = module.split(".")
     return next((room for room in (".".join(parts[:3]), ".".join(parts[:2])) if room in MAY), ".".join(parts[:2]))
 
@@ -161,7 +161,7 @@ def test_the_arrows_bite() -> None:
     assert not arrow_is_allowed("dips.protocol", "dips.wire.messages")
     assert not arrow_is_allowed("dips.slave", "dips.client")
     assert not arrow_is_allowed("dips.outer", "dips.protocol.effects")
-    assert not arrow_is_allowed("dips.client.agent", "dips.client.rank.line.Line")
+    assert not arrow_is_allowed("dips.client.agent", "dips.client.rank.agent_connection.AgentConnection")
     assert not arrow_is_allowed("dips.client.rank", "dips.client.agent.pace.Pace")
     assert not arrow_is_allowed("dips.client.ipc", "dips.client.agent.pace.Pace")
     assert arrow_is_allowed("dips.client.rank", "dips.client.ipc.messages.Wait")

@@ -1,6 +1,6 @@
 """Torch's own example, which is killed once when its first version was pulled: whole, or while a forward installs it.
 
-train_forward.py OUT EXAMPLE.py [WORDS…]    as run_example.py; OUT.died says what was installed when it happened
+train_lazy_install.py OUT EXAMPLE.py [WORDS…]    as run_example.py; OUT.died says what was installed when it happened
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from run_example import main
 
 from dips.client import OuterLoop
 from dips.client.parallel import LazyMemory
-from dips.client.parallel.reach import Home
+from dips.client.parallel.read_groups import ReadGroup
 
 
 def die_once(died: Path) -> None:
-    """Before the middle one of the model's homes is installed; with `install: whole`, once all of it is."""
-    reach, step = LazyMemory._reach, OuterLoop.step
+    """Before the middle one of the model's read groups is installed; with `install: whole`, once all of it is."""
+    reach, step = LazyMemory._before_forward, OuterLoop.step
 
     def die(how: str) -> None:
         if not died.exists():
             died.write_text(how)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def reached(self: LazyMemory, home: Home) -> None:
-        if home is self._homes[len(self._homes) // 2] and self._left:
-            die(f"{len(self._parameters) - len(self._left)} of {len(self._parameters)}")
-        reach(self, home)
+    def reached(self: LazyMemory, group: ReadGroup) -> None:
+        if group is self._groups[len(self._groups) // 2] and self._pending:
+            die(f"{len(self._parameters) - len(self._pending)} of {len(self._parameters)}")
+        reach(self, group)
 
     def stepped(self: OuterLoop, **words: Any) -> None:
         before = self.version
@@ -38,7 +38,7 @@ def die_once(died: Path) -> None:
         if self.version != before and self._config.install == "whole":
             die("all")
 
-    LazyMemory._reach, OuterLoop.step = reached, stepped  # type: ignore[method-assign]
+    LazyMemory._before_forward, OuterLoop.step = reached, stepped  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dips.client.parallel import HostMemory, Laid, lay_out
+from dips.client.parallel import HostMemory, ModelLayout, lay_out
 from dips.client.rank.collectives import JobCollectives
 from dips.errors import ConfigError
 
@@ -23,7 +23,7 @@ class Tied(nn.Module):
         self.output.weight = self.embed.weight
 
 
-def laid(model: nn.Module) -> tuple[Laid, HostMemory]:
+def laid(model: nn.Module) -> tuple[ModelLayout, HostMemory]:
     layout = lay_out(model, JobCollectives())
     return layout, HostMemory(layout.adapter, layout.held, layout.plan, JobCollectives())
 
@@ -44,22 +44,22 @@ def test_the_model_is_frozen_when_it_is_gathered_and_changes_when_it_is_installe
     model = nn.Linear(2, 2)
     before = model.weight.detach().clone()
     _, memory = laid(model)
-    memory.gather()
+    memory.gather_pieces()
     with torch.no_grad():
         model.weight.zero_()
     assert np.array_equal(memory.pieces[1].array, before.numpy().reshape(-1))
     for piece in memory.pieces:
         piece.array[:] = 7.0
     assert not model.weight.any()
-    memory.spread()
-    memory.install()
+    memory.scatter_pieces()
+    memory.install_shard()
     assert torch.equal(model.weight, torch.full((2, 2), 7.0)) and torch.equal(model.bias, torch.full((2,), 7.0))
 
 
 def test_host_memory_is_4_bytes_a_parameter() -> None:
     """Pieces of a shard that is one run lie in the shard's own memory."""
     model = Tied()
-    assert laid(model)[1].items == sum(p.numel() for p in model.parameters())
+    assert laid(model)[1].allocated_numel == sum(p.numel() for p in model.parameters())
 
 
 def test_frozen_parameters_take_no_part() -> None:
@@ -72,8 +72,8 @@ def test_frozen_parameters_take_no_part() -> None:
     assert [p.name for layer in layout.plan.manifest.layers for p in layer.parameters] == ["layers.1.bias"]
     kept = model.embed.weight.detach().clone()
     memory.pieces[0].array[:] = 5.0
-    memory.spread()
-    memory.install()
+    memory.scatter_pieces()
+    memory.install_shard()
     assert torch.equal(model.embed.weight, kept) and torch.equal(model.layers[1].bias, torch.full((3,), 5.0))
 
 
@@ -82,12 +82,12 @@ def test_two_copies_of_a_tied_parameter_are_pushed_once_and_both_written() -> No
     chunks = [nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)]
     layout = lay_out(chunks, JobCollectives())
     memory = HostMemory(layout.adapter, layout.held, layout.plan, JobCollectives())
-    memory.gather()
+    memory.gather_pieces()
     assert [tuple(piece) for piece in layout.plan.pieces] == [(0, 0, 0, 4)]
     assert np.array_equal(memory.pieces[0].array, chunks[0].weight.detach().numpy().reshape(-1))
     memory.pieces[0].array[:] = 3.0
-    memory.spread()
-    memory.install()
+    memory.scatter_pieces()
+    memory.install_shard()
     assert all(torch.equal(chunk.weight, torch.full((2, 2), 3.0)) for chunk in chunks)
     with pytest.raises(ConfigError, match=r"weight: shape \(2, 2\) in one chunk of the model, \(3, 2\) in another"):
         lay_out([nn.Linear(2, 2, bias=False), nn.Linear(2, 3, bias=False)], JobCollectives())
@@ -104,11 +104,11 @@ def test_a_bf16_parameter_is_pushed_as_it_is_and_rounded_when_installed() -> Non
     """Without masters the parameter itself takes part: exact on the way out, the nearest bf16 on the way in."""
     model = nn.Linear(3, 2, bias=False, dtype=torch.bfloat16)
     _, memory = laid(model)
-    memory.gather()
+    memory.gather_pieces()
     assert np.array_equal(memory.pieces[0].array, model.weight.detach().float().numpy().reshape(-1))
     memory.pieces[0].array[:] = 1.00390625  # 1 + 2^-8: half a unit in the last place of bf16 above 1
-    memory.spread()
-    memory.install()
+    memory.scatter_pieces()
+    memory.install_shard()
     assert torch.equal(model.weight, torch.ones(2, 3, dtype=torch.bfloat16))
 
 

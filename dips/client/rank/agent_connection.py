@@ -1,6 +1,7 @@
-"""A rank's line to its agent: a blocking socket, one question at a time; sealed when it leads to another host.
+"""A rank's connection to its agent: a blocking socket, one question at a time; authenticated between hosts.
 
-An agent that is gone ends the training (the line is closed): nobody else may speak for this cluster. Knows no torch.
+An agent that is gone ends the training (the connection is closed): no other process may act for this cluster. Knows no
+torch.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from dips.client.ipc.connection import keep_alive
 from dips.client.ipc.seal import GREETING, PROOF, TAG, Seal, TokenClient
 from dips.errors import Denied, DipsError, RemoteProtocolError, Unavailable
 
-GRACE_S = 30.0  # an agent that does not answer for poll_s and so long is hung
+GRACE_S = 30.0  # an agent that does not answer within poll_s and this time is hung
 CONNECT_S = 10.0  # to another host, handshake included
-AGAIN_S = 0.5
+RETRY_S = 0.5
 
 
-class Line:
-    """A connection to the agent."""
+class AgentConnection:
+    """An open connection."""
 
     def __init__(self, address: Address, poll_s: float) -> None:
-        """Raise Unavailable if nobody is there, Denied if it is not our agent."""
+        """Raise Unavailable if no agent answers, Denied if it is not this job's agent."""
         self._address = address
         self._seal: Seal | None = None
         try:
-            self._socket = _dial(address)
+            self._socket = _open_socket(address)
         except OSError as error:
             raise Unavailable(
                 f"no agent answers: tried {address} (from {address.named_by}): {error.strerror or error}. Start this "
@@ -35,23 +36,23 @@ class Line:
             ) from error
         if not isinstance(address, OnThisHost):
             try:
-                self._seal = self._introduce(address.token)
-            except Unavailable as error:  # it hung up: to whoever does not know the token it says no more
+                self._seal = self._authenticate(address.token)
+            except Unavailable as error:  # a peer with another token closes the connection without a message
                 self._socket.close()
                 raise Denied(
-                    f"{address} (from {address.named_by}) hung up on us: is it the agent of this job, and have both "
-                    "the same token?"
+                    f"{address} (from {address.named_by}) closed the connection: is it the agent of this job, and do "
+                    "both have the same token?"
                 ) from error
             except (OSError, DipsError) as error:
                 self._socket.close()
                 if isinstance(error, DipsError):
                     raise
-                raise Unavailable(f"{address} (from {address.named_by}) does not greet us: {error}") from error
+                raise Unavailable(f"{address} (from {address.named_by}) sent no greeting: {error}") from error
         self._socket.settimeout(poll_s + GRACE_S)
 
     @classmethod
-    def wait_for(cls, address: Address, poll_s: float, within_s: float) -> Line:
-        """As the constructor, but an agent that starts later than its ranks is waited for."""
+    def connect_within(cls, address: Address, poll_s: float, within_s: float) -> AgentConnection:
+        """As the constructor, but retry for `within_s`: an agent may start later than its ranks."""
         until = time.monotonic() + within_s
         while True:
             try:
@@ -59,11 +60,11 @@ class Line:
             except Unavailable as error:
                 if time.monotonic() >= until:
                     raise Unavailable(f"{error} (tried for {within_s:g} s)") from error
-                time.sleep(AGAIN_S)
+                time.sleep(RETRY_S)
 
     def ask(self, question: messages.Question) -> messages.Answer:
-        """Ask, and wait for the answer; it may be Wait. Raise Unavailable if the agent is gone."""
-        self.tell(question)
+        """Send a question and wait for its answer, which may be AskAgain. Raise Unavailable if the agent is gone."""
+        self.send(question)
         try:
             head = self._receive(encoding.LENGTH.size)
             body = self._receive(encoding.body_length(head))
@@ -76,54 +77,54 @@ class Line:
             raise RemoteProtocolError(f"the agent answered {type(answer).__name__} to {type(question).__name__}")
         return answer
 
-    def tell(self, message: messages.Question | messages.Notice) -> None:
-        """Say something without waiting."""
-        words = encoding.encode(message)
+    def send(self, message: messages.Question | messages.Notice) -> None:
+        """Send a message without waiting for an answer; raise Unavailable if the agent is gone."""
+        frame = encoding.encode(message)
         try:
-            self._socket.sendall(words + self._seal.tag(words) if self._seal else words)
+            self._socket.sendall(frame + self._seal.tag(frame) if self._seal else frame)
         except OSError as error:
             raise Unavailable(f"the agent at {self._address} is gone: {error}") from error
 
-    def outlive(self) -> None:
-        """Return when the agent has closed the line, or its host is gone; for a line on which nothing is said."""
+    def wait_until_closed(self) -> None:
+        """Return when the agent has closed the connection, or its host is gone; for one that carries no messages."""
         try:
             self._socket.settimeout(None)
             self._socket.recv(1)
-        except OSError:  # reset, closed on this side before we came here, or the keep-alive gave up: gone either way
+        except OSError:  # reset, closed by this side, or the keep-alive gave up: gone in each case
             pass
 
     def close(self) -> None:
-        """End it, also for a thread that stands in `outlive`."""
+        """Close it, and unblock a thread in `wait_until_closed`."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the agent was faster
+        except OSError:  # the agent has closed it already
             pass
         self._socket.close()
 
-    def _introduce(self, token: bytes) -> Seal:
+    def _authenticate(self, token: bytes) -> Seal:
         keep_alive(self._socket)
-        guest = TokenClient(token, self._receive(GREETING))
-        self._socket.sendall(guest.answer)
-        return guest.admitted(self._receive(PROOF))
+        client = TokenClient(token, self._receive(GREETING))
+        self._socket.sendall(client.answer)
+        return client.admitted(self._receive(PROOF))
 
     def _receive(self, length: int) -> bytes:
         parts = bytearray()
         while len(parts) < length:
             part = self._socket.recv(length - len(parts))
             if not part:
-                raise Unavailable(f"the agent at {self._address} hung up")
+                raise Unavailable(f"the agent at {self._address} closed the connection")
             parts += part
         return bytes(parts)
 
 
-def _dial(address: Address) -> socket.socket:
+def _open_socket(address: Address) -> socket.socket:
     if not isinstance(address, OnThisHost):
         return socket.create_connection((address.host, address.port), CONNECT_S)
-    line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    line.settimeout(CONNECT_S)
+    unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    unix.settimeout(CONNECT_S)
     try:
-        line.connect(str(address.path))
+        unix.connect(str(address.path))
     except OSError:
-        line.close()
+        unix.close()
         raise
-    return line
+    return unix

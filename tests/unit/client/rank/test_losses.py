@@ -6,17 +6,17 @@ import json
 
 import pytest
 
-from dips.client.rank.losses import LossChannel, finite
+from dips.client.rank.losses import LossChannel, finite_or_none
 
 
 class Ranks:
-    """What the collective gives each rank: the words of all."""
+    """The collective's result on each rank: the messages of all."""
 
     def __init__(self, *others: tuple[float, int, bool]) -> None:
         self._others = [json.dumps(said).encode() for said in others]
 
-    def gather(self, words: bytes) -> list[bytes]:
-        return [words, *self._others]
+    def all_gather(self, message: bytes) -> list[bytes]:
+        return [message, *self._others]
 
 
 NONE = (0.0, 0, True)
@@ -31,27 +31,27 @@ NONE = (0.0, 0, True)
         ([None], [NONE], None),
     ],
 )
-def test_the_first_rank_that_says_a_loss_is_heard(
+def test_the_first_rank_with_a_loss_is_reported(
     own: list[float | None], others: list[tuple[float, int, bool]], heard: tuple[float, int, bool] | None
 ) -> None:
-    """None if that is rank 0, which told its own with each step, or if nobody says one."""
+    """None if that is rank 0, which reports its own with each step, or if no rank has one."""
     losses = LossChannel(Ranks(*others))  # type: ignore[arg-type]
     for loss in own:
-        losses.add(loss, finite=True)
-    assert losses.heard() == heard
+        losses.add_loss(loss, finite=True)
+    assert losses.gather_losses() == heard
 
 
-def test_a_look_begins_anew() -> None:
-    """What was heard is not heard again."""
+def test_a_poll_starts_over() -> None:
+    """What was reported is not reported again."""
     losses = LossChannel(Ranks())  # type: ignore[arg-type]
-    losses.add(None, finite=False)
-    assert losses.heard() is None  # it is rank 0's own
+    losses.add_loss(None, finite=False)
+    assert losses.gather_losses() is None  # it is rank 0's own
     losses = LossChannel(Ranks((0.0, 0, True)))  # type: ignore[arg-type]
-    losses.add(3.0, finite=True)
-    losses.heard()
+    losses.add_loss(3.0, finite=True)
+    losses.gather_losses()
     assert (losses._sum, losses._count) == (0.0, 0)
 
 
 def test_what_is_not_finite_is_not_averaged() -> None:
-    assert finite(2) == 2.0
-    assert finite(None) is finite(float("nan")) is finite(float("inf")) is None
+    assert finite_or_none(2) == 2.0
+    assert finite_or_none(None) is finite_or_none(float("nan")) is finite_or_none(float("inf")) is None

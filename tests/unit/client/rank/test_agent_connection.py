@@ -1,4 +1,4 @@
-"""The line between hosts: who knows the token is let in, who does not is told, nothing can be altered on the way."""
+"""The connection between hosts: only a peer with the token is admitted, and no message can be altered on the way."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dips.client.ipc.address import OnAnyHost, OnThisHost, find, over_network
 from dips.client.ipc.connection import Connection
 from dips.client.ipc.messages import Noted, Stepped, TransferProgress
 from dips.client.ipc.seal import ANSWER, GREETING, PROOF, TAG, Seal, TokenClient, TokenServer
-from dips.client.rank.line import Line
+from dips.client.rank.agent_connection import AgentConnection
 from dips.config import ClusterFile, Shared
 from dips.errors import ConfigError, Denied, RemoteProtocolError, Unavailable
 
@@ -28,7 +28,7 @@ def cluster(**keys: object) -> ClusterFile:
 
 
 @pytest.mark.parametrize(
-    ("agent", "environment", "told"),
+    ("agent", "environment", "expected"),
     [
         (None, {}, "unix:/d/agent.sock from socket"),
         (None, {"DIPS_AGENT": "unix:/x.sock"}, "unix:/x.sock from DIPS_AGENT"),
@@ -39,10 +39,10 @@ def cluster(**keys: object) -> ClusterFile:
         ("${MASTER_ADDR}:7", {"MASTER_ADDR": "fd00::1"}, "tcp://[fd00::1]:7 from agent"),
     ],
 )
-def test_where_a_rank_looks(agent: str | None, environment: dict[str, str], told: str) -> None:
+def test_where_a_rank_looks(agent: str | None, environment: dict[str, str], expected: str) -> None:
     """The variable comes before the file, and the file before the socket beside it."""
     found = find(cluster(agent=agent), {"DIPS_AGENT_TOKEN": TOKEN.decode(), **environment})
-    assert f"{found} from {found.named_by}" == told
+    assert f"{found} from {found.named_by}" == expected
     assert TOKEN.decode() not in repr(found)
 
 
@@ -115,7 +115,7 @@ class Agent:
     """Answers Moving with Noted, in a thread with a loop of its own."""
 
     def __init__(self) -> None:
-        self.heard: list[messages.Message] = []
+        self.received: list[messages.Message] = []
         self._writers: list[asyncio.StreamWriter] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -131,7 +131,7 @@ class Agent:
         try:
             rank = await Connection.admit(reader, writer, TOKEN)
             while True:
-                self.heard.append(message := await rank.read())
+                self.received.append(message := await rank.read())
                 if isinstance(message, TransferProgress):
                     await rank.write(Noted())
         except (Denied, asyncio.IncompleteReadError, ConnectionError):
@@ -170,42 +170,44 @@ def at(port: int, token: bytes = TOKEN) -> OnAnyHost:
 
 def test_questions_and_notices_over_tcp(agent: Agent) -> None:
     """As over the Unix socket."""
-    line = Line(at(agent.port), 2.0)
-    line.tell(Stepped(1, 10, None))
-    assert line.ask(TransferProgress(1, 2, 3)) == Noted()
-    assert agent.heard == [Stepped(1, 10, None), TransferProgress(1, 2, 3)]
-    line.close()
+    connection = AgentConnection(at(agent.port), 2.0)
+    connection.send(Stepped(1, 10, None))
+    assert connection.ask(TransferProgress(1, 2, 3)) == Noted()
+    assert agent.received == [Stepped(1, 10, None), TransferProgress(1, 2, 3)]
+    connection.close()
 
 
-def test_a_rank_with_another_token_is_told_at_once(agent: Agent) -> None:
+def test_a_rank_with_another_token_is_refused_at_once(agent: Agent) -> None:
     """Waiting would not help it."""
     with pytest.raises(Denied, match=r"tcp://127.0.0.1:.*same token"):
-        Line.wait_for(at(agent.port, b"another token...."), 2.0, 60.0)
-    assert agent.heard == []
+        AgentConnection.connect_within(at(agent.port, b"another token...."), 2.0, 60.0)
+    assert agent.received == []
 
 
-def test_what_was_tried_is_said(tmp_path: Path) -> None:
+def test_an_error_names_what_was_tried(tmp_path: Path) -> None:
     """Address, who named it, what the kernel said, how long."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         with pytest.raises(Unavailable, match=rf"tcp://127.0.0.1:{port} \(from DIPS_AGENT\): .*refused.*\(tried for 0"):
-            Line.wait_for(at(port), 2.0, 0.1)
+            AgentConnection.connect_within(at(port), 2.0, 0.1)
     with pytest.raises(Unavailable, match=r"unix:.*absent \(from socket\): No such file"):
-        Line(OnThisHost(tmp_path / "absent", "socket"), 2.0)
+        AgentConnection(OnThisHost(tmp_path / "absent", "socket"), 2.0)
 
 
-def test_a_silent_line_ends_with_the_agent_or_by_its_own_end(agent: Agent) -> None:
+def test_a_silent_connection_ends_with_the_agent_or_when_it_is_closed(agent: Agent) -> None:
     """It is how a rank of another host sees that its agent is gone."""
-    lines = [Line(at(agent.port), 2.0) for _ in range(2)]
+    connections = [AgentConnection(at(agent.port), 2.0) for _ in range(2)]
     ended = [threading.Event(), threading.Event()]
-    threads = [threading.Thread(target=lambda k=k: (lines[k].outlive(), ended[k].set())) for k in range(2)]
+    threads = [
+        threading.Thread(target=lambda k=k: (connections[k].wait_until_closed(), ended[k].set())) for k in range(2)
+    ]
     for thread in threads:
         thread.start()
-    lines[0].close()
+    connections[0].close()
     assert ended[0].wait(10) and not ended[1].is_set()
     agent.close()
     assert ended[1].wait(10)
-    lines[1].close()
+    connections[1].close()
     for thread in threads:
         thread.join()

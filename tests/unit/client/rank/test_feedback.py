@@ -40,18 +40,18 @@ class Rank:
         """Freeze and send; return what the slave has of θ_j."""
         codec = codec or self.codec
         self.seq += 1
-        self.feedback.hear(self.inc, self.accepted)
+        self.feedback.settle_last_push(self.inc, self.accepted)
         for piece, m in zip(self.pieces, self.model, strict=True):
             piece.array[:] = m
-        self.feedback.freeze(self.seq, codec)
+        self.feedback.freeze_push(self.seq, codec)
         spelling = codecs.named(codec)
         slots = [t.copy() for t in self.theta]
         for piece, slot in zip(self.pieces, slots, strict=True):
             for chunk in split(spelling.ranges([piece.range]), spelling.chunk_bytes(CHUNK_BYTES)):
                 at = slice(chunk.offset - piece.offset, chunk.offset - piece.offset + chunk.length)
                 view = piece.array[at].view(np.uint8).data
-                body = bytes(self.feedback.encode(Range(*chunk), view))
-                assert body == bytes(self.feedback.encode(Range(*chunk), view)), "asked again it is the same"
+                body = bytes(self.feedback.encode_chunk(Range(*chunk), view))
+                assert body == bytes(self.feedback.encode_chunk(Range(*chunk), view)), "asked again it is the same"
                 spelling.put(body, slot[at])
         return slots
 
@@ -61,16 +61,16 @@ class Rank:
 
     def pull(self, version: VersionId, theta: list[np.ndarray] | None = None) -> None:
         """Receive θ into the host buffer and install it."""
-        self.feedback.hear(self.inc, self.accepted)
+        self.feedback.settle_last_push(self.inc, self.accepted)
         self.theta = [t.copy() for t in theta or self.theta]
         for piece, t in zip(self.pieces, self.theta, strict=True):
             piece.array[:] = t
-        self.feedback.installed(version)
+        self.feedback.set_base(version)
         self.model, self.version = [t.copy() for t in self.theta], version
 
     def owed(self) -> list[np.ndarray]:
         """What the next push would carry beyond its own change; a question that settles and changes nothing more."""
-        self.feedback.hear(self.inc, self.accepted)
+        self.feedback.settle_last_push(self.inc, self.accepted)
         return [owed.copy() for owed in self.feedback._owed]
 
 
@@ -211,6 +211,6 @@ def test_a_difference_that_is_not_finite_arrives_so(codec):
 def test_it_knows_which_base_it_holds():
     """Differences can be made to the installed version only: before the first install to none."""
     feedback = Feedback([])
-    assert not feedback.holds(None) and not feedback.holds(GENESIS)
-    feedback.installed(GENESIS)
-    assert feedback.holds(GENESIS) and not feedback.holds(VersionId(0, 1))
+    assert not feedback.has_base(None) and not feedback.has_base(GENESIS)
+    feedback.set_base(GENESIS)
+    assert feedback.has_base(GENESIS) and not feedback.has_base(VersionId(0, 1))

@@ -1,4 +1,4 @@
-"""Which forward reads what, who else is served, and what is refused: `install: forward` on one rank."""
+"""Which forward reads what, who else is served, and what is refused: `install: lazy` on one rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dips.client.parallel import LazyMemory, lay_out, lazy
-from dips.client.parallel.reach import homes
+from dips.client.parallel.read_groups import find_read_groups
 from dips.client.rank.collectives import JobCollectives
 from dips.errors import ConfigError, LocalProtocolError
 
@@ -59,36 +59,36 @@ TOKENS = torch.arange(6).reshape(1, 6)
 
 
 def laid(model: nn.Module) -> LazyMemory:
-    voice = JobCollectives()
-    layout = lay_out(model, voice)
-    return LazyMemory(layout.adapter, layout.held, layout.plan, voice)
+    collectives = JobCollectives()
+    layout = lay_out(model, collectives)
+    return LazyMemory(layout.adapter, layout.held, layout.plan, collectives)
 
 
 def land(memory: LazyMemory, number: float) -> None:
     """A version all of whose elements are `number` lies in host memory."""
-    memory.finish()
+    memory.finish_install()
     for piece in memory.pieces:
         piece.array[:] = number
-    memory.spread()
-    memory.install()
+    memory.scatter_pieces()
+    memory.install_shard()
 
 
 def at(model: nn.Module, number: float) -> set[str]:
     return {name for name, p in model.named_parameters() if bool((p == number).all())}
 
 
-def test_a_home_is_what_is_read_together() -> None:
+def test_a_read_group_is_what_is_read_together() -> None:
     """The rest of the model, each layer, and what is tied in both places where it stands."""
     model = Model()
-    found = homes(model, {p: name for name, p in model.named_parameters()})
+    found = find_read_groups(model, {p: name for name, p in model.named_parameters()})
     layers = [
         {f"layers.{i}.{part}.{kind}" for part in ("inner", "beside") for kind in ("weight", "bias")} for i in range(3)
     ]
-    assert [set(home.reads) for home in found] == [{"scale", "embed.weight"}, *layers, {"embed.weight"}]
+    assert [set(group.reads) for group in found] == [{"scale", "embed.weight"}, *layers, {"embed.weight"}]
     assert model.layers[1].beside in found[2].modules and model.embed in found[0].modules
 
 
-def test_frozen_parameters_are_in_no_home() -> None:
+def test_frozen_parameters_are_in_no_read_group() -> None:
     """What is not pulled is not installed."""
     model = Model()
     model.layers.requires_grad_(False)
@@ -115,8 +115,8 @@ def test_each_layer_is_written_when_the_forward_comes_to_it(dtype: torch.dtype) 
     assert seen["layers.1"] == names - {n for n in names if n.startswith("layers.2.")}
     assert seen["outputs.words"] == at(model, 0.5) == names
     seen.clear()
-    memory.stepped()
-    assert memory._handles == [] and memory._left == {}
+    memory.on_inner_step()
+    assert memory._handles == [] and memory._pending == {}
 
 
 class Queue:
@@ -129,20 +129,20 @@ class Queue:
         self.waits: list[tuple[int, bool]] = []
         self._done = 0
 
-    def aside(self) -> Any:
+    def background_copies(self) -> Any:
         return nullcontext()
 
-    def copies(self) -> Any:
+    def ordered_copies(self) -> Any:
         return nullcontext()
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         return [len(self.asked)]
 
-    def hold(self, mark: list[int], *, everywhere: bool) -> None:
-        self.waits.append((mark[0], everywhere))
-        self._arrive(mark[0])
+    def wait_for_event(self, event: list[int], *, all_streams: bool) -> None:
+        self.waits.append((event[0], all_streams))
+        self._arrive(event[0])
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self._arrive(len(self.asked))
 
     def _arrive(self, end: int) -> None:
@@ -152,11 +152,11 @@ class Queue:
 
 
 @torch.no_grad()
-def test_a_home_waits_for_its_own_copies_and_for_none_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_group_waits_for_its_own_copies_and_for_no_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """All are asked for when the version has landed; each forward finds its own arrived, in the order of the calls."""
     model, queue = Model(), Queue()
     memory = laid(model)
-    monkeypatch.setattr(lazy, "_replace", lambda one: queue.asked.append(lambda: one.view.copy_(one.host)))
+    monkeypatch.setattr(lazy, "_write_pulled", lambda one: queue.asked.append(lambda: one.view.copy_(one.host)))
     monkeypatch.setattr(memory, "_device", queue)
     land(memory, 0.5)
     assert len(queue.asked) == 2 + 3 * 4 and at(model, 0.5) == set()
@@ -168,11 +168,11 @@ def test_a_home_waits_for_its_own_copies_and_for_none_behind_them(monkeypatch: p
     assert ends == [2, 6, 10, 14, 14]
     land(memory, 0.75)
     model.layers[0](torch.zeros(1, 4))
-    memory.finish()  # before the next transfer writes into the host memory
+    memory.finish_install()  # before the next transfer writes into the host memory
     assert len(at(model, 0.75)) == 14 and queue.waits[-1] == (28, True)
 
 
-def test_a_module_called_by_itself_has_all_of_its_home() -> None:
+def test_a_module_called_by_itself_installs_all_of_its_read_group() -> None:
     """A model whose forward calls the parts of its layers, not the layers."""
     model = Model()
     memory = laid(model)
@@ -188,8 +188,8 @@ def test_a_module_called_by_itself_has_all_of_its_home() -> None:
     [
         lambda model, memory: model.state_dict(),
         lambda model, memory: model.layers[0].state_dict(),
-        lambda model, memory: memory.gather(),
-        lambda model, memory: memory.finish(),
+        lambda model, memory: memory.gather_pieces(),
+        lambda model, memory: memory.finish_install(),
     ],
 )
 def test_whoever_reads_otherwise_has_all_of_it(reader: Any) -> None:
@@ -210,7 +210,7 @@ def test_what_a_checkpoint_brings_is_not_written_over() -> None:
     land(memory, 3.0)
     model.load_state_dict(other)
     model(TOKENS)
-    memory.finish()
+    memory.finish_install()
     assert at(model, 9.0) == {name for name, _ in model.named_parameters()}
 
 
@@ -243,7 +243,7 @@ def test_a_step_on_the_former_version_is_refused() -> None:
     land(memory, 3.0)
     model.embed.forward(TOKENS).sum().backward()  # who calls this, and not the module, calls no hook
     with pytest.raises(LocalProtocolError, match=r"no module of the model was called.*use install: whole"):
-        memory.stepped()
+        memory.on_inner_step()
 
 
 def test_a_parameter_that_was_read_in_passing_is_noticed() -> None:
@@ -261,7 +261,7 @@ def test_an_install_that_breaks_off_leaves_a_torn_model() -> None:
     model = Model()
     memory = laid(model)
     land(memory, 3.0)
-    write, count = memory._write, [0]
+    write, count = memory._write_copy, [0]
 
     def breaks(one: Any) -> None:
         count[0] += 1
@@ -269,11 +269,17 @@ def test_an_install_that_breaks_off_leaves_a_torn_model() -> None:
             raise MemoryError("of the device")
         write(one)
 
-    memory._write = breaks
+    memory._write_copy = breaks
     with pytest.raises(MemoryError):
         model(TOKENS)
     assert memory.torn
-    for reader in (lambda: model(TOKENS), model.state_dict, memory.gather, memory.finish, memory.stepped):
+    for reader in (
+        lambda: model(TOKENS),
+        model.state_dict,
+        memory.gather_pieces,
+        memory.finish_install,
+        memory.on_inner_step,
+    ):
         with pytest.raises(LocalProtocolError, match="the model is torn"):
             reader()
 
@@ -285,10 +291,10 @@ def test_a_copy_of_the_model_takes_nothing_of_it_along() -> None:
     land(memory, 3.0)
     twin = copy.deepcopy(model)
     twin(TOKENS)
-    assert at(model, 3.0) == set() and not memory._reached
-    memory.finish()
+    assert at(model, 3.0) == set() and not memory._forward_seen
+    memory.finish_install()
     land(memory, 4.0)
-    memory.finish()
+    memory.finish_install()
     assert at(twin, 3.0) == at(twin, 4.0) == set()
 
 
@@ -318,7 +324,7 @@ def test_a_module_compiled_in_place_is_refused() -> None:
 def test_megatron_is_refused() -> None:
     """Its optimizer's masters are made from parameters all at once."""
     pytest.importorskip("megatron.core", reason="megatron-core is not installed: its adapter is NOT tested here")
-    from dips.client.parallel.megatron import Megatron
+    from dips.client.parallel.megatron import MegatronAdapter
 
     with pytest.raises(ConfigError, match="not supported for a Megatron-core model: use install: whole"):
-        Megatron([nn.Linear(2, 2)]).homes()
+        MegatronAdapter([nn.Linear(2, 2)]).read_groups()

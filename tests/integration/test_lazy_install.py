@@ -1,4 +1,4 @@
-"""`install: forward`: training goes on at once, and what it computes is what it computes with `install: whole`."""
+"""`install: lazy`: training goes on at once, and what it computes is what it computes with `install: whole`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.torchrun
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Four ranks that went through all of torch's layouts."""
-    out = tmp_path_factory.mktemp("forward") / "found"
-    return under_torchrun(4, out, "check_forward.py", *LAYOUTS, within_s=200)
+    out = tmp_path_factory.mktemp("lazy") / "found"
+    return under_torchrun(4, out, "check_lazy_install.py", *LAYOUTS, within_s=200)
 
 
 @pytest.mark.timeout(240)
@@ -52,27 +52,27 @@ def ran(
 @pytest.mark.timeout(240)
 def test_a_run_with_it_is_the_run_without(tmp_path: Path) -> None:
     """Every inner step has the same loss on every rank, and θ is the same at the end."""
-    whole, forward = ran(tmp_path / "whole", "whole"), ran(tmp_path / "forward", "forward")
+    whole, lazy = ran(tmp_path / "whole", "whole"), ran(tmp_path / "lazy", "lazy")
     assert len(whole[0]["losses"]) == 12 and whole[0]["losses"][-1] < whole[0]["losses"][0]
-    assert forward == whole
+    assert lazy == whole
 
 
 @pytest.mark.timeout(200)
 def test_it_goes_together_with_overlap_full(tmp_path: Path) -> None:
     """Trained beside the pull and merged by the forward: the loss falls, both ranks end with one θ."""
-    of = ran(tmp_path / "run", "forward", "full")
+    of = ran(tmp_path / "run", "lazy", "full")
     assert of[0]["theta"] == of[1]["theta"]
     assert of[0]["losses"][-1] < of[0]["losses"][0] - 0.3
     assert len(of[0]["losses"]) > 4 * 3, "steps were taken beside what moved"
 
 
 @pytest.mark.timeout(240)
-def test_a_rank_killed_while_a_forward_installs_pulls_anew(tmp_path: Path) -> None:
+def test_a_rank_killed_during_a_lazy_install_pulls_again(tmp_path: Path) -> None:
     """Some layers new, some old, and the process is gone: the next one goes on as after a death between two steps."""
-    whole, forward = (
-        ran(tmp_path / install, install, ranks=1, script="train_forward.py") for install in ("whole", "forward")
+    whole, lazy = (
+        ran(tmp_path / install, install, ranks=1, script="train_lazy_install.py") for install in ("whole", "lazy")
     )
-    installed, of = map(int, (tmp_path / "forward" / "out.died").read_text().split(" of "))
+    installed, of = map(int, (tmp_path / "lazy" / "out.died").read_text().split(" of "))
     assert 0 < installed < of and (tmp_path / "whole" / "out.died").read_text() == "all"
     assert len(whole[0]["losses"]) == 3 * 3, "three of the four versions are of the second life"
-    assert forward == whole
+    assert lazy == whole

@@ -1,4 +1,4 @@
-"""Rectangles and plans against their dumb twins: arrays of indices, and a job's memory moved by hand."""
+"""Rectangles and plans against simple references: arrays of indices, and a job's memory moved element by element."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.client.parallel.plan import End, ParameterClaim, RankLayout, TransferPlan, make_plan
+from dips.client.parallel.plan import LocalRect, ParameterClaim, RankLayout, TransferPlan, make_plan
 from dips.client.parallel.rect import Rect, cut_flat, rects
 from dips.errors import ConfigError
 
@@ -101,10 +101,10 @@ def memory_of(rank: RankLayout, theta: dict[str, np.ndarray]) -> dict[tuple[str,
 def move(
     plans: list[TransferPlan], ranks: list[RankLayout], which: str, source: list[dict], target: list[dict]
 ) -> None:
-    """Carry out all hand-overs of a job by hand: the n-th that is given is the n-th that is taken."""
+    """Carry out all exchanges of a job: the n-th rectangle that is sent is the n-th that is received."""
     names = [[p.name for p in layer.parameters] for layer in plans[0].manifest.layers]
 
-    def key(plan: TransferPlan, layer: int, end: End, piece: bool) -> tuple[tuple, list[int]]:
+    def key(plan: TransferPlan, layer: int, end: LocalRect, piece: bool) -> tuple[tuple, list[int]]:
         if piece:
             return (end.index,), [e - plan.pieces[end.index].offset for e in elements(end.rect)]
         name = names[layer][end.param]
@@ -116,10 +116,12 @@ def move(
     spread = which == "spread"
     for layer in range(len(names)):
         for me, plan in enumerate(plans):
-            hands = getattr(plan, which)[layer]
-            pairs = [(me, a, b) for a, b in hands.keeps]
-            for peer, ends in hands.gives.items():
-                pairs += [(peer, a, b) for a, b in zip(ends, getattr(plans[peer], which)[layer].takes[me], strict=True)]
+            moves = getattr(plan, which)[layer]
+            pairs = [(me, a, b) for a, b in moves.local]
+            for peer, ends in moves.sends.items():
+                pairs += [
+                    (peer, a, b) for a, b in zip(ends, getattr(plans[peer], which)[layer].receives[me], strict=True)
+                ]
             for peer, a, b in pairs:
                 from_key, from_at = key(plan, layer, a, spread)
                 to_key, to_at = key(plans[peer], layer, b, not spread)
@@ -130,12 +132,12 @@ KINDS = ["replicated", "rows", "columns", "uneven", "grid", "grid, replicated", 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("speakers", [1, 2, 6])
+@pytest.mark.parametrize("movers", [1, 2, 6])
 @pytest.mark.parametrize("spread_items", [1, 7, 1000])
-def test_pieces_cover_the_model_once_and_every_hand_over_arrives(kind: str, speakers: int, spread_items: int) -> None:
+def test_pieces_cover_the_model_once_and_every_exchange_arrives(kind: str, movers: int, spread_items: int) -> None:
     """Six ranks move θ out of their blocks and into them again, whoever may speak and however finely it is spread."""
     ranks = job(kind)
-    plans = [make_plan(ranks, me, speakers, spread_items) for me in range(6)]
+    plans = [make_plan(ranks, me, movers, spread_items) for me in range(6)]
     theta = {"layers.0.w": np.arange(30.0), "norm.g": np.arange(100.0, 105.0)}
     blocks = [memory_of(rank, theta) for rank in ranks]
     pieces: list[dict] = [{(n,): np.full(p.length, np.nan) for n, p in enumerate(plan.pieces)} for plan in plans]
@@ -147,7 +149,7 @@ def test_pieces_cover_the_model_once_and_every_hand_over_arrives(kind: str, spea
             seen[name][offset : offset + length] += 1
             assert np.array_equal(mine[(number,)], theta[name][offset : offset + length]), (kind, name)
     assert all((count == 1).all() for count in seen.values())
-    assert sum(bool(plan.pieces) for plan in plans) <= speakers
+    assert sum(bool(plan.pieces) for plan in plans) <= movers
     empty = [{key: np.full(values.shape, np.nan) for key, values in mine.items()} for mine in blocks]
     move(plans, ranks, "spread", pieces, empty)
     assert all(np.array_equal(empty[r][key], blocks[r][key]) for r in range(6) for key in blocks[r])
@@ -158,7 +160,7 @@ def test_what_one_rank_holds_alone_does_not_travel_inside_the_cluster() -> None:
     for kind in ("rows", "uneven", "interleaved"):
         for me in range(6):
             plan = make_plan(job(kind), me)
-            assert not any(hands.gives or hands.takes for hands in (plan.gather[0], plan.spread[0])), kind
+            assert not any(moves.sends or moves.receives for moves in (plan.gather[0], plan.spread[0])), kind
 
 
 def test_replicas_share_the_load() -> None:
@@ -172,13 +174,13 @@ def test_replicas_share_the_load() -> None:
     assert max(loads) - min(loads) <= 1024 and sum(loads) == 4 * shape[0]
 
 
-def test_speakers_are_spread_over_the_hosts() -> None:
-    """Two of six may speak: one on each host, so nobody hands its ranges to another host."""
+def test_transfer_ranks_are_spread_over_the_hosts() -> None:
+    """Two of six may speak: one on each host, so nobody moves its ranges to another host."""
     ranks = job("rows")
-    plans = [make_plan(ranks, me, most_speakers=2) for me in range(6)]
+    plans = [make_plan(ranks, me, max_transfer_ranks=2) for me in range(6)]
     assert [bool(plan.pieces) for plan in plans] == [True, False, False, True, False, False]
     for me, plan in enumerate(plans):
-        for peer in plan.gather[0].gives:
+        for peer in plan.gather[0].sends:
             assert ranks[peer].host == ranks[me].host
 
 
