@@ -308,12 +308,24 @@ def _resolve(raw: Any, base: Path) -> Any:
     return [_resolve(v, base) for v in raw] if isinstance(raw, list) else raw
 
 
+# Keys of files from before the renames → what they are called now; `install: forward` is refused where it is read.
+RENAMED_KEYS = {
+    "beat_s": "heartbeat_s",
+    "lease_beats": "lease_heartbeats",
+    "askers": "concurrent_streams",
+    "speakers": "max_transfer_ranks",
+    "performer": "supervisor",
+}
+
+
 def _explain(error: ValidationError) -> str:
     lines = []
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])
         if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            lines.append(f"{key}: unknown key (misspelt, or of another version?)")
+            renamed = RENAMED_KEYS.get(str(problem["loc"][-1]))
+            hint = f"renamed, write {renamed}" if renamed else "unknown key (misspelt, or of another version?)"
+            lines.append(f"{key}: {hint}")
         elif problem["type"] == "missing":
             lines.append(f"{key}: missing, and it has no default")
         else:

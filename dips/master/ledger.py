@@ -17,7 +17,7 @@ from dips.errors import ConfigError, Corrupt, StaleTerm
 from dips.master.ledger_history import RoundHistory, read_history
 from dips.master.ledger_rows import write_record, write_run
 from dips.master.ledger_state import read_run, read_state, read_totals
-from dips.master.schema import ADDED, APPLICATION_ID, SCHEMA, SCHEMA_VERSION
+from dips.master.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
 from dips.pidlock import PidLock
 from dips.protocol.records import LedgerState, Record, RunRow
 
@@ -46,7 +46,7 @@ class Ledger:
         lock = _take_lock(path)
         db = _connect(path, "rwc")
         with _transaction(db):
-            _run_all(db, SCHEMA + "".join(ADDED.values()))
+            _run_all(db, SCHEMA)
             db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             write_run(db, row)
@@ -58,7 +58,7 @@ class Ledger:
     def open(cls, path: Path | str, wall: Wall = _no_clock, *, readonly: bool = False) -> Ledger:
         """Open a run's ledger, and hold it against a second master unless `readonly`.
 
-        Raise ConfigError if there is none, it is in use, or a newer Di-PS wrote it; Corrupt if it is no ledger.
+        Raise ConfigError if there is none, it is in use, or another version of Di-PS wrote it; Corrupt if it is no ledger.
         """
         if not Path(path).is_file():
             raise ConfigError(f"{path}: no ledger is here; `dips init` makes one")
@@ -66,7 +66,6 @@ class Ledger:
         try:
             db = _connect(path, "ro" if readonly else "rw")
             _check_is_ours(db, path)
-            _bring_up_to_date(db, path, readonly)
         except BaseException:
             if lock is not None:
                 lock.close()
@@ -170,28 +169,19 @@ def _check_is_ours(db: sqlite3.Connection, path: Path | str) -> None:
         problem: Exception | None = None
         if application != APPLICATION_ID:
             problem = Corrupt(f"{path}: this SQLite file is not a ledger of Di-PS (application id {application:#x})")
-        elif schema > SCHEMA_VERSION:
+        elif schema != SCHEMA_VERSION:
+            age = (
+                "a newer Di-PS" if schema > SCHEMA_VERSION else "an older Di-PS (its lives_ended is incarnations_ended)"
+            )
             problem = ConfigError(
-                f"{path}: ledger format {schema} was written by a newer Di-PS; this one reads up to {SCHEMA_VERSION}"
+                f"{path}: ledger format {schema} was written by {age}, this one reads {SCHEMA_VERSION}; go on with that "
+                "version, or begin a new run from its `dips export`"
             )
     except sqlite3.DatabaseError as error:
         problem = Corrupt(f"{path}: this is not a ledger of Di-PS: {error}")
     if problem is not None:
         db.close()
         raise problem
-
-
-def _bring_up_to_date(db: sqlite3.Connection, path: Path | str, readonly: bool) -> None:
-    """Give a ledger of an older format the tables that came later; a reader has no right to."""
-    (schema,) = db.execute("PRAGMA user_version").fetchone()
-    if schema == SCHEMA_VERSION:
-        return
-    if readonly:
-        db.close()
-        raise ConfigError(f"{path}: ledger format {schema} is older than {SCHEMA_VERSION}: start its master once first")
-    with _transaction(db):
-        _run_all(db, "".join(tables for added, tables in ADDED.items() if added > schema))
-        db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
 def _run_all(db: sqlite3.Connection, statements: str) -> None:

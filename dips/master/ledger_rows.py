@@ -102,7 +102,7 @@ def _ranges_leased(db: sqlite3.Connection, r: RangesLeased, _wall: float) -> Non
 
 
 def _cluster_ended(db: sqlite3.Connection, r: ClusterEnded, wall: float) -> None:
-    _insert(db, "lives_ended", (r.cluster, r.inc, r.reason, r.tokens_lost, r.at, wall))
+    _insert(db, "incarnations_ended", (r.cluster, r.inc, r.reason, r.tokens_lost, r.at, wall))
     if r.open_seq:
         _insert(db, "left_open", (r.cluster, r.inc, r.open_seq, r.open_tokens))
 

@@ -74,7 +74,7 @@ def read_totals(db: sqlite3.Connection) -> tuple[ClusterTotals, ...]:
                 totals[cluster] = replace(t, undone=pushes, tokens_undone=tokens)
             case _:
                 totals[cluster] = replace(t, skipped=pushes)
-    for cluster, tokens in db.execute("SELECT cluster, sum(tokens_lost) FROM lives_ended GROUP BY cluster"):
+    for cluster, tokens in db.execute("SELECT cluster, sum(tokens_lost) FROM incarnations_ended GROUP BY cluster"):
         totals[cluster] = replace(totals[cluster], tokens_lost=tokens)
     for (cluster, _), tokens in _died_open(db).items():
         totals[cluster] = replace(totals[cluster], tokens_lost=totals[cluster].tokens_lost + tokens)
@@ -158,8 +158,8 @@ def _lineage(rows: dict[VersionId, VersionRow]) -> tuple[VersionRow, ...]:
 def _peers(db: sqlite3.Connection, role: str) -> tuple[PeerRow, ...]:
     query = """SELECT i.name, max(i.inc), i.nonce, e.inc IS NOT NULL, e.tokens_lost, f.tokens_lost
                FROM incarnations i
-               LEFT JOIN lives_ended e ON i.role = 'cluster' AND e.cluster = i.name AND e.inc = i.inc
-               LEFT JOIN lives_ended f ON i.role = 'cluster' AND f.cluster = i.name AND f.inc = i.inc - 1
+               LEFT JOIN incarnations_ended e ON i.role = 'cluster' AND e.cluster = i.name AND e.inc = i.inc
+               LEFT JOIN incarnations_ended f ON i.role = 'cluster' AND f.cluster = i.name AND f.inc = i.inc - 1
                WHERE i.role = ? GROUP BY i.name ORDER BY i.name"""  # a bare column goes with its max in SQLite
     rows = db.execute(query, (role,)).fetchall()
     settled, died_open = (_settled_tokens(db), _died_open(db)) if role == "cluster" else ({}, {})
@@ -236,7 +236,7 @@ def _leased(db: sqlite3.Connection) -> tuple[tuple[str, int, int, tuple[int, ...
     ):
         ended.update((cluster, inc, r) for r in read_ints(ranges))
     query = """SELECT l.cluster, l.inc, l.seq, l.ranges FROM leases l
-               LEFT JOIN lives_ended e ON e.cluster = l.cluster AND e.inc = l.inc
+               LEFT JOIN incarnations_ended e ON e.cluster = l.cluster AND e.inc = l.inc
                WHERE e.inc IS NULL ORDER BY l.place"""
     leased = []
     for cluster, inc, seq, ranges in db.execute(query):

@@ -8,7 +8,7 @@ NULL, which is what SQLite makes of it, so no column of reals says NOT NULL.
 from __future__ import annotations
 
 APPLICATION_ID = 0x44695053  # "DiPS" in the file's header: any other SQLite file is foreign
-SCHEMA_VERSION = 3  # in user_version; a newer one was written by a newer Di-PS
+SCHEMA_VERSION = 4  # in user_version; raised by every change: no release is out whose ledgers would have to be read
 
 SCHEMA = """
 CREATE TABLE run (
@@ -24,7 +24,7 @@ CREATE TABLE incarnations (
     name TEXT NOT NULL, inc INTEGER NOT NULL, nonce TEXT NOT NULL,
     PRIMARY KEY (role, name, inc)
 ) STRICT;
-CREATE TABLE lives_ended (
+CREATE TABLE incarnations_ended (
     cluster TEXT NOT NULL, inc INTEGER NOT NULL, reason TEXT NOT NULL, tokens_lost INTEGER NOT NULL, at REAL, wall REAL,
     PRIMARY KEY (cluster, inc)
 ) STRICT;
@@ -82,12 +82,6 @@ CREATE TABLE finished (
     only INTEGER PRIMARY KEY CHECK (only = 1), version INTEGER NOT NULL, round INTEGER NOT NULL,
     reason TEXT NOT NULL, at REAL, wall REAL
 ) STRICT;
-"""
-
-# What each format added to the one before.
-ADDED = {
-    # Versions that become durable late, and rollbacks.
-    2: """
 CREATE TABLE durable (round INTEGER PRIMARY KEY REFERENCES versions, at REAL, wall REAL) STRICT;
 CREATE TABLE rollbacks (
     place INTEGER PRIMARY KEY, head_version INTEGER NOT NULL, head_round INTEGER NOT NULL,
@@ -96,12 +90,9 @@ CREATE TABLE rollbacks (
 CREATE TABLE undone (
     round INTEGER PRIMARY KEY REFERENCES versions, rollback INTEGER NOT NULL REFERENCES rollbacks
 ) STRICT;
-""",
-    # The committed push of an incarnation that ended before its Outcome.
-    3: """
+-- the committed push of an incarnation that ended before its Outcome
 CREATE TABLE left_open (
     cluster TEXT NOT NULL, inc INTEGER NOT NULL, seq INTEGER NOT NULL, tokens INTEGER NOT NULL,
     PRIMARY KEY (cluster, inc)
 ) STRICT;
-""",
-}
+"""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dips.errors import Busy, ConfigError, CorruptManifest, RemoteProtocolError
 from dips.protocol import pulls, pushes
+from dips.protocol.compatibility import find_protocol_mismatch
 from dips.protocol.effects import Acknowledged, Failed, Finished, Joined, Ranges
 from dips.protocol.entities import Cluster
 from dips.protocol.enums import ClusterStanding, Role
@@ -53,6 +54,8 @@ def _settled_pushes(run: RunState, cluster: Cluster) -> int:
 
 
 def _find_mismatch(run: RunState, event: ClusterJoined) -> Failed | None:
+    if mismatch := find_protocol_mismatch(event):
+        return mismatch
     if event.run != run.row.run:
         return Failed(
             ConfigError, f"shared.run: this master serves {run.row.run!r}, the cluster belongs to {event.run!r}"

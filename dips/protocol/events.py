@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
 
+# The messages between master, slaves and clusters. A peer says at Join and Register which number it speaks; one from
+# before the numbers says 0. Raised by every change after which an older peer would be misunderstood.
+PROTOCOL = 2
+
 # ---- from slaves ---------------------------------------------------------------------------------------------------
 
 
@@ -31,6 +35,7 @@ class SlaveRegistered:
     slots: int
     reason: str  # why it is not holding what was ordered ("" if nothing failed)
     key: str = ""  # public, of the data lanes; empty: they are plain
+    protocol: int = PROTOCOL
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,7 @@ class ClusterJoined:
     run: str
     manifest: str  # JSON, so that a mismatch can be answered with its first differences
     config_digest: str
+    protocol: int = PROTOCOL
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from itertools import islice
 from dips.errors import Busy, ConfigError, StaleTerm, StaleVersion, UnresponsiveSlave
 from dips.ids import GENESIS, VersionId
 from dips.protocol import durability, flip, pulls, pushes, rollback, round, settlement
+from dips.protocol.compatibility import find_protocol_mismatch
 from dips.protocol.effects import (
     Abort,
     AbortVersion,
@@ -62,6 +63,8 @@ def on_slave_registered(run: RunState, event: SlaveRegistered) -> None:
 
 
 def _find_mismatch(run: RunState, event: SlaveRegistered) -> Failed | None:
+    if mismatch := find_protocol_mismatch(event):
+        return mismatch
     if event.run != run.row.run:
         return Failed(
             ConfigError, f"shared.run: this master serves {run.row.run!r}, the slave belongs to {event.run!r}"

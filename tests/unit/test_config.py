@@ -8,9 +8,18 @@ from typing import Any
 import pytest
 import yaml
 
-from dips.config import Shared, SlaveSection, host_port, load_cluster, load_run
+from dips.config import (
+    RENAMED_KEYS,
+    ClusterFile,
+    MasterSection,
+    Shared,
+    SlaveSection,
+    host_port,
+    load_cluster,
+    load_run,
+)
 from dips.errors import ConfigError, treatment
-from dips.protocol.options import Options
+from dips.protocol.options import Options, TimingOptions
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -105,6 +114,9 @@ def test_commented_keys_of_the_examples_are_real() -> None:
     ("key", "value", "message"),
     [
         ("mater", {}, "mater: unknown key"),
+        ("master.timing.beat_s", 2.0, "beat_s: renamed, write heartbeat_s"),
+        ("slaves.0.askers", 4, "slaves.0.askers: renamed, write concurrent_streams"),
+        ("slaves.0.performer", "exec", "slaves.0.performer: renamed, write supervisor"),
         ("master.lissten", "x", "master.lissten: unknown key"),
         ("slaves.0.slot", 2, "slaves.0.slot: unknown key"),
         ("shared.outer.learning_rate", 1.0, "shared.outer.learning_rate: unknown key"),
@@ -188,6 +200,23 @@ def test_the_codec_is_agreed_on_and_reaches_the_coordinator(tmp_path: Path) -> N
     plain = load_run(write(tmp_path / "plain.yaml", RUN))
     assert (plain.options().codec, lossy.options().codec) == ("fp32", "int8")
     assert plain.shared.digest != lossy.shared.digest
+
+
+@pytest.mark.parametrize(("old", "new"), [("beat_s", "heartbeat_s"), ("speakers", "max_transfer_ranks")])
+def test_a_cluster_file_from_before_the_renames_is_refused_with_both_names(tmp_path: Path, old: str, new: str) -> None:
+    """Whoever upgrades reads which key to change, and into what."""
+    with pytest.raises(ConfigError, match=rf"cluster\.yaml: {old}: renamed, write {new}"):
+        load_cluster(write(tmp_path / "cluster.yaml", {**CLUSTER, old: 2}))
+
+
+def test_every_renamed_key_leads_to_one_that_exists() -> None:
+    """The advice of an error must not be another error."""
+    keys = {name for section in (MasterSection, SlaveSection, ClusterFile, TimingOptions) for name in _fields(section)}
+    assert set(RENAMED_KEYS.values()) <= keys and not set(RENAMED_KEYS) & keys
+
+
+def _fields(section: Any) -> set[str]:
+    return set(getattr(section, "model_fields", None) or section.__dataclass_fields__)
 
 
 def test_an_unknown_slave_lists_the_known(tmp_path: Path) -> None:

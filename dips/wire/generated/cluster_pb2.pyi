@@ -30,11 +30,14 @@ class ClusterJoined(_message.Message):
     RUN_FIELD_NUMBER: _builtins.int
     MANIFEST_FIELD_NUMBER: _builtins.int
     CONFIG_DIGEST_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     nonce: _builtins.str
     run: _builtins.str
     manifest: _builtins.str
     config_digest: _builtins.str
+    protocol: _builtins.int
+    """the number of these messages: see dips/protocol/events.py"""
     def __init__(
         self,
         *,
@@ -43,10 +46,11 @@ class ClusterJoined(_message.Message):
         run: _builtins.str = ...,
         manifest: _builtins.str = ...,
         config_digest: _builtins.str = ...,
+        protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "config_digest", b"config_digest", "manifest", b"manifest", "nonce", b"nonce", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "config_digest", b"config_digest", "manifest", b"manifest", "nonce", b"nonce", "protocol", b"protocol", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

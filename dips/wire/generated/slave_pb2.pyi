@@ -37,6 +37,7 @@ class SlaveRegistered(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     slave: _builtins.str
     nonce: _builtins.str
     run: _builtins.str
@@ -45,6 +46,8 @@ class SlaveRegistered(_message.Message):
     slots: _builtins.int
     reason: _builtins.str
     key: _builtins.str
+    protocol: _builtins.int
+    """the number of these messages: see dips/protocol/events.py"""
     @_builtins.property
     def lanes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -68,10 +71,11 @@ class SlaveRegistered(_message.Message):
         slots: _builtins.int = ...,
         reason: _builtins.str = ...,
         key: _builtins.str = ...,
+        protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "prepared", b"prepared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "complete", b"complete", "key", b"key", "lanes", b"lanes", "memory", b"memory", "nonce", b"nonce", "prepared", b"prepared", "reason", b"reason", "run", b"run", "slave", b"slave", "slots", b"slots", "term_seen", b"term_seen"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "complete", b"complete", "key", b"key", "lanes", b"lanes", "memory", b"memory", "nonce", b"nonce", "prepared", b"prepared", "protocol", b"protocol", "reason", b"reason", "run", b"run", "slave", b"slave", "slots", b"slots", "term_seen", b"term_seen"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
