@@ -58,7 +58,7 @@ class Ledger:
     def open(cls, path: Path | str, wall: Wall = _no_clock, *, readonly: bool = False) -> Ledger:
         """Open a run's ledger, and hold it against a second master unless `readonly`.
 
-        Raise ConfigError if there is none, it is in use, or another version of Di-PS wrote it; Corrupt if it is no ledger.
+        Raise ConfigError if there is none, it is in use, or another version of Di-PS wrote it; Corrupt if it is none.
         """
         if not Path(path).is_file():
             raise ConfigError(f"{path}: no ledger is here; `dips init` makes one")
@@ -170,12 +170,11 @@ def _check_is_ours(db: sqlite3.Connection, path: Path | str) -> None:
         if application != APPLICATION_ID:
             problem = Corrupt(f"{path}: this SQLite file is not a ledger of Di-PS (application id {application:#x})")
         elif schema != SCHEMA_VERSION:
-            age = (
-                "a newer Di-PS" if schema > SCHEMA_VERSION else "an older Di-PS (its lives_ended is incarnations_ended)"
-            )
+            older = "an older Di-PS (its lives_ended is incarnations_ended)"
+            writer = "a newer Di-PS" if schema > SCHEMA_VERSION else older
             problem = ConfigError(
-                f"{path}: ledger format {schema} was written by {age}, this one reads {SCHEMA_VERSION}; go on with that "
-                "version, or begin a new run from its `dips export`"
+                f"{path}: ledger format {schema} was written by {writer}, "
+                f"this one reads {SCHEMA_VERSION}; go on with that version, or begin a new run from its `dips export`"
             )
     except sqlite3.DatabaseError as error:
         problem = Corrupt(f"{path}: this is not a ledger of Di-PS: {error}")

@@ -1,4 +1,4 @@
-"""Which peers this master understands: those that speak the same number of its messages (docs/protocol.md#formats)."""
+"""Which peers a master understands: those that speak the same number (docs/protocol.md#versions-of-formats)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from dips.protocol.effects import Failed
 from dips.protocol.events import PROTOCOL, ClusterJoined, SlaveRegistered
 
 # What a peer calls by an older name, and the name here: an operator finds the old one in that peer's log and files.
-RENAMED = (
-    "the call Beat is Heartbeat, beat_s is heartbeat_s, askers is concurrent_streams, speakers is max_transfer_ranks"
-)
+RENAMED = "Beat is Heartbeat, beat_s is heartbeat_s, askers is concurrent_streams, speakers is max_transfer_ranks"
 
 
 def find_protocol_mismatch(event: ClusterJoined | SlaveRegistered) -> Failed | None:
@@ -18,7 +16,5 @@ def find_protocol_mismatch(event: ClusterJoined | SlaveRegistered) -> Failed | N
         return None
     peer = f"cluster {event.cluster}" if isinstance(event, ClusterJoined) else f"slave {event.slave}"
     since = f" ({RENAMED})" if event.protocol < PROTOCOL else ""
-    return Failed(
-        ConfigError,
-        f"protocol: this master speaks {PROTOCOL}, {peer} speaks {event.protocol}{since}; install one release everywhere",
-    )
+    spoken = f"this master speaks {PROTOCOL}, {peer} speaks {event.protocol}{since}"
+    return Failed(ConfigError, f"protocol: {spoken}; install one release everywhere")

@@ -34,7 +34,9 @@ def test_a_newer_peer_is_refused_without_a_guess() -> None:
 
 def test_a_message_without_a_number_says_zero() -> None:
     """A peer from before the numbers does not know the field, so the wire makes 0 of it, not our own number."""
-    joined = from_proto(cluster_pb2.ClusterJoined(cluster="west", nonce="n", run="run"))
-    registered = from_proto(slave_pb2.SlaveRegistered(slave="s0", nonce="n", run="run", address="h:1"))
+    joined = from_proto(cluster_pb2.ClusterJoined(cluster="west", nonce="n", run="run"), ClusterJoined, req=0)
+    registered = from_proto(
+        slave_pb2.SlaveRegistered(slave="s0", nonce="n", run="run", address="h:1"), SlaveRegistered, req=0
+    )
     assert isinstance(joined, ClusterJoined) and joined.protocol == 0
     assert isinstance(registered, SlaveRegistered) and registered.protocol == 0
