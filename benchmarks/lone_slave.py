@@ -37,8 +37,8 @@ from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.master.links import Link
 from dips.outer.pool import BYTES, MemorySum
 from dips.protocol import effects as e
-from dips.protocol.beats import SlaveBeatAnswer
 from dips.protocol.events import Answer, OrderAnswered, PushRefused, PushStaged, SlaveRegistered
+from dips.protocol.heartbeats import SlaveHeartbeatAnswer
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.transport import control
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceServicer, add_SlaveServiceServicer_to_server
@@ -77,7 +77,7 @@ class _Master(SlaveServiceServicer):
 
     async def Beat(self, request: Any, context: Any) -> Any:  # noqa: N802
         # As of number 0: nothing that was ever ordered is older, so nothing is dropped.
-        return to_proto(SlaveBeatAnswer(TERM, 60.0, False, 0, (), ()))
+        return to_proto(SlaveHeartbeatAnswer(TERM, 60.0, False, 0, (), ()))
 
     async def Staged(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.staged[from_proto(request, PushStaged).push].set_result(None)

@@ -22,8 +22,8 @@ from benchmarks.timed_run import TimedRun
 
 SPEEDS = {"c0": 5.23, "c1": 3.8, "c2": 2.4, "c3": 1.0}
 SLOWEST_STEP_S = 0.105
-# H that each would take by itself: a round takes 4.6 s. Meetings are told in beats, every 2 s, and ranks look for them
-# at least every 3 s; rounds that are shorter than both do not meet.
+# H that each would take by itself: a round takes 4.6 s. Heartbeats bring the common windows, every 2 s, and ranks look
+# for them at least every 3 s; rounds that are shorter than both do not meet.
 INNER_STEPS = 128
 PARAMETERS, LAYERS, SLAVES = 400_000, 4, 2
 JITTERS = {"steady": 0.0, "jitter": 0.1}

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from dips.errors import ConfigError
 from dips.ids import check_name
+from dips.protocol.enums import AskOrder, DurabilityMode, PersistFailurePolicy, PushCodec, RequeuePolicy
 from dips.protocol.options import (
     DataOptions,
     Options,
@@ -48,9 +49,7 @@ class Shared(Section):
     stop: StopOptions = StopOptions()
     data: DataOptions = DataOptions()
     chunk_bytes: Annotated[int, Field(ge=4096, le=MIB)] = MIB  # larger ZeroMQ messages were 3 to 5 times slower
-    codec: Literal["fp32", "bf16", "int8"] = (
-        "fp32"  # of pushes; lossy ones cost a rank 8 B more per parameter it pushes
-    )
+    codec: PushCodec = PushCodec.FP32  # of pushes; lossy ones cost a rank 8 B more per parameter it pushes
 
     @field_validator("data", mode="before")
     @classmethod
@@ -81,10 +80,10 @@ class MasterSection(Section):
     timing: TimingOptions = TimingOptions()
     journal: JournalSection = JournalSection()
     keep_snapshots: Annotated[int, Field(ge=2)] = 2
-    durability: Literal["commit", "async"] = "commit"  # async: a crash may cost the outer steps not yet on every disk
-    on_persist_failure: Literal["degrade", "stop"] = "degrade"  # two failed snapshots in a row: go on without, or stop
-    requeue: Literal["none", "undone"] = "none"  # data of versions that were rolled back: trained again only if undone
-    order: Literal["turns", "random"] = "turns"  # of asking; random is there to be compared with
+    durability: DurabilityMode = DurabilityMode.COMMIT  # async: a crash may cost the outer steps not yet on every disk
+    on_persist_failure: PersistFailurePolicy = PersistFailurePolicy.DEGRADE  # after two failed snapshots in a row
+    requeue: RequeuePolicy = RequeuePolicy.NONE  # data of versions that were rolled back: trained again only if undone
+    order: AskOrder = AskOrder.TURNS  # of asking; random is there to be compared with
 
 
 class SlaveSection(Section):
@@ -243,7 +242,7 @@ def load_cluster(path: Path) -> ClusterFile:
     _check_names(path, [(config.shared.run, "run"), (config.cluster, "cluster")])
     addresses = [("master", config.master), *([("metrics", config.metrics)] if config.metrics else [])]
     _check_loopback(path, config.insecure, addresses)
-    if config.install == "streaming" and config.shared.codec != "fp32":
+    if config.install == "streaming" and config.shared.codec is not PushCodec.FP32:
         raise ConfigError(f"{path}: install: streaming needs shared.codec fp32, got {config.shared.codec}")
     if config.install == "streaming" and config.overlap == "full":
         raise ConfigError(

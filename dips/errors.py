@@ -60,6 +60,10 @@ class UnavailableSlave(Unavailable):
     """A slave does not answer."""
 
 
+class UnresponsiveSlave(UnavailableSlave):
+    """A slave did not answer an order before its deadline."""
+
+
 class FailedDisk(DipsError):
     """A slave's disk did not do what it was told: full, read-only or failing."""
 

@@ -8,9 +8,18 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from tests.forkserver.fixtures import guarded
+
 # Two shared cores are slow at times; a test that hangs has its own timeout.
 settings.register_profile("dips", deadline=None, print_blob=True)
 settings.load_profile("dips")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_outlives_its_tests() -> Iterator[None]:
+    """What a test starts and cannot end, because it was killed itself, is killed."""
+    with guarded():
+        yield
 
 
 @pytest.fixture(autouse=True)

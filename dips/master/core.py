@@ -19,11 +19,12 @@ from dips.errors import StaleTerm
 from dips.master.held import HeldQuestion, HeldQuestions, PollOptions
 from dips.master.outbox import Action, HeartbeatReply, Outbox, SlaveAddress
 from dips.master.ports import CoordinatorLike, JudgeLike
-from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer, SlaveBeat, SlaveBeatAnswer
+from dips.protocol.alignment import Alignment
 from dips.protocol.effects import Effect, Exit, Joined, Pending, Registered, Reply
+from dips.protocol.enums import ClusterStanding
 from dips.protocol.events import Blind, ClusterJoined, Event, SlaveRegistered, Ticked
+from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer, SlaveHeartbeat, SlaveHeartbeatAnswer
 from dips.protocol.options import TimingOptions
-from dips.protocol.pace import Meetings
 from dips.protocol.records import ClusterEnded
 from dips.protocol.slaves import EXIT_STALE
 
@@ -31,7 +32,9 @@ EXIT_LEDGER = 74  # EX_IOERR: a record could not be written; the next term reads
 LEAST_SLEEP_S = 0.001  # a deadline that has passed does not make the shell spin
 
 Step = Callable[[Event, float], list[Effect]]
-Heartbeats = dict[tuple[str, str], tuple[ClusterBeat | SlaveBeat, float]]  # newest by (role, name), when it came
+Heartbeats = dict[
+    tuple[str, str], tuple[ClusterHeartbeat | SlaveHeartbeat, float]
+]  # newest by (role, name), when it came
 
 
 class MasterCore:
@@ -54,7 +57,7 @@ class MasterCore:
         """`step` wraps `coordinator.step`, for those who journal or watch every event."""
         self._coordinator, self._judge, self._timing, self._polls = coordinator, judge, timing, polls
         self._decide = step or coordinator.step
-        self._alignment = Meetings()
+        self._alignment = Alignment()
         self._held = HeldQuestions(polls)
         self._outbox = Outbox()
         self._expected_at = now  # when the shell meant to run again
@@ -106,10 +109,10 @@ class MasterCore:
         """Whoever asked question `req` no longer waits for the answer."""
         self._held.withdraw(req)
 
-    def on_heartbeat(self, req: int, heartbeat: ClusterBeat | SlaveBeat, now: float) -> None:
+    def on_heartbeat(self, req: int, heartbeat: ClusterHeartbeat | SlaveHeartbeat, now: float) -> None:
         """Take a heartbeat; its answer leaves as HeartbeatReply."""
-        if isinstance(heartbeat, ClusterBeat):
-            answer: ClusterBeatAnswer | SlaveBeatAnswer = self._answer_cluster(heartbeat, now)
+        if isinstance(heartbeat, ClusterHeartbeat):
+            answer: ClusterHeartbeatAnswer | SlaveHeartbeatAnswer = self._answer_cluster(heartbeat, now)
         else:
             answer = self._answer_slave(heartbeat, now)
         self._outbox.put(HeartbeatReply(req, answer))
@@ -133,34 +136,34 @@ class MasterCore:
 
     def view(self, now: float) -> dict[str, Any]:
         """The status as plain data."""
-        timing, picture = self._coordinator.gathering(), self._coordinator.view(now)
+        timing, picture = self._coordinator.window_timing(), self._coordinator.view(now)
         for name, cluster in picture.get("clusters", {}).items():
             cluster["pace"] = self._alignment.explain(name, timing, now)
         return picture
 
     # ---- heartbeats ------------------------------------------------------------------------------------------------
 
-    def _answer_cluster(self, heartbeat: ClusterBeat, now: float) -> ClusterBeatAnswer:
+    def _answer_cluster(self, heartbeat: ClusterHeartbeat, now: float) -> ClusterHeartbeatAnswer:
         name, coordinator = heartbeat.cluster, self._coordinator
-        for event in self._judge.heard_cluster(heartbeat, now):
+        for event in self._judge.on_cluster_heartbeat(heartbeat, now):
             self._step(event, now)
         standing, push, pull = coordinator.cluster_standing(name, heartbeat.inc)
-        if standing == "live":  # so only names that the Coordinator knows are kept
+        if standing is ClusterStanding.LIVE:  # so only names that the Coordinator knows are kept
             self.heartbeats["cluster", name] = (heartbeat, now)
-            self._alignment.heard(heartbeat)
-        push_in_s = self._alignment.push_in_s(name, coordinator.gathering(), now)
+            self._alignment.record_heartbeat(heartbeat)
+        push_in_s = self._alignment.push_in_s(name, coordinator.window_timing(), now)
         progress, lease_s = coordinator.progress(), self._timing.lease_s
-        return ClusterBeatAnswer(coordinator.term, lease_s, standing, push, pull, progress, push_in_s)
+        return ClusterHeartbeatAnswer(coordinator.term, lease_s, standing, push, pull, progress, push_in_s)
 
-    def _answer_slave(self, heartbeat: SlaveBeat, now: float) -> SlaveBeatAnswer:
+    def _answer_slave(self, heartbeat: SlaveHeartbeat, now: float) -> SlaveHeartbeatAnswer:
         coordinator = self._coordinator
-        for event in self._judge.heard_slave(heartbeat, now):
+        for event in self._judge.on_slave_heartbeat(heartbeat, now):
             self._step(event, now)
         register, as_of, pushes, pulls = coordinator.slave_live(heartbeat.slave, heartbeat.sinc)
         register = register or heartbeat.term != coordinator.term
         if not register:
             self.heartbeats["slave", heartbeat.slave] = (heartbeat, now)
-        return SlaveBeatAnswer(coordinator.term, self._timing.lease_s, register, as_of, pushes, pulls)
+        return SlaveHeartbeatAnswer(coordinator.term, self._timing.lease_s, register, as_of, pushes, pulls)
 
     # ---- one event -------------------------------------------------------------------------------------------------
 
@@ -168,7 +171,7 @@ class MasterCore:
         """Step one event that came from outside, for the first time or again."""
         event = question.event
         if isinstance(event, ClusterJoined):  # it may fence an incarnation whose tokens only heartbeats have reported
-            for report in self._judge.last_words(event.cluster):
+            for report in self._judge.report_tokens(event.cluster):
                 self._step(report, now)
         self._step(event, now, question)
 

@@ -12,6 +12,7 @@ from math import nan
 from typing import Any
 
 from dips.ids import GENESIS, PushId, VersionId
+from dips.protocol.enums import OutcomeKind
 from dips.protocol.records import (
     ClusterEnded,
     ClusterReadmitted,
@@ -167,7 +168,9 @@ def read_fold(row: Any) -> FoldRow:
 def read_outcome(row: Any) -> OutcomeRow:
     cluster, inc, seq, kind, reason, tokens, inner_steps, norm, score, ranges = row
     push = PushId(cluster, inc, seq)
-    return OutcomeRow(push, kind, reason, tokens, inner_steps, read_real(norm), read_real(score), read_ints(ranges))
+    return OutcomeRow(
+        push, OutcomeKind(kind), reason, tokens, inner_steps, read_real(norm), read_real(score), read_ints(ranges)
+    )
 
 
 def read_real(value: float | None) -> float:

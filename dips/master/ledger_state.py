@@ -10,6 +10,7 @@ from dataclasses import replace
 from dips.errors import Corrupt
 from dips.ids import GENESIS, VersionId
 from dips.master.ledger_rows import OUTCOME_COLUMNS, read_ints, read_outcome, read_real
+from dips.protocol.enums import OutcomeKind
 from dips.protocol.records import (
     ClusterTotals,
     LedgerState,
@@ -187,7 +188,7 @@ def _newest_outcomes(db: sqlite3.Connection) -> tuple[tuple[OutcomeRow, VersionI
     found = []
     for *row, version, number in db.execute(query):
         outcome = read_outcome(row)
-        found.append((outcome, VersionId(version, number) if outcome.kind == "accepted" else None))
+        found.append((outcome, VersionId(version, number) if outcome.kind is OutcomeKind.ACCEPTED else None))
     return tuple(found)
 
 

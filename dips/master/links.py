@@ -108,7 +108,8 @@ class SlaveLinks:
         """Have an order carried out by the slave that it names."""
         link = self._links.get(order.slave)
         if link is None:
-            return OrderFailed(order.slave, order.sinc, order.number, "refused", f"{order.slave} has no address yet")
+            error = UnavailableSlave(f"{order.slave} has no address yet")
+            return SentOrder(order, asyncio.get_running_loop().time()).on_refusal(error)
         return await link.execute(order)
 
     async def close(self) -> None:

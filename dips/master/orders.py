@@ -6,7 +6,7 @@ it is sent again, so the slave repeats its answer and never the work.
 
 from __future__ import annotations
 
-from dips.errors import DipsError, StaleTerm, UnavailableSlave
+from dips.errors import DipsError, UnavailableSlave, UnresponsiveSlave
 from dips.protocol.effects import OpenPush, Order
 from dips.protocol.events import Answer, OrderAnswered, OrderFailed
 
@@ -37,17 +37,12 @@ class SentOrder:
         """The slave refused, or nothing came back; None: send the order again."""
         if isinstance(error, UnavailableSlave):
             return None if now < self.until else self.on_deadline()
-        if isinstance(error, StaleTerm):
-            return self._failed("stale_term", str(error))
         return self.on_refusal(error)
 
     def on_refusal(self, error: DipsError) -> OrderFailed:
         """It will not be carried out."""
-        return self._failed("refused", f"{type(error).__name__}: {error}")
+        return OrderFailed(self.order.slave, self.order.sinc, self.order.number, type(error), str(error))
 
     def on_deadline(self) -> OrderFailed:
         """No answer came in time."""
-        return self._failed("deaf", f"no answer within {self.order.deadline_s:g} s")
-
-    def _failed(self, kind: str, reason: str) -> OrderFailed:
-        return OrderFailed(self.order.slave, self.order.sinc, self.order.number, kind, reason)
+        return self.on_refusal(UnresponsiveSlave(f"no answer within {self.order.deadline_s:g} s"))

@@ -11,8 +11,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TypeGuard, cast, get_args
 
-from dips.protocol.beats import ClusterBeatAnswer, SlaveBeatAnswer
 from dips.protocol.effects import Exit, Note, Order, Reply
+from dips.protocol.heartbeats import ClusterHeartbeatAnswer, SlaveHeartbeatAnswer
 from dips.protocol.records import Record
 
 _RECORDS = frozenset(get_args(Record))
@@ -23,7 +23,7 @@ class HeartbeatReply:
     """Answer heartbeat `req`."""
 
     req: int
-    answer: ClusterBeatAnswer | SlaveBeatAnswer
+    answer: ClusterHeartbeatAnswer | SlaveHeartbeatAnswer
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from dips.errors import ConfigError
 from dips.ids import GENESIS, VersionId
 from dips.master import genesis, journal
 from dips.master.ledger import Ledger
+from dips.protocol.enums import Role, RoundResult
 from dips.protocol.records import (
     ClusterEnded,
     IncarnationGiven,
@@ -68,8 +69,8 @@ class RecoveryPlan:
         """Write the counters; each row says why."""
         ledger.start_term(above=self.term - 1)
         records: list[Record] = self._adoption_records() if self.adopted else []
-        records += [RoundReserved(self.round, 0.0), RoundEnded(self.round, "skipped", REASON, (), (), 0.0)]
-        for role, peers in (("slave", self.state.slaves), ("cluster", self.state.clusters)):
+        records += [RoundReserved(self.round, 0.0), RoundEnded(self.round, RoundResult.SKIPPED, REASON, (), (), 0.0)]
+        for role, peers in ((Role.SLAVE, self.state.slaves), (Role.CLUSTER, self.state.clusters)):
             records += [IncarnationGiven(role, peer.name, peer.inc + SPARE, REASON) for peer in peers]
         records += [ClusterEnded(peer.name, peer.inc + SPARE, REASON, 0, 0.0) for peer in self.state.clusters]
         ledger.write(records)

@@ -16,9 +16,9 @@ from dips.master.core import Heartbeats, MasterCore
 from dips.master.journal import Journal
 from dips.master.outbox import Action, HeartbeatReply, SlaveAddress, WriteRecords
 from dips.master.ports import Outside
-from dips.protocol.beats import ClusterBeat, SlaveBeat
 from dips.protocol.effects import Exit, Note, Order, Reply, Result
 from dips.protocol.events import Event
+from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.records import Record
 from dips.telemetry.logs import Log
 from dips.telemetry.timeline import Timeline
@@ -68,8 +68,8 @@ class Runtime:
             self._answers.pop(req, None)
             self._core.withdraw(req)
 
-    async def heartbeat(self, heartbeat: ClusterBeat | SlaveBeat) -> Any:
-        """Take a heartbeat; return its ClusterBeatAnswer or SlaveBeatAnswer."""
+    async def heartbeat(self, heartbeat: ClusterHeartbeat | SlaveHeartbeat) -> Any:
+        """Take a heartbeat; return its ClusterHeartbeatAnswer or SlaveHeartbeatAnswer."""
         req, answer = self._new_answer()
         self._put(lambda now: self._core.on_heartbeat(req, heartbeat, now))
         try:

@@ -11,10 +11,9 @@ from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message
 
-from dips.errors import DipsError, LocalProtocolError, class_named
 from dips.master import status
 from dips.master.runtime import Runtime
-from dips.protocol import beats, events
+from dips.protocol import events, heartbeats
 from dips.protocol.effects import Acknowledged, Failed, Result
 from dips.wire import messages
 from dips.wire.generated import cluster_pb2, names_pb2, operator_pb2, slave_pb2, status_pb2
@@ -35,9 +34,9 @@ class ClusterServicer(ClusterServiceServicer):
     async def Join(self, request: Any, context: Any) -> cluster_pb2.JoinReply:
         return await self._answer(request, events.ClusterJoined, cluster_pb2.JoinReply)
 
-    async def Beat(self, request: Any, context: Any) -> cluster_pb2.ClusterBeatAnswer:
-        answer = await self._runtime.heartbeat(messages.from_proto(request, beats.ClusterBeat))
-        return cast(cluster_pb2.ClusterBeatAnswer, messages.to_proto(answer))
+    async def Beat(self, request: Any, context: Any) -> cluster_pb2.ClusterHeartbeatAnswer:
+        answer = await self._runtime.heartbeat(messages.from_proto(request, heartbeats.ClusterHeartbeat))
+        return cast(cluster_pb2.ClusterHeartbeatAnswer, messages.to_proto(answer))
 
     async def RequestPush(self, request: Any, context: Any) -> cluster_pb2.RequestPushReply:
         return await self._answer(request, events.PushRequested, cluster_pb2.RequestPushReply)
@@ -78,9 +77,9 @@ class SlaveServicer(SlaveServiceServicer):
         result = await _ask(self._runtime, lambda req: messages.from_proto(request, events.SlaveRegistered, req=req))
         return cast(slave_pb2.Registered, messages.to_proto(result))
 
-    async def Beat(self, request: Any, context: Any) -> slave_pb2.SlaveBeatAnswer:
-        answer = await self._runtime.heartbeat(messages.from_proto(request, beats.SlaveBeat))
-        return cast(slave_pb2.SlaveBeatAnswer, messages.to_proto(answer))
+    async def Beat(self, request: Any, context: Any) -> slave_pb2.SlaveHeartbeatAnswer:
+        answer = await self._runtime.heartbeat(messages.from_proto(request, heartbeats.SlaveHeartbeat))
+        return cast(slave_pb2.SlaveHeartbeatAnswer, messages.to_proto(answer))
 
     async def Staged(self, request: Any, context: Any) -> names_pb2.Acknowledged:
         self._runtime.put_event(messages.from_proto(request, events.PushStaged))
@@ -124,15 +123,8 @@ class StatusServicer(StatusServiceServicer):
 
 
 async def _ask(runtime: Runtime, make: Callable[[int], events.Event]) -> Result:
-    """Ask the master; raise the class of dips.errors that a Failed names."""
+    """Ask the master; raise the error that a Failed bears."""
     result = await runtime.ask(make)
     if isinstance(result, Failed):
-        raise _error_of(result)
+        raise result.error(result.message)
     return result
-
-
-def _error_of(failed: Failed) -> DipsError:
-    cls = class_named(failed.error)
-    if cls is None:
-        return LocalProtocolError(f"the coordinator named an error that does not exist: {failed}")
-    return cls(failed.message)

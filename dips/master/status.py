@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-from dips.protocol.beats import ClusterBeat, SlaveBeat
+from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 
 # The newest by (role, name), with the time when it came.
-Heartbeats = Mapping[tuple[str, str], tuple[ClusterBeat | SlaveBeat, float]]
+Heartbeats = Mapping[tuple[str, str], tuple[ClusterHeartbeat | SlaveHeartbeat, float]]
 
 # Fields that the view has already.
 _IN_THE_VIEW = frozenset({"cluster", "slave", "inc", "sinc", "term", "base", "memory", "tokens_lost"})
@@ -26,7 +26,9 @@ def status(view: Mapping[str, Any], heartbeats: Heartbeats, now: float) -> dict[
             found = heartbeats.get((role, name))
             if found is not None:
                 known.update(_fields_of(found[0]), heard_s=now - found[1])
-                if isinstance(found[0], ClusterBeat):  # the view counts incarnations that are over, a heartbeat its own
+                if isinstance(
+                    found[0], ClusterHeartbeat
+                ):  # the view counts incarnations that are over, a heartbeat its own
                     known["tokens_lost"] = known.get("tokens_lost", 0) + found[0].tokens_lost
         merged[section] = peers
     return merged
@@ -37,9 +39,9 @@ def to_json(merged: Mapping[str, Any]) -> str:
     return json.dumps(_finite(merged), separators=(",", ":"))
 
 
-def _fields_of(beat: ClusterBeat | SlaveBeat) -> dict[str, Any]:
+def _fields_of(beat: ClusterHeartbeat | SlaveHeartbeat) -> dict[str, Any]:
     fields = {f.name: getattr(beat, f.name) for f in dataclasses.fields(beat) if f.name not in _IN_THE_VIEW}
-    if isinstance(beat, SlaveBeat):
+    if isinstance(beat, SlaveHeartbeat):
         fields["staged"] = [str(push) for push in beat.staged]
         fields["transfers"] = [dataclasses.asdict(t) for t in beat.transfers]
     return fields

@@ -1,1 +1,1 @@
-"""DECIDES: the pure part of Di-PS. Standard library only; no clock, socket, thread or log. Time is an argument."""
+"""All decisions of a master, as pure functions: standard library only; no clock, socket, thread or log."""

@@ -1,38 +1,42 @@
-"""Who is asked when, over all pushes that move: issued anew when a push joins (§3.1, Figure 5; order.py).
+"""In which order slaves ask the ranks of all moving pushes: computed anew when a push joins (§3.1, Figure 5; order.py).
 
 What is left of a push is estimated from its cluster's bandwidth and the time since its grant; a wrong guess costs a
-turn and nothing else, since slaves skip who has nothing left. One push alone keeps the order of its OpenPush.
-With `order: random` everybody is asked, and asks, in an order of their own: what the plan is compared with.
+turn and nothing else, since slaves skip ranks that have nothing left. One push alone keeps the order of its OpenPush.
+With `order: random` each rank and slave keeps a random order of its own: what the plan is compared with.
 """
 
 from __future__ import annotations
 
 from dips.protocol.effects import Reorder
+from dips.protocol.entities import Cluster, Push
+from dips.protocol.enums import AskOrder, FanoutKind
 from dips.protocol.manifest import BYTES_PER_PARAMETER
-from dips.protocol.order import RANDOM, Worker, lines
-from dips.protocol.world import Cluster, Push, World
+from dips.protocol.order import Worker, lines
+from dips.protocol.run_state import RunState
 
-LEAST_LEFT = 0.01  # of a push that should be here by our guess and is not
+LEAST_LEFT = 0.01  # of a push that should be here by that estimate and is not
 
 
-def reorder(w: World) -> None:
+def reorder_pushes(run: RunState) -> None:
     """A push has joined: give every slave the places of all ranks of all moving pushes in its line."""
-    moving = [(c, c.push) for c in w.clusters.values() if c.push and c.push.opened and not c.push.committed]
-    if len(moving) < 2 or w.options.order == RANDOM:
+    moving = [(c, c.push) for c in run.clusters.values() if c.push and c.push.opened and not c.push.committed]
+    if len(moving) < 2 or run.options.order is AskOrder.RANDOM:
         return
-    slaves = list(w.slaves.values())
-    nbytes = [BYTES_PER_PARAMETER * sum(w.manifest.layers[i].numel for i in slave.layers) for slave in slaves]
+    slaves = list(run.slaves.values())
+    nbytes = [BYTES_PER_PARAMETER * sum(run.manifest.layers[i].numel for i in slave.layers) for slave in slaves]
     link = _slave_link(moving, len(slaves))
     workers = list[Worker]()
     for cluster, push in moving:
         rate = min(link, (cluster.bytes_per_s or link * push.ranks) / push.ranks)
-        left = _left(w, cluster, push) / push.ranks
+        left = _share_left(run, cluster, push) / push.ranks
         workers += [Worker(tuple(left * n / rate for n in nbytes), rate / link)] * push.ranks
     for slave, line in zip(slaves, lines(workers, len(slaves)), strict=True):
         place_of, first = {worker: place for place, worker in enumerate(line)}, 0
         for _, push in moving:
             places = tuple(place_of[first + rank] for rank in range(push.ranks))
-            w.order("done", push.id, {slave.name: Reorder(push.id, places)}, w.options.timing.order_s)
+            run.order(
+                FanoutKind.STANDALONE, push.id, {slave.name: Reorder(push.id, places)}, run.options.timing.order_s
+            )
             first += push.ranks
 
 
@@ -41,8 +45,8 @@ def _slave_link(moving: list[tuple[Cluster, Push]], slaves: int) -> float:
     return max((c.bytes_per_s for c, _ in moving if c.bytes_per_s), default=float(slaves)) / slaves
 
 
-def _left(w: World, cluster: Cluster, push: Push) -> float:
+def _share_left(run: RunState, cluster: Cluster, push: Push) -> float:
     """Share of a push that is still to come, by our guess."""
     if not push.due or not cluster.bytes_per_s:
         return 1.0
-    return min(1.0, max(LEAST_LEFT, (push.due - w.now) * cluster.bytes_per_s / w.model_bytes))
+    return min(1.0, max(LEAST_LEFT, (push.due - run.now) * cluster.bytes_per_s / run.model_bytes))

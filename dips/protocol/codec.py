@@ -1,9 +1,10 @@
-"""Spells what the deciding room holds as text, and reads it back: events, effects, and the Coordinator's whole state.
+"""Spells what this package holds as text, and reads it back: events, effects, and the Coordinator's whole state.
 
-One walk over the objects serves all, so no field can be forgotten: a dataclass is spelled by its fields, World, Penalty
-and RangeBook by their attributes, and what the walk does not know is an error. Objects that change keep their identity:
-one push that stands in a cluster and in a round is one push again when it is read. Sets are spelled in ascending order,
-so the same state gives the same text in every process. No pickle: text that names another class is refused.
+One walk over the objects serves all, so no field can be forgotten: a dataclass is spelled by its fields, RunState,
+Penalty and RangeBook by their attributes, and what the walk does not know is an error. Objects that change keep their
+identity: one push that stands in a cluster and in a round is one push again when it is read. Sets are spelled in
+ascending order, so the same state gives the same text in every process. No pickle: text that names another class is
+refused.
 
     scalar                         as JSON has it (Infinity and NaN as Python spells them)
     ["t", …] ["l", …]              tuple, list
@@ -11,8 +12,9 @@ so the same state gives the same text in every process. No pickle: text that nam
     ["d", key, value, …]           dict, in its order
     ["q", most, …]                 deque that keeps so many
     ["r", 3]                       the fourth object that changes, again
-    ["VersionId", 12, 17]          a dataclass with its fields in their order, or a state (enum)
-    ["World", {"head": …, …}]      one of the three classes that are no dataclasses
+    ["VersionId", 12, 17]          a dataclass with its fields in their order, or a member of an enum
+    ["e", "StaleTerm"]             a class of dips.errors
+    ["RunState", {"head": …, …}]   one of the three classes that are no dataclasses
 """
 
 from __future__ import annotations
@@ -28,20 +30,45 @@ from types import ModuleType
 from typing import Any, cast
 
 from dips import ids
-from dips.errors import Corrupt, LocalProtocolError
-from dips.protocol import data, effects, events, manifest, moves, options, penalty, records, world
+from dips.errors import Corrupt, LocalProtocolError, class_named
+from dips.protocol import (
+    data,
+    effects,
+    entities,
+    enums,
+    events,
+    manifest,
+    moves,
+    options,
+    penalty,
+    records,
+    run_state,
+)
 
-FORMAT = 1
-MODULES: tuple[ModuleType, ...] = (ids, data, effects, events, manifest, moves, options, penalty, records, world)
-PLAIN: tuple[type, ...] = (world.World, penalty.Penalty, data.RangeBook)  # spelled by their attributes
+FORMAT = 2  # 1 had words where there are enums
+MODULES: tuple[ModuleType, ...] = (
+    ids,
+    data,
+    effects,
+    entities,
+    enums,
+    events,
+    manifest,
+    moves,
+    options,
+    penalty,
+    records,
+    run_state,
+)
+PLAIN: tuple[type, ...] = (run_state.RunState, penalty.Penalty, data.RangeBook)  # spelled by their attributes
 SCALARS = (bool, int, float, str, type(None))
 
-Encoder = Callable[["_Writer", Any], Any]
+Encoder = Callable[["_StateWriter", Any], Any]
 
 
 def spell(value: object) -> Any:
     """Turn a value into lists and scalars that JSON takes; raise LocalProtocolError on what has no spelling."""
-    return _Writer().write(value)
+    return _StateWriter().write(value)
 
 
 def text(value: object) -> str:
@@ -57,7 +84,7 @@ def digest(value: object) -> str:
 def read(spelled: Any) -> Any:
     """Build what `spell` spelled; raise Corrupt on anything else."""
     try:
-        return _Reader().read(spelled)
+        return _StateReader().read(spelled)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise Corrupt(f"not a spelled value: {error!r}") from error
 
@@ -121,7 +148,7 @@ def _changes(cls: type) -> bool:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-class _Writer:
+class _StateWriter:
     def __init__(self) -> None:
         self._known: dict[int, int] = {}  # id of what changes → its number, or -1 for a container
         self._numbers = 0
@@ -164,14 +191,14 @@ def _encoder(cls: type) -> Encoder:
     return encoder
 
 
-def _enum(_: _Writer, value: Enum) -> Any:
+def _enum(_: _StateWriter, value: Enum) -> Any:
     return [type(value).__name__, value.value]
 
 
 def _frozen(cls: type) -> Encoder:
     name, names = cls.__name__, _fields_of(cls)
 
-    def write(w: _Writer, value: Any) -> Any:
+    def write(w: _StateWriter, value: Any) -> Any:
         out = [name]
         for field in names:
             item = getattr(value, field)
@@ -184,7 +211,7 @@ def _frozen(cls: type) -> Encoder:
 def _changing(cls: type) -> Encoder:
     plain_write, names = _frozen(cls), set(_fields_of(cls))
 
-    def write(w: _Writer, value: Any) -> Any:
+    def write(w: _StateWriter, value: Any) -> Any:
         extra = vars(value).keys() - names
         if extra:
             raise LocalProtocolError(f"{cls.__name__} has attributes that are no fields: {sorted(extra)}")
@@ -194,25 +221,31 @@ def _changing(cls: type) -> Encoder:
     return write
 
 
-def _plain(w: _Writer, value: Any) -> Any:
+def _plain(w: _StateWriter, value: Any) -> Any:
     known = w.number(value)
     if known is not None:
         return ["r", known]
     return [type(value).__name__, {name: w.write(item) for name, item in vars(value).items()}]
 
 
-def _items(w: _Writer, tag: str, values: Iterable[Any]) -> Any:
+def _error_class(_: _StateWriter, value: type) -> Any:
+    if class_named(value.__name__) is not value:
+        raise LocalProtocolError(f"{value.__qualname__} is no class of dips.errors: it has no spelling")
+    return ["e", value.__name__]
+
+
+def _items(w: _StateWriter, tag: str, values: Iterable[Any]) -> Any:
     return [tag, *(v if type(v) in SCALARS else w.write(v) for v in values)]
 
 
-def _dict(w: _Writer, value: dict[Any, Any]) -> Any:
+def _dict(w: _StateWriter, value: dict[Any, Any]) -> Any:
     out: list[Any] = ["d"]
     for key, item in w.once(value).items():
         out += (w.write(key), w.write(item))
     return out
 
 
-def _set(w: _Writer, value: set[Any]) -> Any:
+def _set(w: _StateWriter, value: set[Any]) -> Any:
     ordered = sorted(w.once(value))
     if not ordered or any(type(item) is not int for item in ordered):
         return _items(w, "s", ordered)
@@ -232,6 +265,7 @@ _ENCODERS: dict[type, Encoder] = {
     dict: _dict,
     set: _set,
     frozenset: lambda w, v: _items(w, "f", sorted(v)),
+    type: _error_class,
     deque: lambda w, v: ["q", v.maxlen, *(w.write(item) for item in w.once(v))],
 }
 
@@ -239,7 +273,7 @@ _ENCODERS: dict[type, Encoder] = {
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-class _Reader:
+class _StateReader:
     def __init__(self) -> None:
         self._known: list[Any] = []
 
@@ -266,20 +300,28 @@ class _Reader:
         return made
 
 
-def _pairs(r: _Reader, rest: list[Any]) -> dict[Any, Any]:
+def _pairs(r: _StateReader, rest: list[Any]) -> dict[Any, Any]:
     return {r.read(rest[i]): r.read(rest[i + 1]) for i in range(0, len(rest), 2)}
 
 
-def _numbers(_: _Reader, rest: list[Any]) -> set[int]:
+def _numbers(_: _StateReader, rest: list[Any]) -> set[int]:
     return {n for i in range(0, len(rest), 2) for n in range(rest[i], rest[i] + rest[i + 1])}
 
 
-_DECODERS: dict[Any, Callable[[_Reader, list[Any]], Any]] = {
+def _read_error_class(_: _StateReader, rest: list[Any]) -> type:
+    found = class_named(rest[0])
+    if found is None:
+        raise ValueError(f"no class of dips.errors: {rest[0]!r}")
+    return found
+
+
+_DECODERS: dict[Any, Callable[[_StateReader, list[Any]], Any]] = {
     "t": lambda r, rest: tuple(map(r.read, rest)),
     "l": lambda r, rest: list(map(r.read, rest)),
     "d": _pairs,
     "s": lambda r, rest: set(map(r.read, rest)),
     "i": _numbers,
     "f": lambda r, rest: frozenset(map(r.read, rest)),
+    "e": _read_error_class,
     "q": lambda r, rest: deque(map(r.read, rest[1:]), rest[0]),
 }

@@ -1,10 +1,9 @@
-"""Data ranges and their fates (§4.2, why.md 37): each is free, leased to one life of a cluster, or settled for good.
+"""Data ranges (§4.2, why.md 37): each is free, leased to one incarnation of a cluster, or settled for good.
 
 A leased range stays leased while its cluster carries it unsettled. An accepted push settles its ranges as trained, a
-gated one as gated; when a life ends, what it had leased and not settled is free again. What only versions that were
-rolled back have trained is undone: leased again with `requeue: undone`, else never, since clusters still carry that
-work in their parameters. Range e·ranges + i is range i
-in epoch e, so nothing is trained twice under one number.
+gated one as gated; when an incarnation ends, what it had leased and not settled is free again. What only versions that
+were rolled back have trained is undone: leased again with `requeue: undone`, else never, since clusters still carry
+that work in their parameters. Range e·ranges + i is range i in epoch e, so nothing is trained twice under one number.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dips.protocol.options import DataOptions
 
 @dataclass
 class Lease:
-    """What one life of a cluster holds: the answer to its last question, and all ranges that are not settled."""
+    """What one incarnation of a cluster holds: the answer to its last question, and all ranges that are not settled."""
 
     seq: int = 0
     answer: tuple[int, ...] = ()
@@ -67,7 +66,7 @@ class RangeBook:
         lease = self._leases.get((cluster, inc))
         return tuple(lease.ranges) if lease else ()
 
-    def lease(
+    def lease_ranges(
         self, cluster: str, inc: int, seq: int, count: int, claims: Sequence[int] = ()
     ) -> tuple[tuple[int, ...], bool]:
         """Lease up to `count` ranges, or those of `claims` that are free; return them, and whether they are new.
@@ -78,15 +77,15 @@ class RangeBook:
         if seq <= lease.seq:
             return lease.answer, False
         taken = (
-            tuple(r for r in claims if self._claim(r))
+            tuple(r for r in claims if self._claim_range(r))
             if claims
-            else tuple(self._take() for _ in range(min(count, self.free)))
+            else tuple(self._take_next() for _ in range(min(count, self.free)))
         )
         lease.seq, lease.answer = seq, taken
         lease.ranges += taken
         return taken, True
 
-    def settle(self, cluster: str, inc: int, ranges: Sequence[int]) -> None:
+    def settle_ranges(self, cluster: str, inc: int, ranges: Sequence[int]) -> None:
         """Trained or gated: never leased again in this lineage."""
         self.settled.update(ranges)
         lease = self._leases.get((cluster, inc))
@@ -94,7 +93,7 @@ class RangeBook:
             gone = set(ranges)
             lease.ranges = [r for r in lease.ranges if r not in gone]
 
-    def undo(self, ranges: Iterable[int]) -> None:
+    def undo_ranges(self, ranges: Iterable[int]) -> None:
         """Their version was rolled back."""
         over = self.settled & set(ranges)
         self.settled -= over
@@ -103,8 +102,8 @@ class RangeBook:
         else:
             self.undone |= over
 
-    def release(self, cluster: str, inc: int, keep: Sequence[int] = ()) -> None:
-        """Free what a dead life held, but for `keep`: the ranges of its push that is committed and not yet settled."""
+    def release_lease(self, cluster: str, inc: int, keep: Sequence[int] = ()) -> None:
+        """Free what an ended incarnation held, but for `keep`: the ranges of its push that is not yet settled."""
         lease = self._leases.pop((cluster, inc), None)
         if lease is None:
             return
@@ -112,8 +111,8 @@ class RangeBook:
         if keep:
             self._leases[cluster, inc] = Lease(lease.seq, lease.answer, [r for r in lease.ranges if r in keep])
 
-    def _claim(self, number: int) -> bool:
-        """Take a named range if nobody has it."""
+    def _claim_range(self, number: int) -> bool:
+        """Take a named range if it is free."""
         if self._next <= number < self.total:
             self._freed += range(self._next, number + 1)
             self._next = number + 1
@@ -122,7 +121,7 @@ class RangeBook:
         self._freed.remove(number)
         return True
 
-    def _take(self) -> int:
+    def _take_next(self) -> int:
         if self._freed:
             return self._freed.pop(0)
         self._next += 1

@@ -1,20 +1,20 @@
 """How long a transfer may take: three times its bytes over the cluster's measured bandwidth (why.md 19, 31). Pure.
 
-Bandwidth is what beats report of transfers; a cluster that never moved a byte is given `transfer_s`. A deadline is a
-promise to the others (a pin, a slot is held no longer) and must not end an honest transfer: hence the slack, and hence
-`least_transfer_s`, since a stream that broke needs time to come back however few bytes are left.
+Bandwidth is what heartbeats report of transfers; a cluster that never moved a byte is given `transfer_s`. A deadline is
+a promise to the others (a pin, a slot is held no longer) and must not end an honest transfer: hence the slack, and
+hence `least_transfer_s`, since a stream that broke needs time to come back however few bytes are left.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dips.protocol.beats import LEAST_BYTES_PER_S
+from dips.protocol.heartbeats import LEAST_BYTES_PER_S
 from dips.protocol.options import TimingOptions
 
 SLACK = 3.0  # why.md 19: a link that is shared by two more transfers than when it was measured
-NEWEST_SHARE = 0.3  # of the newest beat in the mean: one beat that saw half a transfer must not decide
-TOLD_CHANGE = 0.25  # the Coordinator hears of a bandwidth that changed by more than this share
+NEWEST_SHARE = 0.3  # of the newest heartbeat in the mean: one that saw half a transfer must not decide
+REPORTED_CHANGE = 0.25  # a bandwidth that changed by more than this share is reported to the Coordinator
 BITS = 8
 
 
@@ -38,17 +38,17 @@ def too_slow(bytes_per_s: float | None, measured_s_ago: float, timing: TimingOpt
 
 @dataclass
 class Bandwidth:
-    """The running mean of what a cluster's beats say of its transfers, in bytes/s; None before the first."""
+    """The running mean of what a cluster's heartbeats report of its transfers, in bytes/s; None before the first."""
 
     mean: float | None = None
-    told: float = 0.0
+    reported: float = 0.0
 
     def measure(self, bytes_per_s: float) -> float | None:
-        """Take a beat's rate (0: nothing moves); return the mean when it is news."""
+        """Take a heartbeat's rate (0: nothing moves); return the mean when it has changed enough to be reported."""
         if bytes_per_s < LEAST_BYTES_PER_S:
             return None
         self.mean = bytes_per_s if self.mean is None else self.mean + NEWEST_SHARE * (bytes_per_s - self.mean)
-        if abs(self.mean - self.told) <= TOLD_CHANGE * self.told:
+        if abs(self.mean - self.reported) <= REPORTED_CHANGE * self.reported:
             return None
-        self.told = self.mean
+        self.reported = self.mean
         return self.mean

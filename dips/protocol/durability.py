@@ -3,7 +3,7 @@
 `durability: commit`: a version is on every disk before its row. A snapshot that fails costs its round, once; if the
 next fails too, `on_persist_failure` decides. `degrade`: versions are announced with durable = false, and their
 snapshots are tried after the flip, as always with `durability: async`; the first that succeeds on every slave ends it.
-`stop`: no round is opened any more and no push granted, until a person has mended the disk and started the master
+`stop`: no round is opened any more and no push granted, until a person has repaired the disk and started the master
 again; pulls go on. A slave deletes nothing, whatever its disk says; only the newest versions that are complete on all
 let older ones go.
 """
@@ -15,136 +15,147 @@ from dataclasses import replace
 from dips.errors import FailedDisk
 from dips.ids import GENESIS
 from dips.protocol.effects import Persist, Retire
+from dips.protocol.entities import Fanout, Slave
+from dips.protocol.enums import DurabilityMode, DurabilityState, FanoutKind, PersistFailurePolicy
 from dips.protocol.events import OrderFailed, Persisted
 from dips.protocol.moves import RoundState
 from dips.protocol.records import VersionDurable, VersionsRetired
-from dips.protocol.world import Chorus, Slave, World
+from dips.protocol.run_state import RunState
 
-FAILURES = 2  # in a row: the first costs a round, the second says that the disk will not mend by itself
+FAILURES = 2  # in a row: the first costs a round, the second shows that the disk does not recover by itself
 RETRY_S = 30.0  # between two tries of a head's snapshot that failed after its commit
 
 
-def before_the_row(w: World) -> bool:
+def row_waits_for_disks(run: RunState) -> bool:
     """Whether the next version's row waits for every slave's disk."""
-    return w.options.durability == "commit" and w.durability.state != "degraded"
+    return run.options.durability is DurabilityMode.COMMIT and run.durability.state is not DurabilityState.DEGRADED
 
 
-def reserves(w: World) -> bool:
+def reserves_disk(run: RunState) -> bool:
     """Whether Apply finds a full disk before it computes; in vain once it is known to be full."""
-    return w.durability.state != "degraded"
+    return run.durability.state is not DurabilityState.DEGRADED
 
 
-def failed(w: World, reason: str) -> None:
-    """A snapshot, or the room for it, was not to be had; see what follows in `state`."""
-    d = w.durability
+def on_snapshot_failed(run: RunState, reason: str) -> None:
+    """A snapshot failed, or had no room; see what follows in `state`."""
+    d = run.durability
     d.failures += 1
-    w.note("persist_failed", head=w.head, in_a_row=d.failures, reason=reason)
-    if d.failures < FAILURES or d.state != "durable":
+    run.note("persist_failed", head=run.head, in_a_row=d.failures, reason=reason)
+    if d.failures < FAILURES or d.state is not DurabilityState.DURABLE:
         return
-    if w.options.on_persist_failure == "stop":
-        d.state, d.reason = "stopped", f"on_persist_failure: stop; mend the disk and start the master again: {reason}"
+    if run.options.on_persist_failure is PersistFailurePolicy.STOP:
+        d.state = DurabilityState.STOPPED
+        d.reason = f"on_persist_failure: stop; repair the disk and start the master again: {reason}"
     else:
-        d.state, d.reason = "degraded", f"versions are not durable until a snapshot succeeds: {reason}"
-    w.note(d.state, reason=reason)
+        d.state = DurabilityState.DEGRADED
+        d.reason = f"versions are not durable until a snapshot succeeds: {reason}"
+    run.note(d.state, reason=reason)
 
 
-def succeeded(w: World) -> None:
+def on_snapshot_written(run: RunState) -> None:
     """A snapshot lies complete on every disk."""
-    d = w.durability
+    d = run.durability
     d.failures, d.again_at = 0, 0.0
-    if d.state == "degraded":
-        d.state, d.reason = "durable", ""
-        w.note("durable_again", version=w.head)
+    if d.state is DurabilityState.DEGRADED:
+        d.state, d.reason = DurabilityState.DURABLE, ""
+        run.note("durable_again", version=run.head)
 
 
 # ---- after the flip -------------------------------------------------------------------------------------------------
 
 
-def persist_if_due(w: World) -> None:
+def persist_head_if_due(run: RunState) -> None:
     """Have the head's snapshot written if it has none: all slaves serve it, and none is making the next version."""
-    if not _lacks_snapshot(w) or w.now < w.durability.again_at or w.flipping is not None or w.slaves_missing():
+    if (
+        not _lacks_snapshot(run)
+        or run.now < run.durability.again_at
+        or run.flipping is not None
+        or run.slaves_missing()
+    ):
         return
-    if w.round is not None and w.round.state is not RoundState.COLLECTING:
+    if run.round is not None and run.round.state is not RoundState.COLLECTING:
         return
-    w.durability.late_failed = ()
-    w.durability.late = w.order_all("persist_late", w.head, Persist(w.head), w.options.timing.compute_s)
+    run.durability.late_failed = ()
+    run.durability.late = run.order_all(
+        FanoutKind.PERSIST_LATE, run.head, Persist(run.head), run.options.timing.compute_s
+    )
 
 
-def due_at(w: World) -> list[float]:
+def retry_deadlines(run: RunState) -> list[float]:
     """When to try again what failed."""
-    return [w.durability.again_at] if _lacks_snapshot(w) and w.durability.again_at > w.now else []
+    return [run.durability.again_at] if _lacks_snapshot(run) and run.durability.again_at > run.now else []
 
 
-def _lacks_snapshot(w: World) -> bool:
-    return w.durability.late is None and not w.versions[w.head].durable
+def _lacks_snapshot(run: RunState) -> bool:
+    return run.durability.late is None and not run.versions[run.head].durable
 
 
-def persisted_late(w: World, chorus: Chorus) -> None:
+def on_late_snapshot_answered(run: RunState, fanout: Fanout) -> None:
     """Every slave has answered: the version is durable, or it stays as it is until the next try."""
-    d = w.durability
-    assert d.late is chorus and chorus.subject == w.head
+    d = run.durability
+    assert d.late is fanout and fanout.subject == run.head
     d.late = None
     if d.late_failed:
-        d.again_at = w.now + RETRY_S
-        failed(w, "; ".join(d.late_failed))
-        retire(w, partial=True)
+        d.again_at = run.now + RETRY_S
+        on_snapshot_failed(run, "; ".join(d.late_failed))
+        retire_versions(run, partial=True)
         return
-    digests = tuple((name, a.digest) for name, a in chorus.answers.items() if isinstance(a, Persisted))
-    w.record(VersionDurable(w.head, digests, w.now))
-    w.versions[w.head] = replace(w.versions[w.head], durable=True)
-    w.offers_changed()
-    w.note("version_durable", version=w.head)
-    succeeded(w)
-    retire(w, partial=True)
+    digests = tuple((name, a.digest) for name, a in fanout.answers.items() if isinstance(a, Persisted))
+    run.record(VersionDurable(run.head, digests, run.now))
+    run.versions[run.head] = replace(run.versions[run.head], durable=True)
+    run.offers_changed()
+    run.note("version_durable", version=run.head)
+    on_snapshot_written(run)
+    retire_versions(run, partial=True)
 
 
-def failed_late(w: World, slave: Slave, chorus: Chorus, event: OrderFailed) -> None:
+def on_late_snapshot_failed(run: RunState, slave: Slave, fanout: Fanout, event: OrderFailed) -> None:
     """One disk failed; the others may still be writing, and a new snapshot begins when all have ended.
 
-    A slave that refuses for another reason says nothing of its disk: it is asked again later, and nothing is counted.
+    Another refusal is no failure of the disk: it is tried again later, and nothing is counted.
     """
-    if not event.reason.startswith(FailedDisk.__name__):
-        interrupt(w)
-        w.durability.again_at = w.now + RETRY_S
-        w.note("order_refused", slave=slave.name, reason=event.reason)
+    if not issubclass(event.error, FailedDisk):
+        forget_late_snapshot(run)
+        run.durability.again_at = run.now + RETRY_S
+        run.note("order_refused", slave=slave.name, reason=event.refusal)
         return
-    w.durability.late_failed += (f"{slave.name} refused: {event.reason}",)
-    del w.choruses[event.number]
-    chorus.waiting.discard(slave.name)
-    if not chorus.waiting:
-        persisted_late(w, chorus)
+    run.durability.late_failed += (f"{slave.name} refused: {event.refusal}",)
+    del run.fanouts[event.number]
+    fanout.waiting.discard(slave.name)
+    if not fanout.waiting:
+        on_late_snapshot_answered(run, fanout)
 
 
-def interrupt(w: World) -> None:
-    """A slave that was writing is gone, or the head is another: that snapshot is nobody's business any more."""
-    w.forget_orders(frozenset({"persist_late"}))
-    w.durability.late, w.durability.late_failed = None, ()
+def forget_late_snapshot(run: RunState) -> None:
+    """A slave that was writing is gone, or the head is another: that snapshot no longer matters."""
+    run.forget_orders(frozenset({FanoutKind.PERSIST_LATE}))
+    run.durability.late, run.durability.late_failed = None, ()
 
 
 # ---- what may go -----------------------------------------------------------------------------------------------------
 
 
-def retire(w: World, *, partial: bool = False) -> None:
+def retire_versions(run: RunState, *, partial: bool = False) -> None:
     """Name the snapshots that may go: those older than the newest few that are complete on every slave. Row first.
 
     With `partial`, when every slave serves the head and has tried to write it, also those that some slave lacks: no
     slave can meet another at such a version any more, and where disks work they would pile up while one does not.
     """
-    complete = [v.version for v in w.versions.values() if v.version.version > 0 and v.durable and not v.retired]
-    keep = w.options.keep_snapshots
+    complete = [v.version for v in run.versions.values() if v.version.version > 0 and v.durable and not v.retired]
+    keep = run.options.keep_snapshots
     oldest_kept = complete[-keep] if len(complete) >= keep else GENESIS
     old = tuple(
         v.version
-        for v in w.versions.values()
+        for v in run.versions.values()
         if not v.retired
-        and 0 < v.version.version < w.head.version
+        and 0 < v.version.version < run.head.version
         and (v.version.version < oldest_kept.version or (partial and not v.durable))
     )
     if not old:
         return
-    w.record(VersionsRetired(old))
-    w.offers_changed()
+    run.record(VersionsRetired(old))
+    run.offers_changed()
     for version in old:
-        w.versions[version] = replace(w.versions[version], retired=True, shares=())
-    w.forget_old_versions()
-    w.order_all("done", w.head, Retire(old), w.options.timing.order_s)
+        run.versions[version] = replace(run.versions[version], retired=True, shares=())
+    run.forget_old_versions()
+    run.order_all(FanoutKind.STANDALONE, run.head, Retire(old), run.options.timing.order_s)

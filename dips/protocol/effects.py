@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
+from dips.protocol.enums import OutcomeKind, PushCodec
 from dips.protocol.records import Record
 
 # ---- orders to slaves ----------------------------------------------------------------------------------------------
@@ -20,7 +22,7 @@ class OpenPush:
     push: PushId
     order: tuple[int, ...]  # ranks in the order in which this slave asks them; as long as the speaking ranks
     deadline_s: float
-    codec: str = "fp32"  # what its chunks carry: "fp32" parameters; "bf16" | "int8" differences to `base`
+    codec: PushCodec = PushCodec.FP32  # what its chunks carry
     base: VersionId | None = None  # what the slot holds before the first difference; None for fp32
 
 
@@ -109,7 +111,7 @@ class Retire:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Answer, so that a slave that was deaf is heard to hear."""
+    """Answer, so that a slave that was unresponsive shows that orders reach it again."""
 
 
 OrderBody = (
@@ -144,7 +146,7 @@ class Order:
     deadline_s: float
 
 
-# ---- what a slave is told when it registers ------------------------------------------------------------------------
+# ---- what a slave that registers is to do next ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,14 +176,14 @@ class AbortVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class RegisterLater:
     """Nothing can be ordered now; the reason says why. Register again after `retry_after_s`."""
 
     retry_after_s: float
     reason: str
 
 
-SlaveOrder = Hold | LoadVersion | CommitVersion | AbortVersion | Wait
+SlaveOrder = Hold | LoadVersion | CommitVersion | AbortVersion | RegisterLater
 
 
 # ---- answers to clusters and slaves --------------------------------------------------------------------------------
@@ -205,8 +207,8 @@ class Joined:
     head: VersionId
     progress: Progress
     ranges: tuple[int, ...]  # still leased to this cluster, in order
-    accounted: int = 0  # tokens of the life before this one: accepted, gated, written off, or with its last push
-    settled: int = 0  # pushes of this cluster that were accepted or gated, in all its lives; with one in a window
+    accounted: int = 0  # tokens of the incarnation before: accepted, gated, written off, or with its last push
+    settled: int = 0  # pushes of this cluster, accepted or gated, in all its incarnations; with one in a window
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +237,7 @@ class Grant:
     slaves: tuple[SlaveAddress, ...]
     order: tuple[tuple[int, ...], ...]  # for each rank, indices into `slaves` in its order of asking
     deadline_s: float
-    codec: str = "fp32"  # push: what it carries, as in OpenPush; pulls are always fp32
+    codec: PushCodec = PushCodec.FP32  # push: what it carries, as in OpenPush; pulls are always fp32
     base: VersionId | None = None  # push in a lossy codec: what its differences are to
 
 
@@ -268,9 +270,9 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the round said of a push; `pull` is the grant of the pull that bears the push's seq, if it is open."""
+    """The verdict of a push's round; `pull` is the grant of the pull that bears the push's seq, if it is open."""
 
-    kind: str  # "accepted" | "gated" | "skipped"
+    kind: OutcomeKind
     version: VersionId | None  # accepted: the version that contains it; gated: the head
     reason: str
     pull: Grant | None
@@ -295,14 +297,14 @@ class Ranges:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
-    """Heard."""
+    """The request was carried out, or there was nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request is answered with an error: the class's name in dips.errors, and the message."""
+    """The request is answered with an error; `raise error(message)` at the asker."""
 
-    error: str
+    error: type[DipsError]
     message: str
 
 

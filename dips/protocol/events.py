@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
 
 # ---- from slaves ---------------------------------------------------------------------------------------------------
@@ -15,7 +16,7 @@ from dips.ids import PullId, PushId, VersionId
 
 @dataclass(frozen=True, slots=True)
 class SlaveRegistered:
-    """A slave says who it is and what it holds; asked again until the answer is Hold."""
+    """A slave names itself and what it holds; repeated until the answer is Hold."""
 
     req: int
     slave: str
@@ -34,7 +35,7 @@ class SlaveRegistered:
 
 @dataclass(frozen=True, slots=True)
 class PushStaged:
-    """All ranges of a push lie on this slave, checked; said once, and in every beat until Measure or Drop."""
+    """All ranges of a push lie on this slave, checked; reported once, and in every heartbeat until Measure or Drop."""
 
     slave: str
     sinc: int
@@ -64,13 +65,17 @@ class OrderAnswered:
 
 @dataclass(frozen=True, slots=True)
 class OrderFailed:
-    """An order got no answer before its deadline (`deaf`), or a refusal (`refused`), or the slave knew a later term."""
+    """A slave refused an order with this error; UnresponsiveSlave: it did not answer before the deadline."""
 
     slave: str
     sinc: int
     number: int
-    kind: str  # "deaf" | "refused" | "stale_term"
+    error: type[DipsError]
     reason: str
+
+    @property
+    def refusal(self) -> str:
+        return f"{self.error.__name__}: {self.reason}"
 
 
 # ---- from clusters -------------------------------------------------------------------------------------------------
@@ -96,7 +101,7 @@ class PushRequested:
 
 @dataclass(frozen=True, slots=True)
 class PushFinished:
-    """The ranks heard DONE from every slave; asks for a place in the window."""
+    """The ranks have DONE from every slave; asks for a place in the window."""
 
     req: int
     push: PushId
@@ -154,7 +159,7 @@ class RangesRequested:
 
 @dataclass(frozen=True, slots=True)
 class ClusterLeft:
-    """Goes gracefully; `tokens_consumed` by this life in all: what no push brought in will never be pushed."""
+    """Goes gracefully; `tokens_consumed` by this incarnation in all: what no push brought in will never be pushed."""
 
     req: int
     cluster: str
@@ -196,7 +201,7 @@ class TrainerChanged:
 
 @dataclass(frozen=True, slots=True)
 class BandwidthMeasured:
-    """A cluster's transfers move so many bytes/s, by its beats; said when it is news."""
+    """A cluster's transfers move so many bytes/s, by its heartbeats; reported when it has changed."""
 
     cluster: str
     inc: int
@@ -208,13 +213,13 @@ class ClusterSilent:
     cluster: str
     inc: int
     silent_s: float
-    tokens_consumed: int  # by this life in all, as its last beat told
+    tokens_consumed: int  # by this incarnation in all, as of its last heartbeat
     tokens_lost: int = 0  # of those, lost with dead trainers
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterTold:
-    """What the beats of a life said of its tokens, told before the next life of its name begins."""
+class TokensReported:
+    """The tokens of an incarnation, by its heartbeats; reported before the next one of its name begins."""
 
     cluster: str
     inc: int
@@ -231,7 +236,7 @@ class SlaveSilent:
 
 @dataclass(frozen=True, slots=True)
 class Blind:
-    """Nobody was looking for `gap_s`: every deadline moves by it."""
+    """The master's loop did not run for `gap_s`: every deadline moves by it."""
 
     gap_s: float
 
@@ -246,7 +251,7 @@ class Ticked:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The order is carried out and has nothing to tell."""
+    """The order is carried out; there is no result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +302,7 @@ Event = (
     | TrainerChanged
     | BandwidthMeasured
     | ClusterSilent
-    | ClusterTold
+    | TokensReported
     | SlaveSilent
     | Blind
     | Ticked

@@ -1,8 +1,8 @@
-"""The judge of liveness: beats in, verdicts out (why.md 12, 24, 30). Silence counts only while somebody listens.
+"""The failure detector: heartbeats in, verdicts out (why.md 12, 24, 30). Silence counts only while the master runs.
 
-It keeps one lease for each life of a cluster and slave, on the master's monotonic clock, and watches whether a
-trainer's inner steps move, and how fast its transfers do. The Coordinator never sees a beat, only the verdicts; what
-it knows about rounds and versions this file does not.
+It keeps one lease for each incarnation of a cluster or slave, on the master's monotonic clock, and watches whether a
+trainer's inner steps move, and how fast its transfers do. The Coordinator never sees a heartbeat, only the verdicts;
+nothing here knows rounds or versions.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
-from dips.protocol.beats import ClusterBeat, SlaveBeat
 from dips.protocol.deadlines import Bandwidth
+from dips.protocol.enums import Activity, TrainerState
 from dips.protocol.events import (
     BandwidthMeasured,
     ClusterSilent,
-    ClusterTold,
     Event,
     PushStaged,
     SlaveSilent,
+    TokensReported,
     TrainerChanged,
 )
+from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.options import TimingOptions
 from dips.protocol.records import LedgerState
 
@@ -28,11 +29,15 @@ from dips.protocol.records import LedgerState
 @dataclass
 class _Cluster:
     inc: int
-    heard: float
-    stepped: float  # when inner_steps last rose
-    signs: tuple[int, str, int] = (0, "", 0)  # inner steps, activity, bytes of its transfer: a change is life
+    heard_at: float
+    progressed_at: float  # when inner_steps last rose
+    signs: tuple[int, Activity, int] = (
+        0,
+        Activity.IDLE,
+        0,
+    )  # inner steps, activity, bytes moved: a change is progress
     moving: bool = True
-    tokens_consumed: int = 0  # by this life in all
+    tokens_consumed: int = 0  # by this incarnation in all
     tokens_lost: int = 0
     bandwidth: Bandwidth = field(default_factory=Bandwidth)
 
@@ -40,7 +45,7 @@ class _Cluster:
 @dataclass
 class _Slave:
     sinc: int
-    heard: float
+    heard_at: float
 
 
 class Judge:
@@ -53,7 +58,7 @@ class Judge:
 
     @classmethod
     def restored(cls, options: TimingOptions, state: LedgerState, now: float) -> Judge:
-        """After a start of the master everybody known gets one full lease before anybody is judged."""
+        """After a start of the master every known peer gets one full lease before it is judged."""
         judge = cls(options)
         for peer in state.clusters:
             if not peer.ended:
@@ -61,7 +66,7 @@ class Judge:
         return judge
 
     def welcome_cluster(self, cluster: str, inc: int, now: float) -> None:
-        """A life begins; an older one of the same name is forgotten."""
+        """An incarnation begins; an older one of the same name is forgotten."""
         known = self._clusters.get(cluster)
         if known is None or known.inc < inc:
             self._clusters[cluster] = _Cluster(inc, now, now)
@@ -71,10 +76,10 @@ class Judge:
         if known is None or known.sinc <= sinc:
             self._slaves[slave] = _Slave(sinc, now)
 
-    def last_words(self, cluster: str) -> list[Event]:
-        """What is known of the tokens of a life that may be about to be fenced by its next one."""
+    def report_tokens(self, cluster: str) -> list[Event]:
+        """The tokens of an incarnation that may be about to be fenced by the next one."""
         known = self._clusters.get(cluster)
-        return [] if known is None else [ClusterTold(cluster, known.inc, known.tokens_consumed, known.tokens_lost)]
+        return [] if known is None else [TokensReported(cluster, known.inc, known.tokens_consumed, known.tokens_lost)]
 
     def forget_cluster(self, cluster: str) -> None:
         self._clusters.pop(cluster, None)
@@ -82,75 +87,78 @@ class Judge:
     def forget_slave(self, slave: str) -> None:
         self._slaves.pop(slave, None)
 
-    def heard_cluster(self, beat: ClusterBeat, now: float) -> list[Event]:
-        """Renew the lease; say so if the trainer began or ceased to move, or if its bandwidth is news."""
-        known = self._clusters.get(beat.cluster)
-        if known is None or known.inc != beat.inc:
+    def on_cluster_heartbeat(self, heartbeat: ClusterHeartbeat, now: float) -> list[Event]:
+        """Renew the lease; report a trainer that began or ceased to move, and a bandwidth that has changed."""
+        known = self._clusters.get(heartbeat.cluster)
+        if known is None or known.inc != heartbeat.inc:
             return []
-        known.heard, known.tokens_consumed, known.tokens_lost = now, beat.tokens_consumed, beat.tokens_lost
-        signs = (beat.inner_steps, beat.activity, beat.bytes_moved)
-        if signs != known.signs or _waits_for_others(beat):
-            known.signs, known.stepped = signs, now
-        found = self._trainer(beat.cluster, known, beat.trainer != "dead", now)
-        measured = known.bandwidth.measure(beat.bytes_per_s)
-        return found if measured is None else [*found, BandwidthMeasured(beat.cluster, beat.inc, measured)]
+        known.heard_at, known.tokens_consumed, known.tokens_lost = now, heartbeat.tokens_consumed, heartbeat.tokens_lost
+        signs = (heartbeat.inner_steps, heartbeat.activity, heartbeat.bytes_moved)
+        if signs != known.signs or _waits_for_others(heartbeat):
+            known.signs, known.progressed_at = signs, now
+        found = self._judge_trainer(heartbeat.cluster, known, heartbeat.trainer is not TrainerState.DEAD, now)
+        measured = known.bandwidth.measure(heartbeat.bytes_per_s)
+        return found if measured is None else [*found, BandwidthMeasured(heartbeat.cluster, heartbeat.inc, measured)]
 
-    def heard_slave(self, beat: SlaveBeat, now: float) -> list[Event]:
+    def on_slave_heartbeat(self, heartbeat: SlaveHeartbeat, now: float) -> list[Event]:
         """Renew the lease; repeat what lies staged, so that a lost Staged heals."""
-        known = self._slaves.get(beat.slave)
-        if known is None or known.sinc != beat.sinc:
+        known = self._slaves.get(heartbeat.slave)
+        if known is None or known.sinc != heartbeat.sinc:
             return []
-        known.heard = now
-        return [PushStaged(beat.slave, beat.sinc, push, 0) for push in beat.staged]
+        known.heard_at = now
+        return [PushStaged(heartbeat.slave, heartbeat.sinc, push, 0) for push in heartbeat.staged]
 
     def verdicts(self, now: float) -> list[Event]:
-        """Who has been silent for a lease, in a fixed order; each is said once."""
+        """Who has been silent for a lease, in a fixed order; each is reported once."""
         lease, found = self._options.lease_s, list[Event]()
         for name, cluster in sorted(self._clusters.items()):
-            if now - cluster.heard >= lease:
-                silent_s = now - cluster.heard
+            if now - cluster.heard_at >= lease:
+                silent_s = now - cluster.heard_at
                 found.append(ClusterSilent(name, cluster.inc, silent_s, cluster.tokens_consumed, cluster.tokens_lost))
                 del self._clusters[name]
             else:
-                found += self._trainer(name, cluster, cluster.moving, now)
+                found += self._judge_trainer(name, cluster, cluster.moving, now)
         for name, slave in sorted(self._slaves.items()):
-            if now - slave.heard >= lease:
-                found.append(SlaveSilent(name, slave.sinc, now - slave.heard))
+            if now - slave.heard_at >= lease:
+                found.append(SlaveSilent(name, slave.sinc, now - slave.heard_at))
                 del self._slaves[name]
         return found
 
     def shift(self, gap_s: float) -> None:
-        """Nobody was listening for `gap_s`: that silence was ours."""
+        """The master did not run for `gap_s`: the silence was its own."""
         for cluster in self._clusters.values():
-            cluster.heard += gap_s
-            cluster.stepped += gap_s
+            cluster.heard_at += gap_s
+            cluster.progressed_at += gap_s
         for slave in self._slaves.values():
-            slave.heard += gap_s
+            slave.heard_at += gap_s
 
     def next_deadline(self) -> float:
-        """When the next verdict may be due; inf if nobody is known."""
+        """When the next verdict may be due; inf if there are no peers."""
         lease, hang = self._options.lease_s, self._options.hang_s
-        due = [c.heard + lease for c in self._clusters.values()] + [s.heard + lease for s in self._slaves.values()]
-        due += [c.stepped + hang for c in self._clusters.values() if c.moving]
+        due = [c.heard_at + lease for c in self._clusters.values()] + [
+            s.heard_at + lease for s in self._slaves.values()
+        ]
+        due += [c.progressed_at + hang for c in self._clusters.values() if c.moving]
         return min(due, default=inf)
 
-    def _trainer(self, name: str, cluster: _Cluster, alive: bool, now: float) -> list[Event]:
-        hung = now - cluster.stepped >= self._options.hang_s
+    def _judge_trainer(self, name: str, cluster: _Cluster, alive: bool, now: float) -> list[Event]:
+        hung = now - cluster.progressed_at >= self._options.hang_s
         moving = alive and not hung
         if moving == cluster.moving:
             return []
         cluster.moving = moving
-        reason = "training" if moving else (self._hung(cluster) if alive else "its trainer died")
+        reason = "training" if moving else (self._hang_reason(cluster) if alive else "its trainer died")
         return [TrainerChanged(name, cluster.inc, moving, reason)]
 
-    def _hung(self, cluster: _Cluster) -> str:
+    def _hang_reason(self, cluster: _Cluster) -> str:
         what = "no byte of its transfer" if cluster.signs[1] in _TRANSFERS else "no inner step"
         return f"its trainer hangs: {what} seen for {self._options.hang_s:g} s"
 
 
-_TRANSFERS = ("push", "pull")
+_TRANSFERS = (Activity.PUSH, Activity.PULL)
 
 
-def _waits_for_others(beat: ClusterBeat) -> bool:
-    """Has this trainer a reason to stand still? One that moves bytes has none: they must be seen moving."""
-    return beat.activity != "inner" and not (beat.activity in _TRANSFERS and 0 < beat.bytes_moved < beat.bytes_total)
+def _waits_for_others(heartbeat: ClusterHeartbeat) -> bool:
+    """Whether this trainer has a reason to stand still. One that moves bytes has none: they must be seen moving."""
+    moves_bytes = heartbeat.activity in _TRANSFERS and 0 < heartbeat.bytes_moved < heartbeat.bytes_total
+    return heartbeat.activity is not Activity.INNER and not moves_bytes

@@ -1,4 +1,4 @@
-"""The three tables of legal moves (design.md section 5): say once, as data, what may follow what."""
+"""The states of rounds, clusters and slaves, and the three tables of legal moves (design.md section 5)."""
 
 from __future__ import annotations
 

@@ -1,16 +1,24 @@
 """Options of the deciding part, each with its unit and the reason of its default.
 
-Plain dataclasses, so that this room needs nothing but the standard library. Bounds are checked in `__post_init__`, said
+Plain dataclasses, so that this package needs nothing but the standard library. Bounds are checked in `__post_init__`,
 once for every caller; config.py checks types and refuses unknown keys.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, ClassVar
 
 from dips.errors import ConfigError
-from dips.protocol.order import RULES, TURNS
+from dips.protocol.enums import (
+    AskOrder,
+    DurabilityMode,
+    PenaltyRule,
+    PersistFailurePolicy,
+    PushCodec,
+    RequeuePolicy,
+)
 
 FORBID: dict[str, Any] = {"extra": "forbid"}
 
@@ -18,6 +26,13 @@ FORBID: dict[str, Any] = {"extra": "forbid"}
 def _require(holds: bool, key: str, expected: str, got: object) -> None:
     if not holds:
         raise ConfigError(f"{key}: expected {expected}, got {got!r}")
+
+
+def _coerce(options: object, field_name: str, words: type[StrEnum], key: str) -> None:
+    """Turn a word, as it stands in a file, into its member."""
+    got = getattr(options, field_name)
+    _require(got in list(words), key, " or ".join(words), got)
+    object.__setattr__(options, field_name, words(got))  # frozen
 
 
 @dataclass(frozen=True)
@@ -53,7 +68,7 @@ class PenaltyOptions:
     """The pseudo-gradient penalty (§4.1, design.md section 8)."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
-    rule: str = "dips"  # "dips" | "none" (finite check only)
+    rule: PenaltyRule = PenaltyRule.DIPS
     alpha: float = 0.02  # §4.1: weight of the newest norm
     beta: float = 3.0  # §4.1
     e_cap: float = 2.0  # bounds the threshold: a loud history must not disarm the gate
@@ -64,7 +79,7 @@ class PenaltyOptions:
     gate_patience: int = 3  # gates in a row before a new warm-up or quarantine
 
     def __post_init__(self) -> None:
-        _require(self.rule in ("dips", "none"), "penalty.rule", "dips or none", self.rule)
+        _coerce(self, "rule", PenaltyRule, "penalty.rule")
         _require(0 < self.alpha < 1, "penalty.alpha", "a number in (0, 1)", self.alpha)
         _require(self.beta > 0, "penalty.beta", "a number above 0", self.beta)
         _require(self.hard_cap > 1, "penalty.hard_cap", "a number above 1", self.hard_cap)
@@ -93,7 +108,7 @@ class DataOptions:
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
     ranges: int = 0  # 0: clusters bring their own data
     epochs: int = 1  # range e·ranges + i is range i in epoch e: nothing is trained twice under one number
-    digest: str = ""  # of the data set, as `dips data build` printed it; "": nobody compares
+    digest: str = ""  # of the data set, as `dips data build` printed it; "": not compared
 
     def __post_init__(self) -> None:
         _require(self.ranges >= 0, "data.ranges", "0 or more", self.ranges)
@@ -128,12 +143,12 @@ class TimingOptions:
         return self.beat_s * self.lease_beats
 
 
-_WORDS = {
-    "codec": ("fp32", "bf16", "int8"),
-    "durability": ("commit", "async"),
-    "on_persist_failure": ("degrade", "stop"),
-    "requeue": ("none", "undone"),
-    "order": RULES,
+_WORDS: dict[str, type[StrEnum]] = {
+    "codec": PushCodec,
+    "durability": DurabilityMode,
+    "on_persist_failure": PersistFailurePolicy,
+    "requeue": RequeuePolicy,
+    "order": AskOrder,
 }
 
 
@@ -147,12 +162,12 @@ class Options:
     data: DataOptions = field(default_factory=DataOptions)
     timing: TimingOptions = field(default_factory=TimingOptions)
     keep_snapshots: int = 2  # complete on all slaves, never fewer than 2
-    codec: str = "fp32"  # of pushes whose base is the head: "fp32" exact | "bf16" | "int8"; all others travel as fp32
-    order: str = TURNS  # of asking (order.py); "random" is there to be compared with
-    durability: str = "commit"  # "commit": on every disk before it exists | "async": written while the next is made
-    on_persist_failure: str = "degrade"  # after two in a row: "degrade": go on, not durable | "stop": no more rounds
-    requeue: str = "none"  # ranges of undone versions: "none": clusters still carry that work | "undone": lease again
+    codec: PushCodec = PushCodec.FP32  # of pushes whose base is the head; all others travel as fp32
+    order: AskOrder = AskOrder.TURNS  # see order.py
+    durability: DurabilityMode = DurabilityMode.COMMIT
+    on_persist_failure: PersistFailurePolicy = PersistFailurePolicy.DEGRADE
+    requeue: RequeuePolicy = RequeuePolicy.NONE
 
     def __post_init__(self) -> None:
-        for key, legal in _WORDS.items():
-            _require(getattr(self, key) in legal, key, " or ".join(legal), getattr(self, key))
+        for key, words in _WORDS.items():
+            _coerce(self, key, words, key)

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-Lines = tuple[tuple[int, ...], ...]  # for each slave the workers, in the order in which it asks them
+from dips.protocol.enums import AskOrder
 
-TURNS, RANDOM = RULES = ("turns", "random")  # random: there to be compared with
+Lines = tuple[tuple[int, ...], ...]  # for each slave the workers, in the order in which it asks them
 
 LEAST_SHARE = 0.5  # of its own rate: a worker begins at a slave that has so much of its link left
 MOST_PAIRS = 128  # of workers and slaves that are matched; beyond, a rotation: a decision must not take long
@@ -34,14 +34,16 @@ def workers_for_slave(slave: int, workers: int, slaves: int) -> tuple[int, ...]:
     return tuple(sorted(range(workers), key=lambda w: ((slave - w) % slaves, w)))
 
 
-def walk(rule: str, worker: int, slaves: int, salt: str) -> tuple[int, ...]:
+def slaves_in_order(rule: AskOrder, worker: int, slaves: int, salt: str) -> tuple[int, ...]:
     """`slaves_for_worker`, or any order: `salt` names the transfer."""
-    return shuffled(slaves, f"{salt}/{worker}") if rule == RANDOM else slaves_for_worker(worker, slaves)
+    return shuffled(slaves, f"{salt}/{worker}") if rule is AskOrder.RANDOM else slaves_for_worker(worker, slaves)
 
 
-def line(rule: str, slave: int, workers: int, slaves: int, salt: str) -> tuple[int, ...]:
+def workers_in_order(rule: AskOrder, slave: int, workers: int, slaves: int, salt: str) -> tuple[int, ...]:
     """`workers_for_slave`, or any order: `salt` names the transfer."""
-    return shuffled(workers, f"{salt}/{slave}") if rule == RANDOM else workers_for_slave(slave, workers, slaves)
+    return (
+        shuffled(workers, f"{salt}/{slave}") if rule is AskOrder.RANDOM else workers_for_slave(slave, workers, slaves)
+    )
 
 
 def shuffled(count: int, salt: str) -> tuple[int, ...]:
@@ -82,7 +84,7 @@ class Turn:
 
 def plan(workers: Sequence[Worker], slaves: int) -> list[Turn]:
     """The schedule behind the lines, in order of beginning."""
-    return _Schedule(workers, slaves).play()
+    return _Schedule(workers, slaves).play_turns()
 
 
 class _Schedule:
@@ -96,12 +98,12 @@ class _Schedule:
         self._running: list[tuple[float, int]] = []  # (end, index in _turns)
         self._turns: list[Turn] = []
 
-    def play(self) -> list[Turn]:
+    def play_turns(self) -> list[Turn]:
         now = 0.0
         while True:
-            while pairs := self._matched():
+            while pairs := self._match_pairs():
                 for worker, slave in pairs:
-                    self._begin(worker, slave, now)
+                    self._begin_turn(worker, slave, now)
             if not self._running:
                 return self._turns
             now = self._running[0][0]
@@ -110,7 +112,7 @@ class _Schedule:
                 self._busy[turn.worker] = False
                 self._room[turn.slave] += turn.share
 
-    def _begin(self, worker: int, slave: int, now: float) -> None:
+    def _begin_turn(self, worker: int, slave: int, now: float) -> None:
         fill, seconds = self._workers[worker].fill, self._workers[worker].seconds[slave]
         share = min(fill, self._room[slave])
         self._pending[worker].discard(slave)
@@ -119,7 +121,7 @@ class _Schedule:
         self._turns.append(Turn(now, now + seconds * fill / share, worker, slave, share))
         heapq.heappush(self._running, (self._turns[-1].end, len(self._turns) - 1))
 
-    def _matched(self) -> list[tuple[int, int]]:
+    def _match_pairs(self) -> list[tuple[int, int]]:
         """Free workers and slaves that begin now, each in one pair."""
         near = {
             w: [s for s in sorted(slaves) if LEAST_SHARE * self._workers[w].fill <= self._room[s] + _EPSILON]
@@ -142,7 +144,7 @@ Node = tuple[str, int]  # ("w", worker) or ("s", slave)
 
 
 def heaviest_first(edges: Mapping[Node, Sequence[Node]], load: Mapping[Node, float]) -> dict[Node, Node]:
-    """A matching, told from both sides, that leaves no node free for the sake of a lighter one on its side.
+    """A matching, given from both sides, that leaves no node free for the sake of a lighter one on its side.
 
     So a node that is busy to the last turn of every schedule is busy in this turn too: what makes the number of turns
     that of the busiest node (König), where all pairs are equal.
@@ -151,12 +153,12 @@ def heaviest_first(edges: Mapping[Node, Sequence[Node]], load: Mapping[Node, flo
     settled: set[Node] = set()  # only asked for membership
     for node in sorted(load, key=lambda n: (-load[n], n)):
         if edges[node] and node not in mates:
-            _cover(node, edges, mates, settled)
+            _cover_node(node, edges, mates, settled)
         settled.add(node)
     return mates
 
 
-def _cover(node: Node, edges: Mapping[Node, Sequence[Node]], mates: dict[Node, Node], settled: set[Node]) -> None:
+def _cover_node(node: Node, edges: Mapping[Node, Sequence[Node]], mates: dict[Node, Node], settled: set[Node]) -> None:
     """Give `node` a mate along an alternating path that ends at a free node, or else takes a lighter one's mate."""
     came: dict[Node, Node] = {}  # node of the other side → whence it was reached
     walk, lighter = [node], None
@@ -166,7 +168,7 @@ def _cover(node: Node, edges: Mapping[Node, Sequence[Node]], mates: dict[Node, N
                 continue
             came[other] = here
             if other not in mates:
-                _flip(node, other, came, mates)
+                _flip_path(node, other, came, mates)
                 return
             mate = mates[other]
             if lighter is None and mate not in settled:
@@ -174,10 +176,10 @@ def _cover(node: Node, edges: Mapping[Node, Sequence[Node]], mates: dict[Node, N
             walk.append(mate)
     if lighter is not None:
         del mates[mates[lighter]]
-        _flip(node, lighter, came, mates)
+        _flip_path(node, lighter, came, mates)
 
 
-def _flip(node: Node, end: Node, came: Mapping[Node, Node], mates: dict[Node, Node]) -> None:
+def _flip_path(node: Node, end: Node, came: Mapping[Node, Node], mates: dict[Node, Node]) -> None:
     while True:
         here = came[end]
         before = mates.get(here)

@@ -2,7 +2,7 @@
 
 A push's norm G = Σ over layers ‖θ − θ_j‖₂, divided by √(inner steps), is compared with its cluster's own past:
 score E = (G − μ)/σ, gated when E > β·min(E_cap, max(1, max E)). Statistics move only when a version is committed
-(`settled`), so a skipped round leaves no trace; asking (`verdict`) changes nothing.
+(`keep_statistics`), so a skipped round leaves no trace; asking (`judge_push`) changes nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 from statistics import median
 
+from dips.protocol.enums import PenaltyRule
 from dips.protocol.options import PenaltyOptions
 from dips.protocol.records import PenaltyRow, ScoreHistory
 
@@ -20,7 +21,7 @@ LARGEST_NORM = 1e30  # beyond it squares overflow in fp32 kernels; not finite fo
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the penalty says of one push, and why. `tracked` is False if it must leave the statistics alone."""
+    """The penalty's decision on one push, and why. `tracked` is False if it must leave the statistics alone."""
 
     accepted: bool
     norm: float
@@ -37,8 +38,8 @@ class Settled:
     verdict: Verdict
 
 
-def fresh(cluster: str, options: PenaltyOptions) -> PenaltyRow:
-    """Statistics of a cluster that was never heard."""
+def fresh_row(cluster: str, options: PenaltyOptions) -> PenaltyRow:
+    """Statistics of a cluster of which no push was measured."""
     return PenaltyRow(cluster, 0, 0.0, 0.0, 0.0, options.warmup_rounds, 0, False, 0)
 
 
@@ -63,24 +64,24 @@ class Penalty:
         self._genesis_norm = genesis_norm
 
     def row(self, cluster: str) -> PenaltyRow:
-        return self._rows.get(cluster) or fresh(cluster, self._options)
+        return self._rows.get(cluster) or fresh_row(cluster, self._options)
 
     def threshold(self) -> float:
-        """β·min(E_cap, max(1, max E)): neither a quiet history gates everybody nor a loud one nobody."""
+        """β·min(E_cap, max(1, max E)): a quiet history must not gate all, nor a loud one none."""
         o = self._options
         largest = max((score for scores in self.history.scores for score in scores), default=1.0)
         return o.beta * min(o.e_cap, max(1.0, largest))
 
-    def verdict(
+    def judge_push(
         self, cluster: str, layer_sq: Sequence[float], finite: bool, inner_steps: int, exempt: bool = False
     ) -> Verdict:
         """Judge one push; `exempt` if its base is no ancestor of θ (finite check and cap only)."""
         g = norm(layer_sq, inner_steps) if finite and all(isfinite(sq) for sq in layer_sq) else float("inf")
         if not g < LARGEST_NORM:
             return Verdict(False, 0.0, 0.0, "not finite: NaN, Inf or overflow in its parameters", tracked=False)
-        if self._options.rule == "none":
+        if self._options.rule is PenaltyRule.NONE:
             return Verdict(True, g, 0.0, "finite", tracked=True)
-        cap = self._cap(cluster, inner_steps)
+        cap = self._hard_cap(cluster, inner_steps)
         if g > cap:
             return Verdict(False, g, 0.0, f"norm {g:.4g} above the hard cap {cap:.4g}", tracked=not exempt)
         row = self.row(cluster)
@@ -88,53 +89,55 @@ class Penalty:
             return Verdict(True, g, 0.0, "its base is no ancestor: exempt from the score", tracked=False)
         if row.warm_left > 0 or row.n == 0:
             return Verdict(True, g, 0.0, f"warm-up, {row.warm_left} pushes left")
-        score, limit = (g - row.mu) / self._sigma(row), self.threshold()
+        score, limit = (g - row.mu) / self._corrected_sigma(row), self.threshold()
         if score > limit:
             return Verdict(False, g, score, f"score {score:.3g} above {limit:.3g} (norm {g:.4g}, mean {row.mu:.4g})")
         return Verdict(True, g, score, f"score {score:.3g}, at most {limit:.3g}")
 
-    def settled(self, verdicts: Sequence[Settled], live: Sequence[str]) -> tuple[dict[str, PenaltyRow], ScoreHistory]:
+    def compute_statistics(
+        self, verdicts: Sequence[Settled], live: Sequence[str]
+    ) -> tuple[dict[str, PenaltyRow], ScoreHistory]:
         """Return the statistics and the score history after a round, in the order of folding; nothing is kept yet."""
         rows = dict(self._rows)
         scores: list[float] = []
         limit = self.threshold()
         for cluster, verdict in ((s.cluster, s.verdict) for s in verdicts if s.verdict.accepted):
-            row = rows.get(cluster) or fresh(cluster, self._options)
+            row = rows.get(cluster) or fresh_row(cluster, self._options)
             if verdict.tracked and row.warm_left == 0 and row.n > 0:
                 scores.append(verdict.score)
             rows[cluster] = self._after_accepted(row, verdict, limit)
         for cluster in (s.cluster for s in verdicts if not s.verdict.accepted):
-            row = rows.get(cluster) or fresh(cluster, self._options)
+            row = rows.get(cluster) or fresh_row(cluster, self._options)
             rows[cluster] = replace(row, gated_in_a_row=row.gated_in_a_row + 1)
         # All patience is judged on one picture: who warms up first must not decide who else may.
-        rows |= {s.cluster: self._patience(rows, s, live) for s in verdicts if not s.verdict.accepted}
+        rows |= {s.cluster: self._apply_patience(rows, s, live) for s in verdicts if not s.verdict.accepted}
         kept = self.history.scores
         if any(s.verdict.accepted for s in verdicts):
             kept = (*kept, tuple(scores))[-self._options.history :]
         return rows, ScoreHistory(kept, self.history.delta_norms)
 
-    def keep(self, rows: Mapping[str, PenaltyRow], history: ScoreHistory) -> None:
+    def keep_statistics(self, rows: Mapping[str, PenaltyRow], history: ScoreHistory) -> None:
         """The round is in the ledger: its statistics are ours."""
         self._rows = dict(rows)
         self.history = history
 
-    def readmit(self, cluster: str) -> PenaltyRow:
+    def readmit_cluster(self, cluster: str) -> PenaltyRow:
         """Lift a quarantine: the cluster warms up again; return its statistics, which are ours from now on."""
         row = self.row(cluster)
-        row = self._anew(row)
+        row = self._restart_warmup(row)
         self._rows[cluster] = row
         return row
 
-    def _sigma(self, row: PenaltyRow) -> float:
+    def _corrected_sigma(self, row: PenaltyRow) -> float:
         corrected = row.sigma / sqrt(1.0 - (1.0 - self._options.alpha) ** row.n)
         return max(corrected, self._options.sigma_floor * row.mu, 1e-30)
 
-    def _cap(self, cluster: str, inner_steps: int) -> float:
+    def _hard_cap(self, cluster: str, inner_steps: int) -> float:
         """The norm above which even a warm-up is gated."""
         row, factor = self.row(cluster), self._options.hard_cap
         if row.accepted >= 2 and row.n > 0:
             return factor * row.mu
-        others = self._others(self._rows, cluster)
+        others = self._norms_of_others(self._rows, cluster)
         if others:
             return factor * median(others)
         if row.mu > 0:
@@ -148,7 +151,7 @@ class Penalty:
             return replace(row, gated_in_a_row=0, quarantined=False, accepted=row.accepted + 1)
         g, alpha, n = verdict.norm, self._options.alpha, row.n + 1
         if row.warm_left == 0 and row.n > 0:
-            g = min(g, row.mu + limit * self._sigma(row))
+            g = min(g, row.mu + limit * self._corrected_sigma(row))
         weight = max(alpha, 1.0 / n)  # the plain mean until 1/n < α
         mu = weight * g + (1.0 - weight) * row.mu
         sigma = sqrt((1.0 - alpha) * row.sigma**2 + alpha * (g - mu) ** 2)
@@ -156,7 +159,7 @@ class Penalty:
             row.cluster, n, mu, sigma, verdict.norm, max(0, row.warm_left - 1), 0, False, row.accepted + 1
         )
 
-    def _patience(self, rows: Mapping[str, PenaltyRow], settled: Settled, live: Sequence[str]) -> PenaltyRow:
+    def _apply_patience(self, rows: Mapping[str, PenaltyRow], settled: Settled, live: Sequence[str]) -> PenaltyRow:
         """Gated `gate_patience` times in a row: warm up again if the world has changed, else quarantine.
 
         A norm that is not finite never earns a warm-up; the hard cap holds in every one.
@@ -165,18 +168,18 @@ class Penalty:
         if row.gated_in_a_row < self._options.gate_patience or verdict.norm == 0.0:
             return row
         gating = [c for c in live if rows.get(c) and rows[c].gated_in_a_row > 0]
-        others = self._others(rows, settled.cluster)
+        others = self._norms_of_others(rows, settled.cluster)
         most_are_gated = len(live) > 1 and 2 * len(gating) > len(live)
         if not others or most_are_gated or verdict.norm < 2 * median(others):
-            return self._anew(row)
+            return self._restart_warmup(row)
         return replace(row, quarantined=True)
 
-    def _anew(self, row: PenaltyRow) -> PenaltyRow:
+    def _restart_warmup(self, row: PenaltyRow) -> PenaltyRow:
         """Statistics of a new warm-up: μ stays until the first push replaces it, as the hard cap of a cluster alone."""
-        return replace(fresh(row.cluster, self._options), mu=row.mu, last_norm=row.last_norm, accepted=row.accepted)
+        return replace(fresh_row(row.cluster, self._options), mu=row.mu, last_norm=row.last_norm, accepted=row.accepted)
 
     @staticmethod
-    def _others(rows: Mapping[str, PenaltyRow], cluster: str) -> list[float]:
+    def _norms_of_others(rows: Mapping[str, PenaltyRow], cluster: str) -> list[float]:
         return [
             row.last_norm for name, row in rows.items() if name != cluster and row.accepted > 0 and row.last_norm > 0
         ]

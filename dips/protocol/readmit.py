@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from dips.errors import ConfigError
 from dips.protocol.effects import Acknowledged, Failed, Refused
 from dips.protocol.events import ReadmissionAsked
 from dips.protocol.records import ClusterReadmitted
-from dips.protocol.world import World
+from dips.protocol.run_state import RunState
 
 
-def asked(w: World, event: ReadmissionAsked) -> None:
-    """Legal any time; a cluster that is not quarantined is told so and keeps its statistics."""
-    if event.cluster not in w.clusters:
-        known = ", ".join(w.clusters) or "none yet"
-        w.reply(event.req, Failed("ConfigError", f"cluster {event.cluster!r} was never heard here; known: {known}"))
+def on_readmission_asked(run: RunState, event: ReadmissionAsked) -> None:
+    """Legal any time; refused for a cluster that is not quarantined, which keeps its statistics."""
+    if event.cluster not in run.clusters:
+        known = ", ".join(run.clusters) or "none yet"
+        run.reply(event.req, Failed(ConfigError, f"cluster {event.cluster!r} has never joined; known: {known}"))
         return
-    if not w.penalty.row(event.cluster).quarantined:
-        w.reply(event.req, Refused(0.0, f"{event.cluster} is not quarantined"))
+    if not run.penalty.row(event.cluster).quarantined:
+        run.reply(event.req, Refused(0.0, f"{event.cluster} is not quarantined"))
         return
-    row = w.penalty.readmit(event.cluster)
-    w.record(ClusterReadmitted(row, w.next_round - 1, w.now))
-    w.note("cluster_readmitted", cluster=event.cluster, warm_left=row.warm_left)
-    w.reply(event.req, Acknowledged())
+    row = run.penalty.readmit_cluster(event.cluster)
+    run.record(ClusterReadmitted(row, run.next_round - 1, run.now))
+    run.note("cluster_readmitted", cluster=event.cluster, warm_left=row.warm_left)
+    run.reply(event.req, Acknowledged())

@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dips.ids import PushId, VersionId
+from dips.protocol.enums import OutcomeKind, Role, RoundResult
 
 
 @dataclass(frozen=True, slots=True)
 class IncarnationGiven:
-    role: str  # "cluster" | "slave"
+    role: Role
     name: str
     inc: int
     nonce: str
@@ -42,7 +43,7 @@ class FoldRow:
 @dataclass(frozen=True, slots=True)
 class OutcomeRow:
     push: PushId
-    kind: str  # "accepted" | "gated" | "skipped"
+    kind: OutcomeKind
     reason: str
     tokens: int
     inner_steps: int
@@ -115,10 +116,10 @@ class RolledBack:
 
 @dataclass(frozen=True, slots=True)
 class RoundEnded:
-    """A round that made no version: `skipped` (it broke; progress goes back) or `unchanged` (all gated)."""
+    """A round that made no version."""
 
     round: int
-    kind: str
+    kind: RoundResult  # SKIPPED or UNCHANGED
     reason: str
     outcomes: tuple[OutcomeRow, ...]
     penalty: tuple[PenaltyRow, ...]  # empty for skipped
@@ -135,7 +136,7 @@ class RangesLeased:
 
 @dataclass(frozen=True, slots=True)
 class ClusterEnded:
-    """A life of a cluster is over: its unsettled ranges are free again, its unsettled tokens are lost.
+    """An incarnation of a cluster is over: its unsettled ranges are free again, its unsettled tokens are lost.
 
     A push that it had committed, `open_seq` of `open_tokens`, is settled by a later row, or lost as well: a round that
     is skipped before it has a number, or dies with its master, leaves no row.
@@ -215,19 +216,19 @@ class VersionRow:
 
 @dataclass(frozen=True, slots=True)
 class PeerRow:
-    """The newest life of a cluster or slave; `ended` if it is over."""
+    """The newest incarnation of a cluster or slave; `ended` if it is over."""
 
     name: str
     inc: int
     nonce: str
     ended: bool
-    tokens_settled: int = 0  # of a cluster's newest life: accepted or gated
-    tokens_accounted: int = 0  # of a cluster's newest life that is over: accepted, gated or written off
+    tokens_settled: int = 0  # of a cluster's newest incarnation: accepted or gated
+    tokens_accounted: int = 0  # of a cluster's newest incarnation that is over: accepted, gated or written off
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterTotals:
-    """What all rounds so far said of one cluster: how many pushes, and how many tokens."""
+    """The outcomes of one cluster in all rounds so far: how many pushes, and how many tokens."""
 
     cluster: str
     accepted: int = 0

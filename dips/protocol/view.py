@@ -4,70 +4,72 @@ from __future__ import annotations
 
 from typing import Any
 
-from dips.protocol.world import Cluster, Slave, World
+from dips.protocol.entities import Cluster, Slave
+from dips.protocol.enums import DurabilityState
+from dips.protocol.run_state import RunState
 
 UNDONE_SHOWN = 8  # the newest; `dips history` knows all
 
 
-def view(w: World, now: float) -> dict[str, Any]:
+def build_view(run: RunState, now: float) -> dict[str, Any]:
     """JSON-able; never a label of a metric."""
-    r = w.round
+    r = run.round
     return {
-        "run": w.row.run,
-        "term": w.term,
-        "uptime_s": now - w.started,
-        "head": str(w.head),
-        "progress": {"tokens": w.tokens_accepted, "tokens_target": w.options.stop.tokens},
-        "finished": str(w.finished) if w.finished else None,
+        "run": run.row.run,
+        "term": run.term,
+        "uptime_s": now - run.started,
+        "head": str(run.head),
+        "progress": {"tokens": run.tokens_accepted, "tokens_target": run.options.stop.tokens},
+        "finished": str(run.finished) if run.finished else None,
         "round": {
             "state": str(r.state) if r else "idle",
             "round": r.number if r else None,
-            "reason": r.reason if r else _why_idle(w),
+            "reason": r.reason if r else _why_idle(run),
             "pushes": [str(p.id) for p in r.pushes] if r else [],
         },
-        "rounds": dict(w.counts),
+        "rounds": dict(run.counts),
         "durability": {
-            "mode": w.options.durability,
-            "state": w.durability.state,
-            "reason": w.durability.reason,
-            "red": w.durability.state != "durable",
-            "head": w.versions[w.head].durable,
+            "mode": str(run.options.durability),
+            "state": str(run.durability.state),
+            "reason": run.durability.reason,
+            "red": run.durability.state is not DurabilityState.DURABLE,
+            "head": run.versions[run.head].durable,
         },
-        "undone": [str(v) for v in w.undone][-UNDONE_SHOWN:],
-        "undone_total": len(w.undone),
-        "clusters": {c.name: _cluster(w, c) for c in w.clusters.values()},
-        "slaves": {s.name: _slave(w, s) for s in w.slaves.values()},
+        "undone": [str(v) for v in run.undone][-UNDONE_SHOWN:],
+        "undone_total": len(run.undone),
+        "clusters": {c.name: _view_cluster(run, c) for c in run.clusters.values()},
+        "slaves": {s.name: _view_slave(run, s) for s in run.slaves.values()},
         "ranges": {
-            "total": w.ranges.total,
-            "free": w.ranges.free,
-            "leased": w.ranges.leased,
-            "settled": len(w.ranges.settled),
-            "undone": len(w.ranges.undone),
+            "total": run.ranges.total,
+            "free": run.ranges.free,
+            "leased": run.ranges.leased,
+            "settled": len(run.ranges.settled),
+            "undone": len(run.ranges.undone),
         },
     }
 
 
-def _why_idle(w: World) -> str:
-    if w.finished:
-        return f"the run is finished at {w.finished}"
-    if w.durability.state == "stopped":
-        return w.durability.reason
-    missing = w.slaves_missing()
-    if missing and w.rollback_waits:
-        return w.rollback_waits
+def _why_idle(run: RunState) -> str:
+    if run.finished:
+        return f"the run is finished at {run.finished}"
+    if run.durability.state is DurabilityState.STOPPED:
+        return run.durability.reason
+    missing = run.slaves_missing()
+    if missing and run.rollback_waits:
+        return run.rollback_waits
     if missing:
         return "waits for " + ", ".join(f"{s.name} ({s.state})" for s in missing)
-    return "the slaves are flipping" if w.flipping is not None else "waits for the first push"
+    return "the slaves are flipping" if run.flipping is not None else "waits for the first push"
 
 
-def _cluster(w: World, c: Cluster) -> dict[str, Any]:
-    statistics = w.penalty.row(c.name)
+def _view_cluster(run: RunState, c: Cluster) -> dict[str, Any]:
+    statistics = run.penalty.row(c.name)
     return {
         "inc": c.inc,
         "state": str(c.state),
         "reason": c.reason,
         "base": str(c.base) if c.base else None,
-        "staleness": w.staleness(c.base),
+        "staleness": run.staleness(c.base),
         "pace_s": c.pace,
         "bandwidth_bytes_per_s": c.bytes_per_s,
         "accepted": c.counts["accepted"],
@@ -83,7 +85,7 @@ def _cluster(w: World, c: Cluster) -> dict[str, Any]:
     }
 
 
-def _slave(w: World, s: Slave) -> dict[str, Any]:
+def _view_slave(run: RunState, s: Slave) -> dict[str, Any]:
     return {
         "sinc": s.sinc,
         "state": str(s.state),
@@ -92,5 +94,5 @@ def _slave(w: World, s: Slave) -> dict[str, Any]:
         "lanes": list(s.lanes),
         "version": str(s.memory) if s.memory else None,
         "slots": s.slots,
-        "slots_used": len(w.open_pushes()),
+        "slots_used": len(run.open_pushes()),
     }

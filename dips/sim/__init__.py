@@ -1,1 +1,1 @@
-"""DREAMS: one simulated world from one seed: network, disks, crashes, around the real deciding code."""
+"""A simulated run: the deciding and computing parts of Di-PS as they are, among simulated clusters, links and disks."""

@@ -1,261 +1,94 @@
-"""A simulated agent: the doing part around the client's real mind (client/session.py), as client/agent.py is.
-
-It asks the master what the session orders, again until there is an answer; it beats, serves rank 0 and keeps a trainer
-going. Beside it the world keeps its own books of every inner step: what the account of the client is compared with.
-"""
+"""A simulated cluster: its agents come and go, crash, are stopped and taken for dead, and are started again."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dips.client.agent.account import NO_INCARNATION
+from dips.sim.agent import AgentWorld, SimAgent
+from dips.sim.master_client import CALL_S
+from dips.sim.site import Site
 
-from dips import errors
-from dips.client.agent.account import PastIncarnation
-from dips.client.agent.actions import (
-    KEPT_AT,
-    Action,
-    AskMaster,
-    ClusterIdentity,
-    RecordMark,
-    SendHeartbeat,
-    StopTrainer,
-)
-from dips.client.agent.pace import Pace
-from dips.client.agent.session import Session
-from dips.client.ipc.messages import Answer, Question, Stepped
-from dips.errors import Busy, DipsError, Unavailable, UnavailableMaster
-from dips.ids import PushId, VersionId
-from dips.protocol.beats import ClusterBeatAnswer
-from dips.protocol.effects import Failed, Finished, Grant, Joined, Outcome
-from dips.sim.fiber import Fiber, Gate, Resume, Story, Wait, sleep
-from dips.sim.trainer import Trainer
-from dips.sim.work import Work
-from dips.slave.ports import F32
-
-if TYPE_CHECKING:
-    from dips.sim.site import Site
-
-CALL_S = 2.0  # deadline of one question
-PAUSE_S = 0.3  # until a master that did not answer is asked again
-PATIENCE_S = 6.0  # a trainer waits so long for a master that does not answer
+RESTART_S = 2.0  # until an agent that exited on its own account is started again
 
 
-class Agent:
-    """One process of the agent, with the trainer that it keeps alive."""
+class SimCluster:
+    """One cluster of the run; `site` is where it runs."""
 
-    def __init__(self, site: Site, process: str, former: PastIncarnation) -> None:
-        self.site, self.world, self.name, self.process = site, site.world, site.name, process
-        settings = self.world.settings
-        self._nonces = 0
-        identity = ClusterIdentity(settings.run, self.name, settings.config_digest)
-        self.session = Session(identity, self._nonce, PATIENCE_S, Pace(steps=settings.inner_steps), former=former)
-        self.left = former  # behind, on its disk
-        self.gate = Gate()  # closed while the whole machine is stopped
-        self.alive = True
-        self.term = 0
-        self.consumed = 0  # tokens since the last Joined, by the world's own count
-        self.outcome_at = self.world.heap.now  # when it last heard an Outcome, or its trainer began
-        self.finished: VersionId | None = None  # the run is over and it holds its last version
-        self._lives = 0
-        self._asking: dict[str, Fiber] = {}
-        self._waiting: list[Resume] = []  # rank 0 waits for a change
-        self._beats = Fiber(self._beat(), self.gate)
-        self.trainer: Trainer | None = None
-        self._start_trainer()
-
-    # ---- lives -----------------------------------------------------------------------------------------------------
+    def __init__(self, world: AgentWorld, site: Site) -> None:
+        self.world, self.site, self.name = world, site, site.name
+        self.agent: SimAgent | None = None
+        self.left = NO_INCARNATION  # by the last agent, on the disk of the machine where the next one starts
+        self.zombies: list[SimAgent] = []  # stopped, and taken for dead: each has a successor
+        self.lives = 0
 
     @property
-    def inc(self) -> int:
-        return self.session.inc
+    def agents(self) -> list[SimAgent]:
+        """Every agent process that may still do something."""
+        return [*self.zombies, self.agent] if self.agent else list(self.zombies)
 
-    @property
-    def base(self) -> VersionId | None:
-        return self.trainer.base if self.trainer else None
+    def start(self) -> None:
+        """A new agent process; it starts its trainer."""
+        if self.agent is None:
+            self.lives += 1
+            self.agent = SimAgent(self.world, self.site, f"{self.name}-{self.lives}", self.left, self._exited)
 
-    @property
-    def theta(self) -> dict[int, F32]:
-        return self.trainer.theta if self.trainer else {}
+    def crash(self) -> None:
+        """Agent and trainer die together: torchrun has PR_SET_PDEATHSIG."""
+        if self.agent is not None:
+            self._end(self.agent)
 
-    @property
-    def held(self) -> list[VersionId | None]:
-        return self.trainer.held if self.trainer else []
+    def _end(self, agent: SimAgent) -> None:
+        agent.die()
+        self.agent, self.left = None, agent.left
 
-    def die(self) -> None:
-        """SIGKILL of the agent: torchrun dies with it (PR_SET_PDEATHSIG)."""
-        self.alive = False
-        self._beats.kill()
-        for fiber in self._asking.values():
-            fiber.kill()
-        if self.trainer is not None:
-            self.trainer.kill()
-            self._lose(self.trainer, "its agent ended")
+    def leave(self) -> None:
+        """The agent is told to stop: it says so once, and goes whether it is heard or not."""
+        agent = self.agent
+        left = agent.session.leave() if agent is not None and not agent.gate.closed else None
+        if agent is not None and left is not None:
+            self.world.network.call(self.name, "master", left, CALL_S, lambda _: None)
+            self.crash()
 
-    def trainer_died(self, reason: str, rank: bool = False) -> None:
-        """torchrun has ended all ranks; it is started again."""
-        self.world.watch.trainer_died(self, rank)
-        trainer, self.trainer = self.trainer, None
-        assert trainer is not None
-        trainer.kill()
-        self._lose(trainer, "its trainer died")
-        self._do(self.session.trainer_gone(reason, self.world.heap.now))
-        delay_s = 0.5 + 2.0 * self.site.rng.random()
-        self.world.later(delay_s, f"{self.name} restarts its trainer", partial(self.gate.pass_on, self._start_trainer))
+    def abandon(self) -> SimAgent | None:
+        """SIGSTOP of everything, for so long that another is started in its place, elsewhere; it may wake later."""
+        agent, self.agent, self.left = self.agent, None, NO_INCARNATION
+        if agent is not None:
+            agent.gate.close()
+            self.zombies.append(agent)
+        return agent
 
-    def ended(self) -> None:
-        """The training script is through."""
-        self.finished = self.session.progress.finished
+    def _exited(self, agent: SimAgent) -> None:
+        """An agent ended of its own accord: it was fenced."""
+        if agent in self.zombies:
+            agent.die()
+            self.zombies.remove(agent)
+        elif agent is self.agent:
+            self._end(agent)
+            self.world.later(RESTART_S, f"{self.name} starts again", self.start)
 
-    def _start_trainer(self) -> None:
-        if self.alive and self.trainer is None:
-            self._lives += 1
-            self.outcome_at = self.world.heap.now
-            self.trainer = Trainer(self, self._lives)
+    def crash_trainer(self) -> None:
+        """torchrun ends, and the agent sees it at once."""
+        if self.agent is not None and self.agent.trainer is not None and not self.agent.trainer.over:
+            self.world.monitor.trainer_died(self.agent, False)
+            self.agent.torchrun.crash("its trainer crashed")
 
-    def _nonce(self) -> str:
-        self._nonces += 1
-        return f"{self.process}.{self._nonces}"
-
-    # ---- the world's own books -------------------------------------------------------------------------------------
-
-    def earned(self, work: Work) -> None:
-        self.consumed += work.tokens
-
-    def overwritten(self, trainer: Trainer) -> None:
-        """A pull has taken the place of everything that the trainer did."""
-        self._lose(trainer, "a pull overwrote it")
-
-    @staticmethod
-    def _lose(trainer: Trainer, cause: str) -> None:
-        for work in trainer.works:
-            work.lost = cause
-        trainer.works, trainer.used = [], []
-
-    # ---- rank 0 ----------------------------------------------------------------------------------------------------
-
-    def hear(self, message: Question | Stepped) -> Answer | None:
-        answer, deeds = self.session.hear(message, self.world.heap.now)
-        self._do(deeds)
-        return answer
-
-    def next_change(self, at_most_s: float) -> Wait:
-        """Wait until the session has done something, or so long."""
-
-        def begin(resume: Resume) -> None:
-            timer = self.world.heap.after(at_most_s, f"{self.name} polls", lambda: over(None))
-
-            def over(value: Any) -> None:
-                if over in self._waiting:
-                    self._waiting.remove(over)
-                    timer.cancel()
-                    resume(value)
-
-            self._waiting.append(over)
-
-        return begin
-
-    # ---- the master ------------------------------------------------------------------------------------------------
-
-    def _do(self, deeds: list[Action]) -> None:
-        for deed in deeds:
-            if isinstance(deed, AskMaster):
-                self._start_asking(deed)
-            elif isinstance(deed, RecordMark):
-                self._marked(deed)
-            elif isinstance(deed, SendHeartbeat):
-                self._say_beat()
-            else:
-                self._stopped(deed)
-        if deeds and self._waiting:  # not at once: whoever changed it is still at work
-            self.world.later(0.0, f"{self.name} wakes rank 0", self._wake)
-
-    def _wake(self) -> None:
-        for resume in list(self._waiting):
-            resume(None)
-
-    def _marked(self, mark: RecordMark) -> None:
-        if mark.kind in KEPT_AT:
-            self.left = self.session.lived
-        if mark.kind == "joined":
-            self.consumed = self.session.account.lost  # what its former life lost and did not tell
-            if self.trainer is not None:
-                self._lose(self.trainer, "its life at the master ended")  # the pull that follows overwrites it
-                self.trainer.range = None  # leased to its former life
-        elif mark.kind == "life_ended" and self.trainer is not None:
-            self._lose(self.trainer, "its life at the master ended")
-        elif mark.kind == "outcome":
-            self.outcome_at = self.world.heap.now
-            if mark.fields["outcome"] == "dropped":
-                self.world.watch.dropped(self, PushId(self.name, self.inc, int(str(mark.fields["seq"]))))
-
-    def _stopped(self, stop: StopTrainer) -> None:
-        """The session cannot go on: ours was fenced, or something is broken that must never break."""
-        if not self.alive:
+    def crash_rank(self, rank: int, seen_s: float) -> None:
+        """One rank dies; torchrun needs a while to see it and to end the others."""
+        agent = self.agent
+        trainer = agent.trainer if agent is not None else None
+        if agent is None or trainer is None or trainer.over or agent.gate.closed:
             return
-        if not stop.reason.startswith("StaleIncarnation"):
-            raise AssertionError(f"the agent of {self.name} stops: {stop.reason}")
-        self.world.trace.add(self.world.heap.now, f"{self.name} exits: {stop.reason}")
-        self.world.watch.agent_exits(self, stop.reason)
-        self.site.exits(self)
+        trainer.lose_rank(rank % self.site.ranks)
 
-    def _start_asking(self, ask: AskMaster) -> None:
-        older = self._asking.get(ask.channel)
-        if older is not None:
-            older.kill()
-        self._asking[ask.channel] = Fiber(self._carry(ask), self.gate)
+        def seen() -> None:
+            if agent.alive and agent.trainer is trainer:
+                self.world.monitor.trainer_died(agent, True)
+                agent.torchrun.on_dead_rank(rank % self.site.ranks)
 
-    def _carry(self, ask: AskMaster) -> Story:
-        """Carry one question to the master, again and again until he answers; hand the answer to the session."""
-        yield sleep(self.world.heap, ask.delay_s, f"{self.name} asks")
-        while True:
-            answer = yield partial(self.world.network.call, self.name, "master", ask.event, CALL_S)
-            error = _error(answer)
-            now = self.world.heap.now
-            if isinstance(error, Unavailable | Busy):
-                self._do(self.session.hindered(str(error), now))
-                yield sleep(self.world.heap, PAUSE_S, f"{self.name} asks again")
-            elif error is not None:
-                self._do(self.session.failed(ask.number, error, now))
-                return
-            else:
-                self._hear_answer(ask, answer)
-                return
+        self.world.later(seen_s, f"{self.name}: torchrun ends all ranks", lambda: agent.gate.pass_on(seen))
 
-    def _hear_answer(self, ask: AskMaster, answer: Any) -> None:
-        if ask.number == self.session._question:
-            if isinstance(answer, Grant | Joined | Finished):
-                self.world.watch.told(self, answer)
-            elif isinstance(answer, Outcome):
-                self.world.watch.outcome(self, self.world.books.frozen[ask.event.push], answer)  # type: ignore[attr-defined]
-        self._do(self.session.answered(ask.number, answer, self.world.heap.now))
-
-    # ---- beats -----------------------------------------------------------------------------------------------------
-
-    def _beat(self) -> Story:
-        while True:
-            yield sleep(self.world.heap, self.world.options.timing.beat_s, f"beat of {self.name}")
-            self._say_beat()
-
-    def _say_beat(self) -> None:
-        self.left = self.session.lived
-        beat = self.session.beat()
-        if beat is None:
-            return
-        deadline_s = self.world.options.timing.beat_s
-        heard = partial(self._heard, beat.inc)
-        self.world.network.call(
-            self.name, "master", beat, deadline_s, lambda answer: self.gate.pass_on(partial(heard, answer))
-        )
-
-    def _heard(self, inc: int, answer: Any) -> None:
-        if self.alive and isinstance(answer, ClusterBeatAnswer):
-            self._do(self.session.beat_answered(inc, answer, self.world.heap.now))
-
-
-def _error(answer: Any) -> DipsError | None:
-    if answer is None:
-        return UnavailableMaster("the master does not answer")
-    if isinstance(answer, Failed):
-        found: DipsError = getattr(errors, answer.error, DipsError)(answer.message)
-        return found
-    return None
+    def hang(self, seconds: float) -> None:
+        """The trainer stands still; its agent beats on."""
+        trainer = self.agent.trainer if self.agent is not None else None
+        if trainer is not None:
+            trainer.gate.close()
+            self.world.later(seconds, f"the trainer of {self.name} goes on", trainer.gate.open)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dips.ids import PullId, PushId, VersionId
-from dips.protocol.beats import Transfer
+from dips.protocol.heartbeats import Transfer
 from dips.sim.fiber import Gate
 from dips.sim.heap import Heap
 from dips.slave.ports import F32, Arrays, FlowEvents

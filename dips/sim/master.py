@@ -10,15 +10,14 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from dips.errors import DipsError, StaleTerm, UnavailableSlave, class_named
+from dips.errors import StaleTerm, UnavailableSlave
 from dips.master.core import MasterCore
 from dips.master.held import PollOptions
 from dips.master.ledger import Ledger
 from dips.master.orders import SentOrder
 from dips.master.outbox import Action, HeartbeatReply, SlaveAddress, WriteRecords
-from dips.protocol.beats import ClusterBeat, SlaveBeat
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Acknowledged, Effect, Exit, Failed, Note, Order, Reply
 from dips.protocol.events import (
@@ -31,18 +30,69 @@ from dips.protocol.events import (
     SlaveSilent,
     TrainerChanged,
 )
+from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
+from dips.protocol.manifest import Manifest
 from dips.protocol.membership import Judge
-from dips.protocol.records import Record, RunRow, VersionCommitted
-from dips.sim.heap import Timer
-
-if TYPE_CHECKING:
-    from dips.sim.world import World
+from dips.protocol.options import Options
+from dips.protocol.records import LedgerState, Record, RunRow, VersionCommitted
+from dips.sim.heap import Chance, Heap, Timer, Trace
+from dips.sim.network import Network
 
 Answer = Callable[[Any], None]
 WRITE_S = 0.02  # of a transaction, at most ten times that
 POLLS = PollOptions(patience_s=1.4, pause_s=0.06, longest_pause_s=0.06)  # callers give up earlier than real ones
 VERDICTS = frozenset({ClusterSilent, SlaveSilent, TrainerChanged, BandwidthMeasured})
 RESEND_S = 1.5  # an order without an answer is sent again under its number
+
+
+class MasterObserver:
+    """The hooks that a master calls; each does nothing by default."""
+
+    def restored(self, state: LedgerState) -> None:
+        """A master starts from this state."""
+
+    def recorded(self, record: Record) -> None:
+        """A record is durable."""
+
+    def before_step(self, master: MasterProcess, event: Event) -> None:
+        """A Coordinator is about to take an event."""
+
+    def after_step(self, master: MasterProcess, event: Event) -> None:
+        """It has taken it."""
+
+    def beat_read(self, role: str, name: str, life: int) -> None:
+        """A master read a heartbeat."""
+
+    def judged(self, verdict: Event) -> None:
+        """The Judge said that a cluster or slave is silent, or its trainer hangs."""
+
+    def noted(self, note: Note) -> None:
+        """A Coordinator wrote to the log."""
+
+    def order_leaves(self, order: Order) -> None:
+        """A master sends an order."""
+
+    def master_died(self, process: MasterProcess, rows: bool, written: bool) -> None:
+        """A master's process died; `rows`: while it wrote the row of a version, which is durable if `written`."""
+
+    def occurred(self, what: str) -> None:
+        """Something rare happened that has no hook of its own; coverage counts it by this name."""
+
+
+class MasterWorld(Protocol):
+    """What a master needs of the world around it."""
+
+    heap: Heap
+    chance: Chance
+    trace: Trace
+    network: Network
+    options: Options
+    manifest: Manifest
+
+    @property
+    def monitor(self) -> MasterObserver: ...
+    def later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer: ...
+    def master_exits(self, process: MasterProcess, effect: Exit) -> None: ...
 
 
 class Torn(Exception):
@@ -123,7 +173,7 @@ class LedgerDisk:
 class MasterMachine:
     """The machine on which masters run."""
 
-    def __init__(self, world: World, row: RunRow) -> None:
+    def __init__(self, world: MasterWorld, row: RunRow) -> None:
         self.world = world
         self.rng = world.chance.of("master")
         self.disk = LedgerDisk(row)
@@ -164,7 +214,7 @@ class MasterProcess:
         now, timing = self.world.heap.now, self.world.options.timing
         self.trusted = not machine.disk.old  # what it decides is compared with the twins
         if self.trusted:
-            self.world.watch.restored(state)
+            self.world.monitor.restored(state)
         self.coordinator = Coordinator(state, self.world.manifest, self.world.options, now)
         judge = Judge.restored(timing, state, now)
         self.core = MasterCore(self.coordinator, judge, timing, now, polls=POLLS, step=self._step)
@@ -188,7 +238,7 @@ class MasterProcess:
         if self._timer is not None:
             self._timer.cancel()
         rows = any(isinstance(r, VersionCommitted) for r in self.writing)
-        self.world.watch.master_died(self, rows, self._ends_writing())
+        self.world.monitor.master_died(self, rows, self._ends_writing())
 
     def _ends_writing(self) -> bool:
         """The transaction under way ends as the disk pleases; True if it is durable."""
@@ -198,7 +248,7 @@ class MasterProcess:
         if fate < 0.5:
             self.ledger.write(self.writing)
         elif not disk.tear(self.writing, self.machine.rng.randint(1, 5)):
-            self.world.watch.met("torn_ledger")
+            self.world.monitor.occurred("torn_ledger")
             return False
         self._recorded(self.writing)
         return True
@@ -262,9 +312,9 @@ class MasterProcess:
 
     def _read(self, message: Any, answer: Answer) -> None:
         now = self.world.heap.now
-        if isinstance(message, ClusterBeat | SlaveBeat):
+        if isinstance(message, ClusterHeartbeat | SlaveHeartbeat):
             if self.presides:
-                self.world.watch.beat_read(*_sender(message))
+                self.world.monitor.beat_read(*_sender(message))
             self.core.on_heartbeat(self._new_req(answer), message, now)
         elif isinstance(message, PushStaged | PushRefused):
             self.core.handle(message, now)
@@ -279,12 +329,12 @@ class MasterProcess:
 
     def _step(self, event: Event, now: float) -> list[Effect]:
         """Let the Coordinator decide while the invariants watch."""
-        watch = self.world.watch
+        monitor = self.world.monitor
         if type(event) in VERDICTS and self.presides:
-            watch.judged(event)
-        watch.before_step(self, event)
+            monitor.judged(event)
+        monitor.before_step(self, event)
         effects = self.coordinator.step(event, now)
-        watch.after_step(self, event)
+        monitor.after_step(self, event)
         return effects
 
     # ---- what goes out ---------------------------------------------------------------------------------------------
@@ -293,7 +343,7 @@ class MasterProcess:
         match action:
             case Order():
                 if self.trusted:
-                    self.world.watch.order_leaves(action)
+                    self.world.monitor.order_leaves(action)
                 self._send(SentOrder(action, self.world.heap.now))
             case Reply():
                 self._answers.pop(action.req)(action.result)
@@ -304,7 +354,7 @@ class MasterProcess:
             case Note():
                 fields = (f"{k}={v}" for k, v in action.fields)
                 self.world.trace.add(self.world.heap.now, f"note {action.kind}", *fields)
-                self.world.watch.noted(action)
+                self.world.monitor.noted(action)
             case Exit():
                 self._exit(action)
             case SlaveAddress():
@@ -337,7 +387,8 @@ class MasterProcess:
 
     def _recorded(self, records: Sequence[Record]) -> None:
         if self.trusted:
-            self.world.watch.recorded(records)
+            for record in records:
+                self.world.monitor.recorded(record)
 
     def _send(self, sent: SentOrder) -> None:
         left_s = min(sent.left_s(self.world.heap.now), RESEND_S)
@@ -354,7 +405,7 @@ class MasterProcess:
         if isinstance(answer, OrderAnswered):
             event = sent.on_answer(answer.answer)
         elif isinstance(answer, Failed):
-            event = sent.on_error((class_named(answer.error) or DipsError)(answer.message), now)
+            event = sent.on_error(answer.error(answer.message), now)
         else:
             event = sent.on_error(UnavailableSlave("no answer"), now)
         if event is None:
@@ -363,7 +414,7 @@ class MasterProcess:
             self.core.handle(event, now)
 
 
-def _sender(beat: ClusterBeat | SlaveBeat) -> tuple[str, str, int]:
-    if isinstance(beat, ClusterBeat):
+def _sender(beat: ClusterHeartbeat | SlaveHeartbeat) -> tuple[str, str, int]:
+    if isinstance(beat, ClusterHeartbeat):
         return "cluster", beat.cluster, beat.inc
     return "slave", beat.slave, beat.sinc

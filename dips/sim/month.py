@@ -1,7 +1,7 @@
-"""33 simulated days at the failure rates of the paper's Table 1: `python -m dips.sim --days 33`.
+"""33 simulated days at the failure rates of the paper's Table 1.
 
 Nine clusters with 10,112 devices and 16 slaves, as in §5.1 and §5.4; the real Coordinator, ledger, shards and client
-minds, and all invariants on. One second of the simulated world stands for SCALE seconds of the run, and one inner step
+sessions. One second of the simulated world stands for SCALE seconds of the run, and one inner step
 for STEPS of the paper's: H = 64 of 112 s each are a push every two hours, as Figure 16 shows it; push, pull and update
 take a few percent of it. The window is the default: 5 % of the time between a cluster's pushes.
 
@@ -18,11 +18,12 @@ from random import Random
 
 from dips.protocol.effects import Note, Outcome
 from dips.protocol.options import DataOptions, Options, PenaltyOptions, TimingOptions
-from dips.sim.cluster import Agent
-from dips.sim.strikes import crash_master, crash_slave
-from dips.sim.watch import Listener
+from dips.sim.agent import SimAgent
+from dips.sim.master import MasterProcess
+from dips.sim.observer import Observer
+from dips.sim.scenario import NAMES, ClusterShape, Scenario
 from dips.sim.work import Frozen
-from dips.sim.world import Failure, Scenario, Settings, World
+from dips.sim.world import World
 
 SCALE = 40.0  # seconds of the run in a second of the simulated world
 DAY_S = 86_400.0 / SCALE
@@ -33,6 +34,7 @@ STEP_S = 45.0  # 16 steps of 112 s, on a cluster of kind A
 SLAVES = 16
 SERVER_FAILURES = 4  # §5.4
 QUIET_S = 0.25 * DAY_S  # at the end: everything heals
+RESTART_S = 3.0
 TRAINER_SHARE = 0.4  # of a cluster's failures that its agent survives
 
 
@@ -40,7 +42,7 @@ WIDE = "{:<8}{:<5}{:>8}{:>9}{:>9}{:>6}{:>8}{:>8}{:>8}"  # a row of the figures
 
 
 @dataclass(frozen=True)
-class Kind:
+class FailureKind:
     """A row of Table 1; `active` is #Failures times MTBF over the month: the share in which its clusters took part."""
 
     name: str
@@ -57,11 +59,11 @@ class Kind:
 
 
 TABLE_1 = (
-    Kind("A", 5, 1024, 378.9, 3, 55.0, 0.5),
-    Kind("B", 1, 896, 331.5, 1, 33.0, 0.5),
-    Kind("C", 1, 1472, 329.5, 4, 7.3, 3.0),
-    Kind("D", 1, 448, 229.4, 2, 3.0, 3.0),
-    Kind("E", 1, 2176, 479.2, 31, 0.9, 3.0),
+    FailureKind("A", 5, 1024, 378.9, 3, 55.0, 0.5),
+    FailureKind("B", 1, 896, 331.5, 1, 33.0, 0.5),
+    FailureKind("C", 1, 1472, 329.5, 4, 7.3, 3.0),
+    FailureKind("D", 1, 448, 229.4, 2, 3.0, 3.0),
+    FailureKind("E", 1, 2176, 479.2, 31, 0.9, 3.0),
 )
 
 
@@ -70,7 +72,7 @@ class Member:
     """One cluster of the month: when it takes part, and what happens to it."""
 
     name: str
-    kind: Kind
+    kind: FailureKind
     begins: float
     ends: float
     failures: int = 0
@@ -80,13 +82,13 @@ class Member:
         return self.ends - self.begins
 
 
-class Month(Listener):
-    """Plans the failures, keeps the diary, and says at the end what it was like."""
+class Month(Observer):
+    """Plans the failures, counts what came of them, and tells the figures at the end."""
 
     def __init__(self, days: float, seed: int) -> None:
         self.days, self.seed, self.rng = days, seed, Random(f"month/{seed}")
         self.lasts_s = days * DAY_S
-        names = iter("abcdefghi")
+        names = iter(NAMES)
         self.members = [self._member(next(names), kind) for kind in TABLE_1 for _ in range(kind.clusters)]
         self.kinds: Counter[str] = Counter()  # of failures
         self.notes: Counter[str] = Counter()
@@ -97,7 +99,7 @@ class Month(Listener):
         self.served_s = 0.0
         self.world = World(seed, self._scenario())
 
-    def _member(self, name: str, kind: Kind) -> Member:
+    def _member(self, name: str, kind: FailureKind) -> Member:
         """A cluster that was not active all the time takes part in one stretch, at a time of its own."""
         active_s = kind.active * self.lasts_s
         begins = (self.lasts_s - active_s) * self.rng.random()
@@ -105,22 +107,22 @@ class Month(Listener):
 
     def _scenario(self) -> Scenario:
         fastest = TABLE_1[0].pflops
-        settings = Settings(
-            slaves=SLAVES, layers=SLAVES, ranks=(1,) * len(self.members),
-            step_s=tuple(STEP_S * fastest / m.kind.pflops for m in self.members),
-            slots=4, pinned=1, inner_steps=INNER_STEPS, run="month",
-        )  # fmt: skip
+        clusters = tuple(ClusterShape(1, STEP_S * fastest / m.kind.pflops) for m in self.members)
         timing = TimingOptions(
             window_s=None, beat_s=12.0, lease_beats=3, hang_s=180.0, order_s=8.0, compute_s=20.0, transfer_s=60.0,
             least_transfer_s=30.0, busy_retry_s=1.0,
         )  # fmt: skip
         ranges = DataOptions(ranges=int(1_000 + 2.0 * self.lasts_s / STEP_S * len(self.members)))
         options = Options(penalty=PenaltyOptions(), data=ranges, timing=timing)
-        return Scenario(settings, options, self.lasts_s, 30.0, (self,), self._plan, QUIET_S)
+        return Scenario(
+            clusters, slaves=SLAVES, layers=SLAVES, slots=4, pinned=1, inner_steps=INNER_STEPS, options=options,
+            lasts_s=self.lasts_s, quiet_at=self.lasts_s - QUIET_S, run="month",
+        )  # fmt: skip
 
     # ---- failures --------------------------------------------------------------------------------------------------
 
-    def _plan(self, world: World) -> None:
+    def plan(self, world: World) -> None:
+        """Say with `later` what fails, and when."""
         last = self.lasts_s - 2 * QUIET_S
         for kind in TABLE_1:
             members = [m for m in self.members if m.kind is kind]
@@ -130,51 +132,58 @@ class Month(Listener):
                 member.failures += 1
                 world.later(min(at, last), f"{member.name} fails", partial(self._cluster_fails, world, member))
         for member in self.members:
-            site = world.sites[member.name]
+            cluster = world.clusters[member.name]
             if member.begins > 0:
-                site.crash()  # before its first word: it is not there yet
-                world.later(member.begins, f"{member.name} joins the run", site.start)
+                cluster.crash()  # before its first word: it is not there yet
+                world.later(member.begins, f"{member.name} joins the run", cluster.start)
             if member.ends < last:
-                world.later(member.ends, f"{member.name} leaves the run", site.leave)
+                world.later(member.ends, f"{member.name} leaves the run", cluster.leave)
         for number in range(max(2, round(SERVER_FAILURES * self.days / MONTH_DAYS))):
             at = last * self.rng.random()
             what = partial(self._master_fails, world) if number == 1 else partial(self._slave_fails, world)
             world.later(at, "the parameter server fails", what)
 
     def _cluster_fails(self, world: World, member: Member) -> None:
-        site = world.sites[member.name]
-        if site.agent is None:
+        cluster = world.clusters[member.name]
+        if cluster.agent is None:
             member.failures -= 1  # it is down, and cannot fail
             return
         self._down(member.name)
         if self.rng.random() < TRAINER_SHARE:
             self.kinds["a rank or trainer of a cluster"] += 1
-            site.crash_rank(0, 0.5)
+            cluster.crash_rank(0, 0.5)
             return
         self.kinds["a whole cluster"] += 1
-        site.crash()
+        cluster.crash()
         repair_s = 3600.0 / SCALE * member.kind.repair_h * (0.3 + self.rng.expovariate(1.0))
         last = self.lasts_s - QUIET_S
         if world.heap.now + repair_s < member.ends:
-            world.later(min(repair_s, last - world.heap.now), f"{member.name} is repaired", site.start)
+            world.later(min(repair_s, last - world.heap.now), f"{member.name} is repaired", cluster.start)
 
     def _slave_fails(self, world: World) -> None:
         self.kinds["a slave"] += 1
-        crash_slave(world, self.rng)
+        machine = self.rng.choice(list(world.machines.values()))
+        machine.crash()
+        world.later(self._restart_s(), f"{machine.name} starts again", machine.start)
 
     def _master_fails(self, world: World) -> None:
         self.kinds["the master"] += 1
-        crash_master(world, self.rng)
+        world.crash_master()
+        world.later(self._restart_s(), "the master starts again", world.start_master)
 
-    # ---- the diary -------------------------------------------------------------------------------------------------
+    def _restart_s(self) -> float:
+        """Until a process of the parameter server that crashed is back: mostly at once."""
+        return RESTART_S * (0.4 + 0.6 * self.rng.random()) * (3.0 if self.rng.random() < 0.2 else 1.0)
+
+    # ---- what is counted -----------------------------------------------------------------------------------------
 
     def noted(self, note: Note) -> None:
         self.notes[note.kind] += 1
 
-    def outcome(self, agent: Agent, frozen: Frozen, outcome: Outcome) -> None:
+    def outcome(self, agent: SimAgent, frozen: Frozen, outcome: Outcome) -> None:
         self.outcomes[agent.name, outcome.kind] += 1
 
-    def stepped(self, agent: Agent) -> None:
+    def stepped(self, agent: SimAgent) -> None:
         since = self._down_since.pop(agent.name, None)
         if since is not None:  # its first inner step after a failure
             self.down_s[agent.name] += agent.world.heap.now - agent.site.step_s - since
@@ -191,7 +200,7 @@ class Month(Listener):
         machines = self.world.machines.values()
         return self.world.master.process is not None and all(m.process and m.process.holds for m in machines)
 
-    def master_died(self, process: object, rows: bool, written: bool) -> None:
+    def master_died(self, process: MasterProcess, rows: bool, written: bool) -> None:
         if self.serving_since is not None:
             self.served_s += self.world.heap.now - self.serving_since
             self.serving_since = None
@@ -201,26 +210,29 @@ class Month(Listener):
 
     # ---- what it was like ------------------------------------------------------------------------------------------
 
-    def run(self) -> Failure | None:
-        """Play the month; None if every invariant held and no cluster lost more than its own failures took."""
-        failure = self.world.run().failure
+    def run(self) -> None:
+        """Play the month."""
+        self.world.run([self], self.plan)
+
+    def at_rest(self) -> None:
         if self.serving_since is not None:
             self.served_s += self.world.heap.now - self.serving_since
         for name, since in self._down_since.items():
             member = next(m for m in self.members if m.name == name)
             self.down_s[name] += max(0.0, min(self.world.heap.now, member.ends) - since)
-        return failure or self._too_much_lost()
 
-    def _too_much_lost(self) -> Failure | None:
-        """A failure costs what its cluster had not pushed yet: two pushes' work at most, and one a skipped round."""
+    def too_much_lost(self) -> str:
+        """A failure costs what its cluster had not pushed yet: two pushes' work at most, and one a skipped round.
+
+        Return who lost more than that, and how much; empty if nobody did.
+        """
         for member in self.members:
             steps = sum(n for (_, n) in self.lost(member.name).values())
             lives = member.failures + (1 if member.ends < self.lasts_s else 0)
             most = INNER_STEPS * (2 * lives + self.notes["round_skipped"])
             if steps > most:
-                what = f"{member.name} lost {steps} inner steps by {lives} failures, {most} at most were expected"
-                return Failure(None, what, tuple(self.world.trace.lines()))
-        return None
+                return f"{member.name} lost {steps} inner steps by {lives} failures, {most} at most were expected"
+        return ""
 
     def lost(self, cluster: str) -> dict[str, tuple[int, int]]:
         """By cause: tokens and inner steps that will never be in a version."""

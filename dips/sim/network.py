@@ -2,7 +2,7 @@
 
 A call ends exactly once: with the first answer that comes before its deadline, or with None. What reaches a host is
 handed to the process that lives there at that moment, so a message may outlive its sender and meet a successor: that
-is what the fences (protocol.md section 1) are for.
+is what the fences (docs/architecture.md#invariants) are for.
 """
 
 from __future__ import annotations
@@ -12,12 +12,21 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dips.sim.heap import Chance, Heap, Timer
-from dips.sim.watch import Watch
 
 Answer = Callable[[Any], None]
 
 
-class Host(Protocol):
+class NetworkObserver:
+    """The hooks that a network calls; each does nothing by default."""
+
+    def cut_off(self, sender: str, receiver: str, both: bool) -> None:
+        """A message vanished on a parted link; `both`: nothing passes the other way either."""
+
+    def passes_again(self, sender: str, receiver: str) -> None:
+        """The first message passes a link that was parted."""
+
+
+class SimHost(Protocol):
     """A place with a name; a process may live there."""
 
     def receive(self, sender: str, message: Any, answer: Answer) -> None:
@@ -65,16 +74,16 @@ class Call:
 class Network:
     """Delivers messages between hosts, as badly as the weather says."""
 
-    def __init__(self, heap: Heap, chance: Chance, watch: Watch) -> None:
+    def __init__(self, heap: Heap, chance: Chance, monitor: NetworkObserver) -> None:
         self._heap = heap
         self._rng = chance.of("network")
         self.weather = Weather()
-        self._hosts: dict[str, Host] = {}
+        self._hosts: dict[str, SimHost] = {}
         self._cut: dict[tuple[str, str], float] = {}  # (sender, receiver) → until when nothing passes
         self._clogged: dict[str, float] = {}  # name → until when almost nothing passes, to and fro
-        self._watch = watch
+        self._monitor = monitor
 
-    def attach(self, name: str, host: Host) -> None:
+    def attach(self, name: str, host: SimHost) -> None:
         self._hosts[name] = host
 
     def cut(self, sender: str, receiver: str, until: float) -> None:
@@ -111,12 +120,12 @@ class Network:
         delays = (self._delay(draw, weather), self._delay(draw, weather))
         now = self._heap.now
         if self._cut.get((sender, receiver), 0.0) > now:
-            self._watch.cut_off(sender, receiver, self._cut.get((receiver, sender), 0.0) > now)
+            self._monitor.cut_off(sender, receiver, self._cut.get((receiver, sender), 0.0) > now)
             return
         if lost:
             return
         if self._cut.pop((sender, receiver), None) is not None:
-            self._watch.passes_again(sender, receiver)
+            self._monitor.passes_again(sender, receiver)
         if self._clogged and max(self._clogged.get(sender, 0.0), self._clogged.get(receiver, 0.0)) > now:
             delays = (delays[0] + CLOGGED_S * draw(), delays[1] + CLOGGED_S)
         label = f"{what} {sender} → {receiver}"

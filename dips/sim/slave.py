@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from dips.errors import Busy, DipsError
 from dips.ids import VersionId
 from dips.outer import twins
 from dips.outer.crew import Crew
 from dips.outer.versions import Versions
-from dips.protocol.beats import SlaveBeat, SlaveBeatAnswer
 from dips.protocol.effects import (
     Apply,
     Commit,
@@ -27,16 +26,19 @@ from dips.protocol.effects import (
     Order,
     Persist,
     Registered,
-    Wait,
+    RegisterLater,
 )
 from dips.protocol.events import OrderAnswered, PushRefused, PushStaged
+from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
+from dips.protocol.options import Options
 from dips.sim.disk import SimDisk
 from dips.sim.fiber import Fiber, Gate, Story, sleep
 from dips.sim.flow import SimFlow
+from dips.sim.heap import Chance, Heap
+from dips.sim.network import Network
+from dips.sim.scenario import Scenario
+from dips.slave.ports import F32
 from dips.slave.shard import Shard
-
-if TYPE_CHECKING:
-    from dips.sim.world import World
 
 CALL_S = 2.0
 WORK_S: dict[type, float] = {
@@ -50,15 +52,51 @@ LOAD_S = 0.3
 BUSY_S = 0.3  # between two tries of an order that found a pool full
 
 
-class Machine:
+class SlaveObserver:
+    """The hooks that a slave calls; each does nothing by default."""
+
+    def registered(self, process: SlaveProcess, answer: Registered) -> None:
+        """A slave was answered."""
+
+    def before_order(self, process: SlaveProcess, order: Order) -> None:
+        """A slave is about to carry out an order."""
+
+    def after_order(self, process: SlaveProcess, order: Order) -> None:
+        """It has carried it out."""
+
+    def slave_crashed(self, process: SlaveProcess) -> None:
+        """A slave's process is about to die."""
+
+    def occurred(self, what: str) -> None:
+        """Something rare happened that has no hook of its own; coverage counts it by this name."""
+
+
+class SlaveWorld(Protocol):
+    """What a slave needs of the world around it."""
+
+    heap: Heap
+    chance: Chance
+    network: Network
+    scenario: Scenario
+    options: Options
+    genesis: dict[int, F32]
+    touched: dict[str, SlaveMachine]
+
+    @property
+    def monitor(self) -> SlaveObserver: ...
+    @property
+    def master_is_deceived(self) -> bool: ...
+
+
+class SlaveMachine:
     """Where a slave lives: its name, its disk, and the process if there is one."""
 
-    def __init__(self, world: World, name: str, layers: tuple[int, ...]) -> None:
+    def __init__(self, world: SlaveWorld, name: str, layers: tuple[int, ...]) -> None:
         self.world, self.name, self.layers = world, name, layers
         self.rng = world.chance.of(f"slave/{name}")
         genesis = {layer: world.genesis[layer] for layer in layers}
-        self.disk = SimDisk(genesis, world.chance.of(f"disk/{name}"), lambda: world.watch.met("snapshot"))
-        self.process: Process | None = None
+        self.disk = SimDisk(genesis, world.chance.of(f"disk/{name}"), lambda: world.monitor.occurred("snapshot"))
+        self.process: SlaveProcess | None = None
         self.lives = 0
         self._touched = world.touched
         world.network.attach(name, self)
@@ -71,7 +109,7 @@ class Machine:
         if self.process is None:
             self.touch()
             self.lives += 1
-            self.process = Process(self, f"{self.name}-{self.lives}")
+            self.process = SlaveProcess(self, f"{self.name}-{self.lives}")
 
     def crash(self) -> None:
         """SIGKILL: memory is gone; what was being written may be torn, whole, or not begun."""
@@ -86,12 +124,12 @@ class Machine:
             process.gate.pass_on(lambda: process.ordered(message, answer))
 
 
-class Process:
+class SlaveProcess:
     """One life of a slave."""
 
-    def __init__(self, machine: Machine, nonce: str) -> None:
+    def __init__(self, machine: SlaveMachine, nonce: str) -> None:
         self.machine, self.world, self.name, self.nonce = machine, machine.world, machine.name, nonce
-        settings = self.world.settings
+        settings = self.world.scenario
         self.gate = Gate()  # closed while it is stopped
         self.flow = SimFlow(self.world.heap, machine.touch, self.gate)
         self.versions = Versions(Crew(twins), settings.slots, settings.pinned)
@@ -105,7 +143,7 @@ class Process:
         self._beats = Fiber(self._beat(), self.gate)
 
     def die(self) -> None:
-        self.world.watch.slave_crashed(self)
+        self.world.monitor.slave_crashed(self)
         self.alive = self.flow.alive = False
         self._beats.kill()
         if self._registering is not None:
@@ -144,11 +182,11 @@ class Process:
         order, answer, deadline = self._queue[0]
         self.machine.touch()
         if order.number in self.shard._fences._answers:
-            self.world.watch.met("answer_lost")
-        self.world.watch.before_order(self, order)
+            self.world.monitor.occurred("answer_lost")
+        self.world.monitor.before_order(self, order)
         result = self._execute(order)
-        self.world.watch.after_order(self, order)
-        if isinstance(result, Failed) and result.error == "Busy" and self.world.heap.now + BUSY_S < deadline:
+        self.world.monitor.after_order(self, order)
+        if isinstance(result, Failed) and issubclass(result.error, Busy) and self.world.heap.now + BUSY_S < deadline:
             self._later(BUSY_S, f"{self.name} is busy", self._carry_out)  # a reader or a slot will end: wait for it
             return
         self._queue.popleft()
@@ -159,10 +197,8 @@ class Process:
     def _execute(self, order: Order) -> OrderAnswered | Failed:
         try:
             return OrderAnswered(self.name, order.sinc, order.number, self.shard.execute(order))
-        except Busy as error:
-            return Failed("Busy", str(error))
         except DipsError as error:
-            return Failed(type(error).__name__, str(error))
+            return Failed(type(error), str(error))
 
     # ---- what the data flow says -----------------------------------------------------------------------------------
 
@@ -185,7 +221,7 @@ class Process:
             shard, versions = self.shard, self.versions
             if shard.sinc == 0:
                 continue
-            beat = SlaveBeat(
+            beat = SlaveHeartbeat(
                 self.name, shard.sinc, shard.term, versions.memory, shard.staged_pushes, self.flow.transfers(),
                 versions.used_bytes, versions.limit_bytes, 0, 0, 0.0, 0.0,
             )  # fmt: skip
@@ -197,7 +233,7 @@ class Process:
         self.gate.pass_on(lambda: heard(answer))
 
     def _heard(self, sinc: int, answer: Any) -> None:
-        if not self.alive or not isinstance(answer, SlaveBeatAnswer) or sinc != self.shard.sinc:
+        if not self.alive or not isinstance(answer, SlaveHeartbeatAnswer) or sinc != self.shard.sinc:
             return
         if answer.register or answer.term > self.shard.term:
             self._register()  # also with a master of a lower term: so it hears which one was seen
@@ -216,7 +252,7 @@ class Process:
     def _until_hold(self) -> Story:
         """Register, do as told, register again, until Hold."""
         yield sleep(self.world.heap, 0.1, f"{self.name} registers")
-        settings = self.world.settings
+        settings = self.world.scenario
         while True:
             question = self.shard.registration(0, self.nonce, settings.run, f"{self.name}:1", (f"{self.name}:2",))
             answer = yield partial(self.world.network.call, self.name, "master", question, CALL_S)
@@ -225,7 +261,7 @@ class Process:
                 continue
             if answer.term < self.shard.term:
                 continue
-            self.world.watch.registered(self, answer)
+            self.world.monitor.registered(self, answer)
             self.machine.touch()
             self.shard.welcome(answer)
             if isinstance(answer.order, LoadVersion):
@@ -233,10 +269,10 @@ class Process:
             self.machine.touch()
             if self.shard.follow(answer.order):
                 break
-            if isinstance(answer.order, Wait):
+            if isinstance(answer.order, RegisterLater):
                 yield sleep(self.world.heap, answer.order.retry_after_s, f"{self.name} waits to register")
             self.report()
-        self.holds = not self.world.master.disk.old  # what a deceived master takes for the head need not be it
+        self.holds = not self.world.master_is_deceived  # what a deceived master takes for the head need not be it
         self.machine.touch()
         self._registering = None
         self.report()

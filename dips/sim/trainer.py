@@ -7,8 +7,8 @@ kept by the real Feedback. A rank that died is seen by torchrun after a while; u
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,73 +35,76 @@ from dips.client.ipc.messages import (
     TrainOn,
     TransferProgress,
 )
-from dips.client.rank.feedback import Feedback
 from dips.ids import PullId, PushId, VersionId
-from dips.protocol.effects import Grant
-from dips.sim.fiber import Fiber, Gate, Resume, Story, sleep
-from dips.sim.fiber import Wait as Waiting
-from dips.sim.flow import CHUNKS, share
-from dips.sim.transfer import Moving as UnderWay
+from dips.sim.fiber import Fiber, Gate, Story, sleep
+from dips.sim.ports import TrainerAgent, TrainerWorld
+from dips.sim.ranks import SimRanks
+from dips.sim.site import Site
 from dips.sim.transfer import Pulled
-from dips.sim.work import Frozen, Use, Work
+from dips.sim.underway import SimBackgroundTransfer
+from dips.sim.work import Frozen, Use, Work, WorkInHand
 from dips.slave.ports import F32
-from dips.transport.shares import Piece
-from dips.wire import codecs
-from dips.wire.chunks import Range
 from dips.wire.frame import Buffer
-
-if TYPE_CHECKING:
-    from dips.sim.cluster import Agent
 
 POLL_S = 1.0  # rank 0 waits no longer for an answer before it asks the same again
 Talk = PushWanted | PushMoved | PullWanted | PullMoved
 
 
-class Trainer:
+class SimTrainer:
     """One attempt: from torchrun's start to its end."""
 
-    def __init__(self, agent: Agent, life: int) -> None:
-        self.agent, self.world, self.site, self.life = agent, agent.world, agent.site, life
+    def __init__(self, world: TrainerWorld, site: Site, agent: TrainerAgent, life: int, restart: int) -> None:
+        self.agent, self.world, self.site, self.life, self.restart = agent, world, site, life, restart
         self.gate = Gate(agent.gate)  # closed while it hangs
         self.attempt = self._number = self._ranges_asked = self._look_in = 0
-        self.theta: dict[int, F32] = {}
-        self.held: list[VersionId | None] = [None] * self.site.ranks  # what each rank installed last
-        self.base: VersionId | None = None
-        self.works: list[Work] = []  # inner steps since the last install: what the next push carries, if not settled
-        self.used: list[Use] = []  # data ranges used up since then
+        self._ranks = SimRanks(world.sizes, site.ranks, world.options.codec != "fp32")
+        self.in_hand = WorkInHand()
         self.range: int | None = None
         self.finished = False
         self.over = False  # it said goodbye
-        self.moving: UnderWay | None = None
+        self.out: SimBackgroundTransfer | None = None  # what moves now
+        self._talk: Talk | None = None  # under overlap: what the agent is still to answer
+        self._soon = 1  # inner steps until the next look at what is out
         self.pull_tries = 0
         self.alive = True
-        self._host: dict[int, F32] = {layer: np.zeros(n, np.float32) for layer, n in self.world.sizes.items()}
-        self._feedback = [self._feedback_of(rank) for rank in range(self.site.ranks)] if self._lossy else []
         self._fiber = Fiber(self._train(), self.gate)
 
     @property
-    def _lossy(self) -> bool:
-        return self.world.options.codec != "fp32"
+    def theta(self) -> dict[int, F32]:
+        return self._ranks.theta
+
+    @property
+    def held(self) -> list[VersionId | None]:
+        return self._ranks.held
+
+    @property
+    def received(self) -> dict[int, F32]:
+        return self._ranks.received
+
+    @property
+    def base(self) -> VersionId | None:
+        return self._ranks.base
 
     def kill(self) -> None:
         """All ranks are gone."""
         self.alive = False
         self._fiber.kill()
-        if self.moving is not None:
-            self.moving.cancel()
+        if self.out is not None:
+            self.out.moving.cancel()
 
     def lose_rank(self, rank: int) -> None:
         """One rank is gone, the others stand still in their next collective until torchrun ends them."""
         self._fiber.kill()
-        if self.moving is not None:
-            self.moving.lose(rank)
+        if self.out is not None:
+            self.out.moving.lose(rank)
 
     # ---- the training script ---------------------------------------------------------------------------------------
 
     def _train(self) -> Story:
         world = self.world
         yield sleep(world.heap, 0.3 + self.site.rng.random(), f"{self.site.name} starts its trainer")
-        attach = Attach(self.life, 0, str(self.life), world.manifest.to_json(), self.site.ranks, self.site.ranks)
+        manifest, ranks = world.manifest.to_json(), self.site.ranks
+        attach = Attach(self.life, self.restart, f"{self.life}.{self.restart}", manifest, ranks, ranks)
         welcome = yield from self._persist(attach)
         assert isinstance(welcome, Attached), welcome
         self.attempt = welcome.attempt
@@ -111,16 +114,19 @@ class Trainer:
             self._ranges_asked += not rest
             given = yield from self._persist(RangeWanted(self.attempt, self._ranges_asked))
             if self.range is not None:
-                self.used.append(Use(self.range))
+                self.in_hand.used.append(Use(self.range))
             self.range = given.range if isinstance(given, RangeGiven) else None
             if isinstance(given, RangesEnded):
                 rest = given.unsettled
-                if given.finished or rest:
+                yield from self._settle()
+                if (given.finished or rest) and not self.finished:
                     yield from self._obey(PushWanted(self.attempt, self._next(), demanded=rest))
                 if rest:
                     continue
                 break
             yield from self._inner_step()
+        if self.out is not None:
+            self.out.halt()
         self._hear(Bye(self.attempt))
         self.over = True
         self.agent.ended()
@@ -128,34 +134,102 @@ class Trainer:
     def _inner_step(self) -> Story:
         site = self.site
         yield sleep(self.world.heap, site.step_s * (0.7 + 0.6 * site.rng.random()), f"inner step of {site.name}")
-        self.world.watch.stepped(self.agent)
+        self.agent.record_step()
         work = Work(site.name, self.range or 0, site.rng.randint(1, 5))
-        self.world.books.did(work)
-        self.works.append(work)
-        self.agent.earned(work)
+        self.in_hand.works.append(work)
+        self.agent.record_work(work)
         self.world.descend(self.theta, site.rng)
         self._hear(Stepped(self.attempt, work.tokens, 1.0))
         self._look_in -= 1
         if self._look_in <= 0:
-            yield from self._obey(PushWanted(self.attempt, self._next()))
+            question = PushWanted(self.attempt, 0 if self.out or self._talk else self._next())
+            yield from self._look(question) if site.overlap else self._obey(question)
 
     # ---- the talk --------------------------------------------------------------------------------------------------
 
     def _obey(self, talk: Talk) -> Story:
-        """Do what the agent says, until it says to train on."""
+        """Do what the agent says, standing still until it says to train on."""
         while True:
             verdict = yield from self._persist(talk)
-            if isinstance(verdict, PushNow):
-                talk = yield from self._push(verdict)
-            elif isinstance(verdict, PullNow):
-                talk = yield from self._pull(verdict)
-            elif isinstance(verdict, TrainOn):
-                self._look_in = verdict.steps
+            begun = self._begin(verdict)
+            if begun is None:
                 return
-            else:
+            self.out = begun
+            talk = yield from self._finish(begun)
+
+    def _look(self, question: PushWanted) -> Story:
+        """Under overlap: go on with what is out, or ask what is due; stand still for neither."""
+        if self.out is not None:
+            if not self._is_over(self.out):
+                self._look_in = self._soon
+                return
+            self._talk = self._land(self.out)
+        self._talk = self._talk or question
+        answer = self._hear(replace(self._talk, at_once=True))
+        if isinstance(answer, AskAgain):
+            self._look_in = self._soon = answer.steps
+            return
+        self._talk, self.out = None, self._begin(answer)
+        if self.out is not None and isinstance(answer, PullNow) and not answer.merge:
+            talk = yield from self._finish(self.out)  # no step before it is worth taking
+            yield from self._obey(talk)
+        elif self.out is not None:
+            self._look_in = self._soon
+
+    def _settle(self) -> Story:
+        """Stand still until nothing is out."""
+        if self.out is not None:
+            self._talk = yield from self._finish(self.out)
+        if self._talk is not None:
+            talk, self._talk = self._talk, None
+            yield from self._obey(talk)
+
+    def _begin(self, verdict: Answer | None) -> SimBackgroundTransfer | None:
+        """Begin the transfer that the agent ordered; None if it ordered none."""
+        match verdict:
+            case PushNow():
+                return self._push(verdict)
+            case PullNow():
+                return self._pull(verdict)
+            case TrainOn():
+                self._look_in = verdict.steps
+            case _:
                 assert isinstance(verdict, Over), verdict
                 self.finished = True
-                return
+        return None
+
+    def _finish(self, out: SimBackgroundTransfer) -> Story:
+        """Stand still until it is over, and say what came of it."""
+        while not out.over:
+            yield out.change(POLL_S, f"{self.site.name} polls")
+            self._is_over(out)
+        return self._land(out)
+
+    def _is_over(self, out: SimBackgroundTransfer) -> bool:
+        """Tell the agent how far it is; the agent may know that it leads nowhere."""
+        if not out.over:
+            answer = self._hear(TransferProgress(self.attempt, out.meter.nbytes, out.meter.total))
+            if isinstance(answer, Halt):
+                out.halt()
+        return out.over
+
+    def _land(self, out: SimBackgroundTransfer) -> Talk:
+        """It is over on all ranks: put what was pulled into the model, and say so."""
+        self.out = None
+        verdict, nbytes, ok = out.verdict, out.meter.nbytes, bool(out.result)
+        if isinstance(verdict, PushNow):
+            self.agent.record_push_end(PushId(self.site.name, verdict.inc, verdict.seq), ok)
+            return PushMoved(self.attempt, self._next(), verdict.seq, ok, "" if ok else "it broke", nbytes)
+        merge = verdict.merge and self._ranks.may_merge()
+        installed = ok and self._install(out.result, verdict.grant.version, merge)
+        self.pull_tries += 1
+        self.agent.record_pull_end(installed, self.pull_tries)
+        self.pull_tries = 0 if installed else self.pull_tries
+        reason = "" if installed else "it broke"
+        merged = installed and merge
+        if installed and verdict.merge:
+            self.agent.record_merge(merged)
+        return PullMoved(self.attempt, self._next(), verdict.seq, installed, reason, nbytes, merged=merged)
 
     def _persist(self, question: Question) -> Story:
         while True:
@@ -180,152 +254,45 @@ class Trainer:
 
     # ---- bytes -----------------------------------------------------------------------------------------------------
 
-    def _push(self, verdict: PushNow) -> Story:
+    def _push(self, verdict: PushNow) -> SimBackgroundTransfer:
         push = PushId(self.site.name, verdict.inc, verdict.seq)
-        self.world.watch.granted(self.agent, push)
+        self.agent.record_push(push)
         spell = self._freeze(push, verdict)
         start = partial(self.world.data.push, push, verdict.grant, spell, self.site.ranks, self.agent.gate)
-        moved = yield from self._move(start)
-        nbytes = self.moving.meter.nbytes if self.moving else 0
-        self.moving = None
-        self.world.watch.push_moved(self.agent, push, bool(moved))
-        return PushMoved(self.attempt, self._next(), verdict.seq, bool(moved), "" if moved else "it broke", nbytes)
+        return SimBackgroundTransfer(self.world.heap, verdict, start)
 
-    def _pull(self, verdict: PullNow) -> Story:
+    def _pull(self, verdict: PullNow) -> SimBackgroundTransfer:
         pull = PullId(self.site.name, verdict.inc, verdict.seq)
-        for feedback in self._feedback:
-            feedback.hear(verdict.inc, verdict.accepted)
-        self.world.watch.pulling(self.agent, pull)
+        self._ranks.hear(verdict)
+        self.agent.record_pull(pull)
         start = partial(self.world.data.pull, pull, verdict.grant, self.site.ranks, self.agent.gate)
-        landed = yield from self._move(start)
-        nbytes = self.moving.meter.nbytes if self.moving else 0
-        self.moving = None
-        installed = bool(landed) and self._install(landed, verdict.grant)
-        self.pull_tries += 1
-        self.world.watch.pulled(self.agent, installed, self.pull_tries)
-        self.pull_tries = 0 if installed else self.pull_tries
-        reason = "" if installed else "it broke"
-        return PullMoved(self.attempt, self._next(), verdict.seq, installed, reason, nbytes)
-
-    def _move(self, start: partial[UnderWay]) -> Story:
-        """Move, and tell the agent how far; it may know that this leads nowhere. None if it was halted."""
-        ended: list[object] = []
-        waiting: list[Resume] = []
-
-        def done(result: object) -> None:
-            ended.append(result)
-            for resume in list(waiting):
-                resume(None)
-
-        self.moving = start(done)
-        meter = self.moving.meter
-        while not ended:
-            yield self._either(waiting, POLL_S)
-            if not ended and isinstance(self._hear(TransferProgress(self.attempt, meter.nbytes, meter.total)), Halt):
-                self.moving.cancel()
-                meter.ended = self.world.heap.now
-                return None
-        return ended[0]
-
-    def _either(self, waiting: list[Resume], seconds: float) -> Waiting:
-        """Wait for the end of the transfer, or so long."""
-
-        def begin(resume: Resume) -> None:
-            timer = self.world.heap.after(seconds, f"{self.site.name} polls", lambda: first(None))
-
-            def first(value: Any) -> None:
-                if first in waiting:
-                    waiting.remove(first)
-                    timer.cancel()
-                    resume(value)
-
-            waiting.append(first)
-
-        return begin
+        return SimBackgroundTransfer(self.world.heap, verdict, start)
 
     def _freeze(self, push: PushId, verdict: PushNow) -> partial[Buffer]:
         """Cut the progress, and keep what every slave must hold when all of it has moved."""
         assert self.base is not None
-        theta = {layer: a.copy() for layer, a in self.theta.items()}
+        theta = self.theta if self.site.overlap else {layer: a.copy() for layer, a in self.theta.items()}
         diverged = self.site.diverged > 0
-        if diverged:
+        if diverged:  # under overlap the model itself: what is not finite cannot be merged
             self.site.diverged -= 1
-            theta[0][0] = np.float32("nan") if self.site.rng.random() < 0.5 else np.float32(1e4)
-        bodies, content = self._spelled(theta, verdict)
-        settled = self.world.books.settled
-        work = tuple(w for w in self.works if id(w) not in settled)
-        used = tuple(use for use in self.used if not use.settled)
+            nan = self.site.rng.random() < 0.5 or self.site.overlap
+            theta[0][0] = np.float32("nan") if nan else np.float32(1e4)
+        bodies, content = self._ranks.freeze(theta, verdict)
+        work, used = self.in_hand.freeze(self.world.books)
         frozen = Frozen(push, self.base, content, work, used, diverged, verdict.grant.codec)
         self.world.books.frozen[push] = frozen
         return partial(_body, bodies)
 
-    def _spelled(
-        self, theta: dict[int, F32], verdict: PushNow
-    ) -> tuple[dict[tuple[int, int, int], Buffer], dict[int, F32]]:
-        """Every chunk's body, and what a slave's slot holds when all are in it."""
-        codec = codecs.named(verdict.grant.codec)
-        for layer, a in theta.items():
-            self._host[layer][:] = a
-        for feedback in self._feedback:
-            feedback.hear(verdict.inc, verdict.accepted)
-            assert not codec.lossy or feedback.holds(verdict.grant.base), f"{self.base} is not {verdict.grant.base}"
-            feedback.freeze(verdict.seq, codec.name)
-        base = self._base_of(verdict.grant) if codec.lossy else None
-        content = base or {layer: np.zeros_like(a) for layer, a in theta.items()}
-        bodies: dict[tuple[int, int, int], Buffer] = {}
-        for layer, rank, where in self._chunks():
-            values = self._host[layer][where]
-            body: Buffer = codec.encode(values) if not codec.lossy else b""
-            if self._feedback:
-                chunk = Range(layer, 0, where.start, where.stop - where.start)
-                body = self._feedback[rank].encode(chunk, values.view(np.uint8).data)
-            bodies[rank, layer, where.start] = bytes(body)
-            with np.errstate(all="ignore"):
-                codec.put(body, content[layer][where])
-        return bodies, content
+    def _install(self, landed: list[Pulled], version: VersionId, merge: bool) -> bool:
+        """Put what was pulled into the model, on all ranks or on none.
 
-    def _base_of(self, grant: Grant) -> dict[int, F32]:
-        """θ of the granted base, from the twin: what the slaves put into the slot."""
-        assert grant.base is not None
-        return self.world.lineage.twin.arrays(grant.base)
-
-    def _chunks(self) -> list[tuple[int, int, slice]]:
-        found = []
-        for layer, size in self.world.sizes.items():
-            for rank in range(self.site.ranks):
-                whole = share(size, rank, self.site.ranks)
-                for number in range(CHUNKS):
-                    part = share(whole.stop - whole.start, number, CHUNKS)
-                    if part.stop > part.start:
-                        found.append((layer, rank, slice(whole.start + part.start, whole.start + part.stop)))
-        return found
-
-    def _feedback_of(self, rank: int) -> Feedback:
-        cuts = [(layer, share(size, rank, self.site.ranks)) for layer, size in self.world.sizes.items()]
-        return Feedback([Piece(l, 0, c.start, c.stop - c.start, self._host[l][c]) for l, c in cuts if c.stop > c.start])
-
-    def _install(self, landed: list[Pulled], grant: Grant) -> bool:
-        """Every rank that the all-reduce allows copies what it has."""
-        allowed = self.agreed(landed)
-        if allowed and not self.theta:
-            self.theta = {layer: np.zeros(size, np.float32) for layer, size in self.world.sizes.items()}
-        for pulled in allowed:
-            for layer, where, values in pulled.pieces:
-                self.theta[layer][where] = values
-                self._host[layer][where] = values
-            self.held[pulled.rank] = pulled.versions[0] if pulled.versions else grant.version
-        if len(allowed) == self.site.ranks:
-            self.base = grant.version
-            for feedback in self._feedback:
-                feedback.installed(grant.version)
-            self.agent.overwritten(self)
-            self.world.watch.installed(self.agent)
-        return bool(allowed)
-
-    def agreed(self, landed: list[Pulled]) -> list[Pulled]:
-        """The all-reduce (MIN) of (version, whole): all ranks copy or none does."""
-        versions = {v for pulled in landed for v in pulled.versions}
-        return landed if len(versions) == 1 and all(pulled.whole for pulled in landed) else []
+        It takes the place of everything that was trained before; of a merge, up to the freeze of the push before it.
+        """
+        installed = self._ranks.install(landed, version, merge)
+        if installed and self.base == version:
+            self.in_hand.lose("a pull overwrote it", frozen_only=merge)
+            self.agent.record_install()
+        return installed
 
 
 def _body(bodies: dict[tuple[int, int, int], Buffer], rank: int, layer: int, where: slice) -> Buffer:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dips.ids import PushId, VersionId
+from dips.ids import GENESIS, PushId, VersionId
+from dips.protocol.records import Record, RolledBack, RoundEnded, VersionCommitted, VersionsRetired
 from dips.slave.ports import F32
 
 
@@ -24,6 +25,29 @@ class Use:
 
     data_range: int
     settled: bool = False
+
+
+@dataclass
+class WorkInHand:
+    """What a trainer has done since its last install: the next push carries it, if it is not settled by then."""
+
+    works: list[Work] = field(default_factory=list)
+    used: list[Use] = field(default_factory=list)
+    _frozen: tuple[int, int] = (0, 0)  # so many of both are in the push that was frozen last
+
+    def freeze(self, books: Books) -> tuple[tuple[Work, ...], tuple[Use, ...]]:
+        """Cut for a push; return what it carries."""
+        self._frozen = (len(self.works), len(self.used))
+        works = tuple(work for work in self.works if id(work) not in books.settled)
+        return works, tuple(use for use in self.used if not use.settled)
+
+    def lose(self, cause: str, frozen_only: bool = False) -> None:
+        """It is gone, or overwritten: all of it, or only what the last push has frozen."""
+        works, used = self._frozen if frozen_only else (len(self.works), len(self.used))
+        for work in self.works[:works]:
+            work.lost = cause
+        del self.works[:works], self.used[:used]
+        self._frozen = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -51,16 +75,50 @@ class Frozen:
 
 @dataclass
 class Books:
-    """All that was ever done and frozen in one world; what is settled, the invariants say that read the ledger."""
+    """All that was ever done and frozen in one world, and what the ledger has settled of it."""
 
     work: list[Work] = field(default_factory=list)
     consumed: dict[str, int] = field(default_factory=dict)  # cluster → tokens of all its work
     frozen: dict[PushId, Frozen] = field(default_factory=dict)  # the newest freeze under each name
     settled: dict[int, str] = field(default_factory=dict)  # id of the work → where the ledger settled it
     made: dict[PushId, VersionId] = field(default_factory=dict)  # the version that a push is in
-    ranges_settled: dict[int, PushId] = field(default_factory=dict)
+    lineage: list[VersionId] = field(default_factory=lambda: [GENESIS])  # oldest first; the last is the head
+    retired: set[VersionId] = field(default_factory=set)  # never offered again, though a disk may still have them
 
-    def did(self, work: Work) -> None:
+    def record_work(self, work: Work) -> None:
         """An inner step was taken."""
         self.work.append(work)
         self.consumed[work.cluster] = self.consumed.get(work.cluster, 0) + work.tokens
+
+    def record(self, record: Record) -> None:
+        """A record is durable: follow the lineage, and settle what it accepted or gated."""
+        match record:
+            case VersionCommitted():
+                self.lineage.append(record.version)
+                self.made.update((fold.push, record.version) for fold in record.folds)
+                self._settle(record)
+            case RoundEnded():
+                self._settle(record)
+            case RolledBack():
+                self.lineage = [v for v in self.lineage if v not in record.undone]
+            case VersionsRetired():
+                self.retired.update(record.versions)
+            case _:
+                pass  # it says nothing of work or versions
+
+    def _settle(self, ended: VersionCommitted | RoundEnded) -> None:
+        for outcome in ended.outcomes:
+            if outcome.kind != "skipped":
+                frozen = self.frozen[outcome.push]
+                self.settled.update((id(work), f"{outcome.kind} in {outcome.push}") for work in frozen.work)
+                for use in frozen.uses:
+                    use.settled = True
+
+    @property
+    def head(self) -> VersionId:
+        return self.lineage[-1]
+
+    @property
+    def offered(self) -> list[VersionId]:
+        """Versions of the lineage that slaves may still be asked for, but the initial one, which they always have."""
+        return [v for v in self.lineage[1:] if v not in self.retired]

@@ -20,7 +20,7 @@ import zmq
 
 from dips.config import host_port
 from dips.ids import PullId, PushId, VersionId
-from dips.protocol.beats import Transfer
+from dips.protocol.heartbeats import Transfer
 from dips.protocol.manifest import Manifest
 from dips.slave.links import ByCluster
 from dips.slave.moves import Move, Moved, PushOver, Released, Say, Staged, Wake, error

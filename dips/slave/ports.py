@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dips.ids import PullId, PushId, VersionId
-from dips.protocol.beats import Transfer
+from dips.protocol.heartbeats import Transfer
 
 F32 = npt.NDArray[np.float32]
 Arrays = Mapping[int, F32]  # layer index in the manifest → the layer's flat parameters

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from dips.ids import PushId
-from dips.protocol.beats import Transfer
+from dips.protocol.heartbeats import Transfer
 from dips.slave.moves import Closed, Move, PushOver, Say, Staged, Wake, error
 from dips.slave.ports import Arrays
 from dips.transport.intake import Intake

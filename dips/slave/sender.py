@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dips.ids import PullId, VersionId
-from dips.protocol.beats import Transfer
+from dips.protocol.heartbeats import Transfer
 from dips.slave.checksums import Checksums
 from dips.slave.links import ByCluster
 from dips.slave.moves import Closed, Move, Moved, Released, Say, error

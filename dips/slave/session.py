@@ -15,9 +15,9 @@ from random import Random
 from typing import Any
 
 from dips.errors import Busy, Stale, Unavailable, UnavailableMaster
-from dips.protocol.beats import SlaveBeat, SlaveBeatAnswer
-from dips.protocol.effects import Registered, Wait
+from dips.protocol.effects import Registered, RegisterLater
 from dips.protocol.events import PushRefused, PushStaged
+from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
 from dips.slave.moving import Report
 from dips.slave.owner import Owner
 from dips.slave.ports import Flow
@@ -77,7 +77,7 @@ class Session:
         self._registration = 0  # counts Registers; odd ones are under way, see _beat
         self._wanted = asyncio.Event()
         self._news = asyncio.Event()
-        self._live: SlaveBeatAnswer | None = None  # the newest list of what is live
+        self._live: SlaveHeartbeatAnswer | None = None  # the newest list of what is live
         self._healing = asyncio.Event()
 
     async def run(self) -> None:
@@ -128,7 +128,7 @@ class Session:
         if held:
             self._log.info("ready", sinc=registered.sinc, term=registered.term, version=str(registered.head))
             return None
-        if isinstance(order, Wait):
+        if isinstance(order, RegisterLater):
             self._log.info("register_waits", why=order.reason, again_in_s=order.retry_after_s)
             return order.retry_after_s
         if reason:
@@ -173,7 +173,7 @@ class Session:
     async def _beat(self) -> None:
         before = self._registration
         raw = await self._call(self._beat_stub.Beat, self._said(), max(self._beat_s, 1.0))
-        answer = from_proto(raw, SlaveBeatAnswer)
+        answer = from_proto(raw, SlaveHeartbeatAnswer)
         if answer.register or answer.term > self._owner.standing.term:
             self._want_registration(before)
             return
@@ -196,9 +196,9 @@ class Session:
         if asked_under == self._registration and asked_under % 2 == 0:
             self._wanted.set()
 
-    def _said(self) -> SlaveBeat:
+    def _said(self) -> SlaveHeartbeat:
         standing, traffic = self._owner.standing, self._traffic()
-        return SlaveBeat(
+        return SlaveHeartbeat(
             slave=self._who.slave,
             sinc=standing.sinc,
             term=standing.term,

@@ -27,8 +27,8 @@ from dips.errors import (
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer.versions import Versions
 from dips.protocol import effects as e
-from dips.protocol.beats import SlaveBeatAnswer
 from dips.protocol.events import Answer, Done, Folded, Measured, Persisted, Prepared, SlaveRegistered
+from dips.protocol.heartbeats import SlaveHeartbeatAnswer
 from dips.protocol.manifest import BYTES_PER_PARAMETER, Manifest
 from dips.slave.fences import Fences
 from dips.slave.moving import Moving, Opened, Report
@@ -287,7 +287,7 @@ class Shard:
         reports, self._moving.reports = self._moving.reports, []
         return reports
 
-    def heal(self, answer: SlaveBeatAnswer) -> list[str]:
+    def heal(self, answer: SlaveHeartbeatAnswer) -> list[str]:
         """Drop what the master does not list as live and should know; return the names of what was dropped.
 
         An answer that says `register` lists nothing to go by; one of an old term changes nothing.
@@ -339,7 +339,7 @@ class Shard:
         if isinstance(order, e.Hold):
             self.reason = ""
             return True
-        if isinstance(order, e.Wait):
+        if isinstance(order, e.RegisterLater):
             return False
         try:
             self._obey(order)

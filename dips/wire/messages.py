@@ -1,6 +1,7 @@
 """Dataclasses of dips/protocol ⇄ protobuf messages: one walk over type hints serves every message of the control flow.
 
-A dataclass and its message have the same name and the same field names (protos/dips/v1). A union of dataclasses is a
+A dataclass and its message have the same name and the same field names (protos/dips/v1). A member of an enum travels
+as its value. A union of dataclasses is a
 `oneof` with the field's name, whose members are the classes' names in snake_case; a tuple within a tuple is a list of
 `Indices`; `X | None` is an absent message. `req` names a question inside one process and never travels.
 
@@ -15,6 +16,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Hashable, Iterable
+from enum import StrEnum
 from functools import cache
 from math import inf, isnan
 from typing import Any, TypeVar, Union, cast
@@ -23,7 +25,7 @@ from google.protobuf.message import Message
 
 from dips import ids
 from dips.errors import ConfigError, LocalProtocolError, RemoteProtocolError
-from dips.protocol import beats, effects, events
+from dips.protocol import effects, events, heartbeats
 from dips.wire.generated import cluster_pb2, names_pb2, operator_pb2, slave_pb2, status_pb2
 
 MAX_MESSAGE_BYTES = 16 << 20  # one control message; a manifest of 100,000 parameters is about 8 MiB of JSON
@@ -51,13 +53,13 @@ class RealBounds:
 _REAL = RealBounds()  # of every float that is not named here
 _REALS = {
     # Shown to people only, and most worth showing when training diverges; the ledger gets 0 (pushes.py), JSON null.
-    ("ClusterBeat", "loss"): RealBounds(-inf, inf, nan=True),
+    ("ClusterHeartbeat", "loss"): RealBounds(-inf, inf, nan=True),
     ("PushFinished", "loss"): RealBounds(-inf, inf, nan=True),
     # A broken push has norms like these; the penalty gates it.
     ("Measured", "layer_sq"): RealBounds(0.0, inf, nan=True),
     # round.py skips a round whose sum is not finite.
     ("Folded", "acc_sq"): RealBounds(0.0, inf, nan=True),
-    ("ClusterBeatAnswer", "push_in_s"): RealBounds(beats.NO_MEETING),
+    ("ClusterHeartbeatAnswer", "push_in_s"): RealBounds(heartbeats.OWN_PACE),
 }
 
 _NAMES = frozenset({"run", "cluster", "slave", "name"})  # become file names, metrics and log lines
@@ -125,6 +127,8 @@ def _field(cls: type, name: str, hint: Any) -> tuple[_Spell, _Read]:
         return _list_pair(cls, name, arguments[0])
     if dataclasses.is_dataclass(hint):
         return _message_pair(name, cast(type, hint), optional=False)
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return _enum_pair(name, hint)
     if hint in (int, float, str, bool):
         return _scalar_pair(cls, name)
     raise LocalProtocolError(f"{cls.__name__}.{name}: no spelling for {hint!r}")
@@ -137,6 +141,19 @@ def _scalar_pair(cls: type, name: str) -> tuple[_Spell, _Read]:
         setattr(message, name, value[:MAX_REASON] if name == "reason" else value)
 
     return spell, lambda message: _checked(name, getattr(message, name), reals)
+
+
+def _enum_pair(name: str, words: type[StrEnum]) -> tuple[_Spell, _Read]:
+    """A member travels as its value; a word that is none is refused."""
+
+    def read(message: Message) -> Any:
+        word = getattr(message, name)
+        try:
+            return words(word)
+        except ValueError as error:
+            raise RemoteProtocolError(f"{name}: expected {' or '.join(words)}, got {word!r:.80}") from error
+
+    return lambda message, value: setattr(message, name, words(value).value), read
 
 
 def _message_pair(name: str, cls: type, optional: bool) -> tuple[_Spell, _Read]:
@@ -242,7 +259,7 @@ def _message_class(name: str) -> type[Message]:
 
 @cache
 def _dataclass(name: str) -> type:
-    for module in (ids, effects, events, beats):
+    for module in (ids, effects, events, heartbeats):
         if hasattr(module, name):
             return cast(type, getattr(module, name))
     raise LocalProtocolError(f"the message {name} has no dataclass in dips.protocol")

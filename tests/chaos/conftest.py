@@ -1,7 +1,8 @@
 """Chaos: real processes, hurt at named moments; `make chaos` runs it, `make test` does not.
 
 Tests of a file share a running house, so that each pays for its failure and not for the start of eight processes; a
-test that fails leaves its house to nobody: the next one gets a new one.
+test that fails leaves its house to nobody: the next one gets a new one. Processes are forks of a server that
+has imported what they need (tests/forkserver): they die as any process does, and come back in a moment.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import pytest
 
 from tests.chaos.house import House
 from tests.chaos.wires import Loop
+from tests.forkserver.fixtures import end_of_servers, forked_commands, real_commands
 
+__all__ = ["end_of_servers", "forked_commands", "real_commands"]
 HERE = Path(__file__).parent
 LIMIT_S = 300  # of a test with the start and the check of its house, on two cores that others use, too
 TAIL = 30  # lines of each log, below a failure

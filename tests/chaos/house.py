@@ -31,7 +31,6 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from dips.client.agent.trainer import descendants
 from dips.commands.status import ask_status
 from dips.errors import Unavailable
 from dips.ids import VersionId
@@ -44,6 +43,7 @@ from dips.wire.generated.slave_pb2 import SlaveRegistered
 from tests.chaos import predict
 from tests.chaos.train_chaos import SHAPES, START, H
 from tests.chaos.wires import Line, Loop, Wire
+from tests.forkserver.process import descendants
 from tests.integration.cluster_harness import Process, Run
 
 SCRIPT = str(Path(__file__).with_name("train_chaos.py"))

@@ -4,6 +4,8 @@
         run.start_master(); run.start_slaves(); west = run.start_cluster("west", [sys.executable, "train.py"])
         run.wait(west, 60)
 
+Daemons, torchrun and scripts are forks of a server (tests/forkserver), but in tests marked `real_commands`.
+
 Ports are ephemeral: the master's is taken from the kernel and handed to everybody's file before it starts, those of the
 slaves are 0. What a process prints is in `<name>.log` below the directory, and in the message when something fails.
 """
@@ -101,6 +103,7 @@ class Run:
     ) -> None:
         """`tensors`: θ of v0@r0; `shared`, `timing`: what differs from the defaults."""
         self.directory, self.processes = directory, list[Process]()
+        self.commands = {role: daemon(role) for role in ("master", "slave", "client")}
         self.address = f"127.0.0.1:{free_port()}"
         self.shared = {"run": "test", **(shared or {})}
         self.slaves = [f"ps{i}" for i in range(slaves)]
@@ -122,10 +125,10 @@ class Run:
             error.add_note("\n".join(process.tail() for process in self.processes))
 
     def start_master(self) -> Process:
-        return self._start("master", [*daemon("master"), "--config", str(self.file)])
+        return self._start("master", [*self.commands["master"], "--config", str(self.file)])
 
     def start_slave(self, name: str) -> Process:
-        return self._start(name, [*daemon("slave"), "--config", str(self.file), "--name", name])
+        return self._start(name, [*self.commands["slave"], "--config", str(self.file), "--name", name])
 
     def start_slaves(self) -> list[Process]:
         return [self.start_slave(name) for name in self.slaves]
@@ -141,7 +144,9 @@ class Run:
                 "max_restarts": 0, **options,
             },
         )  # fmt: skip
-        return self._start(name, [*daemon("client"), "--config", str(file), *(["--", *command] if command else [])])
+        return self._start(
+            name, [*self.commands["client"], "--config", str(file), *(["--", *command] if command else [])]
+        )
 
     def wait(self, process: Process, within_s: float, code: int = 0) -> None:
         """Wait for a process to end with `code`, while all others live."""

@@ -1,6 +1,8 @@
 """Run one of configs/examples as it stands, and write down what this rank ended with.
 
-    run_example.py OUT CLUSTERS EXAMPLE [WORDS…]    writes OUT.RANK as JSON: losses, and a digest of each full parameter
+    run_example.py OUT CLUSTERS EXAMPLE.py [WORDS…]
+
+writes OUT.RANK as JSON: losses, and a digest of each full parameter.
 
 Nobody trains before all clusters have joined: how fast a machine starts torchrun is not what is tested. Megatron's
 example gets the CPU where it asks for CUDA.
@@ -24,11 +26,9 @@ from torch import nn
 
 from dips.client import OuterLoop
 
-EXAMPLES = Path(__file__).parents[2] / "configs" / "examples"
 
-
-def load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+def load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -57,15 +57,15 @@ def meet(out: Path, clusters: int) -> None:
     OuterLoop.__init__ = joined  # type: ignore[method-assign]
 
 
-def main(out: Path, clusters: int, example: str, words: list[str]) -> None:
+def main(out: Path, clusters: int, example: Path, words: list[str]) -> None:
     torch.set_num_threads(1)
     meet(out, clusters)
-    if example == "hf_trainer":
+    if example.stem == "hf_trainer":
         trainer = load(example).main(words)
         losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
         tokens = trainer.state.num_input_tokens_seen
         found = {"theta": theta(trainer.model), "losses": losses, "tokens": tokens, "steps": trainer.state.global_step}
-    elif example == "megatron_gpt":
+    elif example.stem == "megatron_gpt":
         import megatron_layouts
 
         megatron_layouts.shim()
@@ -79,4 +79,4 @@ def main(out: Path, clusters: int, example: str, words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

@@ -91,7 +91,7 @@ def test_the_manifest_is_of_the_model_not_of_its_layout(four: list[dict[str, Any
 def test_three_clusters_with_three_layouts_train_one_model(tmp_path: Path) -> None:
     """1 rank plain, 2 ranks FSDP2, 4 ranks TP2 × FSDP2: after the last round all seven hold θ; the loss has fallen."""
     script, rounds = str(HERE / "run_example.py"), 5
-    example = load("fsdp2", EXAMPLES)
+    example, fsdp2 = load("fsdp2", EXAMPLES), str(EXAMPLES / "fsdp2.py")
     torch.manual_seed(1)
     tensors = {name: p.detach().numpy() for name, p in example.build().named_parameters()}
     shared = {"stop": {"versions": rounds}, "outer": {"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}}}
@@ -101,7 +101,7 @@ def test_three_clusters_with_three_layouts_train_one_model(tmp_path: Path) -> No
         run.start_slaves()
         clusters = []
         for seed, (layout, ranks) in enumerate(layouts.items()):
-            words = [script, str(tmp_path / f"{layout}.out"), "3", "fsdp2", "--layout", layout, "--seed", str(seed)]
+            words = [script, str(tmp_path / f"{layout}.out"), "3", fsdp2, "--layout", layout, "--seed", str(seed)]
             start = [sys.executable] if ranks == 1 else [*harness.TORCHRUN, str(ranks)]
             install = "streaming" if layout == "tp_fsdp" else "whole"
             name = layout.replace("_", "-")
@@ -164,25 +164,22 @@ def test_megatrons_ranks_share_the_load(megatron: list[dict[str, Any]]) -> None:
 def test_two_megatron_clusters_with_two_layouts_train_one_model(tmp_path: Path) -> None:
     """TP1 on one rank and TP2 × PP2 on four: the loss falls on both, what is replicated is equal at the end."""
     pytest.importorskip("megatron.core", reason="megatron-core is not installed: its adapter is NOT tested here")
-    code = (
-        "import sys, numpy, torch; sys.path[:0] = sys.argv[2:]; import megatron_layouts; megatron_layouts.shim(); "
-        "import megatron_gpt; torch.manual_seed(1); "
-        "numpy.savez(sys.argv[1], **{n: p.detach().numpy() for n, p in megatron_gpt.build().named_parameters()})"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "start.npz"), str(HERE), str(EXAMPLES)], check=True)
+    megatron = str(EXAMPLES / "megatron_gpt.py")
+    start = [sys.executable, str(HERE / "start_megatron.py"), str(tmp_path / "start.npz"), megatron]
+    subprocess.run(start, check=True)
     shared = {"stop": {"versions": 6}, "outer": {"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}}}
     script = str(HERE / "run_example.py")
     with harness.Run(tmp_path, dict(np.load(tmp_path / "start.npz")), shared=shared, timing={"window_s": 5.0}) as run:
         run.start_master()
         run.start_slaves()
-        one = [*harness.TORCHRUN, "1", script, str(tmp_path / "one.out"), "2", "megatron_gpt"]
+        one = [*harness.TORCHRUN, "1", script, str(tmp_path / "one.out"), "2", megatron]
         four = [
             *harness.TORCHRUN,
             "4",
             script,
             str(tmp_path / "four.out"),
             "2",
-            "megatron_gpt",
+            megatron,
             "--tp",
             "2",
             "--pp",
@@ -213,7 +210,7 @@ def test_the_trainer_of_transformers_takes_part_by_two_lines(tmp_path: Path) -> 
     torch.manual_seed(1)
     tensors = {name: p.detach().numpy() for name, p in example.build().named_parameters()}
     shared = {"stop": {"versions": 5}, "outer": {"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}}}
-    words = [str(HERE / "run_example.py"), str(tmp_path / "hf.out"), "1", "hf_trainer"]
+    words = [str(HERE / "run_example.py"), str(tmp_path / "hf.out"), "1", str(EXAMPLES / "hf_trainer.py")]
     with harness.Run(tmp_path, tensors, shared=shared) as run:
         run.start_master()
         run.start_slaves()

@@ -30,6 +30,8 @@ from dips.errors import (
     StaleIncarnation,
     StaleTerm,
     UnavailableMaster,
+    UnavailableSlave,
+    UnresponsiveSlave,
 )
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.master.app import serve
@@ -37,8 +39,15 @@ from dips.master.genesis import INITIAL_MANIFEST, ledger_path, make_run
 from dips.master.ledger import Ledger
 from dips.master.links import SlaveLink
 from dips.protocol import effects, events
-from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer, SlaveBeat, SlaveBeatAnswer, Transfer
 from dips.protocol.effects import Order
+from dips.protocol.enums import Activity, TrainerState
+from dips.protocol.heartbeats import (
+    ClusterHeartbeat,
+    ClusterHeartbeatAnswer,
+    SlaveHeartbeat,
+    SlaveHeartbeatAnswer,
+    Transfer,
+)
 from dips.transport import control
 from dips.wire import messages
 from dips.wire.generated import slave_pb2, status_pb2
@@ -151,9 +160,9 @@ class Slave(OrderServiceServicer):
             assert isinstance(answer.order, effects.LoadVersion)
             self.memory = answer.order.version
 
-    async def beat(self, stub: Any) -> SlaveBeatAnswer:
-        said = SlaveBeat(self.name, self.sinc, self.term, self.memory, (), (), 1, 2, 3, 4, 0.0, 0.0)
-        return messages.from_proto(await ask(stub.Beat, said), SlaveBeatAnswer)
+    async def beat(self, stub: Any) -> SlaveHeartbeatAnswer:
+        said = SlaveHeartbeat(self.name, self.sinc, self.term, self.memory, (), (), 1, 2, 3, 4, 0.0, 0.0)
+        return messages.from_proto(await ask(stub.Beat, said), SlaveHeartbeatAnswer)
 
 
 @asynccontextmanager
@@ -286,8 +295,10 @@ async def test_status_shows_everybody_with_a_reason(config: RunFile) -> None:
     """The status is JSON with every cluster's and slave's state, its reason, and what its newest beat told."""
     async with house(config) as (cluster, slaves, stub):
         await cluster.join()
-        said = ClusterBeat("a", 1, "training", "inner", 1, 12, 300, 0, float("nan"), GENESIS, 0, 0, 0.0)
-        answer = messages.from_proto(await ask(cluster.stub.Beat, said), ClusterBeatAnswer)
+        said = ClusterHeartbeat(
+            "a", 1, TrainerState.TRAINING, Activity.INNER, 1, 12, 300, 0, float("nan"), GENESIS, 0, 0, 0.0
+        )
+        answer = messages.from_proto(await ask(cluster.stub.Beat, said), ClusterHeartbeatAnswer)
         assert (answer.standing, answer.term, answer.lease_s) == ("live", 1, 4.0)
         assert not (await slaves[0].beat(stub)).register
         status_stub = StatusServiceStub(cluster.channel)
@@ -319,7 +330,7 @@ async def test_a_burst_of_calls_is_answered(config: RunFile) -> None:
     """Calls that come all at once, as after a stall, wait their turn; gRPC's own limit of 1,000 would cancel some."""
     async with house(config) as (cluster, _, _):
         await cluster.join()
-        said = ClusterBeat("a", 1, "training", "inner", 1, 12, 300, 0, 2.0, GENESIS, 0, 0, 0.0)
+        said = ClusterHeartbeat("a", 1, TrainerState.TRAINING, Activity.INNER, 1, 12, 300, 0, 2.0, GENESIS, 0, 0, 0.0)
         answers = await asyncio.gather(*[ask(cluster.stub.Beat, said) for _ in range(1500)])
     assert {answer.standing for answer in answers} == {"live"}
 
@@ -362,16 +373,18 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize("field", ["step_s", "bytes_per_s"])
 async def test_a_number_that_is_none_costs_its_sender(config: RunFile, field: str, value: float) -> None:
     """A beat with NaN, infinity or the like is refused by name, to a cluster and to a slave; the master serves on."""
-    said = ClusterBeat("a", 1, "training", "inner", 1, 12, 300, 0, 2.0, GENESIS, 0, 0, 0.0, aligned_steps=64)
+    said = ClusterHeartbeat(
+        "a", 1, TrainerState.TRAINING, Activity.INNER, 1, 12, 300, 0, 2.0, GENESIS, 0, 0, 0.0, aligned_steps=64
+    )
     transfer = Transfer("a", 1, 1, True, 1, 2, value)
     async with house(config) as (cluster, slaves, stub):
         await cluster.join()
         with pytest.raises(RemoteProtocolError, match=field):
             await ask(cluster.stub.Beat, replace(said, **{field: value}))
         with pytest.raises(RemoteProtocolError, match="bytes_per_s"):
-            await ask(stub.Beat, SlaveBeat("s0", 1, 1, GENESIS, (), (transfer,), 1, 2, 3, 4, 0.0, 0.0))
+            await ask(stub.Beat, SlaveHeartbeat("s0", 1, 1, GENESIS, (), (transfer,), 1, 2, 3, 4, 0.0, 0.0))
         for good in (replace(said, step_s=5e-324, bytes_per_s=5e-324), replace(said, step_s=2.0**53), said):
-            answer = messages.from_proto(await ask(cluster.stub.Beat, good), ClusterBeatAnswer)
+            answer = messages.from_proto(await ask(cluster.stub.Beat, good), ClusterHeartbeatAnswer)
             assert answer.standing == "live"
         assert not (await slaves[0].beat(stub)).register
 
@@ -469,9 +482,8 @@ async def test_a_refusal_and_a_stale_term_are_told_apart() -> None:
         stale = await link.execute(order(1))
         refused = await link.execute(order(2, body=effects.Retire(())))
         await link.close()
-    assert isinstance(stale, events.OrderFailed) and (stale.kind, stale.reason) == ("stale_term", "seen 5")
-    assert isinstance(refused, events.OrderFailed) and refused.kind == "refused"
-    assert refused.reason == "StaleIncarnation: sinc 2"
+    assert isinstance(stale, events.OrderFailed) and (stale.error, stale.reason) == (StaleTerm, "seen 5")
+    assert isinstance(refused, events.OrderFailed) and (refused.error, refused.reason) == (StaleIncarnation, "sinc 2")
 
 
 async def test_a_broken_disk_is_said_at_once() -> None:
@@ -481,13 +493,13 @@ async def test_a_broken_disk_is_said_at_once() -> None:
         link = SlaveLink("s0", slave.address)
         failed = await link.execute(order(1, body=effects.Persist(VersionId(1, 1))))
         await link.close()
-    assert isinstance(failed, events.OrderFailed) and failed.kind == "refused"
-    assert failed.reason == "FailedDisk: s0 cannot write: no space left"
+    assert isinstance(failed, events.OrderFailed) and failed.error is FailedDisk
+    assert failed.reason == "s0 cannot write: no space left"
     assert len(slave.orders) == 1
 
 
-async def test_nobody_there_is_deaf_at_the_deadline() -> None:
-    """An order to a closed port is deaf when its deadline passes, not before and not for ever."""
+async def test_nobody_there_is_unresponsive_at_the_deadline() -> None:
+    """An order to a closed port is given up as unresponsive when its deadline passes, not before and not for ever."""
     slave = Slave("s0")
     async with listening(slave):
         pass
@@ -496,7 +508,7 @@ async def test_nobody_there_is_deaf_at_the_deadline() -> None:
     failed = await link.execute(order(1, deadline_s=0.5))
     took = asyncio.get_running_loop().time() - began
     await link.close()
-    assert isinstance(failed, events.OrderFailed) and failed.kind == "deaf"
+    assert isinstance(failed, events.OrderFailed) and failed.error is UnresponsiveSlave
     assert 0.5 <= took < 3.0
 
 
@@ -510,7 +522,7 @@ async def test_a_slot_at_a_slave_that_nobody_listens_for_is_refused_at_once() ->
     failed = await link.execute(order(2, deadline_s=20.0, body=open_push))
     took = asyncio.get_running_loop().time() - began
     assert isinstance(opened, events.OrderAnswered)
-    assert isinstance(failed, events.OrderFailed) and failed.kind == "refused"
+    assert isinstance(failed, events.OrderFailed) and failed.error is UnavailableSlave
     assert "nobody listens" in failed.reason and took < 2.0
     async with listening(slave):
         async with asyncio.timeout(10.0):

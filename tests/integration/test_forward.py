@@ -38,8 +38,8 @@ def ran(
     torch.manual_seed(1)
     tensors = {name: p.detach().numpy() for name, p in load("fsdp2", EXAMPLES).build().named_parameters()}
     shared = {"stop": {"versions": 4}, "outer": {"lr": 0.7, "momentum": 0.5, "clip": {"relative": 2.0}}}
-    words = [str(HERE / script), str(directory / "out"), *(["1", "fsdp2"] if script == "run_example.py" else [])]
-    words += ["--layout", "fsdp" if ranks > 1 else "plain"]
+    words = [str(HERE / script), str(directory / "out"), *(["1"] if script == "run_example.py" else [])]
+    words += [str(EXAMPLES / "fsdp2.py"), "--layout", "fsdp" if ranks > 1 else "plain"]
     with harness.Run(directory, tensors, shared=shared) as run:
         run.start_master()
         run.start_slaves()

@@ -24,7 +24,6 @@ from dips.outer import crew as crew_module
 from dips.outer import kernels, twins
 from dips.outer.crew import Crew
 from dips.outer.versions import Versions
-from dips.protocol.beats import Transfer
 from dips.protocol.effects import (
     Apply,
     Commit,
@@ -39,6 +38,7 @@ from dips.protocol.effects import (
     Registered,
 )
 from dips.protocol.events import Answer, Folded, Measured
+from dips.protocol.heartbeats import Transfer
 from dips.protocol.manifest import Manifest
 from dips.protocol.placement import place
 from dips.slave.export import export

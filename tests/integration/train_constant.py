@@ -17,10 +17,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from dips.client import OuterLoop
+from dips.client.parallel.torch_types import is_dtensor
 
 START = 0.5  # every element of v0@r0
 
@@ -47,7 +46,7 @@ def constant(cluster: str, version: int) -> float:
 
 
 def local(parameter: nn.Parameter) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return parameter.to_local() if is_dtensor(parameter) else parameter
 
 
 def one_number(model: nn.Module) -> float | None:
@@ -63,6 +62,8 @@ def main(cluster: str, tokens: int, clusters: int, out: Path) -> None:
     rank = int(os.environ.get("RANK", "0"))
     model = Model()
     if "RANK" in os.environ:
+        from torch.distributed.fsdp import fully_shard  # a plain rank does not wait seconds for it
+
         dist.init_process_group("gloo")
         for block in model.blocks:
             fully_shard(block)

@@ -1,6 +1,6 @@
 """Torch's own example, which is killed once when its first version was pulled: whole, or while a forward installs it.
 
-train_forward.py OUT [WORDS…]    as run_example.py, of fsdp2; OUT.died says what was installed when it happened
+train_forward.py OUT EXAMPLE.py [WORDS…]    as run_example.py; OUT.died says what was installed when it happened
 """
 
 from __future__ import annotations
@@ -44,4 +44,4 @@ def die_once(died: Path) -> None:
 if __name__ == "__main__":
     out = Path(sys.argv[1])
     die_once(out.with_name(f"{out.name}.died"))
-    main(out, 1, "fsdp2", sys.argv[2:])
+    main(out, 1, Path(sys.argv[2]), sys.argv[3:])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dips.errors import ConfigError
-from dips.sim.__main__ import play
-from dips.sim.sabotage import SABOTAGES, sabotaged
+from tests.simulation.sabotage import SABOTAGES, sabotaged
+from tests.simulation.trial import SeedTrial, play
 
 WITHIN = 200
 
@@ -20,6 +20,22 @@ def test_a_sabotage_is_found(name: str) -> None:
             assert failure.number in SABOTAGES[name].found_by, f"seed {seed}: {failure.what}"
             return
     pytest.fail(f"{name} was not found within {WITHIN} seeds")
+
+
+@pytest.mark.parametrize("name", ["tell-gated-as-accepted", "believe-fresh-slaves", "forget-a-range"])
+def test_an_invariant_is_needed(name: str) -> None:
+    """Invariants 4, 7 and 10 each find what no other does: without it, the seed that failed passes."""
+    (number,) = SABOTAGES[name].found_by
+    seed = next(seed for seed in range(WITHIN) if play((seed, name)).failure)
+    with sabotaged(name):
+        trial = SeedTrial(seed)
+        trial.invariants = [invariant for invariant in trial.invariants if invariant.number != number]
+        assert trial.run().failure is None
+
+
+def test_every_invariant_finds_some_sabotage() -> None:
+    """Each of the twelve is named beside a sabotage that it must find."""
+    assert {number for sabotage in SABOTAGES.values() for number in sabotage.found_by} == set(range(1, 13))
 
 
 def test_a_sabotage_ends_with_its_context() -> None:

@@ -1,4 +1,4 @@
-"""A cluster at 1/30 of the others' bandwidth takes part, and the others hardly notice (why.md 19, 24, 31).
+"""A cluster at 1/30 of the others' bandwidth takes part, and the others hardly notice (docs/rationale.md#19, #24, #31).
 
 The real Coordinator, ledger and shards in the simulated world, all invariants on; no faults, since what is shown is
 what slowness alone costs.
@@ -14,17 +14,19 @@ import pytest
 from dips.protocol.deadlines import Bandwidth
 from dips.protocol.effects import Outcome
 from dips.protocol.options import DataOptions, Options, PenaltyOptions, TimingOptions
-from dips.sim.cluster import Agent
-from dips.sim.watch import Listener
+from dips.sim.agent import SimAgent
+from dips.sim.observer import Observer
+from dips.sim.scenario import ClusterShape, Scenario
 from dips.sim.work import Frozen
-from dips.sim.world import Scenario, Settings, World
+from dips.sim.world import World
+from tests.simulation.trial import Trial
 
 SLOWNESS = 30.0
 LINK = 2.5  # times slower than the links of the seeds: a transfer of the slow one takes longer than its inner steps
 LASTS_S = 1200.0
 
 
-class Diary(Listener):
+class Diary(Observer):
     """When clusters heard an Outcome, at which attempt their pulls succeeded, and how many transfers failed."""
 
     def __init__(self) -> None:
@@ -33,11 +35,11 @@ class Diary(Listener):
         self.attempts: dict[str, list[int]] = {}
         self.failed: dict[str, int] = {}
 
-    def outcome(self, agent: Agent, frozen: Frozen, outcome: Outcome) -> None:
+    def outcome(self, agent: SimAgent, frozen: Frozen, outcome: Outcome) -> None:
         self.outcomes.setdefault(agent.name, []).append(agent.world.heap.now)
         self.kinds.setdefault(agent.name, []).append(outcome.kind)
 
-    def pulled(self, agent: Agent, installed: bool, attempt: int) -> None:
+    def pulled(self, agent: SimAgent, installed: bool, attempt: int) -> None:
         if installed:
             self.attempts.setdefault(agent.name, []).append(attempt)
         else:
@@ -57,12 +59,13 @@ def lived(seed: int, clusters: int, slots: int, pinned: int, window_s: float | N
         least_transfer_s=10.0, busy_retry_s=0.7,
     )  # fmt: skip
     options = Options(penalty=PenaltyOptions(rule="none"), data=DataOptions(ranges=20_000), timing=timing)
-    settings = Settings(
-        slaves=2, layers=4, ranks=(2, 2, 2)[:clusters], step_s=(0.5, 0.5, 0.5)[:clusters], slots=slots, pinned=pinned,
-        inner_steps=40, slowness=(LINK, LINK, LINK * SLOWNESS)[:clusters],
+    shapes = [ClusterShape(2, 0.5, slowness) for slowness in (LINK, LINK, LINK * SLOWNESS)]
+    scenario = Scenario(
+        tuple(shapes[:clusters]), slaves=2, layers=4, slots=slots, pinned=pinned, inner_steps=40, options=options,
+        lasts_s=LASTS_S,
     )  # fmt: skip
-    world = World(seed, Scenario(settings, options, LASTS_S, patience=8.0, listeners=(diary,)))
-    result = world.run()
+    world = World(seed, scenario)
+    result = Trial(world, patience=8.0).run([diary])
     assert result.failure is None, f"seed {seed}: {result.failure.what}"
     return diary, world
 

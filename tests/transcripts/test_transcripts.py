@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dips.sim.story import replay
+from tests.transcripts.replay import replay
 
 STORIES = sorted(Path(__file__).parent.glob("*.txt"))
 NAMED = 16  # stories that the project promised to tell
@@ -37,7 +37,7 @@ def test_a_story_is_not_its_own_witness() -> None:
     text = "# x\n> run begins\nthis was never said\n\n> all ready\n> a joins\n"
     told = replay(text)
     assert "never said" not in told
-    assert "a ← Joined as life 1" in told
+    assert "a ← Joined as incarnation 1" in told
 
 
 def test_an_unknown_command_is_refused() -> None:

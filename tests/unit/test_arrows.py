@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +29,7 @@ MAY: dict[str, set[str]] = {
     "dips.errors": set(),
     "dips.ids": {"dips.errors"},
     "dips.pidlock": LOW,
-    "dips.config": LOW | {"dips.protocol.options"},
+    "dips.config": LOW | {"dips.protocol.enums", "dips.protocol.options"},
     "dips.telemetry": LOW,
     "dips.protocol": LOW,
     "dips.outer": LOW,
@@ -131,6 +132,25 @@ def test_foreign_packages(path: Path) -> None:
     if room in OTHERS:
         assert foreign <= OTHERS[room]
     assert not foreign & NEVER.get(room, set())
+
+
+def test_the_simulation_has_no_import_cycle() -> None:
+    """No file of dips/sim imports itself by way of others, for types either."""
+    within_it = {name_of(p): {n for n in imports(p) if n.startswith("dips.sim.")} for p in MODULES}
+    arrows = {file: {n.rsplit(".", 1)[0] for n in found} for file, found in within_it.items() if "dips.sim." in file}
+    while leaves := {file for file, below in arrows.items() if not below}:
+        arrows = {file: below - leaves for file, below in arrows.items() if file not in leaves}
+    assert not arrows, f"in a cycle, or above one: {', '.join(sorted(arrows))}"
+
+
+def test_what_only_tests_need_stays_out_of_the_wheel() -> None:
+    """The wheel holds dips/ alone, nothing of it imports tests, and no checking part of the simulation is in it."""
+    wheel = tomllib.loads((DIPS.parent / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel == {"packages": ["dips"]}
+    assert not [name_of(p) for p in MODULES if any(n.split(".")[0] == "tests" for n in imports(p))]
+    checking = {p.stem for p in (DIPS.parent / "tests" / "simulation").glob("*.py") if not p.stem.startswith("__")}
+    assert {"sabotage", "strikes", "faults", "coverage", "checks"} <= checking
+    assert not checking & {p.stem for p in (DIPS / "sim").glob("*.py")}
 
 
 def test_the_arrows_bite() -> None:

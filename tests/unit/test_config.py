@@ -111,7 +111,7 @@ def test_commented_keys_of_the_examples_are_real() -> None:
         ("shared.outer.lr", "fast", "shared.outer.lr: .*got 'fast'"),
         ("shared.outer.lr", -1.0, "outer.lr: expected a number above 0, got -1.0"),
         ("shared.outer.clip", {"norm": 1.0, "relative": 2.0}, "not both"),
-        ("shared.penalty.rule", "majority", "penalty.rule: expected dips or none, got 'majority'"),
+        ("shared.penalty.rule", "majority", "shared.penalty.rule: Input should be 'dips' or 'none', got 'majority'"),
         ("shared.chunk_bytes", 1 << 21, "shared.chunk_bytes"),
         ("shared.codec", "fp16", "shared.codec"),
         ("shared.run", "Not A Name", "run name 'Not A Name' is not usable"),

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from dips.protocol.enums import Activity
+
 
 class SyncPhase(StrEnum):
     """Where the talk with the master stands."""
@@ -24,16 +26,16 @@ class SyncPhase(StrEnum):
     UNSURE = "unsure whether this life is over"
 
 
-# What a person sees in status and beats; phases that are not here do not hold up the trainer.
-ACTIVITY: Mapping[SyncPhase, str] = {
-    SyncPhase.JOINING: "idle",
-    SyncPhase.ASKING_PUSH: "push",
-    SyncPhase.PUSHING: "push",
-    SyncPhase.FINISHING: "push",
-    SyncPhase.AWAITING: "window",
-    SyncPhase.ASKING_PULL: "pull",
-    SyncPhase.PULLING: "pull",
-    SyncPhase.CLOSING: "pull",
+# What a person sees in status and heartbeats; phases that are not here do not hold up the trainer.
+ACTIVITY: Mapping[SyncPhase, Activity] = {
+    SyncPhase.JOINING: Activity.IDLE,
+    SyncPhase.ASKING_PUSH: Activity.PUSH,
+    SyncPhase.PUSHING: Activity.PUSH,
+    SyncPhase.FINISHING: Activity.PUSH,
+    SyncPhase.AWAITING: Activity.WINDOW,
+    SyncPhase.ASKING_PULL: Activity.PULL,
+    SyncPhase.PULLING: Activity.PULL,
+    SyncPhase.CLOSING: Activity.PULL,
 }
 
 

@@ -23,8 +23,8 @@ from dips.client.ipc.connection import Connection
 from dips.client.ipc.messages import AskAgain, Attached, Bye, ErrorReply, Heard, PullNow, PushNow
 from dips.config import ClusterFile
 from dips.errors import Busy, Denied, DipsError, RemoteProtocolError, Unavailable
-from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer
 from dips.protocol.effects import Grant, Result
+from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
 from dips.telemetry.logs import Log
 from dips.telemetry.timeline import Timeline
 from dips.transport.backoff import Backoff
@@ -42,7 +42,7 @@ class MasterPort(Protocol):
 
     async def ask(self, event: object) -> Result: ...
 
-    async def beat(self, beat: ClusterBeat, deadline_s: float) -> ClusterBeatAnswer: ...
+    async def beat(self, beat: ClusterHeartbeat, deadline_s: float) -> ClusterHeartbeatAnswer: ...
 
 
 class Agent:
@@ -304,7 +304,7 @@ class Agent:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), self._config.beat_s)
 
-    async def _say(self, beat: ClusterBeat) -> None:
+    async def _say(self, beat: ClusterHeartbeat) -> None:
         try:
             answer = await self._master.beat(beat, max(self._config.beat_s, 1.0))
         except (Unavailable, Busy) as error:

@@ -12,7 +12,6 @@ from typing import Any, cast
 from grpc import aio
 
 from dips.errors import UnavailableMaster
-from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer
 from dips.protocol.effects import Result
 from dips.protocol.events import (
     ClusterJoined,
@@ -25,6 +24,7 @@ from dips.protocol.events import (
     RangesRequested,
     RoundAwaited,
 )
+from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
 from dips.transport import control
 from dips.wire.generated.cluster_pb2_grpc import ClusterServiceStub
 from dips.wire.messages import from_proto, to_proto, unwrap
@@ -60,9 +60,9 @@ class MasterLink:
         reply = await self._call(getattr(self._talk, method), event, deadline_s)
         return cast(Result, unwrap(reply))
 
-    async def beat(self, beat: ClusterBeat, deadline_s: float) -> ClusterBeatAnswer:
+    async def beat(self, beat: ClusterHeartbeat, deadline_s: float) -> ClusterHeartbeatAnswer:
         """Prove life; raise as `ask` does."""
-        return from_proto(await self._call(self._beats.Beat, beat, deadline_s), ClusterBeatAnswer)
+        return from_proto(await self._call(self._beats.Beat, beat, deadline_s), ClusterHeartbeatAnswer)
 
     async def close(self) -> None:
         for channel in self._channels:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-from dips.protocol.beats import NO_MEETING
+from dips.protocol.heartbeats import OWN_PACE
 
 SOON_S = 0.5  # a trainer that overlaps hears of a grant so soon
 SOON_TIMES = 8  # the steps seen: as far ahead as they are believed
@@ -76,9 +76,9 @@ class Pace:
         self.since_push = since_push
 
     def told(self, push_in_s: float, now: float) -> None:
-        """The master says when an aligned push should begin; NO_MEETING: by the own H."""
+        """The master says when an aligned push should begin; OWN_PACE: by the own H."""
         self._told = now
-        self._due = None if push_in_s == NO_MEETING else now + push_in_s
+        self._due = None if push_in_s == OWN_PACE else now + push_in_s
 
     def look_in(self, now: float) -> int:
         """Inner steps until the ranks should look again; 0: a push is due."""

@@ -39,9 +39,10 @@ from dips.client.ipc.messages import (
     TransferProgress,
 )
 from dips.errors import DipsError, LocalProtocolError, Stale, StaleIncarnation
-from dips.protocol.beats import ClusterBeat, ClusterBeatAnswer
 from dips.protocol.effects import Dropped, Finished, Joined, Pending, Ranges, Refused, Result
+from dips.protocol.enums import Activity, ClusterStanding, TrainerState
 from dips.protocol.events import ClusterJoined, ClusterLeft
+from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
 
 ASK_AGAIN_S = 0.05  # after Pending; the master holds the question open itself
 MARK_EVERY_S = 0.5  # inner steps on the timeline, at most so often
@@ -111,19 +112,20 @@ class Session(Checkpoints):
             self._tell(self._train_on(reason))
         return self._flush()
 
-    def beat(self) -> ClusterBeat | None:
+    def beat(self) -> ClusterHeartbeat | None:
         """What to tell the judge of liveness now; None before the first join."""
         if self.inc == 0:
             return None
-        trainer = "dead" if not self._alive else "training" if self.base is not None else "starting"
+        begun = TrainerState.TRAINING if self.base is not None else TrainerState.STARTING
+        trainer = begun if self._alive else TrainerState.DEAD
         standing = self._alive and not self._told and not self._trains_on()
-        activity = ACTIVITY.get(self.phase, "inner") if standing else "inner"
+        activity = ACTIVITY.get(self.phase, Activity.INNER) if standing else Activity.INNER
         self._beat_moving = self._moving_id()
-        return ClusterBeat(
+        return ClusterHeartbeat(
             self._identity.cluster,
             self.inc,
             trainer,
-            activity if self._alive else "idle",
+            activity if self._alive else Activity.IDLE,
             self.attempt,
             self.inner_steps,
             self.account.unsettled,
@@ -138,7 +140,7 @@ class Session(Checkpoints):
             self.account.consumed,
         )
 
-    def beat_answered(self, inc: int, answer: ClusterBeatAnswer, now: float) -> list[Action]:
+    def beat_answered(self, inc: int, answer: ClusterHeartbeatAnswer, now: float) -> list[Action]:
         """Take the answer to a beat of incarnation `inc`."""
         self._now = now
         if inc != self.inc or answer.term < self._term or self.phase is SyncPhase.JOINING:
@@ -146,18 +148,18 @@ class Session(Checkpoints):
         self._term, self._unreachable_since = answer.term, None
         self._progressed(answer.progress)
         self._pace.told(answer.push_in_s, now)
-        if answer.standing == "live":
+        if answer.standing is ClusterStanding.LIVE:
             self._notice_drop(answer)
-        if answer.standing == "fenced":
+        if answer.standing is ClusterStanding.FENCED:
             self._stop(StaleIncarnation(f"{self._identity.cluster}/{inc} is fenced by a newer life of the cluster"))
-        elif answer.standing == "gone":
+        elif answer.standing is ClusterStanding.GONE:
             self._rejoin()
         elif self.phase is SyncPhase.UNSURE:
             self._give_back()
             self._rest("the master took up this life again")
         return self._flush()
 
-    def _notice_drop(self, answer: ClusterBeatAnswer) -> None:
+    def _notice_drop(self, answer: ClusterHeartbeatAnswer) -> None:
         """A transfer that was moving when the beat left, and that the master no longer lists, leads nowhere."""
         moving = self._moving_id()
         if moving is not None and moving == self._beat_moving and moving not in (answer.push, answer.pull):

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -31,6 +30,7 @@ from dips.client.parallel.host import Copy, HostMemory, RankExchange
 from dips.client.parallel.plan import TransferPlan
 from dips.client.parallel.reach import INSTEAD, Home, check_sharded, gathered_with
 from dips.client.parallel.seam import Adapter, Held
+from dips.client.parallel.torch_types import is_dtensor
 from dips.errors import LocalProtocolError
 
 
@@ -195,6 +195,6 @@ def _replace(copy: Copy) -> None:
 def _has_gradient(parameter: torch.Tensor) -> bool:
     """Whether a backward has come to it."""
     gradient = parameter.grad
-    if isinstance(gradient, DTensor):
+    if is_dtensor(gradient):
         gradient = gradient.to_local()
     return gradient is not None and bool((gradient != 0).any())

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from dips.client.parallel.torch_types import is_fsdp
 from dips.errors import ConfigError, LocalProtocolError
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -43,7 +43,7 @@ def homes(model: nn.Module, names: Mapping[nn.Parameter, str]) -> list[Home]:
     for module, key in _walk(model, model, listed=False):
         _check(module)
         home = found.setdefault(key, Home())
-        if isinstance(module, FSDPModule):
+        if is_fsdp(module):
             home.state = _state(module)
         home.modules.append(module)
         home.reads |= {names[p]: p for p in module.parameters(recurse=False) if p in names}
@@ -75,7 +75,7 @@ def check_sharded(home: Home) -> None:
 
 def _walk(module: nn.Module, key: Any, *, listed: bool) -> Iterator[tuple[nn.Module, Any]]:
     """Every module with its home's key."""
-    if isinstance(module, FSDPModule):
+    if is_fsdp(module):
         key, listed = _state(module), True
     yield module, key
     for child in module.children():
@@ -91,12 +91,14 @@ def _check(module: nn.Module) -> None:
         raise ConfigError(f"install: forward would break the compiled graph of a {kind} at its hooks: {INSTEAD}")
     if isinstance(module, nn.parallel.DistributedDataParallel):
         raise ConfigError(f"install: forward knows DistributedDataParallel around the whole model only: {INSTEAD}")
-    if isinstance(module, FSDPModule) and not _known(_state(module)):
+    if is_fsdp(module) and not _known(_state(module)):
         raise ConfigError(f"install: forward does not know the {kind} of torch {torch.__version__}: {INSTEAD}")
 
 
-def _state(module: nn.Module) -> Any:
+def _state(module: Any) -> Any:
     """What fully_shard keeps of a module; one and the same for modules that it wraps as one."""
+    from torch.distributed.fsdp import fully_shard
+
     return fully_shard.state(module)  # type: ignore[attr-defined]
 
 

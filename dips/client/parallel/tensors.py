@@ -12,17 +12,19 @@ pulls is rounded to its type, so outer changes below half a unit in the last pla
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dips.client.parallel.reach import INSTEAD, Home, homes
 from dips.client.parallel.rect import Rect, rects
 from dips.client.parallel.seam import Adapter, Held, blocks, check_dtype
+from dips.client.parallel.torch_types import is_dtensor, is_fsdp
 from dips.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # Names that wrappers put into the path of a parameter and that the model itself does not know.
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -45,14 +47,14 @@ class Tensors(Adapter):
         self.reshard()
         for part in self._parts:
             for path, parameter in part.named_parameters():
-                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                local = parameter.to_local() if is_dtensor(parameter) else parameter
                 yield plain_name(path), local.detach()
 
     def reshard(self) -> None:
         """FSDP2 keeps what its root gathered for a forward without a backward, and would compute with it again."""
         for part in self._parts:
             for module in part.modules():
-                if isinstance(module, FSDPModule):
+                if is_fsdp(module):
                     module.reshard()
 
     def homes(self) -> list[Home]:
@@ -84,7 +86,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 def _lay(name: str, parameter: nn.Parameter) -> Held:
     check_dtype(name, parameter.dtype)
     shape = tuple(parameter.shape)
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
         parts, local = _shard(name, parameter)
     else:
         parts, local = rects(shape, (0,) * len(shape), shape), parameter.detach()
@@ -93,6 +95,8 @@ def _lay(name: str, parameter: nn.Parameter) -> Held:
 
 
 def _shard(name: str, parameter: DTensor) -> tuple[list[Rect], torch.Tensor]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     for placement in parameter.placements:
         if placement.is_partial():
             raise ConfigError(

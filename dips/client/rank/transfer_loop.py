@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import zmq
 
 from dips.errors import DipsError, LocalProtocolError, RemoteProtocolError, UnavailableSlave
-from dips.protocol.beats import remaining_s
 from dips.protocol.effects import Grant, SlaveAddress
+from dips.protocol.heartbeats import remaining_s
 from dips.transport import curve
 from dips.transport.intake import Intake
 from dips.transport.lane import Waker

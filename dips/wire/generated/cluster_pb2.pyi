@@ -53,7 +53,7 @@ class ClusterJoined(_message.Message):
 Global___ClusterJoined: _TypeAlias = ClusterJoined  # noqa: Y015
 
 @_typing.final
-class ClusterBeat(_message.Message):
+class ClusterHeartbeat(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CLUSTER_FIELD_NUMBER: _builtins.int
@@ -119,7 +119,7 @@ class ClusterBeat(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ClusterBeat: _TypeAlias = ClusterBeat  # noqa: Y015
+Global___ClusterHeartbeat: _TypeAlias = ClusterHeartbeat  # noqa: Y015
 
 @_typing.final
 class PushRequested(_message.Message):
@@ -372,7 +372,7 @@ class Joined(_message.Message):
 Global___Joined: _TypeAlias = Joined  # noqa: Y015
 
 @_typing.final
-class ClusterBeatAnswer(_message.Message):
+class ClusterHeartbeatAnswer(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TERM_FIELD_NUMBER: _builtins.int
@@ -410,7 +410,7 @@ class ClusterBeatAnswer(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ClusterBeatAnswer: _TypeAlias = ClusterBeatAnswer  # noqa: Y015
+Global___ClusterHeartbeatAnswer: _TypeAlias = ClusterHeartbeatAnswer  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):

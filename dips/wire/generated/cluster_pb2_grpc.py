@@ -41,8 +41,8 @@ class ClusterServiceStub(object):
                 _registered_method=True)
         self.Beat = channel.unary_unary(
                 '/dips.v1.ClusterService/Beat',
-                request_serializer=dips_dot_v1_dot_cluster__pb2.ClusterBeat.SerializeToString,
-                response_deserializer=dips_dot_v1_dot_cluster__pb2.ClusterBeatAnswer.FromString,
+                request_serializer=dips_dot_v1_dot_cluster__pb2.ClusterHeartbeat.SerializeToString,
+                response_deserializer=dips_dot_v1_dot_cluster__pb2.ClusterHeartbeatAnswer.FromString,
                 _registered_method=True)
         self.RequestPush = channel.unary_unary(
                 '/dips.v1.ClusterService/RequestPush',
@@ -169,8 +169,8 @@ def add_ClusterServiceServicer_to_server(servicer, server):
             ),
             'Beat': grpc.unary_unary_rpc_method_handler(
                     servicer.Beat,
-                    request_deserializer=dips_dot_v1_dot_cluster__pb2.ClusterBeat.FromString,
-                    response_serializer=dips_dot_v1_dot_cluster__pb2.ClusterBeatAnswer.SerializeToString,
+                    request_deserializer=dips_dot_v1_dot_cluster__pb2.ClusterHeartbeat.FromString,
+                    response_serializer=dips_dot_v1_dot_cluster__pb2.ClusterHeartbeatAnswer.SerializeToString,
             ),
             'RequestPush': grpc.unary_unary_rpc_method_handler(
                     servicer.RequestPush,
@@ -265,8 +265,8 @@ class ClusterService(object):
             request,
             target,
             '/dips.v1.ClusterService/Beat',
-            dips_dot_v1_dot_cluster__pb2.ClusterBeat.SerializeToString,
-            dips_dot_v1_dot_cluster__pb2.ClusterBeatAnswer.FromString,
+            dips_dot_v1_dot_cluster__pb2.ClusterHeartbeat.SerializeToString,
+            dips_dot_v1_dot_cluster__pb2.ClusterHeartbeatAnswer.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,7 +33,7 @@ class ClusterServiceStub:
     def __new__(cls, channel: _aio.Channel) -> ClusterServiceAsyncStub: ...
     Join: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ClusterJoined, _cluster_pb2.JoinReply]
     """Begins a life. The same nonce gets the same incarnation; an older life is fenced and its uncommitted push dropped."""
-    Beat: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ClusterBeat, _cluster_pb2.ClusterBeatAnswer]
+    Beat: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ClusterHeartbeat, _cluster_pb2.ClusterHeartbeatAnswer]
     """Proves life; the answer lists what is live for the cluster."""
     RequestPush: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.PushRequested, _cluster_pb2.RequestPushReply]
     """Legal while training; `pending` means ask again, the same push gets the same grant."""
@@ -57,7 +57,7 @@ class ClusterServiceAsyncStub(ClusterServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Join: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ClusterJoined, _cluster_pb2.JoinReply]  # type: ignore[assignment]
     """Begins a life. The same nonce gets the same incarnation; an older life is fenced and its uncommitted push dropped."""
-    Beat: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ClusterBeat, _cluster_pb2.ClusterBeatAnswer]  # type: ignore[assignment]
+    Beat: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ClusterHeartbeat, _cluster_pb2.ClusterHeartbeatAnswer]  # type: ignore[assignment]
     """Proves life; the answer lists what is live for the cluster."""
     RequestPush: _aio.UnaryUnaryMultiCallable[_cluster_pb2.PushRequested, _cluster_pb2.RequestPushReply]  # type: ignore[assignment]
     """Legal while training; `pending` means ask again, the same push gets the same grant."""
@@ -88,9 +88,9 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Beat(
         self,
-        request: _cluster_pb2.ClusterBeat,
+        request: _cluster_pb2.ClusterHeartbeat,
         context: _ServicerContext,
-    ) -> _typing.Union[_cluster_pb2.ClusterBeatAnswer, _abc.Awaitable[_cluster_pb2.ClusterBeatAnswer]]:
+    ) -> _typing.Union[_cluster_pb2.ClusterHeartbeatAnswer, _abc.Awaitable[_cluster_pb2.ClusterHeartbeatAnswer]]:
         """Proves life; the answer lists what is live for the cluster."""
 
     @_abc_1.abstractmethod

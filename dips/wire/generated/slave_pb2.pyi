@@ -87,7 +87,7 @@ class Registered(_message.Message):
     LOAD_VERSION_FIELD_NUMBER: _builtins.int
     COMMIT_VERSION_FIELD_NUMBER: _builtins.int
     ABORT_VERSION_FIELD_NUMBER: _builtins.int
-    WAIT_FIELD_NUMBER: _builtins.int
+    REGISTER_LATER_FIELD_NUMBER: _builtins.int
     HEAD_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
     GENESIS_FIELD_NUMBER: _builtins.int
@@ -104,7 +104,7 @@ class Registered(_message.Message):
     @_builtins.property
     def abort_version(self) -> Global___AbortVersion: ...
     @_builtins.property
-    def wait(self) -> Global___Wait: ...
+    def register_later(self) -> Global___RegisterLater: ...
     @_builtins.property
     def head(self) -> _names_pb2.VersionId: ...
     @_builtins.property
@@ -120,17 +120,17 @@ class Registered(_message.Message):
         load_version: Global___LoadVersion | None = ...,
         commit_version: Global___CommitVersion | None = ...,
         abort_version: Global___AbortVersion | None = ...,
-        wait: Global___Wait | None = ...,
+        register_later: Global___RegisterLater | None = ...,
         head: _names_pb2.VersionId | None = ...,
         layers: _abc.Iterable[_builtins.int] | None = ...,
         genesis: _abc.Iterable[_builtins.str] | None = ...,
         manifest: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_version", b"abort_version", "commit_version", b"commit_version", "head", b"head", "hold", b"hold", "load_version", b"load_version", "order", b"order", "wait", b"wait"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_version", b"abort_version", "commit_version", b"commit_version", "head", b"head", "hold", b"hold", "load_version", b"load_version", "order", b"order", "register_later", b"register_later"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_version", b"abort_version", "commit_version", b"commit_version", "genesis", b"genesis", "head", b"head", "hold", b"hold", "layers", b"layers", "load_version", b"load_version", "manifest", b"manifest", "order", b"order", "sinc", b"sinc", "term", b"term", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_version", b"abort_version", "commit_version", b"commit_version", "genesis", b"genesis", "head", b"head", "hold", b"hold", "layers", b"layers", "load_version", b"load_version", "manifest", b"manifest", "order", b"order", "register_later", b"register_later", "sinc", b"sinc", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_order: _TypeAlias = _typing.Literal["hold", "load_version", "commit_version", "abort_version", "wait"]  # noqa: Y015
+    _WhichOneofReturnType_order: _TypeAlias = _typing.Literal["hold", "load_version", "commit_version", "abort_version", "register_later"]  # noqa: Y015
     _WhichOneofArgType_order: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_order) -> _WhichOneofReturnType_order | None: ...
 
@@ -212,7 +212,7 @@ class AbortVersion(_message.Message):
 Global___AbortVersion: _TypeAlias = AbortVersion  # noqa: Y015
 
 @_typing.final
-class Wait(_message.Message):
+class RegisterLater(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
@@ -231,7 +231,7 @@ class Wait(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Wait: _TypeAlias = Wait  # noqa: Y015
+Global___RegisterLater: _TypeAlias = RegisterLater  # noqa: Y015
 
 @_typing.final
 class Transfer(_message.Message):
@@ -272,7 +272,7 @@ class Transfer(_message.Message):
 Global___Transfer: _TypeAlias = Transfer  # noqa: Y015
 
 @_typing.final
-class SlaveBeat(_message.Message):
+class SlaveHeartbeat(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SLAVE_FIELD_NUMBER: _builtins.int
@@ -324,10 +324,10 @@ class SlaveBeat(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SlaveBeat: _TypeAlias = SlaveBeat  # noqa: Y015
+Global___SlaveHeartbeat: _TypeAlias = SlaveHeartbeat  # noqa: Y015
 
 @_typing.final
-class SlaveBeatAnswer(_message.Message):
+class SlaveHeartbeatAnswer(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TERM_FIELD_NUMBER: _builtins.int
@@ -360,7 +360,7 @@ class SlaveBeatAnswer(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SlaveBeatAnswer: _TypeAlias = SlaveBeatAnswer  # noqa: Y015
+Global___SlaveHeartbeatAnswer: _TypeAlias = SlaveHeartbeatAnswer  # noqa: Y015
 
 @_typing.final
 class PushStaged(_message.Message):

@@ -42,8 +42,8 @@ class SlaveServiceStub(object):
                 _registered_method=True)
         self.Beat = channel.unary_unary(
                 '/dips.v1.SlaveService/Beat',
-                request_serializer=dips_dot_v1_dot_slave__pb2.SlaveBeat.SerializeToString,
-                response_deserializer=dips_dot_v1_dot_slave__pb2.SlaveBeatAnswer.FromString,
+                request_serializer=dips_dot_v1_dot_slave__pb2.SlaveHeartbeat.SerializeToString,
+                response_deserializer=dips_dot_v1_dot_slave__pb2.SlaveHeartbeatAnswer.FromString,
                 _registered_method=True)
         self.Staged = channel.unary_unary(
                 '/dips.v1.SlaveService/Staged',
@@ -98,8 +98,8 @@ def add_SlaveServiceServicer_to_server(servicer, server):
             ),
             'Beat': grpc.unary_unary_rpc_method_handler(
                     servicer.Beat,
-                    request_deserializer=dips_dot_v1_dot_slave__pb2.SlaveBeat.FromString,
-                    response_serializer=dips_dot_v1_dot_slave__pb2.SlaveBeatAnswer.SerializeToString,
+                    request_deserializer=dips_dot_v1_dot_slave__pb2.SlaveHeartbeat.FromString,
+                    response_serializer=dips_dot_v1_dot_slave__pb2.SlaveHeartbeatAnswer.SerializeToString,
             ),
             'Staged': grpc.unary_unary_rpc_method_handler(
                     servicer.Staged,
@@ -164,8 +164,8 @@ class SlaveService(object):
             request,
             target,
             '/dips.v1.SlaveService/Beat',
-            dips_dot_v1_dot_slave__pb2.SlaveBeat.SerializeToString,
-            dips_dot_v1_dot_slave__pb2.SlaveBeatAnswer.FromString,
+            dips_dot_v1_dot_slave__pb2.SlaveHeartbeat.SerializeToString,
+            dips_dot_v1_dot_slave__pb2.SlaveHeartbeatAnswer.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,7 +34,7 @@ class SlaveServiceStub:
     def __new__(cls, channel: _aio.Channel) -> SlaveServiceAsyncStub: ...
     Register: _grpc.UnaryUnaryMultiCallable[_slave_pb2.SlaveRegistered, _slave_pb2.Registered]
     """Says what the slave holds; asked again until the order is Hold. The same nonce gets the same incarnation."""
-    Beat: _grpc.UnaryUnaryMultiCallable[_slave_pb2.SlaveBeat, _slave_pb2.SlaveBeatAnswer]
+    Beat: _grpc.UnaryUnaryMultiCallable[_slave_pb2.SlaveHeartbeat, _slave_pb2.SlaveHeartbeatAnswer]
     """Proves life; the answer lists everything that is live for the slave."""
     Staged: _grpc.UnaryUnaryMultiCallable[_slave_pb2.PushStaged, _names_pb2.Acknowledged]
     """A push lies whole on this slave; repeated in every beat until it is measured or dropped."""
@@ -46,7 +46,7 @@ class SlaveServiceAsyncStub(SlaveServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.UnaryUnaryMultiCallable[_slave_pb2.SlaveRegistered, _slave_pb2.Registered]  # type: ignore[assignment]
     """Says what the slave holds; asked again until the order is Hold. The same nonce gets the same incarnation."""
-    Beat: _aio.UnaryUnaryMultiCallable[_slave_pb2.SlaveBeat, _slave_pb2.SlaveBeatAnswer]  # type: ignore[assignment]
+    Beat: _aio.UnaryUnaryMultiCallable[_slave_pb2.SlaveHeartbeat, _slave_pb2.SlaveHeartbeatAnswer]  # type: ignore[assignment]
     """Proves life; the answer lists everything that is live for the slave."""
     Staged: _aio.UnaryUnaryMultiCallable[_slave_pb2.PushStaged, _names_pb2.Acknowledged]  # type: ignore[assignment]
     """A push lies whole on this slave; repeated in every beat until it is measured or dropped."""
@@ -65,9 +65,9 @@ class SlaveServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Beat(
         self,
-        request: _slave_pb2.SlaveBeat,
+        request: _slave_pb2.SlaveHeartbeat,
         context: _ServicerContext,
-    ) -> _typing.Union[_slave_pb2.SlaveBeatAnswer, _abc.Awaitable[_slave_pb2.SlaveBeatAnswer]]:
+    ) -> _typing.Union[_slave_pb2.SlaveHeartbeatAnswer, _abc.Awaitable[_slave_pb2.SlaveHeartbeatAnswer]]:
         """Proves life; the answer lists everything that is live for the slave."""
 
     @_abc_1.abstractmethod

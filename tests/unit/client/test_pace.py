@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dips.client.agent.pace import LOOK_S, MOST_TIMES, Pace
-from dips.protocol.beats import NO_MEETING
+from dips.protocol.heartbeats import OWN_PACE
 
 
 def train(pace: Pace, now: float, step_s: float, most: int = 10_000) -> tuple[float, int]:
@@ -82,7 +82,7 @@ def test_aligned_without_a_master_keeps_its_own_h() -> None:
     """A master that says nothing, or is gone for long, costs the alignment and no push."""
     pace = Pace(aligned=20)
     pace.cut(0.0)
-    pace.told(NO_MEETING, 0.0)
+    pace.told(OWN_PACE, 0.0)
     train(pace, 0.0, 0.1)
     assert pace.since_push == 20
     pace.cut(2.0)

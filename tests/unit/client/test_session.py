@@ -47,7 +47,6 @@ from dips.client.ipc.messages import (
 )
 from dips.errors import CorruptManifest, StaleIncarnation, StalePush
 from dips.ids import GENESIS, PushId, VersionId
-from dips.protocol.beats import ClusterBeatAnswer
 from dips.protocol.effects import (
     Acknowledged,
     Committed,
@@ -62,6 +61,7 @@ from dips.protocol.effects import (
     Refused,
     Result,
 )
+from dips.protocol.enums import ClusterStanding
 from dips.protocol.events import (
     ClusterJoined,
     ClusterLeft,
@@ -73,6 +73,7 @@ from dips.protocol.events import (
     RangesRequested,
     RoundAwaited,
 )
+from dips.protocol.heartbeats import ClusterHeartbeatAnswer
 
 H = 64
 V1 = VersionId(1, 1)
@@ -182,7 +183,7 @@ class Play:
     def beat(self, standing: str) -> None:
         beat = self.s.beat()
         assert beat is not None
-        answer = ClusterBeatAnswer(3, 10.0, standing, None, None, NONE_YET)
+        answer = ClusterHeartbeatAnswer(3, 10.0, ClusterStanding(standing), None, None, NONE_YET)
         self.do(self.s.beat_answered(beat.inc, answer, self.now))
 
     def adds_up(self, consumed: int) -> None:
@@ -387,7 +388,7 @@ def test_a_push_that_the_master_has_dropped_is_halted(play: Play) -> None:
     play.step()
     assert play.s.beat() is not None
     verdict = play.push_until_granted()
-    nothing = ClusterBeatAnswer(3, 10.0, "live", None, None, NONE_YET)
+    nothing = ClusterHeartbeatAnswer(3, 10.0, ClusterStanding.LIVE, None, None, NONE_YET)
     moving = TransferProgress(play.s.attempt, 10, 100)
     play.do(play.s.beat_answered(play.s.inc, nothing, play.now))
     assert play.say(moving) == Heard()

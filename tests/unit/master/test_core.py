@@ -13,9 +13,9 @@ from dips.ids import GENESIS, PullId
 from dips.master.core import EXIT_LEDGER, MasterCore
 from dips.master.held import PollOptions
 from dips.master.outbox import Action, HeartbeatReply, SlaveAddress, WriteRecords
-from dips.protocol.beats import NO_MEETING, ClusterBeat, ClusterBeatAnswer, SlaveBeat, SlaveBeatAnswer
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Acknowledged, Dropped, Effect, Grant, Joined, Note, OpenPull, Order, Pending, Reply
+from dips.protocol.enums import Activity, TrainerState
 from dips.protocol.events import (
     Blind,
     ClusterJoined,
@@ -29,6 +29,13 @@ from dips.protocol.events import (
     SlaveRegistered,
     Ticked,
 )
+from dips.protocol.heartbeats import (
+    OWN_PACE,
+    ClusterHeartbeat,
+    ClusterHeartbeatAnswer,
+    SlaveHeartbeat,
+    SlaveHeartbeatAnswer,
+)
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.membership import Judge
 from dips.protocol.options import Options, TimingOptions
@@ -39,7 +46,7 @@ TIMING = TimingOptions(beat_s=2.0, lease_beats=5, transfer_s=60.0)
 LEASE_S = TIMING.lease_s
 MANIFEST = Manifest((Layer("l", (Parameter("l.w", (4,)),)),))
 PULL = PullId("a", 1, 1)
-BEAT = ClusterBeat("a", 1, "training", "inner", 1, 0, 0, 0, 0.0, GENESIS, 0, 0, 0.0)
+BEAT = ClusterHeartbeat("a", 1, TrainerState.TRAINING, Activity.INNER, 1, 0, 0, 0, 0.0, GENESIS, 0, 0, 0.0)
 
 
 class Shell:
@@ -133,7 +140,7 @@ class Shell:
 
     def beat_slave(self, term: int = 3) -> Any:
         self.req += 1
-        heartbeat = SlaveBeat("s", 1, term, GENESIS, (), (), 0, 0, 0, 0, 0.0, 0.0)
+        heartbeat = SlaveHeartbeat("s", 1, term, GENESIS, (), (), 0, 0, 0, 0, 0.0, 0.0)
         self.core.on_heartbeat(self.req, heartbeat, self.now)
         self._carry_out()
         return self.answers.get(self.req)
@@ -324,7 +331,7 @@ def test_who_has_ended_is_forgotten(shell: Shell) -> None:
     assert ("cluster", "a") in shell.core.heartbeats
     shell.ask(lambda r: ClusterLeft(r, "a", 1, 0))
     assert ("cluster", "a") not in shell.core.heartbeats
-    assert shell.beat(aligned_steps=10, step_s=1.0).push_in_s == NO_MEETING
+    assert shell.beat(aligned_steps=10, step_s=1.0).push_in_s == OWN_PACE
     shell.run_to(3 * LEASE_S)
     assert not any(isinstance(event, ClusterSilent) for event in shell.events)
     assert len(shell.ended()) == 1
@@ -337,7 +344,7 @@ def test_who_is_silent_is_forgotten(shell: Shell) -> None:
     shell.run_to(LEASE_S + 0.1)
     assert [record.cluster for record in shell.ended()] == ["a"]
     answer = shell.beat(aligned_steps=10, step_s=1.0)
-    assert (answer.standing, answer.push_in_s) == ("gone", NO_MEETING)
+    assert (answer.standing, answer.push_in_s) == ("gone", OWN_PACE)
     shell.run_to(3 * LEASE_S)
     assert len(shell.ended()) == 1
 
@@ -352,8 +359,8 @@ def test_aligned_clusters_are_told_when_to_push(shell: Shell) -> None:
     first = shell.beat("a", aligned_steps=10, step_s=1.0, since_push=0)
     other = shell.beat("b", aligned_steps=10, step_s=1.0, since_push=4)
     alone = shell.beat("c")
-    assert isinstance(first, ClusterBeatAnswer)
-    assert (first.push_in_s, other.push_in_s, alone.push_in_s) == (10.0, 10.0, NO_MEETING)
+    assert isinstance(first, ClusterHeartbeatAnswer)
+    assert (first.push_in_s, other.push_in_s, alone.push_in_s) == (10.0, 10.0, OWN_PACE)
     paces = {name: cluster["pace"] for name, cluster in shell.core.view(shell.now)["clusters"].items()}
     assert paces["a"].startswith("aligned: H 10") and paces["b"].startswith("aligned: H 14") and paces["c"] == ""
 
@@ -369,7 +376,7 @@ def test_a_gap_leaves_the_aligned_grid_where_the_clusters_are(shell: Shell) -> N
 def test_a_slave_of_an_older_term_must_register(shell: Shell) -> None:
     """A heartbeat with another master's term is answered with register, whatever the Coordinator remembers."""
     stale, fresh = shell.beat_slave(term=2), shell.beat_slave(term=3)
-    assert isinstance(stale, SlaveBeatAnswer)
+    assert isinstance(stale, SlaveHeartbeatAnswer)
     assert (stale.register, fresh.register) == (True, False)
 
 
@@ -381,4 +388,4 @@ def test_only_known_peers_are_kept_for_the_status(shell: Shell) -> None:
     shell.beat(inner_steps=5)
     shell.beat(inner_steps=6)
     kept, _ = shell.core.heartbeats["cluster", "a"]
-    assert isinstance(kept, ClusterBeat) and kept.inner_steps == 6
+    assert isinstance(kept, ClusterHeartbeat) and kept.inner_steps == 6

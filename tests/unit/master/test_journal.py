@@ -29,7 +29,7 @@ from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Effect
 from dips.protocol.events import Event, OrderAnswered, Ticked
 from dips.sim import master as sim_master
-from dips.sim.world import World
+from tests.simulation.trial import play as play_seed
 
 ROOT = Path(__file__).parents[3]
 LARGE = JournalSection()
@@ -67,7 +67,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]
         Journalled.directory, Journalled.made, Journalled.options = tmp_path, [], JournalSection(**options)
         monkeypatch.setattr(sim_master, "Coordinator", Journalled)
         monkeypatch.setattr(journal_module, "CLOSE_S", 60.0)  # a busy machine is no slow disk
-        assert World(seed).run().failure is None
+        assert play_seed((seed, None)).failure is None
         for journal in Journalled.made:
             journal.close()
         return tmp_path
@@ -122,15 +122,15 @@ def test_the_same_under_another_hash_seed(play: Callable[..., Path], hash_seed: 
 def test_a_walk_over_a_set_is_found(play: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The check bites: code that tells a set in its own order is found by another process, where it did."""
 
-    def told(w: Any, event: Any) -> None:
-        staged(w, event)
-        w.note("staged", on=",".join({f"{event.slave}-{i}" for i in range(30)}))
+    def told(run: Any, event: Any) -> None:
+        staged(run, event)
+        run.note("staged", on=",".join({f"{event.slave}-{i}" for i in range(30)}))
 
-    staged = pushes.staged
+    staged = pushes.on_push_staged
     monkeypatch.setitem(sys.modules["dips.protocol.coordinator"].HANDLERS, pushes.PushStaged, told)
     directory = play()
     assert not any(one.differs for one in replay(directory))
-    script = "import sys; from dips.protocol import coordinator, pushes\nstaged = pushes.staged\n"
+    script = "import sys; from dips.protocol import coordinator, pushes\nstaged = pushes.on_push_staged\n"
     script += "def told(w, event):\n    staged(w, event)\n"
     script += "    w.note('staged', on=','.join({f'{event.slave}-{i}' for i in range(30)}))\n"
     script += "coordinator.HANDLERS[pushes.PushStaged] = told\n"

@@ -15,6 +15,7 @@ from dips.errors import ConfigError, Corrupt
 from dips.ids import GENESIS, PushId, VersionId
 from dips.master import ledger_history
 from dips.master.ledger import MEMORY, Ledger
+from dips.protocol.enums import OutcomeKind, Role, RoundResult
 from dips.protocol.records import (
     ClusterEnded,
     FoldRow,
@@ -46,7 +47,7 @@ def penalty(cluster: str, n: int) -> PenaltyRow:
 
 
 def outcome(push: PushId, kind: str, ranges: tuple[int, ...] = (), tokens: int = 10) -> OutcomeRow:
-    return OutcomeRow(push, kind, "why", tokens, 4, 1.25, 0.5, ranges)
+    return OutcomeRow(push, OutcomeKind(kind), "why", tokens, 4, 1.25, 0.5, ranges)
 
 
 def committed(version: VersionId, parent: VersionId, *pushes: PushId, ranges: tuple[int, ...] = ()) -> VersionCommitted:
@@ -85,10 +86,12 @@ def test_terms_rise(ledger: Ledger) -> None:
 
 def test_the_story_of_two_versions(ledger: Ledger) -> None:
     """What two committed rounds and a skipped one between them left is what a new master starts from."""
-    ledger.write([IncarnationGiven("cluster", "a", 1, "na"), IncarnationGiven("slave", "s0", 1, "ns")])
-    ledger.write([IncarnationGiven("cluster", "b", 1, "nb"), RangesLeased("a", 1, 1, (0, 1)), RoundReserved(1, 1.0)])
+    ledger.write([IncarnationGiven(Role.CLUSTER, "a", 1, "na"), IncarnationGiven(Role.SLAVE, "s0", 1, "ns")])
+    ledger.write([IncarnationGiven(Role.CLUSTER, "b", 1, "nb"), RangesLeased("a", 1, 1, (0, 1)), RoundReserved(1, 1.0)])
     ledger.write([committed(V1, GENESIS, A1, B1, ranges=(0,))])
-    ledger.write([RoundReserved(2, 2.0), RoundEnded(2, "skipped", "s0 was lost", (outcome(A2, "skipped"),), (), 3.0)])
+    ledger.write(
+        [RoundReserved(2, 2.0), RoundEnded(2, RoundResult.SKIPPED, "s0 was lost", (outcome(A2, "skipped"),), (), 3.0)]
+    )
     ledger.write([RoundReserved(3, 4.0), committed(V2, V1, PushId("b", 1, 5)), VersionsRetired((V1,))])
     state = ledger.state()
     assert [(v.version, v.parent, v.tokens, v.retired) for v in state.versions] == [
@@ -110,17 +113,21 @@ def test_the_story_of_two_versions(ledger: Ledger) -> None:
 
 def test_ranges_of_a_life(ledger: Ledger) -> None:
     """Each lease is one entry; skipped pushes settle nothing; the dead hold nothing."""
-    ledger.write([IncarnationGiven("cluster", "a", 1, "n"), IncarnationGiven("cluster", "b", 1, "n")])
+    ledger.write([IncarnationGiven(Role.CLUSTER, "a", 1, "n"), IncarnationGiven(Role.CLUSTER, "b", 1, "n")])
     ledger.write([RangesLeased("a", 1, 1, (0, 1)), RangesLeased("b", 1, 1, (2,)), RangesLeased("a", 1, 2, (3,))])
-    ledger.write([RoundReserved(1, 0.0), RoundEnded(1, "skipped", "x", (outcome(A1, "skipped", (0,)),), (), 0.0)])
-    ledger.write([RoundReserved(2, 0.0), RoundEnded(2, "unchanged", "x", (outcome(A2, "gated", (1,)),), (), 0.0)])
+    ledger.write(
+        [RoundReserved(1, 0.0), RoundEnded(1, RoundResult.SKIPPED, "x", (outcome(A1, "skipped", (0,)),), (), 0.0)]
+    )
+    ledger.write(
+        [RoundReserved(2, 0.0), RoundEnded(2, RoundResult.UNCHANGED, "x", (outcome(A2, "gated", (1,)),), (), 0.0)]
+    )
     assert ledger.state().leased == (("a", 1, 1, (0,)), ("b", 1, 1, (2,)), ("a", 1, 2, (3,)))
     ledger.write([ClusterEnded("a", 1, "silent", 7, 1.0)])
     state = ledger.state()
     assert state.leased == (("b", 1, 1, (2,)),)
     assert state.settled == (1,)
     assert state.clusters[0] == PeerRow("a", 1, "n", True, 10, 17)
-    ledger.write([IncarnationGiven("cluster", "a", 2, "m")])
+    ledger.write([IncarnationGiven(Role.CLUSTER, "a", 2, "m")])
     assert ledger.state().clusters[0] == PeerRow("a", 2, "m", False, 0, 17)
     assert ledger.tokens() == {
         "a": {"accepted": 0, "gated": 10, "lost": 7, "undone": 0},
@@ -131,23 +138,25 @@ def test_ranges_of_a_life(ledger: Ledger) -> None:
 def test_a_push_that_its_life_left_open(ledger: Ledger) -> None:
     """Its tokens are lost, unless an Outcome settles it: one that is skipped, or that never comes, does not."""
     clusters = [PushId("a", 1, 1), PushId("b", 1, 1), PushId("c", 1, 1)]
-    ledger.write([IncarnationGiven("cluster", p.cluster, 1, "n") for p in clusters])
+    ledger.write([IncarnationGiven(Role.CLUSTER, p.cluster, 1, "n") for p in clusters])
     ledger.write([RoundReserved(1, 0.0), *(ClusterEnded(p.cluster, 1, "x", 3, 1.0, 1, 10) for p in clusters)])
-    ledger.write([RoundEnded(1, "skipped", "x", (outcome(clusters[0], "skipped"),), (), 0.0)])
-    ledger.write([RoundReserved(2, 0.0), RoundEnded(2, "unchanged", "x", (outcome(clusters[1], "gated"),), (), 0.0)])
+    ledger.write([RoundEnded(1, RoundResult.SKIPPED, "x", (outcome(clusters[0], "skipped"),), (), 0.0)])
+    ledger.write(
+        [RoundReserved(2, 0.0), RoundEnded(2, RoundResult.UNCHANGED, "x", (outcome(clusters[1], "gated"),), (), 0.0)]
+    )
     told = {name: (t["gated"], t["lost"]) for name, t in ledger.tokens().items()}
     assert told == {"a": (0, 13), "b": (10, 3), "c": (0, 13)}
     assert [peer.tokens_accounted for peer in ledger.state().clusters] == [13, 13, 13]
-    ledger.write([IncarnationGiven("cluster", "a", 2, "m")])
+    ledger.write([IncarnationGiven(Role.CLUSTER, "a", 2, "m")])
     assert ledger.state().clusters[0].tokens_accounted == 13
 
 
 def test_skipped_tokens_are_not_added_up(ledger: Ledger) -> None:
     """They come again with the next push, so however often the largest push is skipped, the ledger can be read."""
-    ledger.write([IncarnationGiven("cluster", "a", 1, "n")])
+    ledger.write([IncarnationGiven(Role.CLUSTER, "a", 1, "n")])
     largest = (1 << 53) - 1
     rounds = [
-        RoundEnded(n, "skipped", "x", (outcome(PushId("a", 1, n), "skipped", tokens=largest),) * 200, (), 0.0)
+        RoundEnded(n, RoundResult.SKIPPED, "x", (outcome(PushId("a", 1, n), "skipped", tokens=largest),) * 200, (), 0.0)
         for n in range(1, 8)
     ]
     ledger.write([record for r in rounds for record in (RoundReserved(r.round, 0.0), r)])
@@ -161,7 +170,7 @@ A3, A4 = PushId("a", 1, 3), PushId("a", 1, 4)
 
 def rolled_back(ledger: Ledger) -> None:
     """v1 keeps range 0; v2 and v3 with ranges 1 and 2 are undone; a gated push in v3's round brought range 3."""
-    ledger.write([IncarnationGiven("cluster", "a", 1, "n"), IncarnationGiven("cluster", "b", 1, "n")])
+    ledger.write([IncarnationGiven(Role.CLUSTER, "a", 1, "n"), IncarnationGiven(Role.CLUSTER, "b", 1, "n")])
     ledger.write([RangesLeased("a", 1, 1, (0, 1, 2)), RangesLeased("b", 1, 1, (3, 4))])
     ledger.write([RoundReserved(1, 0.0), committed(V1, GENESIS, A1, ranges=(0,))])
     ledger.write([RoundReserved(3, 0.0), committed(V2, V1, A2, ranges=(1,)), RoundReserved(4, 0.0)])
@@ -279,7 +288,7 @@ def test_history_tells_each_round() -> None:
     ledger.write([RoundReserved(1, 0.0)])
     ledger.write([committed(V1, GENESIS, A1, B1)])
     ledger.write([RoundReserved(2, 0.0)])
-    ledger.write([RoundEnded(2, "skipped", "s0 was lost", (outcome(A2, "skipped"),), (), 3.0)])
+    ledger.write([RoundEnded(2, RoundResult.SKIPPED, "s0 was lost", (outcome(A2, "skipped"),), (), 3.0)])
     ledger.write([RoundReserved(3, 0.0)])
     applied, skipped, open_round = ledger.history()
     assert (applied.kind, applied.version, applied.parent, applied.tokens) == ("applied", V1, GENESIS, 20)
@@ -375,7 +384,7 @@ def test_a_reader_sees_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     def commits_meanwhile(db: sqlite3.Connection, row: Any) -> Any:
         monkeypatch.undo()
-        ledger.write([RoundEnded(1, "skipped", "x", (outcome(A1, "skipped", (0,)),), (), 0.0)])
+        ledger.write([RoundEnded(1, RoundResult.SKIPPED, "x", (outcome(A1, "skipped", (0,)),), (), 0.0)])
         return ledger_history._round(db, row)
 
     monkeypatch.setattr(ledger_history, "_round", commits_meanwhile)

@@ -17,7 +17,7 @@ from dips.errors import UnavailableMaster
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.master.core import EXIT_LEDGER, MasterCore
 from dips.master.runtime import EXIT_BUG, Runtime
-from dips.protocol.beats import ClusterBeat, SlaveBeat
+from dips.protocol.alignment import WindowTiming
 from dips.protocol.effects import (
     Effect,
     Exit,
@@ -28,6 +28,7 @@ from dips.protocol.effects import (
     Progress,
     Reply,
 )
+from dips.protocol.enums import Activity, ClusterStanding, Role, TrainerState
 from dips.protocol.events import (
     Blind,
     ClusterJoined,
@@ -40,9 +41,9 @@ from dips.protocol.events import (
     RoundAwaited,
     Ticked,
 )
+from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.membership import Judge
 from dips.protocol.options import TimingOptions
-from dips.protocol.pace import Gathering
 from dips.protocol.records import IncarnationGiven, Record
 from dips.telemetry.timeline import Timeline, read
 
@@ -61,7 +62,7 @@ class ScriptedCoordinator:
         self.seen: list[Event] = []
         self.script: dict[type, Callable[[Any], list[Effect]]] = {}
         self.deadline = inf
-        self.standing = "live"
+        self.standing = ClusterStanding.LIVE
         self.heard = asyncio.Event()
 
     def step(self, event: Event, now: float) -> list[Effect]:
@@ -77,14 +78,14 @@ class ScriptedCoordinator:
     def progress(self) -> Progress:
         return Progress(0, 0, None)
 
-    def cluster_standing(self, cluster: str, inc: int) -> tuple[str, PushId | None, PullId | None]:
+    def cluster_standing(self, cluster: str, inc: int) -> tuple[ClusterStanding, PushId | None, PullId | None]:
         return self.standing, PUSH, None
 
     def slave_live(self, slave: str, sinc: int) -> tuple[bool, int, tuple[PushId, ...], tuple[PullId, ...]]:
         return False, 7, (PUSH,), ()
 
-    def gathering(self) -> Gathering:
-        return Gathering(None, 1, 0)
+    def window_timing(self) -> WindowTiming:
+        return WindowTiming(None, 1, 0)
 
     def view(self, now: float) -> dict[str, Any]:
         return {"seen": len(self.seen)}
@@ -164,7 +165,7 @@ async def running(tmp_path: Path) -> AsyncIterator[RunningMaster]:
 
 
 def joins(event: ClusterJoined) -> list[Effect]:
-    given = IncarnationGiven("cluster", event.cluster, 1, event.nonce)
+    given = IncarnationGiven(Role.CLUSTER, event.cluster, 1, event.nonce)
     return [given, Reply(event.req, Joined(3, 1, GENESIS, Progress(0, 0, None), ()))]
 
 
@@ -179,7 +180,7 @@ async def test_an_answer_waits_for_its_record(tmp_path: Path) -> None:
         assert not done and h.outside.written == []
         h.outside.disk.set()
         assert isinstance(await asking, Joined)
-        assert h.outside.written == [IncarnationGiven("cluster", "a", 1, "nonce")]
+        assert h.outside.written == [IncarnationGiven(Role.CLUSTER, "a", 1, "nonce")]
 
 
 async def test_a_beat_tells_nothing_that_is_not_durable(tmp_path: Path) -> None:
@@ -194,7 +195,12 @@ async def test_a_beat_tells_nothing_that_is_not_durable(tmp_path: Path) -> None:
         assert not done
         h.outside.disk.set()
         answer = await beating
-        assert (answer.term, answer.standing, answer.push, answer.lease_s) == (3, "live", PUSH, TIMING.lease_s)
+        assert (answer.term, answer.standing, answer.push, answer.lease_s) == (
+            3,
+            ClusterStanding.LIVE,
+            PUSH,
+            TIMING.lease_s,
+        )
         await asking
 
 
@@ -202,7 +208,7 @@ async def test_orders_leave_in_order_behind_their_record(tmp_path: Path) -> None
     """Orders begin in the order in which they were given, after the record before them; their answers are events."""
     async with running(tmp_path) as h:
         orders = [Order("s", 1, 3, number, Ping(), 1.0) for number in (1, 2, 3)]
-        h.coordinator.script[PushStaged] = lambda e: [orders[0], IncarnationGiven("slave", "s", 1, "n"), *orders[1:]]
+        h.coordinator.script[PushStaged] = lambda e: [orders[0], IncarnationGiven(Role.SLAVE, "s", 1, "n"), *orders[1:]]
         h.outside.disk.clear()
         h.runtime.put_event(PushStaged("s", 1, PUSH, 4))
         first = await h.heard(OrderAnswered)
@@ -302,9 +308,11 @@ async def test_stop_refuses_those_who_wait(tmp_path: Path) -> None:
     made.timeline.close()
 
 
-def beat(inner_steps: int = 0) -> ClusterBeat:
-    return ClusterBeat("a", 1, "training", "inner", 1, inner_steps, 0, 0, 0.0, VersionId(0, 0), 0, 0, 0.0)
+def beat(inner_steps: int = 0) -> ClusterHeartbeat:
+    return ClusterHeartbeat(
+        "a", 1, TrainerState.TRAINING, Activity.INNER, 1, inner_steps, 0, 0, 0.0, VersionId(0, 0), 0, 0, 0.0
+    )
 
 
-def slave_beat(term: int) -> SlaveBeat:
-    return SlaveBeat("s", 1, term, GENESIS, (), (), 0, 0, 0, 0, 0.0, 0.0)
+def slave_beat(term: int) -> SlaveHeartbeat:
+    return SlaveHeartbeat("s", 1, term, GENESIS, (), (), 0, 0, 0, 0, 0.0, 0.0)

@@ -8,10 +8,13 @@ from math import inf, nan
 
 from dips.ids import PushId, VersionId
 from dips.master.status import status, to_json
-from dips.protocol.beats import ClusterBeat, SlaveBeat, Transfer
+from dips.protocol.enums import Activity, TrainerState
+from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat, Transfer
 
-CLUSTER = ClusterBeat("a", 1, "training", "inner", 1, 640, 100, 0, 2.5, VersionId(1, 1), 0, 0, 1e6)
-SLAVE = SlaveBeat(
+CLUSTER = ClusterHeartbeat(
+    "a", 1, TrainerState.TRAINING, Activity.INNER, 1, 640, 100, 0, 2.5, VersionId(1, 1), 0, 0, 1e6
+)
+SLAVE = SlaveHeartbeat(
     "s", 2, 1, VersionId(1, 1), (PushId("a", 1, 3),), (Transfer("a", 1, 3, True, 5, 9),), 10, 20, 1, 2, 0.1, 0.2
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dips.ids import GENESIS, PullId, PushId
 from dips.protocol import events as ev
 from dips.protocol.effects import Grant, OpenPush, Reorder, Reply
-from dips.sim.story import Teller
+from tests.transcripts.story import Teller
 
 
 def told() -> Teller:

@@ -16,14 +16,15 @@ from typing import Any
 
 import pytest
 
-from dips.errors import Corrupt, LocalProtocolError
+from dips.errors import Corrupt, FailedDisk, LocalProtocolError, StalePush
 from dips.ids import PushId, VersionId
-from dips.protocol import codec, world
+from dips.protocol import codec, entities
 from dips.protocol.coordinator import Coordinator
-from dips.protocol.effects import Acknowledged, Effect, Note, OpenPush, Order, Reply
-from dips.protocol.events import Event, OrderAnswered, Persisted, Ticked
+from dips.protocol.effects import Acknowledged, Effect, Failed, Note, OpenPush, Order, Reply
+from dips.protocol.enums import FanoutKind
+from dips.protocol.events import Event, OrderAnswered, OrderFailed, Persisted, Ticked
 from dips.sim import master as sim_master
-from dips.sim.world import World as SimulatedWorld
+from tests.simulation.trial import play
 
 ROOT = Path(__file__).parents[3]
 
@@ -84,20 +85,20 @@ def test_every_state_of_a_troubled_run_survives_its_text(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(sim_master, "Coordinator", Watched)
     for seed in range(2):
-        assert SimulatedWorld(seed).run().failure is None
+        assert play((seed, None)).failure is None
     assert states > 500
-    assert {"World", "Penalty", "RangeBook", "Round", "Push", "Pull", "Chorus", "Lease"} <= met_classes
+    assert {"RunState", "Penalty", "RangeBook", "Round", "Push", "Pull", "Fanout", "FanoutKind", "Lease"} <= met_classes
 
 
 def test_one_object_stays_one() -> None:
     """A push that stands in its cluster and in a round is the same object again, also in a circle."""
-    push = world.Push(PushId("a", 1, 1), VersionId(0, 0), 1, 2.0, 3.0)
-    cluster = world.Cluster("a", 1, "n", push=push)
+    push = entities.Push(PushId("a", 1, 1), VersionId(0, 0), 1, 2.0, 3.0)
+    cluster = entities.Cluster("a", 1, "n", push=push)
     one, other = back((cluster, push))
     assert one.push is other
     push.staged = {"s2", "s1"}
-    chorus = world.Chorus("open_push", push.id, {"s1"})
-    a, b = back([(chorus, 1), (chorus, 2)])
+    fanout = entities.Fanout(FanoutKind.OPEN_PUSH, push.id, {"s1"})
+    a, b = back([(fanout, 1), (fanout, 2)])
     assert a[0] is b[0]
 
 
@@ -114,6 +115,7 @@ def test_one_object_stays_one() -> None:
         (Ticked(), OrderAnswered("s", 1, 2, Persisted(VersionId(1, 1), "d"))),
         Order("s", 1, 1, 1, OpenPush(PushId("a", 1, 1), (0, 1), 5.0), 1.0),
         (Reply(1, Acknowledged()), Note("x", (("a", "b"),))),
+        (Reply(1, Failed(StalePush, "old")), OrderFailed("s", 1, 2, FailedDisk, "full")),
     ],
 )
 def test_values(value: Any) -> None:
@@ -148,7 +150,7 @@ class Foreign:
 
 def test_what_has_no_spelling_is_refused() -> None:
     """A field of a new kind, an attribute that is no field, a container with two owners: errors, nothing is lost."""
-    push = world.Push(PushId("a", 1, 1), VersionId(0, 0), 1, 2.0, 3.0)
+    push = entities.Push(PushId("a", 1, 1), VersionId(0, 0), 1, 2.0, 3.0)
     push.verdict = Foreign()  # type: ignore[assignment]
     with pytest.raises(LocalProtocolError, match="Foreign has no spelling"):
         codec.text(push)
@@ -161,11 +163,23 @@ def test_what_has_no_spelling_is_refused() -> None:
         codec.text((shared, shared))
     with pytest.raises(LocalProtocolError, match="object has no spelling"):
         codec.text({"x": object()})
+    with pytest.raises(LocalProtocolError, match=r"no class of dips\.errors"):
+        codec.text(Failed(ValueError, ""))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "spelled",
-    [["os.system", "x"], ["VersionId", 1], ["VersionId", 1, 2, 3], ["r", 7], ["RoundState", "?"], [], ["World", 3]],
+    [
+        ["os.system", "x"],
+        ["VersionId", 1],
+        ["VersionId", 1, 2, 3],
+        ["r", 7],
+        ["RoundState", "?"],
+        [],
+        ["RunState", 3],
+        ["e", "NoSuchError"],
+        ["FanoutKind", "?"],
+    ],
 )
 def test_what_is_no_spelling_is_refused(spelled: Any) -> None:
     """Foreign classes, wrong numbers of fields, unknown references and states are Corrupt."""
@@ -175,7 +189,7 @@ def test_what_is_no_spelling_is_refused(spelled: Any) -> None:
 
 def test_another_shape_is_named() -> None:
     """A state that was written by another Di-PS is told apart by the fields of its classes."""
-    spelled = codec.spell((VersionId(1, 2), world.Push(PushId("a", 1, 1), VersionId(0, 0), 1, 2.0, 3.0)))
+    spelled = codec.spell((VersionId(1, 2), entities.Push(PushId("a", 1, 1), VersionId(0, 0), 1, 2.0, 3.0)))
     written = codec.shapes(spelled)
     assert {"VersionId", "Push", "PushId"} == written.keys()
     assert codec.differences(written) == []

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.protocol.beats import ClusterBeat
 from dips.protocol.deadlines import Bandwidth, too_slow, transfer_deadline_s
+from dips.protocol.enums import Activity, TrainerState
 from dips.protocol.events import BandwidthMeasured
+from dips.protocol.heartbeats import ClusterHeartbeat
 from dips.protocol.membership import Judge
 from dips.protocol.options import TimingOptions
 
@@ -66,9 +67,9 @@ def test_the_judge_tells_what_beats_say_of_a_life() -> None:
     judge = Judge(TIMING)
     judge.welcome_cluster("a", 2, 0.0)
 
-    def beat(inc: int, rate: float) -> ClusterBeat:
-        return ClusterBeat("a", inc, "training", "push", 1, 0, 0, 0, 0.0, None, 0, 0, rate)
+    def beat(inc: int, rate: float) -> ClusterHeartbeat:
+        return ClusterHeartbeat("a", inc, TrainerState.TRAINING, Activity.PUSH, 1, 0, 0, 0, 0.0, None, 0, 0, rate)
 
-    assert judge.heard_cluster(beat(2, 50.0), 1.0) == [BandwidthMeasured("a", 2, 50.0)]
-    assert judge.heard_cluster(beat(2, 51.0), 2.0) == []
-    assert judge.heard_cluster(beat(1, 5.0), 3.0) == []
+    assert judge.on_cluster_heartbeat(beat(2, 50.0), 1.0) == [BandwidthMeasured("a", 2, 50.0)]
+    assert judge.on_cluster_heartbeat(beat(2, 51.0), 2.0) == []
+    assert judge.on_cluster_heartbeat(beat(1, 5.0), 3.0) == []

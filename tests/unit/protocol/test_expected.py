@@ -6,7 +6,7 @@ import pytest
 
 from dips.protocol import events as ev
 from dips.protocol.effects import Apply
-from dips.sim.story import Teller
+from tests.transcripts.story import Teller
 
 
 def closed_after_one_commit(pace_s: float, bytes_per_s: float) -> bool:
@@ -17,7 +17,7 @@ def closed_after_one_commit(pace_s: float, bytes_per_s: float) -> bool:
         teller.joins(cluster, {})
         teller.trains(cluster, {})
     teller.step(ev.BandwidthMeasured("b", 1, bytes_per_s))
-    b = teller.machine._world.clusters["b"]
+    b = teller.machine._run.clusters["b"]
     b.requested_at = teller.now
     b.paces.append(pace_s)
     teller.pushes("a", {"push": "a/1#2", "tokens": "100"})

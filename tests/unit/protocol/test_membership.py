@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dips.ids import PushId
-from dips.protocol.beats import ClusterBeat, SlaveBeat
-from dips.protocol.events import ClusterSilent, ClusterTold, PushStaged, SlaveSilent, TrainerChanged
+from dips.protocol.enums import Activity, TrainerState
+from dips.protocol.events import ClusterSilent, PushStaged, SlaveSilent, TokensReported, TrainerChanged
+from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.membership import Judge
 from dips.protocol.options import TimingOptions
 
@@ -15,12 +16,12 @@ def beat(
     cluster: str = "a",
     inc: int = 1,
     steps: int = 0,
-    trainer: str = "training",
-    activity: str = "inner",
+    trainer: TrainerState = TrainerState.TRAINING,
+    activity: Activity = Activity.INNER,
     moved: int = 0,
     total: int = 0,
-) -> ClusterBeat:
-    return ClusterBeat(
+) -> ClusterHeartbeat:
+    return ClusterHeartbeat(
         cluster, inc, trainer, activity, 1, steps, 70, 30, 0.0, None, moved, total, 0.0, tokens_consumed=100
     )
 
@@ -29,7 +30,7 @@ def test_a_lease_ends_after_five_beats_of_silence_and_is_said_once() -> None:
     """Silence of a whole lease is death; the tokens that it carried are known from its last beat."""
     judge = Judge(TIMING)
     judge.welcome_cluster("a", 1, 0.0)
-    judge.heard_cluster(beat(), 3.0)
+    judge.on_cluster_heartbeat(beat(), 3.0)
     assert judge.next_deadline() == 13.0
     assert judge.verdicts(12.9) == []
     assert judge.verdicts(13.0) == [ClusterSilent("a", 1, 10.0, 100, 30)]
@@ -50,7 +51,7 @@ def test_beats_of_an_older_life_are_not_heard() -> None:
     """Invariant 5: a zombie's beat renews nothing."""
     judge = Judge(TIMING)
     judge.welcome_cluster("a", 2, 0.0)
-    judge.heard_cluster(beat(inc=1), 9.0)
+    judge.on_cluster_heartbeat(beat(inc=1), 9.0)
     assert [type(v) for v in judge.verdicts(10.0)] == [ClusterSilent]
 
 
@@ -59,14 +60,14 @@ def test_a_hung_trainer_is_told_from_a_slow_one() -> None:
     judge = Judge(TIMING)
     judge.welcome_cluster("a", 1, 0.0)
     for now in range(2, 60, 2):
-        assert judge.heard_cluster(beat(steps=1), float(now)) == []
-    judge.heard_cluster(beat(steps=1), 61.0)
-    assert judge.heard_cluster(beat(steps=1), 62.0) == [
+        assert judge.on_cluster_heartbeat(beat(steps=1), float(now)) == []
+    judge.on_cluster_heartbeat(beat(steps=1), 61.0)
+    assert judge.on_cluster_heartbeat(beat(steps=1), 62.0) == [
         TrainerChanged("a", 1, False, "its trainer hangs: no inner step seen for 60 s")
     ]
-    assert judge.heard_cluster(beat(steps=2), 63.0) == [TrainerChanged("a", 1, True, "training")]
+    assert judge.on_cluster_heartbeat(beat(steps=2), 63.0) == [TrainerChanged("a", 1, True, "training")]
     for now in range(64, 200, 2):
-        assert judge.heard_cluster(beat(steps=2, activity="window"), float(now)) == []
+        assert judge.on_cluster_heartbeat(beat(steps=2, activity=Activity.WINDOW), float(now)) == []
 
 
 def test_progress_counts_as_life_during_a_long_transfer() -> None:
@@ -74,13 +75,15 @@ def test_progress_counts_as_life_during_a_long_transfer() -> None:
     judge = Judge(TIMING)
     judge.welcome_cluster("a", 1, 0.0)
     for now in range(2, 400, 2):
-        assert judge.heard_cluster(beat(steps=2, activity="push", moved=now, total=1000), float(now)) == []
-    stuck = beat(steps=2, activity="push", moved=398, total=1000)
-    assert [judge.heard_cluster(stuck, 398.0 + s) for s in (2, 30, 59)] == [[], [], []]
+        assert (
+            judge.on_cluster_heartbeat(beat(steps=2, activity=Activity.PUSH, moved=now, total=1000), float(now)) == []
+        )
+    stuck = beat(steps=2, activity=Activity.PUSH, moved=398, total=1000)
+    assert [judge.on_cluster_heartbeat(stuck, 398.0 + s) for s in (2, 30, 59)] == [[], [], []]
     hung = TrainerChanged("a", 1, False, "its trainer hangs: no byte of its transfer seen for 60 s")
-    assert judge.heard_cluster(stuck, 458.0) == [hung]
-    moved = beat(steps=2, activity="push", moved=399, total=1000)
-    assert judge.heard_cluster(moved, 460.0) == [TrainerChanged("a", 1, True, "training")]
+    assert judge.on_cluster_heartbeat(stuck, 458.0) == [hung]
+    moved = beat(steps=2, activity=Activity.PUSH, moved=399, total=1000)
+    assert judge.on_cluster_heartbeat(moved, 460.0) == [TrainerChanged("a", 1, True, "training")]
 
 
 def test_a_transfer_that_waits_for_its_turn_is_no_hang() -> None:
@@ -88,16 +91,20 @@ def test_a_transfer_that_waits_for_its_turn_is_no_hang() -> None:
     judge = Judge(TIMING)
     judge.welcome_cluster("a", 1, 0.0)
     for now in range(2, 300, 2):
-        assert judge.heard_cluster(beat(steps=2, activity="pull", moved=0, total=1000), float(now)) == []
+        assert judge.on_cluster_heartbeat(beat(steps=2, activity=Activity.PULL, moved=0, total=1000), float(now)) == []
     for now in range(300, 600, 2):
-        assert judge.heard_cluster(beat(steps=2, activity="push", moved=1000, total=1000), float(now)) == []
+        assert (
+            judge.on_cluster_heartbeat(beat(steps=2, activity=Activity.PUSH, moved=1000, total=1000), float(now)) == []
+        )
 
 
 def test_a_dead_trainer_is_said_at_once() -> None:
     """An agent that beats for a dead trainer keeps its lease, and no window waits for it."""
     judge = Judge(TIMING)
     judge.welcome_cluster("a", 1, 0.0)
-    assert judge.heard_cluster(beat(trainer="dead"), 1.0) == [TrainerChanged("a", 1, False, "its trainer died")]
+    assert judge.on_cluster_heartbeat(beat(trainer=TrainerState.DEAD), 1.0) == [
+        TrainerChanged("a", 1, False, "its trainer died")
+    ]
 
 
 def test_what_lies_staged_is_repeated_with_every_beat() -> None:
@@ -105,7 +112,7 @@ def test_what_lies_staged_is_repeated_with_every_beat() -> None:
     judge = Judge(TIMING)
     judge.welcome_slave("s", 4, 0.0)
     push = PushId("a", 1, 3)
-    said = judge.heard_slave(SlaveBeat("s", 4, 1, None, (push,), (), 0, 0, 0, 0, 0.0, 0.0), 1.0)
+    said = judge.on_slave_heartbeat(SlaveHeartbeat("s", 4, 1, None, (push,), (), 0, 0, 0, 0, 0.0, 0.0), 1.0)
     assert said == [PushStaged("s", 4, push, 0)]
 
 
@@ -113,6 +120,6 @@ def test_the_last_words_of_a_life_are_what_its_beats_told() -> None:
     """Asked before the next life of its name begins; nothing is known of a name that was never heard."""
     judge = Judge(TIMING)
     judge.welcome_cluster("a", 1, 0.0)
-    judge.heard_cluster(beat(), 1.0)
-    assert judge.last_words("a") == [ClusterTold("a", 1, 100, 30)]
-    assert judge.last_words("b") == []
+    judge.on_cluster_heartbeat(beat(), 1.0)
+    assert judge.report_tokens("a") == [TokensReported("a", 1, 100, 30)]
+    assert judge.report_tokens("b") == []

@@ -21,8 +21,10 @@ class Story:
 
     def round(self, **norms: float) -> dict[str, Verdict]:
         """One round; each cluster's G, in one layer and one inner step. Return the verdicts."""
-        said = {c: self.penalty.verdict(c, [g * g], g == g and g != inf, 1) for c, g in norms.items()}
-        self.penalty.keep(*self.penalty.settled([Settled(c, v) for c, v in said.items()], list(norms)))
+        said = {c: self.penalty.judge_push(c, [g * g], g == g and g != inf, 1) for c, g in norms.items()}
+        self.penalty.keep_statistics(
+            *self.penalty.compute_statistics([Settled(c, v) for c, v in said.items()], list(norms))
+        )
         return said
 
 
@@ -133,7 +135,7 @@ def test_asking_changes_nothing() -> None:
     for _ in range(15):
         story.round(a=1.0)
     before = (story.penalty.row("a"), story.penalty.history)
-    story.penalty.verdict("a", [9.0], True, 1)
+    story.penalty.judge_push("a", [9.0], True, 1)
     assert (story.penalty.row("a"), story.penalty.history) == before
 
 
@@ -142,10 +144,10 @@ def test_an_orphan_is_exempt_from_the_score_but_not_from_the_cap() -> None:
     story = Story()
     for _ in range(20):
         story.round(a=1.0)
-    far = story.penalty.verdict("a", [25.0], True, 1, exempt=True)
+    far = story.penalty.judge_push("a", [25.0], True, 1, exempt=True)
     assert far.accepted
     assert not far.tracked
-    assert not story.penalty.verdict("a", [11.0**2], True, 1, exempt=True).accepted
+    assert not story.penalty.judge_push("a", [11.0**2], True, 1, exempt=True).accepted
 
 
 def test_rule_none_asks_only_for_finite_numbers() -> None:
@@ -162,7 +164,7 @@ def test_a_cluster_alone_keeps_its_hard_cap() -> None:
         story.round(a=1.0)
     assert not any(story.round(a=1e6)["a"].accepted for _ in range(5 * OPTIONS.gate_patience))
     assert story.penalty.row("a").warm_left == OPTIONS.warmup_rounds
-    story.penalty.readmit("a")
+    story.penalty.readmit_cluster("a")
     assert not story.round(a=11.0)["a"].accepted
     assert story.round(a=9.0)["a"].accepted
     assert story.penalty.row("a").mu == 9.0
@@ -181,7 +183,7 @@ def test_a_cluster_alone_warms_up_again_below_its_cap() -> None:
 def test_a_cluster_alone_without_statistics_is_held_against_the_model() -> None:
     """Its one accepted push had a base that is no ancestor and left no statistics: ‖θ₀‖ still bounds the next."""
     story = Story(genesis_norm=100.0)
-    exempt = story.penalty.verdict("a", [1.0], True, 1, exempt=True)
-    story.penalty.keep(*story.penalty.settled([Settled("a", exempt)], ["a"]))
+    exempt = story.penalty.judge_push("a", [1.0], True, 1, exempt=True)
+    story.penalty.keep_statistics(*story.penalty.compute_statistics([Settled("a", exempt)], ["a"]))
     assert not story.round(a=1e6)["a"].accepted
     assert story.round(a=99.0)["a"].accepted

@@ -77,21 +77,21 @@ def test_every_range_has_exactly_one_fate(script: list[tuple[str, str, int]], re
     for verb, cluster, count in script:
         if verb == "l":
             seqs[cluster] += 1
-            taken, new = book.lease(cluster, 1, seqs[cluster], count)
+            taken, new = book.lease_ranges(cluster, 1, seqs[cluster], count)
             assert new
             assert not (settled | undone) & set(taken)
-            assert book.lease(cluster, 1, seqs[cluster], count) == (taken, False)
+            assert book.lease_ranges(cluster, 1, seqs[cluster], count) == (taken, False)
         elif verb == "s":
             done = book.held_by(cluster, 1)[:count]
-            book.settle(cluster, 1, done)
+            book.settle_ranges(cluster, 1, done)
             settled |= set(done)
         elif verb == "u":
             over = sorted(settled)[-count:]
-            book.undo(over)
+            book.undo_ranges(over)
             settled -= set(over)
             undone |= set() if requeue else set(over)
         else:
-            book.release(cluster, 1)
+            book.release_lease(cluster, 1)
             seqs[cluster] = 0
         held = [*book.held_by("a", 1), *book.held_by("b", 1)]
         assert len(held) == len(set(held)) == book.leased
@@ -102,16 +102,16 @@ def test_every_range_has_exactly_one_fate(script: list[tuple[str, str, int]], re
 def test_a_restored_book_repeats_its_last_answer() -> None:
     """After a restart of the master a repeated question gets the same ranges, and no range is leased twice."""
     book = RangeBook(DataOptions(ranges=10), settled=(0, 1), leased=(("a", 3, 1, (2,)), ("a", 3, 2, (3, 4))))
-    assert book.lease("a", 3, 2, 2) == ((3, 4), False)
+    assert book.lease_ranges("a", 3, 2, 2) == ((3, 4), False)
     assert book.held_by("a", 3) == (2, 3, 4)
-    assert book.lease("b", 1, 1, 2) == ((5, 6), True)
+    assert book.lease_ranges("b", 1, 1, 2) == ((5, 6), True)
 
 
 @pytest.mark.parametrize(("requeue", "leased"), [(False, (5, 6)), (True, (3, 5))])
 def test_a_restored_book_knows_what_was_undone(requeue: bool, leased: tuple[int, ...]) -> None:
     """What only undone versions have trained is leased after a restart as before: with `requeue: undone` alone."""
     book = RangeBook(DataOptions(ranges=10), (0, 1, 2), (("a", 1, 1, (4,)),), undone=(3,), requeue=requeue)
-    assert book.lease("b", 1, 1, 2) == (leased, True)
+    assert book.lease_ranges("b", 1, 1, 2) == (leased, True)
     assert book.undone == (set() if requeue else {3})
 
 
@@ -175,7 +175,7 @@ def test_an_illegal_move_is_our_own_bug() -> None:
 def test_claims_take_what_is_free_and_nothing_else() -> None:
     """A checkpoint's ranges by name: freed ones, ones not yet handed out; not leased, settled or unknown ones."""
     book = RangeBook(DataOptions(ranges=10), settled=(0,), leased=(("b", 1, 1, (1, 3)),))
-    assert book.lease("a", 2, 1, 5, claims=(0, 1, 2, 6, 99)) == ((2, 6), True)
-    assert book.lease("a", 2, 1, 5, claims=(0, 1, 2, 6, 99)) == ((2, 6), False)
+    assert book.lease_ranges("a", 2, 1, 5, claims=(0, 1, 2, 6, 99)) == ((2, 6), True)
+    assert book.lease_ranges("a", 2, 1, 5, claims=(0, 1, 2, 6, 99)) == ((2, 6), False)
     assert book.held_by("a", 2) == (2, 6)
-    assert [book.lease("c", 1, i, 1)[0] for i in range(1, 7)] == [(4,), (5,), (7,), (8,), (9,), ()]
+    assert [book.lease_ranges("c", 1, i, 1)[0] for i in range(1, 7)] == [(4,), (5,), (7,), (8,), (9,), ()]

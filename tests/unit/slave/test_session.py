@@ -19,7 +19,6 @@ from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer import twins
 from dips.outer.crew import Crew
 from dips.outer.versions import Versions
-from dips.protocol.beats import SlaveBeat, SlaveBeatAnswer, Transfer
 from dips.protocol.effects import (
     Acknowledged,
     Apply,
@@ -35,10 +34,11 @@ from dips.protocol.effects import (
     Persist,
     Ping,
     Registered,
+    RegisterLater,
     SlaveOrder,
-    Wait,
 )
 from dips.protocol.events import Done, Persisted, Prepared, PushRefused, PushStaged, SlaveRegistered
+from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer, Transfer
 from dips.protocol.manifest import Manifest
 from dips.slave.owner import Owner
 from dips.slave.ports import Arrays, FlowEvents
@@ -113,9 +113,9 @@ class Master:
         self.orders = list(orders)
         self.term = 1
         self.registered: list[SlaveRegistered] = []
-        self.beats: list[SlaveBeat] = []
+        self.beats: list[SlaveHeartbeat] = []
         self.told: list[PushStaged | PushRefused] = []
-        self.beat: SlaveBeatAnswer | Exception = SlaveBeatAnswer(1, 10.0, False, 10**6, (PUSH,), ())
+        self.beat: SlaveHeartbeatAnswer | Exception = SlaveHeartbeatAnswer(1, 10.0, False, 10**6, (PUSH,), ())
         self.deaf_reports = 0
         self.happened = asyncio.Condition()
 
@@ -127,7 +127,7 @@ class Master:
         return to_proto(Registered(self.term, 7, order, GENESIS, (0,), ("",), MANIFEST.to_json()))
 
     async def Beat(self, request: Any, timeout: float) -> Any:
-        await self._note(self.beats, from_proto(request, SlaveBeat))
+        await self._note(self.beats, from_proto(request, SlaveHeartbeat))
         if isinstance(self.beat, Exception):
             raise self.beat
         return to_proto(self.beat)
@@ -197,7 +197,7 @@ async def living(master: Master, prepare: Callable[[Registered], None] = lambda 
 
 async def test_it_registers_until_hold_then_beats() -> None:
     """Away, Wait and Load are followed by another Register with the same nonce; after Hold beats say what is held."""
-    master = Master(UnavailableMaster("away"), Wait(0.001, "restoring"), LoadVersion(GENESIS), Hold())
+    master = Master(UnavailableMaster("away"), RegisterLater(0.001, "restoring"), LoadVersion(GENESIS), Hold())
     async with living(master) as life:
         await life.ready()
         await master.until(lambda: master.beats[-1].memory == GENESIS)
@@ -216,9 +216,9 @@ async def test_it_registers_again_when_a_beat_says_so() -> None:
     async with living(master) as life:
         await life.ready()
         assert len(master.registered) == 2
-        master.beat = SlaveBeatAnswer(1, 10.0, True, 0, (), ())
+        master.beat = SlaveHeartbeatAnswer(1, 10.0, True, 0, (), ())
         await master.until(lambda: len(master.registered) == 3)
-        master.beat = SlaveBeatAnswer(1, 10.0, False, 0, (), ())
+        master.beat = SlaveHeartbeatAnswer(1, 10.0, False, 0, (), ())
         seen = len(master.beats)
         await master.until(lambda: len(master.beats) >= seen + 5)
         assert len(master.registered) <= 4
@@ -235,7 +235,7 @@ async def test_a_master_that_goes_away_is_waited_for(trouble: Exception) -> None
             seen = len(master.beats)
             await master.until(lambda: len(master.beats) >= seen + 3)
             master.term = 2
-            master.beat = SlaveBeatAnswer(2, 10.0, False, 0, (), ())
+            master.beat = SlaveHeartbeatAnswer(2, 10.0, False, 0, (), ())
             await master.until(lambda: master.beats[-1].term == 2)
             assert not life.task.done()
     assert {"master_silent", "beat_refused"} & {line["event"] for line in logs}
@@ -295,7 +295,7 @@ async def test_a_beat_heals_what_the_master_does_not_list() -> None:
     async with living(master) as life:
         await life.ready()
         await life.order(OpenPush(PUSH, (0,), 60.0))
-        master.beat = SlaveBeatAnswer(1, 10.0, False, 10**6, (), ())
+        master.beat = SlaveHeartbeatAnswer(1, 10.0, False, 10**6, (), ())
         await master.until(lambda: not life.flow.pushes)
 
 
@@ -303,7 +303,7 @@ async def test_busy_is_tried_again_until_the_deadline() -> None:
     """An OpenPush that finds no slot waits for a DropPush behind it; without one it is refused before its deadline."""
     master = Master(LoadVersion(GENESIS), Hold())
     other = PushId("y", 1, 1)
-    master.beat = SlaveBeatAnswer(1, 10.0, False, 0, (), ())
+    master.beat = SlaveHeartbeatAnswer(1, 10.0, False, 0, (), ())
     async with living(master) as life:
         await life.ready()
         await life.order(OpenPush(PUSH, (0,), 60.0))
@@ -344,7 +344,7 @@ async def test_a_snapshot_is_written_beside_the_orders() -> None:
         persist = Persist(VersionId(1, 1))
         first = asyncio.create_task(life.order(persist, number=100))
         second = PushId(PUSH.cluster, PUSH.inc, PUSH.seq + 1)
-        master.beat = SlaveBeatAnswer(1, 10.0, False, 10**6, (second,), ())
+        master.beat = SlaveHeartbeatAnswer(1, 10.0, False, 10**6, (second,), ())
         apply = asyncio.create_task(make_version(life, 2, second, VersionId(1, 1)))
         await master.until(lambda: life.shard.versions.folded)
         first.cancel()  # the connection breaks, and the order is sent again

@@ -24,7 +24,6 @@ from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer import twins
 from dips.outer.crew import Crew
 from dips.outer.versions import Versions
-from dips.protocol.beats import SlaveBeatAnswer, Transfer
 from dips.protocol.effects import (
     Abort,
     AbortVersion,
@@ -44,11 +43,12 @@ from dips.protocol.effects import (
     Persist,
     Ping,
     Registered,
+    RegisterLater,
     Reorder,
     Retire,
-    Wait,
 )
 from dips.protocol.events import Answer, Done, Folded, Measured, Persisted, Prepared
+from dips.protocol.heartbeats import SlaveHeartbeatAnswer, Transfer
 from dips.protocol.manifest import Manifest
 from dips.slave import fences
 from dips.slave.ports import Arrays, FlowEvents
@@ -746,9 +746,9 @@ def test_heal_drops_what_the_master_does_not_list() -> None:
     slave.order(OpenPull(PULL, GENESIS, 60.0))
     as_of = slave.number
     slave.order(OpenPush(PushId("y", 1, 1), (0,), 1.0))
-    assert slave.shard.heal(SlaveBeatAnswer(1, 10.0, False, as_of, (P1,), (PULL,))) == []
-    assert slave.shard.heal(SlaveBeatAnswer(1, 10.0, True, as_of, (), ())) == []
-    assert slave.shard.heal(SlaveBeatAnswer(1, 10.0, False, as_of, (), ())) == ["x/1#1", "x/1^1"]
+    assert slave.shard.heal(SlaveHeartbeatAnswer(1, 10.0, False, as_of, (P1,), (PULL,))) == []
+    assert slave.shard.heal(SlaveHeartbeatAnswer(1, 10.0, True, as_of, (), ())) == []
+    assert slave.shard.heal(SlaveHeartbeatAnswer(1, 10.0, False, as_of, (), ())) == ["x/1#1", "x/1^1"]
     assert slave.shard.versions.open_pushes == (PushId("y", 1, 1),)
     assert slave.flow.closing == [PULL]
     with pytest.raises(StalePush):
@@ -760,8 +760,8 @@ def test_heal_by_a_new_master_drops_what_the_old_one_opened() -> None:
     slave = Slave().ready()
     slave.stage(P1, 0.5)
     slave.welcome(Hold(), term=2)
-    assert slave.shard.heal(SlaveBeatAnswer(1, 10.0, False, 99, (), ())) == []
-    assert slave.shard.heal(SlaveBeatAnswer(2, 10.0, False, 0, (), ())) == ["x/1#1"]
+    assert slave.shard.heal(SlaveHeartbeatAnswer(1, 10.0, False, 99, (), ())) == []
+    assert slave.shard.heal(SlaveHeartbeatAnswer(2, 10.0, False, 0, (), ())) == ["x/1#1"]
 
 
 # ---- registration ----------------------------------------------------------------------------------------------------
@@ -812,7 +812,7 @@ def test_a_load_that_fails_is_told_with_the_next_register() -> None:
     assert slave.shard.follow(LoadVersion(VersionId(4, 9))) is False
     assert slave.shard.reason.startswith("LoadVersion v4@r9: v4@r9/model.safetensors")
     assert slave.shard.versions.memory == GENESIS
-    assert slave.shard.follow(Wait(1.0, "not now")) is False
+    assert slave.shard.follow(RegisterLater(1.0, "not now")) is False
     assert slave.shard.reason
     assert slave.shard.follow(Hold()) is True
     assert slave.shard.reason == ""

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dips.protocol.beats import Transfer, remaining_s
+from dips.protocol.heartbeats import Transfer, remaining_s
 from dips.transport.rate import HORIZON_S, Rate
 
 

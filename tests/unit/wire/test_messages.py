@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from enum import StrEnum
 from math import inf, nan
 from typing import Any
 
@@ -16,14 +17,14 @@ from hypothesis import strategies as st
 
 from dips.errors import LocalProtocolError, RemoteProtocolError
 from dips.ids import PullId, PushId, VersionId
-from dips.protocol import beats, effects, events
+from dips.protocol import effects, events, heartbeats
 from dips.wire import messages
 from dips.wire.generated import cluster_pb2, operator_pb2, slave_pb2, status_pb2
 
 UNUSED_BY_WIRE = {"Reply", "Note", "Exit", "Failed", "OrderAnswered", "OrderFailed", "TrainerChanged"} | {
     "BandwidthMeasured",
     "ClusterSilent",
-    "ClusterTold",
+    "TokensReported",
     "SlaveSilent",
     "Blind",
     "Ticked",
@@ -34,7 +35,7 @@ NAMES = st.from_regex(r"[a-z0-9]([a-z0-9._-]{0,20}[a-z0-9])?", fullmatch=True)
 
 def dataclasses_that_travel() -> list[type]:
     found = []
-    for module in (events, effects, beats):
+    for module in (events, effects, heartbeats):
         for value in vars(module).values():
             mine = isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__ == module.__name__
             if mine and value.__name__ not in UNUSED_BY_WIRE:
@@ -55,6 +56,8 @@ def value_of(cls: type, name: str, hint: Any) -> st.SearchStrategy[Any]:
         return st.lists(value_of(cls, name, arguments[0]), max_size=3).map(tuple)
     if dataclasses.is_dataclass(hint):
         return built(typing.cast(type, hint))
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return st.sampled_from(list(hint))
     if hint is str:
         return NAMES if name in ("run", "cluster", "slave", "name") else st.text(max_size=40)
     if name == "req":
@@ -100,6 +103,8 @@ def _plain(name: str, hint: Any) -> Any:
         return ()
     if dataclasses.is_dataclass(hint):
         return _example(typing.cast(type, hint))
+    if issubclass(hint, StrEnum):
+        return next(iter(hint))
     return "a" if hint is str else hint()
 
 
@@ -182,7 +187,7 @@ TOO_MUCH: dict[int, tuple[Any, ...]] = {
     FieldDescriptor.TYPE_BOOL: (),
 }
 LEGAL_ANYWAY = {  # (message, field) → what of TOO_MUCH it may be; the reasons stand in wire/messages.py
-    ("ClusterBeat", "loss"): (nan, inf, -inf, 1e300, -1e300, -2.0),
+    ("ClusterHeartbeat", "loss"): (nan, inf, -inf, 1e300, -1e300, -2.0),
     ("PushFinished", "loss"): (nan, inf, -inf, 1e300, -1e300, -2.0),
     ("Measured", "layer_sq"): (nan, inf, 1e300),
     ("Folded", "acc_sq"): (nan, inf, 1e300),
@@ -203,6 +208,8 @@ def _filled(name: str, hint: Any) -> Any:
         return _filled(name, arguments[0])
     if typing.get_origin(hint) is tuple:
         return (_filled(name, arguments[0]),)
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return next(iter(hint))
     if dataclasses.is_dataclass(hint):
         return full(typing.cast(type, hint))
     return {str: "a", int: 1, float: 1.0, bool: True}[hint]

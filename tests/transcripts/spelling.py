@@ -61,13 +61,12 @@ def spell_result(result: e.Result) -> str:
     match result:
         case e.Registered():
             order = _slave_order(result.order)
-            return f"Registered as life {result.sinc} in term {result.term}, head {result.head}: {order}"
+            return f"Registered as incarnation {result.sinc} in term {result.term}, head {result.head}: {order}"
         case e.Joined():
             leased = _list(result.ranges)
-            former = f", {result.accounted} tokens of its former life accounted for" if result.accounted else ""
-            return (
-                f"Joined as life {result.inc} in term {result.term}, head {result.head}, still leased {leased}{former}"
-            )
+            former = f", {result.accounted} tokens of its former incarnation accounted for" if result.accounted else ""
+            told = f"Joined as incarnation {result.inc} in term {result.term}, head {result.head}"
+            return f"{told}, still leased {leased}{former}"
         case e.Grant():
             return f"Grant {_grant(result)}{_codec(result)}"
         case e.Pending():
@@ -87,7 +86,7 @@ def spell_result(result: e.Result) -> str:
         case e.Ranges():
             return f"Ranges {_list(result.ranges)}{', exhausted' if result.exhausted else ''}"
         case e.Failed():
-            return f"Failed {result.error}: {result.message}"
+            return f"Failed {result.error.__name__}: {result.message}"
         case e.Acknowledged():
             return "Acknowledged"
 
@@ -130,7 +129,7 @@ def _slave_order(order: e.SlaveOrder) -> str:
     match order:
         case e.Hold():
             return "Hold"
-        case e.Wait():
+        case e.RegisterLater():
             return f"Wait {order.retry_after_s:g} s: {order.reason}"
         case _:
             return f"{type(order).__name__} {order.version}"

@@ -1,4 +1,4 @@
-"""Meetings: clusters of very different speed push at about the same time (design.md section 8, `aligned`)."""
+"""Alignment: clusters of very different speed push at about the same time (design.md section 8, `aligned`)."""
 
 from __future__ import annotations
 
@@ -10,62 +10,63 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.protocol.beats import NO_MEETING, ClusterBeat
-from dips.protocol.pace import NEVER_S, Gathering, Meetings
+from dips.protocol.alignment import NEVER_S, Alignment, WindowTiming
+from dips.protocol.enums import Activity, TrainerState
+from dips.protocol.heartbeats import OWN_PACE, ClusterHeartbeat
 
 BEAT_S = 0.5
 WINDOW_SHARE = 0.05  # of the time between pushes: the window's default
 
 
-def beat(name: str, step_s: float, since: int = 0, wanted: int = 64, bytes_per_s: float = 0.0) -> ClusterBeat:
-    return ClusterBeat(
-        name, 1, "training", "inner", 1, 0, 0, 0, 0.0, None, 0, 0, bytes_per_s, wanted, step_s, since,
+def beat(name: str, step_s: float, since: int = 0, wanted: int = 64, bytes_per_s: float = 0.0) -> ClusterHeartbeat:
+    return ClusterHeartbeat(
+        name, 1, TrainerState.TRAINING, Activity.INNER, 1, 0, 0, 0, 0.0, None, 0, 0, bytes_per_s, wanted, step_s, since,
     )  # fmt: skip
 
 
-def gathering(opened_at: float | None = None, slots: int = 2, nbytes: int = 0) -> Gathering:
-    return Gathering(opened_at, slots, nbytes)
+def gathering(opened_at: float | None = None, slots: int = 2, nbytes: int = 0) -> WindowTiming:
+    return WindowTiming(opened_at, slots, nbytes)
 
 
 def test_who_keeps_its_own_pace_is_told_nothing() -> None:
     """No member, no meeting; a member that stops aligning is one no more."""
-    meetings = Meetings()
-    assert meetings.push_in_s("a", gathering(), 0.0) == NO_MEETING
-    meetings.heard(beat("a", 0.1))
-    assert meetings.push_in_s("a", gathering(), 0.0) == pytest.approx(6.4)
-    assert "H 64 (by itself 64)" in meetings.explain("a", gathering(), 0.0)
-    meetings.heard(beat("a", 0.1, wanted=0))
-    assert meetings.push_in_s("a", gathering(), 0.0) == NO_MEETING
-    assert meetings.explain("a", gathering(), 0.0) == ""
+    alignment = Alignment()
+    assert alignment.push_in_s("a", gathering(), 0.0) == OWN_PACE
+    alignment.record_heartbeat(beat("a", 0.1))
+    assert alignment.push_in_s("a", gathering(), 0.0) == pytest.approx(6.4)
+    assert "H 64 (by itself 64)" in alignment.explain("a", gathering(), 0.0)
+    alignment.record_heartbeat(beat("a", 0.1, wanted=0))
+    assert alignment.push_in_s("a", gathering(), 0.0) == OWN_PACE
+    assert alignment.explain("a", gathering(), 0.0) == ""
 
 
 def test_the_late_come_and_the_early_wait_for_the_next() -> None:
     """One that has worked for it goes to a meeting that has just begun; one that was there goes to the next."""
-    meetings = Meetings()
+    alignment = Alignment()
     for name in "ab":
-        meetings.heard(beat(name, 0.1, since=64))
-    meetings.push_in_s("a", gathering(), 0.0)  # the period is 6.4 s
-    assert meetings.push_in_s("a", gathering(opened_at=10.0), 11.0) == 0.0
-    meetings.heard(beat("b", 0.1, since=0))
-    assert meetings.push_in_s("b", gathering(opened_at=10.0), 11.0) == pytest.approx(5.4)
+        alignment.record_heartbeat(beat(name, 0.1, since=64))
+    alignment.push_in_s("a", gathering(), 0.0)  # the period is 6.4 s
+    assert alignment.push_in_s("a", gathering(opened_at=10.0), 11.0) == 0.0
+    alignment.record_heartbeat(beat("b", 0.1, since=0))
+    assert alignment.push_in_s("b", gathering(opened_at=10.0), 11.0) == pytest.approx(5.4)
 
 
 def test_the_period_moves_slowly() -> None:
-    """A cluster that reports nonsense once moves the meetings by a quarter at most."""
-    meetings = Meetings()
-    meetings.heard(beat("a", 0.1))
-    meetings.push_in_s("a", gathering(), 0.0)
-    meetings.heard(beat("a", 100.0))
-    meetings.push_in_s("a", gathering(opened_at=7.0), 7.0)
-    assert meetings.period_s == pytest.approx(8.0)
+    """A cluster that reports nonsense once moves the alignment by a quarter at most."""
+    alignment = Alignment()
+    alignment.record_heartbeat(beat("a", 0.1))
+    alignment.push_in_s("a", gathering(), 0.0)
+    alignment.record_heartbeat(beat("a", 100.0))
+    alignment.push_in_s("a", gathering(opened_at=7.0), 7.0)
+    assert alignment.period_s == pytest.approx(8.0)
 
 
 def test_pushes_that_share_a_slot_begin_one_after_the_other() -> None:
     """With two slots, four pushes of 1 s each begin in two batches, and the last is in at the meeting."""
-    meetings = Meetings()
+    alignment = Alignment()
     for name in "abcd":
-        meetings.heard(beat(name, 0.1, bytes_per_s=100.0))
-    told = sorted(meetings.push_in_s(name, gathering(nbytes=100), 0.0) for name in "abcd")
+        alignment.record_heartbeat(beat(name, 0.1, bytes_per_s=100.0))
+    told = sorted(alignment.push_in_s(name, gathering(nbytes=100), 0.0) for name in "abcd")
     assert told == pytest.approx([4.4, 4.4, 5.4, 5.4])
 
 
@@ -82,21 +83,21 @@ def test_no_beat_that_the_wire_lets_in_is_too_much(
     members: list[tuple[float, int, int, float]], slots: int, opened: bool
 ) -> None:
     """Speeds and rates at the very edges give a number of seconds that the cluster's agent lets in as well."""
-    meetings, found = Meetings(), gathering(5.0 if opened else None, slots, nbytes=1 << 40)
+    alignment, found = Alignment(), gathering(5.0 if opened else None, slots, nbytes=1 << 40)
     for i, (step_s, since, wanted, bytes_per_s) in enumerate(members):
-        meetings.heard(beat(f"c{i}", step_s, since, wanted, bytes_per_s))
+        alignment.record_heartbeat(beat(f"c{i}", step_s, since, wanted, bytes_per_s))
     for i in range(len(members)):
-        left = meetings.push_in_s(f"c{i}", found, 10.0)
-        assert left == NO_MEETING or 0 <= left <= NEVER_S
-        meetings.explain(f"c{i}", found, 10.0)
+        left = alignment.push_in_s(f"c{i}", found, 10.0)
+        assert left == OWN_PACE or 0 <= left <= NEVER_S
+        alignment.explain(f"c{i}", found, 10.0)
 
 
 def test_one_absurd_speed_leaves_the_others_a_number() -> None:
     """A cluster whose inner step takes 2^53 s makes the period long, and not endless, for the other."""
-    meetings = Meetings()
-    meetings.heard(beat("absurd", float(1 << 53), wanted=(1 << 53) - 1))
-    meetings.heard(beat("a", 0.1))
-    assert 0 <= meetings.push_in_s("a", gathering(), 0.0) <= NEVER_S
+    alignment = Alignment()
+    alignment.record_heartbeat(beat("absurd", float(1 << 53), wanted=(1 << 53) - 1))
+    alignment.record_heartbeat(beat("a", 0.1))
+    assert 0 <= alignment.push_in_s("a", gathering(), 0.0) <= NEVER_S
 
 
 @dataclass
@@ -111,7 +112,7 @@ class Trainee:
 
 def rounds_of(seed: int, jitter: float, dies_at: float = 1e9, lasts_s: float = 1500.0) -> list[tuple[float, set[str]]]:
     """Play four clusters of the paper's speeds; return (opened, who came within the window) of each round."""
-    rng, meetings = Random(seed), Meetings()
+    rng, alignment = Random(seed), Alignment()
     trainees = [Trainee(n, 1.0 / t) for n, t in zip("abcd", (5.23, 3.8, 2.4, 1.0), strict=True)]
     heap: list[tuple[float, int, str, Trainee]] = []
     for i, t in enumerate(trainees):
@@ -123,18 +124,18 @@ def rounds_of(seed: int, jitter: float, dies_at: float = 1e9, lasts_s: float = 1
         now, _, what, t = heapq.heappop(heap)
         number += 1
         if t.name == "b" and now > dies_at:
-            meetings.forget("b")
+            alignment.forget("b")
             continue
         if what == "beat":
-            meetings.heard(beat(t.name, t.step_s, t.since))
-            told = meetings.push_in_s(t.name, gathering(opened), now)
+            alignment.record_heartbeat(beat(t.name, t.step_s, t.since))
+            told = alignment.push_in_s(t.name, gathering(opened), now)
             t.due = now + told
             heapq.heappush(heap, (now + BEAT_S, number, "beat", t))
             continue
         t.since += 1
         rest = 0.0
         if t.due - now < t.step_s / 2:
-            window = WINDOW_SHARE * meetings.period_s
+            window = WINDOW_SHARE * alignment.period_s
             if opened is None or now > opened + window:
                 opened = now
                 found.append((now, set()))

@@ -1,4 +1,4 @@
-"""The dumb twin: θ, m and the penalty's statistics in plain Python, from what the ledger says and nothing else.
+"""The reference: θ, m and the penalty's statistics in plain Python, from what the ledger says and nothing else.
 
 Different code from dips/outer and protocol/penalty.py on purpose: no NumPy arithmetic, one number after another, every
 result rounded to fp32 by struct. If both agree bit for bit, it is not because they share a mistake.
@@ -10,8 +10,6 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import sqrt
-
-import numpy as np
 
 from dips.ids import GENESIS, VersionId
 from dips.protocol.options import PenaltyOptions
@@ -37,7 +35,7 @@ def pack(numbers: Numbers) -> bytes:
 
 @dataclass(frozen=True)
 class Content:
-    """One version as the twin has it; `bytes_of` what a slave must hold, by layer: (θ, m)."""
+    """One version as the reference has it; `bytes_of` what a slave must hold, by layer: (θ, m)."""
 
     theta: dict[int, Numbers]
     momentum: dict[int, Numbers]
@@ -48,7 +46,7 @@ def _content(theta: dict[int, Numbers], momentum: dict[int, Numbers]) -> Content
     return Content(theta, momentum, {layer: (pack(theta[layer]), pack(momentum[layer])) for layer in theta})
 
 
-class LineageTwin:
+class LineageReference:
     """Every version of the lineage, made anew from its row."""
 
     def __init__(self, genesis: Mapping[int, F32]) -> None:
@@ -67,10 +65,6 @@ class LineageTwin:
             theta[layer], momentum[layer] = self._step(row, numbers, acc, old.momentum[layer])
         made = self.versions[row.version] = _content(theta, momentum)
         return made
-
-    def arrays(self, version: VersionId) -> dict[int, F32]:
-        """θ of a version, to be changed by whoever asked."""
-        return {layer: np.array(numbers, np.float32) for layer, numbers in self.versions[version].theta.items()}
 
     @staticmethod
     def _sum(layer: int, theta: Numbers, folds: tuple[FoldRow, ...], pushed: list[dict[int, Numbers]]) -> Numbers:
@@ -99,7 +93,7 @@ class LineageTwin:
         return total / sqrt(inner_steps)
 
 
-class PenaltyTwin:
+class PenaltyReference:
     """μ, σ and the rest of every cluster, moved by committed rows only."""
 
     def __init__(self, options: PenaltyOptions) -> None:

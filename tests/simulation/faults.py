@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING
 
 from dips.ids import PullId, PushId
 from dips.protocol.effects import Note
 from dips.protocol.records import Record, VersionCommitted
-from dips.sim import strikes
-from dips.sim.strikes import OPERATOR_S, Strike
-from dips.sim.watch import Listener
-
-if TYPE_CHECKING:
-    from dips.sim.cluster import Agent
-    from dips.sim.world import World
+from dips.sim.agent import SimAgent
+from dips.sim.observer import Observer
+from dips.sim.world import World
+from tests.simulation import strikes
+from tests.simulation.strikes import OPERATOR_S, Strike
 
 FIRST_S, GAP_S = 4.0, 3.8  # until the first fault, between two; at most double
 
@@ -78,7 +75,7 @@ MOMENTS: tuple[tuple[str, float, Strike], ...] = (
 AT_A_MOMENT = 0.4  # of all faults
 
 
-class Faults(Listener):
+class Faults(Observer):
     """Plans the faults of one world until its `quiet_at`."""
 
     def __init__(self, world: World) -> None:
@@ -86,19 +83,19 @@ class Faults(Listener):
         self.count = 0
         self._armed: dict[str, list[tuple[float, Strike]]] = {}
 
-    def plan(self) -> None:
+    def plan(self, world: World) -> None:
         """Plan every fault now, so that nothing that happens moves the ones to come."""
         rng = self.world.chance.of("faults")
         names, weights = list(ANY_TIME), [weight for weight, _ in ANY_TIME.values()]
         at = FIRST_S * (1.0 + rng.random())
-        while at < self.world.quiet_at:
+        while at < self.world.scenario.quiet_at:
             moment, name, choice = rng.random(), rng.choices(names, weights)[0], rng.choice(MOMENTS)
             if moment < AT_A_MOMENT:
                 self.world.later(at, f"a fault waits for a {choice[0]}", partial(self._arm, *choice))
             else:
                 self.world.later(at, f"fault {name}", partial(self._strike, ANY_TIME[name][1]))
             at += GAP_S * (1.0 + rng.random())
-        self.world.later(self.world.quiet_at, "the faults stop", self._stop)
+        self.world.later(self.world.scenario.quiet_at, "the faults stop", self._stop)
 
     def _arm(self, moment: str, within_s: float, strike: Strike) -> None:
         self._armed.setdefault(moment, []).append((within_s, strike))
@@ -111,7 +108,7 @@ class Faults(Listener):
             self.world.later(within_s * self._rng("moment").random(), what, partial(self._strike, strike))
 
     def _strike(self, strike: Strike) -> None:
-        if self.world.heap.now < self.world.quiet_at:
+        if self.world.heap.now < self.world.scenario.quiet_at:
             self.count += 1
             strike(self.world, self._rng(strike.__name__))
 
@@ -120,10 +117,10 @@ class Faults(Listener):
 
     # ---- the moments -----------------------------------------------------------------------------------------------
 
-    def granted(self, agent: Agent, push: PushId) -> None:
+    def granted(self, agent: SimAgent, push: PushId) -> None:
         self._at("push")
 
-    def pulling(self, agent: Agent, pull: PullId) -> None:
+    def pulling(self, agent: SimAgent, pull: PullId) -> None:
         self._at("pull")
 
     def noted(self, note: Note) -> None:
@@ -133,6 +130,11 @@ class Faults(Listener):
             self._at("persist")
         elif note.kind == "stopped":
             self.world.later(OPERATOR_S, "the operator mends the disks, and starts the master again", self._mend_disks)
+
+    def occurred(self, what: str) -> None:
+        if what == "old_ledger":
+            put_back = self.world.put_newest_ledger_back
+            self.world.later(OPERATOR_S, "the operator puts the newest ledger back", put_back)
 
     def _mend_disks(self) -> None:
         for machine in self.world.machines.values():
@@ -151,17 +153,17 @@ class Faults(Listener):
         world.network.mend()
         world.data.mend()
         world.master.disk.mend()
-        world.restore_if_all_is_lost()
+        strikes.restore_if_all_is_lost(world)
         for machine in world.machines.values():
             machine.disk.mend()
             machine.start()
             if machine.process is not None:
                 machine.process.gate.open()
-        for site in world.sites.values():
-            site.diverged = 0
-            for agent in site.agents:
+        for cluster in world.clusters.values():
+            cluster.site.diverged = 0
+            for agent in cluster.agents:
                 agent.gate.open()
-            site.start()
+            cluster.start()
         for zombie in list(world.master.zombies):
             zombie.wake()
         if world.master.disk.old:

@@ -7,15 +7,14 @@ put back from a copy. What lasts a while mends itself; faults.py says when each 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from dips.sim.site import Site
-    from dips.sim.slave import Machine
-    from dips.sim.world import World
+from dips.sim.cluster import SimCluster
+from dips.sim.slave import SlaveMachine
+from dips.sim.world import World
 
-Strike = Callable[["World", Random], None]
+Strike = Callable[[World, Random], None]
 OPERATOR_S = 4.0  # until a person has done what the run asks for
 DOWN_S = 3.0  # a process that crashed is started again after at most so long; one in five stays away thrice as long
 
@@ -24,11 +23,11 @@ def _down_s(rng: Random) -> float:
     return DOWN_S * (0.4 + 0.6 * rng.random()) * (3.0 if rng.random() < 0.2 else 1.0)
 
 
-def _site(world: World, rng: Random) -> Site:
-    return rng.choice(list(world.sites.values()))
+def _cluster(world: World, rng: Random) -> SimCluster:
+    return rng.choice(list(world.clusters.values()))
 
 
-def _machine(world: World, rng: Random) -> Machine:
+def _machine(world: World, rng: Random) -> SlaveMachine:
     return rng.choice(list(world.machines.values()))
 
 
@@ -41,44 +40,44 @@ def _lease(world: World) -> float:
 
 def crash_agent(world: World, rng: Random) -> None:
     """Agent and trainer die, and are started again."""
-    site = _site(world, rng)
-    site.crash()
-    world.later(_down_s(rng), f"{site.name} starts again", site.start)
+    cluster = _cluster(world, rng)
+    cluster.crash()
+    world.later(_down_s(rng), f"{cluster.name} starts again", cluster.start)
 
 
 def leave(world: World, rng: Random) -> None:
     """SIGTERM of an agent; it joins again later."""
-    site = _site(world, rng)
-    site.leave()
-    world.later(_down_s(rng), f"{site.name} starts again", site.start)
+    cluster = _cluster(world, rng)
+    cluster.leave()
+    world.later(_down_s(rng), f"{cluster.name} starts again", cluster.start)
 
 
 def crash_trainer(world: World, rng: Random) -> None:
-    _site(world, rng).crash_trainer()
+    _cluster(world, rng).crash_trainer()
 
 
 def crash_rank(world: World, rng: Random) -> None:
-    _site(world, rng).crash_rank(rng.randrange(3), 0.2 + 1.5 * rng.random())
+    _cluster(world, rng).crash_rank(rng.randrange(3), 0.2 + 1.5 * rng.random())
 
 
 def hang(world: World, rng: Random) -> None:
     """A trainer stands still, sometimes for longer than the master has patience with it."""
-    _site(world, rng).hang(world.options.timing.hang_s * (0.3 + rng.random()))
+    _cluster(world, rng).hang(world.options.timing.hang_s * (0.3 + rng.random()))
 
 
 def zombie_agent(world: World, rng: Random) -> None:
     """A cluster's machines are stopped and taken for dead; they wake while their successor is at work."""
-    site = _site(world, rng)
-    zombie = site.abandon()
-    world.later(0.5 + _lease(world) * rng.random(), f"{site.name} starts again", site.start)
+    cluster = _cluster(world, rng)
+    zombie = cluster.abandon()
+    world.later(0.5 + _lease(world) * rng.random(), f"{cluster.name} starts again", cluster.start)
     if zombie is not None:
         asleep_s = _lease(world) * (0.4 + 1.6 * rng.random())
-        world.later(asleep_s, f"an old agent of {site.name} wakes", zombie.gate.open)
+        world.later(asleep_s, f"an old agent of {cluster.name} wakes", zombie.gate.open)
 
 
 def pause_agent(world: World, rng: Random) -> None:
     """SIGSTOP of a cluster's machines; nobody takes their place."""
-    agent = _site(world, rng).agent
+    agent = _cluster(world, rng).agent
     if agent is not None:
         agent.gate.close()
         world.later(_lease(world) * (0.2 + 1.4 * rng.random()), f"{agent.name} goes on", agent.gate.open)
@@ -86,7 +85,7 @@ def pause_agent(world: World, rng: Random) -> None:
 
 def diverge(world: World, rng: Random) -> None:
     """The next pushes of a cluster are bad."""
-    _site(world, rng).diverged += rng.randint(1, 2)
+    _cluster(world, rng).site.diverged += rng.randint(1, 2)
 
 
 # ---- slaves --------------------------------------------------------------------------------------------------------
@@ -135,8 +134,18 @@ def rot(world: World, rng: Random) -> None:
 
 
 def _ask_operator(world: World) -> None:
-    """If no version is left that every disk holds, nothing is invented: somebody restores a directory (why.md 22)."""
-    world.later(OPERATOR_S, "the operator looks at the disks", world.restore_if_all_is_lost)
+    """With no version left that every disk holds, somebody restores a directory (docs/rationale.md#22)."""
+    world.later(OPERATOR_S, "the operator looks at the disks", partial(restore_if_all_is_lost, world))
+
+
+def restore_if_all_is_lost(world: World) -> None:
+    """When disks rotted or were put back, and no version that is still on offer is whole on all of them."""
+    disks = [machine.disk for machine in world.machines.values()]
+    common = [v for v in world.books.offered if all(v in disk.good for disk in disks)]
+    if not common and any(disk.harmed for disk in disks):
+        world.look_everywhere()
+        for disk in disks:
+            disk.restore()
 
 
 def old_snapshots(world: World, rng: Random) -> None:
@@ -150,7 +159,7 @@ def old_snapshots(world: World, rng: Random) -> None:
         _ask_operator(world)
         world.later(_down_s(rng), f"{machine.name} starts again", machine.start)
 
-    if world.heap.now + 20.0 < world.quiet_at:
+    if world.heap.now + 20.0 < world.scenario.quiet_at:
         world.later(4.0 + 14.0 * rng.random(), f"old snapshots are put back on {machine.name}", put_back)
 
 
@@ -199,13 +208,13 @@ def old_ledger(world: World, rng: Random) -> None:
     """With everybody down, a backup of the ledger is put back; a version was made in a round that it does not know.
 
     So every slave that holds that version can tell, and the first to register makes the master refuse; before that it
-    answers no cluster. A backup that lacks no round nobody can tell from the newest (why.md 2, 4).
+    answers no cluster. A backup that lacks no round nobody can tell from the newest (docs/rationale.md#2, #4).
     """
     copy = world.master.disk.copy()
     (known,) = copy.execute("SELECT coalesce(max(round), 0) FROM rounds").fetchone()
 
     def put_back() -> None:
-        if world.authority.head.round <= known or world.master.disk.old:
+        if world.books.head.round <= known or world.master.disk.old:
             return  # nobody could tell
         world.crash_master()
         world.master.disk.put_back(copy)
@@ -213,7 +222,7 @@ def old_ledger(world: World, rng: Random) -> None:
             machine.start()
         world.later(1.0 + rng.random(), "the master starts on an old ledger", world.start_master)
 
-    if world.heap.now + 20.0 < world.quiet_at:
+    if world.heap.now + 20.0 < world.scenario.quiet_at:
         world.later(5.0 + 8.0 * rng.random(), "an old ledger is put back", put_back)
 
 
@@ -226,7 +235,7 @@ def _ways(rng: Random, one: str, other: str) -> list[tuple[str, str]]:
 
 def cut(world: World, rng: Random) -> None:
     """The control link of somebody to the master is parted, one way or both."""
-    other = rng.choice([*world.sites, *world.machines])
+    other = rng.choice([*world.clusters, *world.machines])
     until = world.heap.now + _lease(world) * 1.8 * rng.random()
     for sender, receiver in _ways(rng, other, "master"):
         world.network.cut(sender, receiver, until)
@@ -242,29 +251,29 @@ def cut_slave(world: World, rng: Random) -> None:
 
 def clog(world: World, rng: Random) -> None:
     """Somebody's control link passes almost nothing for a while."""
-    world.network.clog(rng.choice([*world.sites, *world.machines]), world.heap.now + 10.0 * rng.random())
+    world.network.clog(rng.choice([*world.clusters, *world.machines]), world.heap.now + 10.0 * rng.random())
 
 
 def cut_data(world: World, rng: Random) -> None:
     """No bytes between a cluster and a slave, one way or both."""
     until = world.heap.now + 12.0 * rng.random()
-    for sender, receiver in _ways(rng, _site(world, rng).name, _machine(world, rng).name):
+    for sender, receiver in _ways(rng, _cluster(world, rng).name, _machine(world, rng).name):
         world.data.part(sender, receiver, until)
 
 
 def clog_data(world: World, rng: Random) -> None:
-    world.data.clog(_site(world, rng).name, world.heap.now + 12.0 * rng.random())
+    world.data.clog(_cluster(world, rng).name, world.heap.now + 12.0 * rng.random())
 
 
 def partition(world: World, rng: Random) -> None:
     """A cluster is cut off from everybody, on both flows."""
-    site = _site(world, rng)
+    cluster = _cluster(world, rng)
     until = world.heap.now + _lease(world) * (0.5 + 1.5 * rng.random())
-    for sender, receiver in _ways(rng, site.name, "master"):
+    for sender, receiver in _ways(rng, cluster.name, "master"):
         world.network.cut(sender, receiver, until)
     for machine in world.machines:
-        world.data.part(site.name, machine, until)
-        world.data.part(machine, site.name, until)
+        world.data.part(cluster.name, machine, until)
+        world.data.part(machine, cluster.name, until)
 
 
 def whole_room(world: World, rng: Random) -> None:
@@ -273,4 +282,4 @@ def whole_room(world: World, rng: Random) -> None:
     for machine in world.machines.values():
         machine.crash()
         world.later(_down_s(rng), f"{machine.name} starts again", machine.start)
-    world.watch.met("room")
+    world.monitor.occurred("room")

@@ -1,13 +1,13 @@
 """When clusters of aligned pace push: all at about the same time, each after as many steps as its speed allows.
 
-The meetings stand on a grid: the moment when the last window opened, and every `period` after it. A cluster is told how
-many seconds are left until its push should begin, so H follows from its speed: slow clusters take few inner steps, fast
-ones many, and none waits. The period is the median time that the clusters' own H would take, and follows slowly. Pushes
-that share the slots are told to begin one after the other, so that the last of them is in when the meeting is.
+The common windows stand on a grid: the moment when the last one opened, and every `period` after it. A cluster is given
+the seconds that are left until its push should begin, so H follows from its speed: slow clusters take few inner steps,
+fast ones many, and none waits. The period is the median time that the clusters' own H would take, and follows slowly.
+Pushes that share the slots are told to begin one after the other, so that the last of them is in when the window opens.
 
-Robust by construction: a window that nobody opened leaves the grid as it is; a cluster that just misses a meeting still
+What must stay true: a window that did not open leaves the grid as it is; a cluster that just misses a window still
 goes to it; one that would come with too few steps goes to the next; one that is silent is forgotten. Durations travel,
-clocks do not. Pure: beats and `now` come in.
+clocks do not. Pure: heartbeats and `now` come in.
 
 Source: design.md section 8; in the emulation aligned clusters ended below synchronous DiLoCo's loss at equal tokens.
 """
@@ -18,19 +18,20 @@ from dataclasses import dataclass
 from math import ceil
 from statistics import median
 
-from dips.protocol.beats import LEAST_BYTES_PER_S, NO_MEETING, ClusterBeat
+from dips.protocol.enums import TrainerState
+from dips.protocol.heartbeats import LEAST_BYTES_PER_S, OWN_PACE, ClusterHeartbeat
 
 LEAST_SHARE = 1 / 8  # of the H that a cluster would take by itself: with fewer steps a push is not worth its bytes
-MOST_CHANGE = 1.25  # of the period, from one meeting to the next: one odd measurement must not move everybody
-LATE_SHARE = 0.25  # of the period: who is later than that goes to the next meeting
-LEAST_STEP_S = 1e-6  # no inner step is faster: whoever says so has not measured one
+MOST_CHANGE = 1.25  # of the period, from one window to the next: one odd measurement must not move all
+LATE_SHARE = 0.25  # of the period: who is later than that goes to the next window
+LEAST_STEP_S = 1e-6  # no inner step is faster: a smaller number was not measured
 NEVER_S = 1e9  # thirty years: an absurd speed must not give numbers that the other end of the wire refuses
-WORKED_SHARE = 0.5  # of the period: who has worked less since its last push has been at this meeting
+WORKED_SHARE = 0.5  # of the period: who has worked less since its last push was in this window
 
 
 @dataclass(frozen=True, slots=True)
-class Gathering:
-    """What the Coordinator knows about meetings."""
+class WindowTiming:
+    """What the Coordinator knows about windows."""
 
     opened_at: float | None  # when the last window opened, on the master's clock
     slots: int  # pushes that may move at once; 0 while no slave is registered
@@ -49,37 +50,40 @@ class _Member:
         return min(self.wanted * self.step_s, NEVER_S)
 
 
-class Meetings:
-    """The grid, and who goes to it."""
+class Alignment:
+    """The grid of windows, and which clusters keep to it."""
 
     def __init__(self) -> None:
         self._members: dict[str, _Member] = {}
         self._anchor: float | None = None  # a time on the grid
         self._opened_at: float | None = None  # the window from which the grid was taken
-        self.period_s = 0.0  # 0: nobody's speed is known yet
+        self.period_s = 0.0  # 0: no speed is known yet
 
-    def heard(self, beat: ClusterBeat) -> None:
+    def record_heartbeat(self, heartbeat: ClusterHeartbeat) -> None:
         """Take note of a cluster's speed; one that does not align, or whose speed is unknown, is no member."""
-        if beat.aligned_steps > 0 and beat.step_s >= LEAST_STEP_S and beat.trainer == "training":
-            self._members[beat.cluster] = _Member(beat.aligned_steps, beat.step_s, beat.since_push, beat.bytes_per_s)
+        trains = heartbeat.trainer is TrainerState.TRAINING
+        if trains and heartbeat.aligned_steps > 0 and heartbeat.step_s >= LEAST_STEP_S:
+            self._members[heartbeat.cluster] = _Member(
+                heartbeat.aligned_steps, heartbeat.step_s, heartbeat.since_push, heartbeat.bytes_per_s
+            )
         else:
-            self.forget(beat.cluster)
+            self.forget(heartbeat.cluster)
 
     def forget(self, cluster: str) -> None:
-        """It is gone, or stands still: nobody waits for it."""
+        """It is gone, or stands still: the grid does not depend on it."""
         self._members.pop(cluster, None)
 
     def shift(self, gap_s: float) -> None:
-        """Nobody was looking for `gap_s`: the grid stays where the clusters, who kept working, are."""
+        """The master did not run for `gap_s`: the grid stays where the clusters, who kept working, are."""
         if self._anchor is not None and self.period_s > 0:
             self._anchor += self.period_s * (gap_s // self.period_s)
 
-    def push_in_s(self, cluster: str, gathering: Gathering, now: float) -> float:
-        """Seconds until the cluster's push should begin, 0 if it is due; NO_MEETING if it keeps its own pace."""
+    def push_in_s(self, cluster: str, timing: WindowTiming, now: float) -> float:
+        """Seconds until the cluster's push should begin, 0 if it is due; OWN_PACE if it keeps its own pace."""
         member = self._members.get(cluster)
         if member is None:
-            return NO_MEETING
-        self._follow(gathering, now)
+            return OWN_PACE
+        self._follow_windows(timing, now)
         assert self._anchor is not None
         least = max(1, ceil(member.wanted * LEAST_SHARE))
         if member.since_push < least:
@@ -88,43 +92,43 @@ class Meetings:
             earliest = now - LATE_SHARE * self.period_s
         else:
             earliest = now
-        begin = self._anchor - self._lead_s(cluster, gathering)
+        begin = self._anchor - self._lead_s(cluster, timing)
         periods = max(0, ceil((earliest - begin) / self.period_s))
         return min(NEVER_S, max(0.0, begin + periods * self.period_s - now))
 
-    def explain(self, cluster: str, gathering: Gathering, now: float) -> str:
-        """Say what the cluster is told, for people; empty if it keeps its own pace."""
-        left = self.push_in_s(cluster, gathering, now)
-        if left == NO_MEETING:
+    def explain(self, cluster: str, timing: WindowTiming, now: float) -> str:
+        """Describe the cluster's pace, for people; empty if it keeps its own."""
+        left = self.push_in_s(cluster, timing, now)
+        if left == OWN_PACE:
             return ""
         member = self._members[cluster]
         steps = member.since_push + round(left / member.step_s)
         return (
             f"aligned: H {steps} (by itself {member.wanted}) at {member.step_s:.3g} s a step, "
-            f"pushes in {left:.1f} s, meets every {self.period_s:.1f} s"
+            f"pushes in {left:.1f} s, a window every {self.period_s:.1f} s"
         )
 
-    def _follow(self, gathering: Gathering, now: float) -> None:
+    def _follow_windows(self, timing: WindowTiming, now: float) -> None:
         """Move the grid to the last window, and the period a little towards what the members want."""
-        opened = gathering.opened_at is not None and gathering.opened_at != self._opened_at
+        opened = timing.opened_at is not None and timing.opened_at != self._opened_at
         if self._anchor is not None and not opened:
-            return  # asked at every beat of every member, and news only with a window
+            return  # asked at every heartbeat of every member, and changed only by a window
         wanted = median(m.period_s for m in self._members.values())
         if self._anchor is None:
             self.period_s, self._anchor = wanted, now + wanted
         if opened:
-            self._anchor = self._opened_at = gathering.opened_at
+            self._anchor = self._opened_at = timing.opened_at
             self.period_s = min(max(wanted, self.period_s / MOST_CHANGE), self.period_s * MOST_CHANGE)
 
-    def _lead_s(self, cluster: str, gathering: Gathering) -> float:
-        """How long before the meeting its push begins: its own duration, and of those that follow it in its slot."""
+    def _lead_s(self, cluster: str, timing: WindowTiming) -> float:
+        """How long before the window its push begins: its own duration, and of those that follow it in its slot."""
         durations = {
-            name: gathering.model_bytes / m.bytes_per_s if m.bytes_per_s >= LEAST_BYTES_PER_S else 0.0
+            name: timing.model_bytes / m.bytes_per_s if m.bytes_per_s >= LEAST_BYTES_PER_S else 0.0
             for name, m in self._members.items()
         }
         longest_first = sorted(durations, key=lambda name: (-durations[name], name))
-        slots = max(1, min(gathering.slots, len(durations)))
-        ends = [0.0] * slots  # seconds before the meeting at which each slot is taken, from behind
+        slots = max(1, min(timing.slots, len(durations)))
+        ends = [0.0] * slots  # seconds before the window at which each slot is taken, from behind
         for name in longest_first:
             slot = ends.index(min(ends))
             ends[slot] += durations[name]

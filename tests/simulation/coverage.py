@@ -1,4 +1,4 @@
-"""Which failures a seed has really met: the rows of design.md section 9, and the crash points of protocol.md section 1.
+"""Which failures a seed has really met: the rows of docs/architecture.md#failure-table, and crash points.
 
 A row is met when it was *seen* to happen and to end as the table says, not when a fault was planned: an agent that dies
 meets nothing until its lease runs out or its successor joins. Each seed counts once for each row that it met.
@@ -6,21 +6,17 @@ meets nothing until its lease runs out or its successor joins. Each seed counts 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import AbortVersion, CommitVersion, LoadVersion, Note, Registered
 from dips.protocol.events import ClusterSilent, Event, TrainerChanged
 from dips.protocol.records import ClusterEnded, IncarnationGiven, LedgerState, Record, RolledBack, VersionCommitted
-from dips.sim.watch import Listener
+from dips.sim.agent import SimAgent
+from dips.sim.master import MasterProcess
+from dips.sim.observer import Observer
+from dips.sim.slave import SlaveProcess
+from dips.sim.world import World
 
-if TYPE_CHECKING:
-    from dips.sim.cluster import Agent
-    from dips.sim.master import MasterProcess
-    from dips.sim.slave import Process
-    from dips.sim.world import World
-
-# design.md section 9: what fails → what was seen to happen
+# docs/architecture.md#failure-table: what fails → what was seen to happen
 ROWS: dict[str, str] = {
     "trainer": "a rank or trainer died; the same life pulled and went on",
     "cluster": "a cluster's lease ran out",
@@ -36,7 +32,7 @@ ROWS: dict[str, str] = {
     "partition": "messages vanished on a parted link, and its ends spoke again",
 }
 
-# protocol.md section 1, the crash table, and what else section 4 of it names.
+# docs/protocol.md#crash-points, and whatever else chance alone would seldom meet.
 POINTS: dict[str, str] = {
     "master_before_row": "a master died over an open round: no row, presumed abort",
     "master_after_row": "a master died over a flip: the row stands, Commit is said again",
@@ -58,14 +54,23 @@ POINTS: dict[str, str] = {
     "degraded": "versions were announced without a snapshot",
     "durable_again": "and durable again",
     "stopped": "the run stopped for a broken disk, and went on when it was mended",
-    "async": "a version became durable after its row",
     "lossy": "a push in bf16 or int8 was accepted",
     "one_way": "a link was parted one way only",
     "quarantine": "a diverged push was gated",
+    "unmerged": "what was trained under overlap was not finite, and the version was installed whole",
 }
 
 
-class Coverage(Listener):
+# Ways to run a cluster and a run; each is seen in a third of the seeds at least.
+WAYS: dict[str, str] = {
+    "aligned": "a cluster of aligned pace pushed when the master said",
+    "overlap": "a version was merged into a model that had trained on since its push was frozen",
+    "torchrun": "torchrun started all ranks again under one agent, and they pulled and went on",
+    "async": "a version became durable after its row",
+}
+
+
+class Coverage(Observer):
     """Watches one world; `seen` holds the names of the rows and points that it met."""
 
     def __init__(self, world: World) -> None:
@@ -81,6 +86,9 @@ class Coverage(Listener):
 
     def met(self, row: str) -> None:
         self.seen[row] = None
+
+    def occurred(self, what: str) -> None:
+        self.met(what)
 
     # ---- records ---------------------------------------------------------------------------------------------------
 
@@ -138,13 +146,13 @@ class Coverage(Listener):
 
     # ---- slaves ----------------------------------------------------------------------------------------------------
 
-    def slave_crashed(self, process: Process) -> None:
+    def slave_crashed(self, process: SlaveProcess) -> None:
         """Its memory is gone; what lay prepared on its disk stays."""
         prepared = process.versions.prepared
         if prepared is not None and prepared in process.machine.disk.good:
             self._orphans[process.name] = prepared
 
-    def registered(self, process: Process, answer: Registered) -> None:
+    def registered(self, process: SlaveProcess, answer: Registered) -> None:
         order = answer.order
         if isinstance(order, CommitVersion):
             self.met("slave_in_doubt")
@@ -160,7 +168,7 @@ class Coverage(Listener):
 
     def master_died(self, process: MasterProcess, rows: bool, written: bool) -> None:
         """`rows`: a version's row was under way; `written`: it was durable when the process died."""
-        deciding = process.coordinator._world
+        deciding = process.coordinator._run
         if (rows and written) or (not rows and deciding.flipping is not None):
             self.met("master_after_row")
         elif rows or deciding.round is not None:
@@ -168,31 +176,41 @@ class Coverage(Listener):
 
     # ---- clusters --------------------------------------------------------------------------------------------------
 
-    def granted(self, agent: Agent, push: PushId) -> None:
+    def granted(self, agent: SimAgent, push: PushId) -> None:
         self._moving[agent.name] = "push"
+        if agent.meets:
+            self.met("aligned")
 
-    def pulling(self, agent: Agent, pull: PullId) -> None:
+    def merged(self, agent: SimAgent, kept: bool) -> None:
+        if not kept:
+            self.met("unmerged")
+        elif agent.trainer is not None and agent.trainer.in_hand.works:
+            self.met("overlap")
+
+    def pulling(self, agent: SimAgent, pull: PullId) -> None:
         self._moving[agent.name] = "pull"
 
-    def push_moved(self, agent: Agent, push: PushId, moved: bool) -> None:
+    def push_moved(self, agent: SimAgent, push: PushId, moved: bool) -> None:
         self._moving.pop(agent.name, None)
 
-    def pulled(self, agent: Agent, installed: bool, attempt: int) -> None:
+    def pulled(self, agent: SimAgent, installed: bool, attempt: int) -> None:
         self._moving.pop(agent.name, None)
         if not installed:
             return
         if self._dead_trainers.pop(agent.name, None) == agent.inc:
             self.met("trainer")
+        if agent.trainer is not None and agent.trainer.restart > 0:
+            self.met("torchrun")
         if self._new_lives.get(agent.name) == agent.inc:
             self.met("cluster_back")
 
-    def trainer_died(self, agent: Agent, rank: bool) -> None:
+    def trainer_died(self, agent: SimAgent, rank: bool) -> None:
         moving = self._moving.pop(agent.name, None)
         if rank and moving is not None:
             self.met(f"rank_in_{moving}")
         self._dead_trainers[agent.name] = agent.inc
 
-    def agent_exits(self, agent: Agent, reason: str) -> None:
+    def agent_exits(self, agent: SimAgent, reason: str) -> None:
         self.met("fenced_agent")
 
     # ---- links -----------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Transcripts: stories of the Coordinator that an operator can read. Commands go in, its answers come out, as text.
 
-A story is a text of blocks: a line `> command`, and under it what the Coordinator said, one effect a line. `replay`
-carries out the commands and returns the same text with the answers of today; a test compares. Records are written into
+A story is a text of blocks: a line `> command`, and under it what the Coordinator said, one effect a line; replay.py
+carries out the commands. Records are written into
 a real ledger in memory, so a master can crash before or after what it said last was durable.
 
 Notation: `→` an order to a slave, `■` a record, `←` an answer to whoever asked, `·` a note for the log, `!` an exit.
@@ -9,24 +9,22 @@ Notation: `→` an order to a slave, `■` a record, `←` an answer to whoever 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import isinf
 
+from dips.errors import class_named
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.master.ledger import Ledger
 from dips.protocol import events as ev
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Apply, Fold, Measure, Order, OrderBody, Persist, Registered, Reply
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.protocol.options import DataOptions, Options, PenaltyOptions, StopOptions, TimingOptions
 from dips.protocol.placement import place
 from dips.protocol.records import Record, RunRow
 from dips.sim.master import LedgerDisk
-from dips.sim.spelling import spell
+from tests.transcripts.spelling import spell
+from tests.transcripts.words import Words, options, transfer
 
-Words = dict[str, str]  # the `key=value` words of a command
 RUN, CONFIG = "story", "config"
 BASE_NORM_SQ = 0.01  # Σ(θ − θ_j)² of a layer, unless a story says otherwise
 
@@ -37,7 +35,7 @@ class Teller:
     def __init__(self, words: Words) -> None:
         names = [f"s{i}" for i in range(int(words.get("slaves", "2")))]
         layers = [Layer(f"l{i}", (Parameter(f"l{i}.w", (4,)),)) for i in range(len(names))]
-        self.manifest, self.options = Manifest(tuple(layers)), _options(words)
+        self.manifest, self.options = Manifest(tuple(layers)), options(words)
         placement = place(self.manifest, names)
         genesis = tuple(f"{i:032x}" for i in range(len(layers)))
         row = RunRow(RUN, CONFIG, self.manifest.to_json(), placement, genesis, (2.0,) * len(layers))
@@ -122,10 +120,12 @@ class Teller:
                 return ev.Done()
 
     def fails(self, slave: str, words: Words) -> list[str]:
-        """The oldest order (of one kind) that it has not answered fails: deaf, refused or stale_term."""
+        """The oldest order (of one kind) that it has not answered fails with an error of dips.errors."""
         order = next(o for o in self.orders if o.slave == slave and words.get("only") in (None, _kind(o.body)))
         self.orders.remove(order)
-        return self.step(ev.OrderFailed(slave, order.sinc, order.number, words["kind"], words.get("why", "")))
+        error = class_named(words["error"])
+        assert error is not None, f"no class of dips.errors: {words['error']}"
+        return self.step(ev.OrderFailed(slave, order.sinc, order.number, error, words.get("why", "")))
 
     def staged(self, slave: str, words: Words) -> list[str]:
         push = self._push(words["push"])
@@ -177,7 +177,7 @@ class Teller:
 
     def told(self, cluster: str, words: Words) -> list[str]:
         """The judge tells what the life's beats said of its tokens; asked before each Join."""
-        return self.step(ev.ClusterTold(cluster, self._life(cluster, words), int(words["tokens"])))
+        return self.step(ev.TokensReported(cluster, self._life(cluster, words), int(words["tokens"])))
 
     def leaves(self, cluster: str, words: Words) -> list[str]:
         return self.step(
@@ -290,101 +290,13 @@ class Teller:
         return int(words["life"]) if "life" in words else self.lives[name]
 
     def _push(self, text: str) -> PushId:
-        cluster, inc, seq = _transfer(text, "#")
+        cluster, inc, seq = transfer(text, "#")
         return PushId(cluster, inc, seq)
 
     def _pull(self, text: str) -> PullId:
-        cluster, inc, seq = _transfer(text, "^")
+        cluster, inc, seq = transfer(text, "^")
         return PullId(cluster, inc, seq)
-
-
-COMMANDS: dict[str, Callable[[Teller, str, Words], list[str]]] = {
-    "registers": Teller.registers,
-    "answers": Teller.answers,
-    "fails": Teller.fails,
-    "staged": Teller.staged,
-    "refuses": Teller.refuses_push,
-    "lost": Teller.slave_silent,
-    "joins": Teller.joins,
-    "asks-push": Teller.asks_push,
-    "finishes-push": Teller.finishes_push,
-    "aborts": Teller.aborts_push,
-    "awaits": Teller.awaits,
-    "asks-pull": Teller.asks_pull,
-    "finishes-pull": Teller.finishes_pull,
-    "leases": Teller.leases,
-    "silent": Teller.cluster_silent,
-    "told": Teller.told,
-    "leaves": Teller.leaves,
-    "trainer": Teller.trainer,
-    "measures": Teller.measures,
-    "beats": Teller.beat,
-    "readmitted": Teller.readmit,
-    "drained": Teller.drain,
-    "ready": Teller.ready,
-    "trains": Teller.trains,
-    "pushes": Teller.pushes,
-    "passes": Teller.later,
-    "sleeps": Teller.sleep,
-    "blind": Teller.blind,
-    "restarts": Teller.restart,
-    "tells": Teller.status,
-}
-
-
-def replay(text: str) -> str:
-    """Carry out every command of a story; return the text with what the machine answers today."""
-    told, teller = [], None
-    for line, is_command in _lines(text):
-        told.append(line)
-        if not is_command:
-            continue
-        subject, verb, words = _parse(line[2:])
-        if (subject, verb) == ("run", "begins"):
-            teller = Teller(words)
-            told += teller.status("", {})
-        elif teller is None:
-            raise ValueError(f"a story begins with `> run begins`, not with {line!r}")
-        elif verb not in COMMANDS:
-            raise ValueError(f"{line!r}: no command {verb!r}; there are {', '.join(COMMANDS)}")
-        else:
-            told += COMMANDS[verb](teller, subject, words) or ["nothing"]
-        told.append("")
-    return "\n".join(told).rstrip("\n") + "\n"
-
-
-def _lines(text: str) -> Iterator[tuple[str, bool]]:
-    """Comments, blank lines before them, and commands; the answers of yesterday are left out."""
-    for line in text.splitlines():
-        if line.startswith("> "):
-            yield line, True
-        elif line.startswith("#"):
-            yield line, False
-
-
-def _parse(command: str) -> tuple[str, str, Words]:
-    """`s0 fails kind=deaf why="no answer"` → subject, verb, words."""
-    subject, verb, *rest = re.findall(r'(?:[^\s"]|"[^"]*")+', command)
-    pairs = [word.partition("=") for word in rest]
-    return subject, verb, {key: value.strip('"') for key, _, value in pairs}
-
-
-def _transfer(text: str, sign: str) -> tuple[str, int, int]:
-    life, _, seq = text.partition(sign)
-    name, _, inc = life.partition("/")
-    return name, int(inc), int(seq)
 
 
 def _kind(body: OrderBody) -> str:
     return type(body).__name__
-
-
-def _options(words: Words) -> Options:
-    timing = TimingOptions(
-        window_s=float(words.get("window", "10")), busy_retry_s=2.0, min_push_bps=float(words.get("min_push_bps", "0"))
-    )
-    penalty = PenaltyOptions(warmup_rounds=int(words.get("warmup", "1")), gate_patience=int(words.get("patience", "3")))
-    stop = StopOptions(versions=int(words.get("stop", "0")))
-    data = DataOptions(ranges=int(words.get("ranges", "0")))
-    chosen = {k: words[k] for k in ("codec", "order", "durability", "on_persist_failure", "requeue") if k in words}
-    return Options(penalty=penalty, timing=timing, stop=stop, data=data, **chosen)  # type: ignore[arg-type]

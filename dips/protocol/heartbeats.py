@@ -1,7 +1,7 @@
-"""Beats: the small regular messages that prove life, and what each is answered.
+"""Heartbeats: the periodic messages that renew a lease, and their answers.
 
-The answer lists everything that is live for the asker; what is not on it is dropped there, so lost orders heal by
-themselves. `as_of` is the number of the last order that the list knows: what was opened by a later one stays.
+The answer lists everything that is live for the asker; what is not on it is dropped there, which makes up for lost
+orders. `as_of` is the number of the last order that the list knows: what was opened by a later one stays.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from dataclasses import dataclass
 
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Progress
+from dips.protocol.enums import Activity, ClusterStanding, TrainerState
 
-NO_MEETING = -1.0  # ClusterBeatAnswer.push_in_s: the cluster keeps its own pace
 LEAST_BYTES_PER_S = 1.0  # a slower transfer counts as not moving: times made from such rates leave the finite
+OWN_PACE = -1.0  # ClusterHeartbeatAnswer.push_in_s: the cluster keeps its own pace
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterBeat:
+class ClusterHeartbeat:
     cluster: str
     inc: int
-    trainer: str  # "starting" | "training" | "dead"
-    activity: str  # "inner" | "push" | "window" | "pull" | "idle": what a person sees
-    attempt: int  # lives of the trainer under this agent
+    trainer: TrainerState
+    activity: Activity
+    attempt: int  # starts of the trainer under this agent
     inner_steps: int  # taken by this agent's trainer since the agent's start
     tokens_carried: int  # consumed, not yet settled by an Outcome
     tokens_lost: int  # consumed and lost with dead trainers, in this incarnation
@@ -34,18 +35,18 @@ class ClusterBeat:
     aligned_steps: int = 0  # H that it would take by itself, if it pushes together with others; 0: its own pace
     step_s: float = 0.0  # time of an inner step; 0 while unknown
     since_push: int = 0  # inner steps since its last push
-    tokens_consumed: int = 0  # by this life in all: carried, lost, or settled by an Outcome
+    tokens_consumed: int = 0  # by this incarnation in all: carried, lost, or settled by an Outcome
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterBeatAnswer:
+class ClusterHeartbeatAnswer:
     term: int
     lease_s: float
-    standing: str  # "live" | "gone" (lease ran out: join again) | "fenced" (a newer life exists: exit)
+    standing: ClusterStanding
     push: PushId | None
     pull: PullId | None
     progress: Progress
-    push_in_s: float = NO_MEETING  # aligned pace: until its push should begin
+    push_in_s: float = OWN_PACE  # aligned pace: until its push should begin
 
 
 def remaining_s(nbytes: int, total: int, bytes_per_s: float) -> float:
@@ -73,7 +74,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class SlaveBeat:
+class SlaveHeartbeat:
     slave: str
     sinc: int
     term: int
@@ -89,7 +90,7 @@ class SlaveBeat:
 
 
 @dataclass(frozen=True, slots=True)
-class SlaveBeatAnswer:
+class SlaveHeartbeatAnswer:
     term: int
     lease_s: float
     register: bool  # this master does not know you as READY: register

@@ -1,0 +1,204 @@
+"""What the Coordinator keeps of each slave, cluster, push, pull and round: plain records that only it changes.
+
+Legal states and moves are in moves.py, the whole of them together in run_state.py, what changes them in the modules
+that are named after them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+from dips.ids import PullId, PushId, VersionId
+from dips.protocol.effects import OrderBody
+from dips.protocol.enums import DurabilityState, FanoutKind, PushCodec
+from dips.protocol.events import Answer
+from dips.protocol.moves import CLUSTER_MOVES, SLAVE_MOVES, ClusterState, RoundState, SlaveState, move
+from dips.protocol.penalty import Verdict
+from dips.protocol.records import OutcomeRow
+
+PACES_KEPT = 16  # times between pushes of a cluster, for the window's default and for who is expected
+
+Bodies = dict[str, OrderBody]  # slave → its order
+Subject = PushId | PullId | int | VersionId  # what an order is about; an int is the number of a round
+
+
+@dataclass
+class Slave:
+    """One holder of layers; the placement names it, a Register gives it an incarnation."""
+
+    name: str
+    layers: tuple[int, ...]
+    sinc: int = 0
+    nonce: str = ""
+    state: SlaveState = SlaveState.STARTING
+    reason: str = "not registered since this master started"
+    address: str = ""
+    lanes: tuple[str, ...] = ()
+    key: str = ""
+    slots: int = 0
+    memory: VersionId | None = None
+    offer: frozenset[VersionId] | None = None  # what it offers to serve; None: not named since that changed
+    unanswered: int = 0  # orders in a row past their deadline
+    draining: bool = False  # an operator wants it out of service when nothing is open on it
+    registered: bool = False  # since this master started
+    garbage: tuple[VersionId, ...] = ()  # on its disk and in no row: deleted when this ledger is proven
+    needs_ping: bool = False  # it was lost as unresponsive: READY again only after it has answered a Ping
+
+    def become(self, state: SlaveState, reason: str) -> None:
+        if state != self.state:
+            self.state = move(SLAVE_MOVES, self.state, state, f"slave {self.name}")
+        self.reason = reason
+
+
+@dataclass
+class Push:
+    """One push from OpenPush to its Outcome."""
+
+    id: PushId
+    base: VersionId
+    ranks: int
+    deadline: float
+    deadline_s: float
+    due: float = 0.0  # when it should be here, by its cluster's bandwidth; 0 while that is unknown
+    codec: PushCodec = PushCodec.FP32
+    opened: bool = False
+    staged: set[str] = field(default_factory=set)
+    committed: bool = False
+    tokens: int = 0
+    inner_steps: int = 0
+    ranges: tuple[int, ...] = ()
+    loss: float = 0.0
+    verdict: Verdict | None = None
+    weight: float = 0.0
+
+
+@dataclass
+class Pull:
+    """One pull from OpenPull to FinishPull; `opened` when every slave has pinned the version."""
+
+    id: PullId
+    version: VersionId
+    ranks: int
+    deadline: float
+    deadline_s: float
+    opened: bool = False
+    first: int = 0  # ranks of the pulls before it: its own begin at the slaves after theirs
+
+
+@dataclass(frozen=True, slots=True)
+class Tombstone:
+    """The last push or pull of a cluster that ended without an Outcome: a repeated question is answered with why."""
+
+    seq: int = 0  # 0: none so far
+    reason: str = ""
+
+
+@dataclass
+class Cluster:
+    """One training cluster in its present incarnation."""
+
+    name: str
+    inc: int
+    nonce: str
+    state: ClusterState = ClusterState.JOINING
+    reason: str = "joined"
+    seq_high: int = 0  # the highest seq of a push or pull in this incarnation
+    base: VersionId | None = None
+    ranks: int = 1
+    moving: bool = True  # its inner steps are seen moving
+    consumed: int = 0  # tokens of this incarnation in all, as last reported by the judge
+    lost: int = 0  # of those, with dead trainers
+    settled: int = 0  # tokens of this incarnation that were accepted or gated
+    accounted: int = 0  # tokens of the newest incarnation that is over: settled, lost, or with its last push
+    push: Push | None = None
+    pull: Pull | None = None
+    dropped_push: Tombstone = Tombstone()
+    closed_pull: Tombstone = Tombstone()
+    outcome: OutcomeRow | None = None
+    outcome_version: VersionId | None = None
+    bytes_per_s: float | None = None  # of its transfers, by its heartbeats; kept over incarnations: it is its link's
+    measured_at: float = 0.0
+    requested_at: float | None = None  # its last RequestPush that was granted
+    paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES_KEPT))
+    counts: dict[str, int] = field(default_factory=lambda: {"accepted": 0, "gated": 0, "skipped": 0, "undone": 0})
+    tokens: dict[str, int] = field(default_factory=lambda: {"accepted": 0, "gated": 0, "lost": 0, "undone": 0})
+
+    @property
+    def live(self) -> bool:
+        return self.state is not ClusterState.GONE
+
+    @property
+    def pace(self) -> float | None:
+        """Median seconds between two pushes; None before the second."""
+        return median(self.paces) if self.paces else None
+
+    @property
+    def counted(self) -> int:
+        """Tokens that rounds have settled, over all its incarnations."""
+        return self.tokens["accepted"] + self.tokens["gated"] + self.tokens["undone"]
+
+    def become(self, state: ClusterState, reason: str) -> None:
+        if state != self.state:
+            self.state = move(CLUSTER_MOVES, self.state, state, f"cluster {self.name}")
+        self.reason = reason
+
+    def begin_incarnation(self, inc: int, nonce: str) -> None:
+        """Start anew under the same name: counters stay, everything that moves is gone."""
+        self.inc, self.nonce = inc, nonce
+        self.state, self.reason = ClusterState.JOINING, "joined"
+        self.seq_high, self.base, self.moving = 0, None, True
+        self.consumed = self.lost = self.settled = 0
+        self.push = self.pull = self.outcome = self.outcome_version = self.requested_at = None
+        self.dropped_push = self.closed_pull = Tombstone()
+
+
+@dataclass
+class Round:
+    """One attempt at an outer step."""
+
+    number: int
+    state: RoundState
+    reason: str
+    opened: float
+    closes: float
+    queue: list[Push] = field(default_factory=list)  # committed, to be measured in this order
+    current: Push | None = None  # being measured or folded
+    folded: list[Push] = field(default_factory=list)
+    gated: list[Push] = field(default_factory=list)
+    acc_sq: float = 0.0  # Σ over slaves of Σ acc² after the last fold
+    scale: float = 0.0
+    delta_norm: float = 0.0
+    clipped: bool = False
+
+    @property
+    def unfolded(self) -> list[Push]:
+        """Committed, and still in their slots: the one being measured or folded, and those after it."""
+        return [self.current, *self.queue] if self.current else list(self.queue)
+
+    @property
+    def pushes(self) -> list[Push]:
+        return [*self.folded, *self.gated, *self.unfolded]
+
+
+@dataclass
+class Fanout:
+    """One order given to several slaves; complete when all have answered."""
+
+    kind: FanoutKind
+    subject: Subject
+    waiting: set[str]
+    answers: dict[str, Answer] = field(default_factory=dict)
+
+
+@dataclass
+class Durability:
+    """How the run stands with its disks."""
+
+    state: DurabilityState = DurabilityState.DURABLE
+    reason: str = ""
+    failures: int = 0  # snapshots in a row that failed on some slave
+    late: Fanout | None = None  # the head's snapshot, being written after its commit
+    late_failed: tuple[str, ...] = ()  # why it failed, by slave, while others still write
+    again_at: float = 0.0  # the head's snapshot failed: not tried again before

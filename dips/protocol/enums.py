@@ -1,0 +1,126 @@
+"""Every closed set of words that a decision may depend on, once; states and their legal moves stand in moves.py.
+
+On the wire, in the ledger and in the journal each is its value; what arrives from outside becomes a member where it is
+read, or is refused there.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+# ---- rounds and pushes ---------------------------------------------------------------------------------------------
+
+
+class OutcomeKind(StrEnum):
+    """The outcome of one push in its round."""
+
+    ACCEPTED = "accepted"
+    GATED = "gated"
+    SKIPPED = "skipped"
+
+
+class RoundResult(StrEnum):
+    """How a round ended."""
+
+    APPLIED = "applied"  # it made a version
+    UNCHANGED = "unchanged"  # all of its pushes were gated
+    SKIPPED = "skipped"  # it broke; progress goes back to the clusters
+
+
+class FanoutKind(StrEnum):
+    """What follows when all slaves have answered an order: see coordinator.CONTINUATIONS."""
+
+    OPEN_PUSH = "open_push"
+    OPEN_PULL = "open_pull"
+    MEASURE = "measure"
+    FOLD = "fold"
+    APPLY = "apply"
+    PERSIST = "persist"
+    PERSIST_LATE = "persist_late"  # the head's snapshot, written after its commit
+    COMMIT = "commit"
+    PING = "ping"
+    STANDALONE = "standalone"  # nothing follows
+
+
+class DurabilityState(StrEnum):
+    """How the run stands with its disks."""
+
+    DURABLE = "durable"
+    DEGRADED = "degraded"  # versions are announced without a snapshot
+    STOPPED = "stopped"  # no more rounds
+
+
+# ---- peers ---------------------------------------------------------------------------------------------------------
+
+
+class Role(StrEnum):
+    CLUSTER = "cluster"
+    SLAVE = "slave"
+
+
+class ClusterStanding(StrEnum):
+    """What an incarnation of a cluster is to this master."""
+
+    LIVE = "live"
+    GONE = "gone"  # its lease ran out: join again
+    FENCED = "fenced"  # a newer incarnation exists: exit
+
+
+class TrainerState(StrEnum):
+    """A cluster's trainer, by its heartbeat."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    DEAD = "dead"
+
+
+class Activity(StrEnum):
+    """What a trainer is busy with, as a person sees it."""
+
+    INNER = "inner"
+    PUSH = "push"
+    WINDOW = "window"
+    PULL = "pull"
+    IDLE = "idle"
+
+
+# ---- options -------------------------------------------------------------------------------------------------------
+
+
+class PushCodec(StrEnum):
+    """What the chunks of a push carry."""
+
+    FP32 = "fp32"  # parameters, exact
+    BF16 = "bf16"  # differences to a base
+    INT8 = "int8"  # differences to a base
+
+
+class DurabilityMode(StrEnum):
+    COMMIT = "commit"  # a version is on every disk before it exists
+    ASYNC = "async"  # it is written while the next is made
+
+
+class PersistFailurePolicy(StrEnum):
+    """What follows after two failed snapshots in a row."""
+
+    DEGRADE = "degrade"  # go on, not durable
+    STOP = "stop"  # no more rounds
+
+
+class RequeuePolicy(StrEnum):
+    """What becomes of the data ranges of versions that were rolled back."""
+
+    NONE = "none"  # clusters still carry that work
+    UNDONE = "undone"  # they are leased again
+
+
+class AskOrder(StrEnum):
+    """In which order ranks and slaves ask each other."""
+
+    TURNS = "turns"
+    RANDOM = "random"  # there to be compared with
+
+
+class PenaltyRule(StrEnum):
+    DIPS = "dips"
+    NONE = "none"  # finite check only

@@ -1,0 +1,68 @@
+"""The flip: all slaves begin to serve a committed version, pinned for those who pull it (protocol.md rows 16, 17)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dips.ids import PullId, VersionId
+from dips.protocol import durability, pulls
+from dips.protocol.effects import Commit
+from dips.protocol.entities import Cluster, Fanout
+from dips.protocol.enums import FanoutKind
+from dips.protocol.run_state import RunState
+
+
+def flip_slaves(run: RunState, version: VersionId, pulling: Sequence[Cluster]) -> None:
+    """Order the flip; the clusters that will pull are answered once every slave has flipped and pinned for them."""
+    opening = tuple(_pull_after_outcome(c) for c in pulling)
+    deadlines = [pulls.begin_pull(run, c, pull, version) for c, pull in zip(pulling, opening, strict=True)]
+    # One number for all: the slowest's. The master ends each pull at its own (pulls.expire_pulls).
+    commit = Commit(version, opening, max(deadlines, default=run.options.timing.transfer_s))
+    run.flipping = run.order_all(FanoutKind.COMMIT, version, commit, run.options.timing.order_s)
+    if not run.flipping.waiting:
+        on_slaves_flipped(run, run.flipping)
+
+
+def on_slaves_flipped(run: RunState, fanout: Fanout) -> None:
+    """Every slave that is not lost serves the version."""
+    run.flipping = None
+    run.update_s = run.now - run.closed_at
+    complete = not run.slaves_missing()
+    for slave in run.ready_slaves():
+        slave.memory, slave.reason = run.head, f"serves {run.head}"
+    for cluster in run.clusters.values():
+        if not _waits_for_flip(cluster, fanout):
+            continue
+        if complete:
+            assert cluster.pull is not None
+            cluster.pull.opened = True
+        else:
+            pulls.close_pull(run, cluster, "a slave was lost while it flipped")
+
+
+def _waits_for_flip(cluster: Cluster, fanout: Fanout) -> bool:
+    """Whether its pull was opened by this flip."""
+    pull = cluster.pull
+    if pull is None or pull.opened or pull.version != fanout.subject or not cluster.outcome:
+        return False
+    return _pull_after_outcome(cluster) == pull.id
+
+
+def _pull_after_outcome(cluster: Cluster) -> PullId:
+    """The pull that follows the Outcome of push s bears the number s too."""
+    assert cluster.outcome is not None
+    push = cluster.outcome.push
+    return PullId(push.cluster, push.inc, push.seq)
+
+
+def stop_waiting_for(run: RunState, slave: str) -> None:
+    """Its answers no longer count; a fanout that needs them all is ended by whoever ends its subject."""
+    for number, (fanout, order) in list(run.fanouts.items()):
+        if order.slave == slave:
+            run.fanouts.pop(number, None)
+            if fanout.kind in (FanoutKind.COMMIT, FanoutKind.STANDALONE):
+                fanout.waiting.discard(slave)
+            elif fanout is run.durability.late:
+                durability.forget_late_snapshot(run)
+    if run.flipping is not None and not run.flipping.waiting:
+        on_slaves_flipped(run, run.flipping)

@@ -1,0 +1,258 @@
+"""The state of the whole run, and the methods by which handlers order, record and reply.
+
+Only `Coordinator.step` changes it, through the functions of slaves.py, clusters.py, pushes.py, pulls.py and round.py.
+`now` is the time of the present step; `out` collects the step's effects in their order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+
+from dips.errors import StaleIncarnation, UnavailableMaster
+from dips.ids import PullId, PushId, VersionId
+from dips.protocol.data import RangeBook
+from dips.protocol.deadlines import transfer_deadline_s
+from dips.protocol.effects import Effect, Failed, Grant, Note, Order, OrderBody, Progress, Reply, Result, SlaveAddress
+from dips.protocol.entities import Bodies, Cluster, Durability, Fanout, Pull, Push, Round, Slave, Subject
+from dips.protocol.enums import ClusterStanding, FanoutKind, RequeuePolicy, RoundResult
+from dips.protocol.manifest import BYTES_PER_PARAMETER, Manifest
+from dips.protocol.moves import ClusterState, SlaveState
+from dips.protocol.options import Options
+from dips.protocol.order import slaves_in_order
+from dips.protocol.penalty import Penalty
+from dips.protocol.records import LedgerState, Record, VersionRow
+
+OLD_LEDGER = "this ledger is an old copy: put the newest one back, or see `dips-master recover`"
+LINEAGE_KEPT = 1_000  # newest versions; a base older than they are counts as no ancestor: its staleness is unknown
+
+
+class RunState:
+    """The state of the whole run as the master sees it."""
+
+    def __init__(self, state: LedgerState, manifest: Manifest, options: Options, now: float) -> None:
+        self.row, self.manifest, self.options, self.term = state.row, manifest, options, state.term
+        self.now = self.started = now
+        self.out: list[Effect] = []
+        self.slaves = {name: Slave(name, layers) for name, layers in state.row.placement}
+        for peer in state.slaves:
+            if peer.name in self.slaves:
+                self.slaves[peer.name].sinc, self.slaves[peer.name].nonce = peer.inc, peer.nonce
+        self.clusters = {
+            peer.name: Cluster(
+                peer.name, peer.inc, peer.nonce, settled=peer.tokens_settled, accounted=peer.tokens_accounted
+            )
+            for peer in state.clusters
+        }
+        for peer in state.clusters:
+            cluster = self.clusters[peer.name]
+            cluster.state = ClusterState.GONE if peer.ended else ClusterState.TRAINING
+            cluster.reason = "its incarnation ended" if peer.ended else "known from the ledger"
+        self._restore_outcomes(state)
+        self._restore_totals(state)
+        self.versions: dict[VersionId, VersionRow] = {  # the lineage, in order
+            v.version: replace(v, shares=()) if v.retired else v for v in state.versions
+        }
+        self.forget_old_versions()
+        self.undone: dict[VersionId, VersionRow] = {v.version: v for v in state.undone}
+        self.head = state.versions[-1].version
+        self.next_round = state.next_round
+        self.tokens_accepted = sum(v.tokens for v in state.versions)  # by the lineage
+        self.finished = state.finished
+        requeue = options.requeue is RequeuePolicy.UNDONE
+        self.ranges = RangeBook(options.data, state.settled, state.leased, state.undone_ranges, requeue)
+        genesis_norm = sum(state.row.genesis_norms)
+        self.penalty = Penalty(options.penalty, state.penalty, state.history, genesis_norm)
+        self.round: Round | None = None
+        self.opened_at: float | None = None  # when the last window opened
+        self.waiting: list[Push] = []  # committed while no window was open to them
+        self.flipping: Fanout | None = None
+        self.durability = Durability()
+        self.rollback_waits = ""  # for whom, while some slave cannot offer the head
+        self.closed_at = now  # when the last window closed
+        self.update_s = 0.0  # from there to the last flip; 0 if the round left θ as it was
+        self.counts = {**dict.fromkeys(map(str, RoundResult), 0), **dict(state.rounds)}
+        self.fanouts: dict[int, tuple[Fanout, Order]] = {}  # unanswered orders by number
+        self.last_number = 0
+
+    def forget_old_versions(self) -> None:
+        """Bound the lineage: v0@r0, the newest LINEAGE_KEPT, and what may still be offered stay. The ledger has all."""
+        for version in list(islice(self.versions, 1, max(1, len(self.versions) - LINEAGE_KEPT))):
+            if self.versions[version].retired:
+                del self.versions[version]
+
+    def _restore_outcomes(self, state: LedgerState) -> None:
+        for outcome, version in state.outcomes:
+            cluster = self.clusters.get(outcome.push.cluster)
+            if cluster and cluster.inc == outcome.push.inc:
+                cluster.outcome, cluster.outcome_version = outcome, version
+                cluster.seq_high = outcome.push.seq
+
+    def _restore_totals(self, state: LedgerState) -> None:
+        for t in state.totals:
+            cluster = self.clusters.get(t.cluster)
+            if cluster:
+                cluster.counts = {
+                    "accepted": t.accepted, "gated": t.gated, "skipped": t.skipped, "undone": t.undone,
+                }  # fmt: skip
+                cluster.tokens = {
+                    "accepted": t.tokens_accepted, "gated": t.tokens_gated,
+                    "lost": t.tokens_lost, "undone": t.tokens_undone,
+                }  # fmt: skip
+
+    # ---- saying what is to be done ----
+
+    def record(self, record: Record) -> None:
+        self.out.append(record)
+
+    def reply(self, req: int, result: Result) -> None:
+        self.out.append(Reply(req, result))
+
+    def note(self, kind: str, **fields: object) -> None:
+        self.out.append(Note(kind, tuple((key, str(value)) for key, value in fields.items())))
+
+    def order(
+        self,
+        kind: FanoutKind,
+        subject: Subject,
+        bodies: Bodies,
+        deadline_s: float,
+    ) -> Fanout:
+        """Give each named slave its order; the continuation of `kind` is called when all have answered."""
+        fanout = Fanout(kind, subject, set(bodies))
+        for name, body in bodies.items():
+            self.last_number += 1
+            order = Order(name, self.slaves[name].sinc, self.term, self.last_number, body, deadline_s)
+            self.fanouts[self.last_number] = (fanout, order)
+            self.out.append(order)
+        return fanout
+
+    def replace_order(self, number: int, body: OrderBody) -> None:
+        """Give a slave another order in the place of one that it refused; the fanout goes on."""
+        fanout, old = self.fanouts.pop(number)
+        self.last_number += 1
+        order = Order(old.slave, self.slaves[old.slave].sinc, self.term, self.last_number, body, old.deadline_s)
+        self.fanouts[self.last_number] = (fanout, order)
+        self.out.append(order)
+
+    def order_all(self, kind: FanoutKind, subject: Subject, body: OrderBody, deadline_s: float) -> Fanout:
+        """Give every READY slave the same order."""
+        return self.order(kind, subject, {s.name: body for s in self.ready_slaves()}, deadline_s)
+
+    def forget_orders(self, kinds: frozenset[FanoutKind], subject: Subject | None = None) -> None:
+        """Whatever is answered to these from now on no longer matters."""
+        for number, (fanout, _) in list(self.fanouts.items()):
+            if fanout.kind in kinds and (subject is None or fanout.subject == subject):
+                del self.fanouts[number]
+
+    # ---- what others ask ----
+
+    def standing(self, name: str, inc: int) -> ClusterStanding:
+        cluster = self.clusters.get(name)
+        if cluster is None or inc > cluster.inc:
+            return ClusterStanding.GONE
+        if inc < cluster.inc:
+            return ClusterStanding.FENCED
+        return ClusterStanding.LIVE if cluster.live else ClusterStanding.GONE
+
+    @property
+    def proven(self) -> bool:
+        """Whether the slaves have registered that know if this ledger is an old copy (why.md 2, 4).
+
+        All of them, since the one that serves what this ledger lacks may come last; after a lease those that came. A
+        first term is no copy's: any one slave does.
+        """
+        registered = [slave.registered for slave in self.slaves.values()]
+        waited = self.term == 1 or self.now - self.started >= self.options.timing.lease_s
+        return all(registered) or (waited and any(registered))
+
+    def refuse_unproven(self, req: int) -> bool:
+        """Ask the asker to come again if slaves have yet to register; return whether that was so."""
+        if self.proven:
+            return False
+        away = ", ".join(s.name for s in self.slaves.values() if not s.registered)
+        self.reply(req, Failed(UnavailableMaster, f"not yet registered: {away}; slaves know if this ledger is old"))
+        return True
+
+    def live_cluster(self, req: int, name: str, inc: int) -> Cluster | None:
+        """Return the cluster if this incarnation of it is live; else answer the question with StaleIncarnation.
+
+        Before the slaves have registered nothing is answered: an old copy of the ledger would call leases foreign and
+        incarnations unknown that are not, and a cluster would end by it.
+        """
+        if self.refuse_unproven(req):
+            return None
+        stand = self.standing(name, inc)
+        if stand is ClusterStanding.LIVE:
+            return self.clusters[name]
+        present = self.clusters[name].inc if name in self.clusters else 0
+        self.reply(
+            req, Failed(StaleIncarnation, f"{name}/{inc} is {stand}; the present incarnation is {name}/{present}")
+        )
+        return None
+
+    def ready_slaves(self) -> list[Slave]:
+        return [s for s in self.slaves.values() if s.state is SlaveState.READY]
+
+    def offers_changed(self) -> None:
+        """What slaves offered no longer holds: a version is new, or on the disks, or gone from them."""
+        for slave in self.slaves.values():
+            slave.offer = None
+
+    def slaves_missing(self) -> list[Slave]:
+        return [s for s in self.slaves.values() if s.state is not SlaveState.READY]
+
+    def why_missing(self) -> str:
+        """Which slaves cannot take anything new, and why; empty if all can."""
+        missing = [f"{s.name} ({s.state}: {s.reason})" for s in self.slaves_missing()]
+        return ", ".join(missing + [f"{s.name} (it drains)" for s in self.ready_slaves() if s.draining])
+
+    def grant(self, version: VersionId, ranks: int, deadline_s: float, first: int = 0) -> Grant:
+        """What a cluster needs to move; `first` ranks of other transfers walk before its own."""
+        slaves = tuple(SlaveAddress(s.name, s.sinc, s.lanes, s.layers, s.key) for s in self.slaves.values())
+        workers = range(first, first + ranks)
+        order = tuple(slaves_in_order(self.options.order, worker, len(slaves), str(version)) for worker in workers)
+        return Grant(version, slaves, order, deadline_s)
+
+    @property
+    def model_bytes(self) -> int:
+        """What a push or pull moves, at most."""
+        return self.manifest.numel * BYTES_PER_PARAMETER
+
+    def transfer_s(self, cluster: Cluster) -> float:
+        """How long a push or pull of this cluster may move: the whole model, over its own link."""
+        return transfer_deadline_s(self.model_bytes, cluster.bytes_per_s, self.options.timing)
+
+    def moving_s(self, cluster: Cluster) -> float:
+        """How long a push of this cluster moves, by our guess; 0 while its bandwidth is unknown."""
+        return self.model_bytes / cluster.bytes_per_s if cluster.bytes_per_s else 0.0
+
+    def progress(self) -> Progress:
+        return Progress(self.tokens_accepted, self.options.stop.tokens, self.finished)
+
+    def is_ancestor(self, version: VersionId) -> bool:
+        return version in self.versions
+
+    def open_pushes(self) -> list[Push]:
+        """Pushes that hold a slot on every slave: opening, moving, staged, or committed and not yet folded."""
+        held = self.round.unfolded if self.round else []
+        return [*self.uncommitted(), *held, *self.waiting]
+
+    def uncommitted(self) -> list[Push]:
+        """Pushes that are opening or moving: they die with their cluster, their deadline or a slave."""
+        return [c.push for c in self.clusters.values() if c.push and not c.push.committed]
+
+    def cluster_of(self, transfer: object) -> Cluster | None:
+        """The cluster whose present push or pull has this name; None if it is over."""
+        cluster = self.clusters.get(transfer.cluster) if isinstance(transfer, PushId | PullId) else None
+        if cluster is None:
+            return None
+        present = cluster.push if isinstance(transfer, PushId) else cluster.pull
+        return cluster if present and present.id == transfer else None
+
+    def open_pulls(self) -> list[Pull]:
+        return [c.pull for c in self.clusters.values() if c.pull]
+
+    def staleness(self, base: VersionId | None) -> int | None:
+        """Outer steps that θ has had since `base`; None if it is unknown or no ancestor."""
+        return self.head.version - base.version if base and self.is_ancestor(base) else None

@@ -1,0 +1,224 @@
+"""How a round ends, and what that means for its clusters (protocol.md rows 14 to 16).
+
+One row settles everything: VersionCommitted is the commit point of an outer step. A round that breaks before its row is
+*skipped*: θ stays, its clusters keep their progress and train on. One whose pushes were all gated leaves θ *unchanged*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dips.ids import VersionId
+from dips.protocol import durability, flip, pushes
+from dips.protocol.effects import Abort, DropPush
+from dips.protocol.entities import Cluster, Push, Round
+from dips.protocol.enums import FanoutKind, OutcomeKind, RoundResult
+from dips.protocol.moves import ROUND_MOVES, ClusterState, RoundState, move
+from dips.protocol.penalty import Settled
+from dips.protocol.records import (
+    FoldRow,
+    OutcomeRow,
+    PenaltyRow,
+    RoundEnded,
+    RunFinished,
+    ScoreHistory,
+    VersionCommitted,
+    VersionRow,
+)
+from dips.protocol.run_state import RunState
+
+DELTA_NORMS_KEPT = 50  # accepted ‖δ‖, for a relative clip
+ROUND_ORDERS = frozenset({FanoutKind.MEASURE, FanoutKind.FOLD, FanoutKind.APPLY, FanoutKind.PERSIST})
+
+
+# ---- a version ------------------------------------------------------------------------------------------------------
+
+
+def commit_version(run: RunState, r: Round, digests: tuple[tuple[str, str], ...], *, durable: bool) -> None:
+    """Write the version's row, which makes it exist, and order the flip."""
+    version = VersionId(run.head.version + 1, r.number)
+    r.state = move(ROUND_MOVES, r.state, RoundState.IDLE, f"round {r.number}")
+    rows, history = statistics_after(run, r)
+    row = _version_row(run, r, version, digests, durable, rows, history)
+    run.record(row)
+    run.penalty.keep_statistics(rows, history)
+    tokens = sum(f.tokens for f in row.folds)
+    shares = tuple((f.push.cluster, f.tokens, f.ranges) for f in row.folds)
+    run.versions[version] = VersionRow(version, row.parent, durable, tokens, False, shares)
+    run.head, run.round = version, None
+    run.durability.again_at = 0.0  # a new version tries the disks anew
+    run.offers_changed()
+    run.tokens_accepted += tokens
+    run.counts[RoundResult.APPLIED] += 1
+    run.note("version_committed", version=version, round=r.number, contributions=len(r.folded), tokens=tokens)
+    pulling = [c for c in (_settle_push(run, p, _kind_of(p), version) for p in r.pushes) if c is not None]
+    flip.flip_slaves(run, version, pulling)
+    durability.retire_versions(run)
+    finish_if_due(run)
+
+
+def statistics_after(run: RunState, r: Round) -> tuple[dict[str, PenaltyRow], ScoreHistory]:
+    """The penalty's statistics as this round leaves them."""
+    verdicts = [Settled(p.id.cluster, p.verdict) for p in (*r.folded, *r.gated) if p.verdict is not None]
+    live = [c.name for c in run.clusters.values() if c.live]
+    rows, history = run.penalty.compute_statistics(verdicts, live)
+    if r.folded and r.state is not RoundState.COLLECTING:
+        history = ScoreHistory(history.scores, (*history.delta_norms, r.delta_norm)[-DELTA_NORMS_KEPT:])
+    return rows, history
+
+
+def _version_row(
+    run: RunState,
+    r: Round,
+    version: VersionId,
+    digests: tuple[tuple[str, str], ...],
+    durable: bool,
+    rows: Mapping[str, PenaltyRow],
+    history: ScoreHistory,
+) -> VersionCommitted:
+    folds = tuple(
+        FoldRow(p.id, p.base, p.tokens, p.inner_steps, p.weight, p.verdict.norm, p.verdict.score, p.loss, p.ranges)
+        for p in r.folded
+        if p.verdict is not None
+    )
+    outcomes = tuple(_outcome_row(p, _kind_of(p), version) for p in r.pushes)
+    o = run.options.outer
+    return VersionCommitted(
+        version, run.head, durable, folds, outcomes, r.scale, o.lr, o.momentum, r.delta_norm, r.clipped, digests,
+        tuple(rows.values()), history, run.now,
+    )  # fmt: skip
+
+
+# ---- no version -----------------------------------------------------------------------------------------------------
+
+
+def end_unchanged(run: RunState, r: Round) -> None:
+    """All were gated: θ stays, and the gated pull it."""
+    rows, history = statistics_after(run, r)
+    outcomes = tuple(_outcome_row(p, OutcomeKind.GATED, None) for p in r.gated)
+    reason = "all contributions were gated"
+    run.record(RoundEnded(r.number, RoundResult.UNCHANGED, reason, outcomes, tuple(rows.values()), run.now))
+    run.penalty.keep_statistics(rows, history)
+    run.counts[RoundResult.UNCHANGED] += 1
+    run.update_s = 0.0
+    run.round = None
+    run.note("round_unchanged", round=r.number, gated=len(r.gated))
+    _abort_on_slaves(run, r, f"unchanged: {reason}")
+    for push in r.gated:
+        cluster = _settle_push(run, push, OutcomeKind.GATED, None)
+        if cluster is not None:
+            cluster.become(ClusterState.TRAINING, "gated")
+    finish_if_due(run)
+
+
+def skip_round(run: RunState, reason: str) -> None:
+    """The round broke before its row: presumed abort. Folded pushes are gone, the others wait for the next window."""
+    r = run.round
+    if r is None:
+        return
+    move(ROUND_MOVES, r.state, RoundState.IDLE, f"round {r.number}")
+    run.forget_orders(ROUND_ORDERS)
+    over = [*r.folded, *r.gated]
+    if r.current is not None:  # its measure or fold may have been half-way on some slave
+        over.append(r.current)
+    outcomes = tuple(_outcome_row(p, OutcomeKind.SKIPPED, None, reason) for p in over)
+    run.record(RoundEnded(r.number, RoundResult.SKIPPED, reason, outcomes, (), run.now))
+    run.counts[RoundResult.SKIPPED] += 1
+    run.round = None
+    run.waiting = [*r.queue, *run.waiting]
+    _abort_on_slaves(run, r, reason)
+    run.note("round_skipped", round=r.number, reason=reason)
+    _give_back(run, over, reason)
+    if r.current is not None:
+        _drop_on_slaves(run, r.current, reason)
+    finish_if_due(run)
+
+
+def skip_waiting_pushes(run: RunState, reason: str) -> None:
+    """A slave that held a part of them is gone, or the run is over: committed pushes without a round are skipped."""
+    over, run.waiting = run.waiting, []
+    for push in over:
+        _drop_on_slaves(run, push, reason)
+    _give_back(run, over, reason)
+
+
+def _abort_on_slaves(run: RunState, r: Round, reason: str) -> None:
+    run.order_all(FanoutKind.STANDALONE, r.number, Abort(r.number, reason), run.options.timing.order_s)
+
+
+def _drop_on_slaves(run: RunState, push: Push, reason: str) -> None:
+    run.order_all(FanoutKind.STANDALONE, push.id, DropPush(push.id, reason), run.options.timing.order_s)
+
+
+def _give_back(run: RunState, over: list[Push], reason: str) -> None:
+    for push in over:
+        cluster = _settle_push(run, push, OutcomeKind.SKIPPED, None, reason)
+        if cluster is not None:
+            cluster.become(ClusterState.TRAINING, f"its round was skipped: {reason}")
+
+
+# ---- one push -------------------------------------------------------------------------------------------------------
+
+
+def _kind_of(push: Push) -> OutcomeKind:
+    """The outcome of a push in a round that made a version."""
+    return OutcomeKind.ACCEPTED if push.verdict is not None and push.verdict.accepted else OutcomeKind.GATED
+
+
+def _outcome_row(push: Push, kind: OutcomeKind, version: VersionId | None, reason: str = "") -> OutcomeRow:
+    verdict = push.verdict
+    measured = verdict.reason if verdict else ""
+    why = reason or (f"in {version}: {measured}" if kind is OutcomeKind.ACCEPTED and verdict else measured)
+    norm, score = (verdict.norm, verdict.score) if verdict else (0.0, 0.0)
+    return OutcomeRow(push.id, kind, why, push.tokens, push.inner_steps, norm, score, push.ranges)
+
+
+def _settle_push(
+    run: RunState, push: Push, kind: OutcomeKind, version: VersionId | None, reason: str = ""
+) -> Cluster | None:
+    """Give the push's cluster its Outcome; return the cluster if it waits for it and so will pull."""
+    cluster = run.clusters[push.id.cluster]
+    same_incarnation = cluster.inc == push.id.inc
+    if kind is not OutcomeKind.SKIPPED:
+        run.ranges.settle_ranges(push.id.cluster, push.id.inc, push.ranges)
+        cluster.tokens[kind] += push.tokens
+        cluster.settled += push.tokens if same_incarnation else 0
+    elif not (same_incarnation and cluster.live):
+        cluster.tokens["lost"] += push.tokens
+    cluster.counts[kind] += 1
+    if not (same_incarnation and cluster.live):
+        run.ranges.release_lease(push.id.cluster, push.id.inc)
+        return None
+    if cluster.push is push:
+        cluster.push = None
+    cluster.outcome = _outcome_row(push, kind, version, reason)
+    cluster.outcome_version = version if kind is OutcomeKind.ACCEPTED else None
+    return cluster if cluster.state is ClusterState.COMMITTED else None
+
+
+# ---- the end of the run ---------------------------------------------------------------------------------------------
+
+
+def finish_if_due(run: RunState) -> None:
+    """End the run when what `stop` names is reached, or its data, and no round is open (Algorithm 1, line 7)."""
+    stop = run.options.stop
+    reasons = (
+        (stop.tokens and run.tokens_accepted >= stop.tokens, f"{stop.tokens} tokens are accepted"),
+        (stop.versions and run.head.version >= stop.versions, f"{stop.versions} outer steps are made"),
+        (stop.wall_s and run.now - run.started >= stop.wall_s, f"{stop.wall_s:g} s are over"),
+        (run.ranges.used_up, f"all {run.ranges.total} data ranges are settled"),
+    )
+    reason = next((why for due, why in reasons if due), "")
+    if not reason or run.finished or run.round is not None:
+        return
+    run.finished = run.head
+    run.record(RunFinished(run.head, reason, run.now))
+    run.note("run_finished", version=run.head, reason=reason)
+    pushes.drop_all_pushes(run, f"the run is finished: {reason}")
+    skip_waiting_pushes(run, f"the run is finished: {reason}")
+
+
+def finish_if_time_is_over(run: RunState) -> None:
+    """Called when time has passed: `stop.wall_s` needs no push to end a run."""
+    if run.options.stop.wall_s:
+        finish_if_due(run)

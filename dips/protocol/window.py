@@ -1,0 +1,82 @@
+"""The window in which a round takes commits: how long it is, which pushes it waits for, when it ends (why.md 24).
+
+A window ends when its time is over, or before that when no push is expected any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+
+from dips.protocol.entities import Cluster, Push, Round
+from dips.protocol.moves import ROUND_MOVES, ClusterState, RoundState, move
+from dips.protocol.records import RoundReserved
+from dips.protocol.run_state import RunState
+
+WINDOW_SHARE = 0.05  # of the median time between a cluster's pushes
+LEAST_WINDOW_S = 1.0
+LATE_SHARE = 0.1  # of a push's estimated time: waited for that much longer; a wrong estimate must not cost every round
+
+
+def window_s(run: RunState) -> float:
+    """How long a window is: as configured, or a share of the clusters' own pace."""
+    if run.options.timing.window_s is not None:
+        return run.options.timing.window_s
+    paces = [pace for c in run.clusters.values() if c.live for pace in c.paces]
+    return max(LEAST_WINDOW_S, WINDOW_SHARE * median(paces)) if paces else LEAST_WINDOW_S
+
+
+def can_open(run: RunState) -> bool:
+    """Whether a push waits for a round, and every slave can take one."""
+    free = run.round is None and run.flipping is None and not run.finished
+    return free and bool(run.waiting) and not run.slaves_missing()
+
+
+def open_window(run: RunState) -> None:
+    """Begin a round; its number is reserved by a row before anybody may use it."""
+    number = run.next_round
+    run.next_round += 1
+    run.record(RoundReserved(number, run.now))
+    state = move(ROUND_MOVES, RoundState.IDLE, RoundState.COLLECTING, f"round {number}")
+    run.round = Round(number, state, "window open", run.now, run.now + window_s(run))
+    run.opened_at = run.now
+    run.note("round_opened", round=number, head=run.head, window_s=f"{window_s(run):.3f}")
+
+
+def is_over(run: RunState, r: Round) -> bool:
+    return run.now >= r.closes or not any(_is_expected(run, c, r) for c in run.clusters.values())
+
+
+def window_deadlines(run: RunState) -> Iterator[float]:
+    """When a window ends by itself, and when each push that it waits for will be late."""
+    r = run.round
+    if r is None or r.state is not RoundState.COLLECTING or r.current is not None:
+        return
+    if r.folded and run.durability.late is not None:
+        return  # it ends when that version is on the disks, not by time
+    yield r.closes
+    for cluster in run.clusters.values():
+        push = cluster.push
+        if push is not None and push.due and _is_expected(run, cluster, r):
+            yield _late_at(run, cluster, push)
+
+
+def _is_expected(run: RunState, cluster: Cluster, r: Round) -> bool:
+    """Will this cluster's push come before the window ends?"""
+    if not cluster.live or not cluster.moving or cluster.state not in (ClusterState.TRAINING, ClusterState.PUSHING):
+        return False
+    if cluster.state is ClusterState.PUSHING and cluster.push is not None:
+        return _comes_in_time(run, cluster, cluster.push, r)
+    if cluster.pace is None or cluster.requested_at is None:
+        return True
+    # paces are from request to request
+    return cluster.requested_at + cluster.pace + run.moving_s(cluster) <= r.closes
+
+
+def _comes_in_time(run: RunState, cluster: Cluster, push: Push, r: Round) -> bool:
+    """A slow link must keep open neither the windows before its push is due nor, once it is late, all those after."""
+    return not push.due or (push.due <= r.closes and run.now < _late_at(run, cluster, push))
+
+
+def _late_at(run: RunState, cluster: Cluster, push: Push) -> float:
+    return push.due + max(LEAST_WINDOW_S, LATE_SHARE * run.moving_s(cluster))

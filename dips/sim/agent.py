@@ -1,0 +1,308 @@
+"""A simulated agent: the doing part around the client's real mind (client/session.py), as client/agent.py is.
+
+It asks the master what the session orders, again until there is an answer; it beats, serves rank 0 and keeps a trainer
+going. Beside it the world keeps its own books of every inner step: what the account of the client is compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from dips.client.agent.account import PastIncarnation
+from dips.client.agent.actions import (
+    KEPT_AT,
+    Action,
+    AskMaster,
+    ClusterIdentity,
+    RecordMark,
+    SendHeartbeat,
+    StopTrainer,
+)
+from dips.client.agent.pace import Pace
+from dips.client.agent.session import Session
+from dips.client.ipc.messages import Answer, Question, Stepped
+from dips.errors import DipsError
+from dips.ids import PullId, PushId, VersionId
+from dips.protocol.effects import Finished, Grant, Joined, Outcome
+from dips.protocol.heartbeats import OWN_PACE, ClusterHeartbeatAnswer
+from dips.sim.fiber import Fiber, Gate, Resume, Story, Wait, sleep
+from dips.sim.master_client import SimMasterClient
+from dips.sim.network import Network
+from dips.sim.ports import TrainerWorld
+from dips.sim.site import Site
+from dips.sim.torchrun import SimTorchrun
+from dips.sim.trainer import SimTrainer
+from dips.sim.work import Frozen, Work
+from dips.slave.ports import F32
+
+PATIENCE_S = 6.0  # a trainer waits so long for a master that does not answer
+
+
+class ClusterObserver:
+    """The hooks that a cluster calls; each does nothing by default."""
+
+    def told_version(self, agent: SimAgent, version: VersionId, whence: str) -> None:
+        """A cluster was told a version; `whence`: the message that named it."""
+
+    def outcome(self, agent: SimAgent, frozen: Frozen, outcome: Outcome) -> None:
+        """A cluster was told what became of a push."""
+
+    def dropped(self, agent: SimAgent, push: PushId) -> None:
+        """A cluster was told that a push came to nothing."""
+
+    def stepped(self, agent: SimAgent) -> None:
+        """A trainer takes an inner step."""
+
+    def granted(self, agent: SimAgent, push: PushId) -> None:
+        """The ranks of a cluster begin to push."""
+
+    def push_moved(self, agent: SimAgent, push: PushId, moved: bool) -> None:
+        """The push is over; `moved`: every rank received DONE from every slave."""
+
+    def pulling(self, agent: SimAgent, pull: PullId) -> None:
+        """The ranks of a cluster begin to pull."""
+
+    def installed(self, agent: SimAgent) -> None:
+        """All ranks of a cluster copied what they pulled."""
+
+    def pulled(self, agent: SimAgent, installed: bool, attempt: int) -> None:
+        """A pull is over; `attempt` counts those in a row that failed, and this one."""
+
+    def merged(self, agent: SimAgent, kept: bool) -> None:
+        """Under overlap, what was pulled is in a model that has trained on since its push was frozen.
+
+        `kept`: and so is what it has trained; if that was not finite, it is lost.
+        """
+
+    def trainer_died(self, agent: SimAgent, rank: bool) -> None:
+        """A trainer is dead; `rank`: one rank of it died first. Its agent may not know it yet."""
+
+    def agent_exits(self, agent: SimAgent, reason: str) -> None:
+        """An agent ends of its own accord."""
+
+
+class AgentWorld(TrainerWorld, Protocol):
+    """What an agent needs of the world around it."""
+
+    network: Network
+
+    @property
+    def monitor(self) -> ClusterObserver: ...
+
+
+class SimAgent:
+    """One process of the agent, with the trainer that it keeps alive."""
+
+    def __init__(
+        self, world: AgentWorld, site: Site, process: str, former: PastIncarnation, exits: Callable[[SimAgent], None]
+    ) -> None:
+        """`former`: the last life of an agent that died here; `exits` is called when this one ends by itself."""
+        self.world, self.site, self.name, self.process = world, site, site.name, process
+        settings = self.world.scenario
+        self._exits = exits
+        self._nonces = 0
+        identity = ClusterIdentity(settings.run, self.name, settings.config_digest)
+        pace = Pace(aligned=site.aligned_steps) if site.aligned_steps else Pace(steps=settings.inner_steps)
+        self.session = Session(identity, self._nonce, PATIENCE_S, pace, site.overlap, former)
+        self.left = former  # behind, on its disk
+        self.gate = Gate()  # closed while the whole machine is stopped
+        self.alive = True
+        self.consumed = 0  # tokens since the last Joined, by the world's own count
+        self.outcome_at = self.world.heap.now  # when it last heard an Outcome, or its trainer began
+        self.meets = False  # it pushes when the master says, together with others
+        self.finished: VersionId | None = None  # the run is over and it holds its last version
+        self._master = SimMasterClient(world.heap, world.network, self.name, self.gate, self)
+        self._waiting: list[Resume] = []  # rank 0 waits for a change
+        self._beats = Fiber(self._beat(), self.gate)
+        self.torchrun = SimTorchrun(world, site, self)
+        self.torchrun.start()
+
+    # ---- lives -----------------------------------------------------------------------------------------------------
+
+    @property
+    def inc(self) -> int:
+        return self.session.inc
+
+    @property
+    def trainer(self) -> SimTrainer | None:
+        return self.torchrun.trainer
+
+    @property
+    def base(self) -> VersionId | None:
+        return self.trainer.base if self.trainer else None
+
+    @property
+    def theta(self) -> dict[int, F32]:
+        return self.trainer.theta if self.trainer else {}
+
+    @property
+    def received(self) -> dict[int, F32]:
+        """What was pulled last, as it came."""
+        return self.trainer.received if self.trainer else {}
+
+    @property
+    def held(self) -> list[VersionId | None]:
+        return self.trainer.held if self.trainer else []
+
+    def die(self) -> None:
+        """SIGKILL of the agent: torchrun dies with it (PR_SET_PDEATHSIG)."""
+        self.alive = False
+        self._beats.kill()
+        self._master.kill()
+        self.torchrun.end("its agent ended")
+
+    def on_trainer_start(self) -> None:
+        self.outcome_at = self.world.heap.now
+
+    def on_trainer_gone(self, reason: str) -> None:
+        self._do(self.session.trainer_gone(reason, self.world.heap.now))
+
+    def on_hang_up(self, attempt: int) -> None:
+        """The connection of this attempt's rank 0 has ended; a newer one may be there already."""
+        if self.alive and attempt and attempt == self.session.attempt:
+            self.on_trainer_gone("rank 0 is gone")
+
+    def ended(self) -> None:
+        """The training script is through."""
+        self.finished = self.session.progress.finished
+
+    def _nonce(self) -> str:
+        self._nonces += 1
+        return f"{self.process}.{self._nonces}"
+
+    # ---- what the trainer reports: the world's own books, and the observers -----------------------------------------
+
+    def record_step(self) -> None:
+        self.world.monitor.stepped(self)
+
+    def record_work(self, work: Work) -> None:
+        self.consumed += work.tokens
+        self.world.books.record_work(work)
+
+    def record_push(self, push: PushId) -> None:
+        self.world.monitor.granted(self, push)
+
+    def record_push_end(self, push: PushId, moved: bool) -> None:
+        self.world.monitor.push_moved(self, push, moved)
+
+    def record_pull(self, pull: PullId) -> None:
+        self.world.monitor.pulling(self, pull)
+
+    def record_install(self) -> None:
+        self.world.monitor.installed(self)
+
+    def record_merge(self, kept: bool) -> None:
+        self.world.monitor.merged(self, kept)
+
+    def record_pull_end(self, installed: bool, attempt: int) -> None:
+        self.world.monitor.pulled(self, installed, attempt)
+
+    # ---- rank 0 ----------------------------------------------------------------------------------------------------
+
+    def hear(self, message: Question | Stepped) -> Answer | None:
+        answer, actions = self.session.hear(message, self.world.heap.now)
+        self._do(actions)
+        return answer
+
+    def next_change(self, at_most_s: float) -> Wait:
+        """Wait until the session has done something, or so long."""
+
+        def begin(resume: Resume) -> None:
+            timer = self.world.heap.after(at_most_s, f"{self.name} polls", lambda: over(None))
+
+            def over(value: Any) -> None:
+                if over in self._waiting:
+                    self._waiting.remove(over)
+                    timer.cancel()
+                    resume(value)
+
+            self._waiting.append(over)
+
+        return begin
+
+    # ---- the master ------------------------------------------------------------------------------------------------
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, AskMaster):
+                self._master.ask(action)
+            elif isinstance(action, RecordMark):
+                self._marked(action)
+            elif isinstance(action, SendHeartbeat):
+                self._say_beat()
+            else:
+                self._stopped(action)
+        if actions and self._waiting:  # not at once: whoever changed it is still at work
+            self.world.later(0.0, f"{self.name} wakes rank 0", self._wake)
+
+    def _wake(self) -> None:
+        for resume in list(self._waiting):
+            resume(None)
+
+    def _marked(self, mark: RecordMark) -> None:
+        if mark.kind in KEPT_AT:
+            self.left = self.session.lived
+        if mark.kind == "joined":
+            self.consumed = self.session.account.lost  # what its former life lost and did not tell
+            if self.trainer is not None:
+                self.trainer.in_hand.lose("its life at the master ended")  # the pull that follows overwrites it
+                self.trainer.range = None  # leased to its former life
+        elif mark.kind == "life_ended" and self.trainer is not None:
+            self.trainer.in_hand.lose("its life at the master ended")
+        elif mark.kind == "outcome":
+            self.outcome_at = self.world.heap.now
+            if mark.fields["outcome"] == "dropped":
+                self.world.monitor.dropped(self, PushId(self.name, self.inc, int(str(mark.fields["seq"]))))
+
+    def _stopped(self, stop: StopTrainer) -> None:
+        """The session cannot go on: ours was fenced, or something is broken that must never break."""
+        if not self.alive:
+            return
+        if not stop.reason.startswith("StaleIncarnation"):
+            raise AssertionError(f"the agent of {self.name} stops: {stop.reason}")
+        self.world.trace.add(self.world.heap.now, f"{self.name} exits: {stop.reason}")
+        self.world.monitor.agent_exits(self, stop.reason)
+        self._exits(self)
+
+    def on_hindrance(self, reason: str) -> None:
+        """The master does not answer, or has no room."""
+        self._do(self.session.hindered(reason, self.world.heap.now))
+
+    def on_failure(self, ask: AskMaster, error: DipsError) -> None:
+        self._do(self.session.failed(ask.number, error, self.world.heap.now))
+
+    def on_answer(self, ask: AskMaster, answer: Any) -> None:
+        if ask.number == self.session._question:
+            if isinstance(answer, Grant | Joined | Finished):
+                version = answer.head if isinstance(answer, Joined) else answer.version
+                self.world.monitor.told_version(self, version, type(answer).__name__)
+            elif isinstance(answer, Outcome):
+                if answer.version is not None:
+                    self.world.monitor.told_version(self, answer.version, "Outcome")
+                self.world.monitor.outcome(self, self.world.books.frozen[ask.event.push], answer)  # type: ignore[attr-defined]
+        self._do(self.session.answered(ask.number, answer, self.world.heap.now))
+
+    # ---- beats -----------------------------------------------------------------------------------------------------
+
+    def _beat(self) -> Story:
+        while True:
+            yield sleep(self.world.heap, self.world.options.timing.beat_s, f"beat of {self.name}")
+            self._say_beat()
+
+    def _say_beat(self) -> None:
+        self.left = self.session.lived
+        beat = self.session.beat()
+        if beat is None:
+            return
+        deadline_s = self.world.options.timing.beat_s
+        heard = partial(self._heard, beat.inc)
+        self.world.network.call(
+            self.name, "master", beat, deadline_s, lambda answer: self.gate.pass_on(partial(heard, answer))
+        )
+
+    def _heard(self, inc: int, answer: Any) -> None:
+        if self.alive and isinstance(answer, ClusterHeartbeatAnswer):
+            self.meets = answer.push_in_s != OWN_PACE
+            self._do(self.session.beat_answered(inc, answer, self.world.heap.now))

@@ -1,0 +1,55 @@
+"""Who looks at a simulated world: an Observer overrides the hooks that it needs; by default every hook does nothing.
+
+Each part of the world declares the hooks that it calls (agent.py, master.py, network.py, slave.py); here they come
+together with those of the world itself. An observer may read everything; what changes the world (a plan of failures)
+does so through `World.later`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dips.sim.agent import ClusterObserver
+from dips.sim.master import MasterObserver
+from dips.sim.network import NetworkObserver
+from dips.sim.slave import SlaveObserver
+
+
+class Observer(ClusterObserver, MasterObserver, SlaveObserver, NetworkObserver):
+    """All hooks of a world."""
+
+    def after_event(self) -> None:
+        """The machines in `World.looked_at` may have changed."""
+
+    def time_passed(self) -> None:
+        """A few events later: for what only time can break."""
+
+    def at_rest(self) -> None:
+        """The run is over."""
+
+
+HOOKS = tuple(name for name in dir(Observer) if not name.startswith("_"))
+
+
+class Monitor(Observer):
+    """Calls the hooks of every observer; a hook that nobody overrides costs one empty call."""
+
+    def __init__(self) -> None:
+        self._observers: list[Observer] = []
+
+    def add(self, observers: Sequence[Observer]) -> None:
+        self._observers += observers
+        for hook in HOOKS:
+            default = getattr(Observer, hook)
+            called = [getattr(o, hook) for o in self._observers if getattr(type(o), hook) is not default]
+            if called:
+                setattr(self, hook, called[0] if len(called) == 1 else _each(called))
+
+
+def _each(called: list[Callable[..., None]]) -> Callable[..., None]:
+    def hook(*details: Any) -> None:
+        for observe in called:
+            observe(*details)
+
+    return hook

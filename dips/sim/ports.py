@@ -1,0 +1,53 @@
+"""What a simulated trainer needs of the world around it and of its agent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Protocol
+
+from dips.client.ipc.messages import Answer, Question, Stepped
+from dips.ids import PullId, PushId
+from dips.protocol.manifest import Manifest
+from dips.protocol.options import Options
+from dips.sim.fiber import Gate, Wait
+from dips.sim.heap import Chance, Heap, Timer, Trace
+from dips.sim.scenario import Scenario
+from dips.sim.transfer import DataNetwork
+from dips.sim.work import Books, Work
+from dips.slave.ports import F32
+
+
+class TrainerWorld(Protocol):
+    """What a trainer needs of the world around it."""
+
+    heap: Heap
+    chance: Chance
+    trace: Trace
+    books: Books
+    data: DataNetwork
+    scenario: Scenario
+    options: Options
+    manifest: Manifest
+    sizes: dict[int, int]
+
+    def later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer: ...
+    def descend(self, theta: dict[int, F32], rng: Random) -> None: ...
+
+
+class TrainerAgent(Protocol):
+    """What a trainer needs of its agent: answers, and somebody who takes note of what it does."""
+
+    gate: Gate
+
+    def hear(self, message: Question | Stepped) -> Answer | None: ...
+    def next_change(self, at_most_s: float) -> Wait: ...
+    def ended(self) -> None: ...
+    def record_step(self) -> None: ...
+    def record_work(self, work: Work) -> None: ...
+    def record_push(self, push: PushId) -> None: ...
+    def record_push_end(self, push: PushId, moved: bool) -> None: ...
+    def record_pull(self, pull: PullId) -> None: ...
+    def record_install(self) -> None: ...
+    def record_merge(self, kept: bool) -> None: ...
+    def record_pull_end(self, installed: bool, attempt: int) -> None: ...

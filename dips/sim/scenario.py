@@ -1,0 +1,43 @@
+"""What is simulated: clusters and slaves, how fast they are, and the options of the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dips.protocol.options import Options
+
+NAMES = "abcdefghi"  # of clusters
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    """One cluster: its ranks and their speed, and when it pushes."""
+
+    ranks: int
+    step_s: float  # of an inner step
+    slowness: float = 1.0  # times that everything takes longer on its link
+    aligned_steps: int = 0  # pace.aligned of its cluster file; 0: it pushes after the scenario's inner steps
+    overlap: bool = False  # it trains on while its push, window and pull go on
+    restarts: int = 0  # torchrun --max-restarts: so often are its ranks started again before its agent is told
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run before it begins; the seed draws only what is left to chance."""
+
+    clusters: tuple[ClusterShape, ...]
+    slaves: int
+    layers: int
+    slots: int  # pushes that a slave takes in at once
+    pinned: int  # versions that a slave keeps for slow readers
+    inner_steps: int  # between two pushes of a cluster
+    options: Options
+    lasts_s: float
+    quiet_at: float = 0.0  # from then on nothing fails; who plans failures keeps to it
+    steady: bool = True  # no message is lost, late or doubled but by a planned failure
+    run: str = "simulated"
+    config_digest: str = "config"
+
+    @property
+    def slowness(self) -> dict[str, float]:
+        return {name: cluster.slowness for name, cluster in zip(NAMES, self.clusters, strict=False)}

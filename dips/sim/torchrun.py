@@ -1,0 +1,74 @@
+"""The training job of one simulated agent: torchrun starts dead ranks again in place, or ends and is started anew."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+from dips.sim.ports import TrainerAgent, TrainerWorld
+from dips.sim.site import Site
+from dips.sim.trainer import SimTrainer
+
+
+class TorchrunAgent(TrainerAgent, Protocol):
+    """What torchrun needs of the agent that runs it."""
+
+    name: str
+
+    def on_trainer_start(self) -> None: ...
+    def on_trainer_gone(self, reason: str) -> None: ...
+    def on_hang_up(self, attempt: int) -> None: ...
+
+
+class SimTorchrun:
+    """At most one trainer at a time; a dead one stays away for a while."""
+
+    def __init__(self, world: TrainerWorld, site: Site, agent: TorchrunAgent) -> None:
+        self._world, self._site, self._agent = world, site, agent
+        self._life = 0  # which start of torchrun by this agent
+        self._ended = False
+        self.trainer: SimTrainer | None = None
+
+    def start(self, life: int = 1, restart: int = 0) -> None:
+        """`restart`: how often this torchrun has started the ranks again."""
+        if not self._ended and self.trainer is None:
+            self._life = life
+            self._agent.on_trainer_start()
+            self.trainer = SimTrainer(self._world, self._site, self._agent, life, restart)
+
+    def end(self, cause: str) -> None:
+        """SIGKILL of everything, for good."""
+        self._ended = True
+        if self.trainer is not None:
+            self._lose_trainer(cause)
+
+    def crash(self, reason: str) -> None:
+        """torchrun has ended; its agent sees it at once, and starts it anew."""
+        self._lose_trainer("its trainer died")
+        self._agent.on_trainer_gone(reason)
+        self._start_later(0.5 + 2.0 * self._site.rng.random(), self._life + 1, 0)
+
+    def on_dead_rank(self, rank: int) -> None:
+        """torchrun has seen a rank die: it starts all of them again, or ends when it has done so too often."""
+        trainer = self.trainer
+        assert trainer is not None
+        if trainer.restart >= self._site.restarts:
+            self.crash(f"rank {rank} died")
+            return
+        self._lose_trainer("its trainer died")
+        rng = self._world.chance.of(f"torchrun/{self._site.name}")
+        # The end of rank 0's connection is seen at once, or only when its successor is already there.
+        seen_s = 0.0 if rng.random() < 0.5 else 4.0 * rng.random()
+        hang_up = partial(self._agent.gate.pass_on, partial(self._agent.on_hang_up, trainer.attempt))
+        self._world.later(seen_s, f"rank 0 of {self._site.name} is gone", hang_up)
+        self._start_later(0.3 + 1.5 * rng.random(), trainer.life, trainer.restart + 1)
+
+    def _lose_trainer(self, cause: str) -> None:
+        trainer, self.trainer = self.trainer, None
+        assert trainer is not None
+        trainer.kill()
+        trainer.in_hand.lose(cause)
+
+    def _start_later(self, delay_s: float, life: int, restart: int) -> None:
+        start = partial(self._agent.gate.pass_on, partial(self.start, life, restart))
+        self._world.later(delay_s, f"{self._site.name} restarts its trainer", start)

@@ -1,0 +1,52 @@
+"""A simulated transfer of all ranks, as the trainer sees it: it waits for its end, or looks at it now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dips.client.ipc.messages import PullNow, PushNow
+from dips.sim.fiber import Resume, Wait
+from dips.sim.heap import Heap
+from dips.sim.transfer import Moving
+
+Start = Callable[[Callable[[object], None]], Moving]  # begins a transfer; its argument is called with what came of it
+
+
+class SimBackgroundTransfer:
+    """A push or pull that `verdict` ordered. `result` is falsy if it broke or was ended."""
+
+    def __init__(self, heap: Heap, verdict: PushNow | PullNow, start: Start) -> None:
+        self._heap, self.verdict = heap, verdict
+        self.over = False
+        self.result: Any = None
+        self._waiting: list[Resume] = []
+        self.moving = start(self._ended)
+        self.meter = self.moving.meter
+
+    def _ended(self, result: object) -> None:
+        self.over, self.result = True, result
+        for resume in list(self._waiting):
+            resume(None)
+
+    def halt(self) -> None:
+        """It leads nowhere: nothing more is sent or received."""
+        self.moving.cancel()
+        self.meter.ended = self._heap.now
+        self.over = True
+
+    def change(self, at_most_s: float, what: str) -> Wait:
+        """Wait for its end, or so long."""
+
+        def begin(resume: Resume) -> None:
+            timer = self._heap.after(at_most_s, what, lambda: first(None))
+
+            def first(value: Any) -> None:
+                if first in self._waiting:
+                    self._waiting.remove(first)
+                    timer.cancel()
+                    resume(value)
+
+            self._waiting.append(first)
+
+        return begin

@@ -1,0 +1,193 @@
+"""What must always be true of pushes, tokens and data ranges, and what was done with them (invariants 4, 6, 9, 10)."""
+
+from __future__ import annotations
+
+from dips.client.agent.actions import SyncPhase
+from dips.ids import PushId, VersionId
+from dips.protocol.effects import Outcome
+from dips.protocol.records import (
+    ClusterEnded,
+    FoldRow,
+    LedgerState,
+    OutcomeRow,
+    RangesLeased,
+    Record,
+    RolledBack,
+    RoundEnded,
+    VersionCommitted,
+)
+from dips.sim.agent import SimAgent
+from dips.sim.work import Frozen
+from dips.sim.world import World
+from tests.simulation.checks import Invariant
+
+
+class OnceInvariant(Invariant):
+    """Each push is in at most one row; "accepted" is told if and only if it is in that row, "dropped" if it is in none.
+
+    The row of an undone version counts: its clusters still carry that work in their parameters (docs/rationale.md#26).
+    """
+
+    number = 4
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.folded: dict[PushId, VersionId] = {}
+
+    def recorded(self, record: Record) -> None:
+        if isinstance(record, VersionCommitted):
+            for fold in record.folds:
+                before = self.folded.get(fold.push)
+                self.require(before is None, f"{fold.push} is in {before} and in {record.version}")
+                self.folded[fold.push] = record.version
+
+    def dropped(self, agent: SimAgent, push: PushId) -> None:
+        row = self.folded.get(push)
+        self.require(row is None, f"{push} was told to be dropped, the ledger has it in {row}")
+
+    def outcome(self, agent: SimAgent, frozen: Frozen, outcome: Outcome) -> None:
+        row = self.folded.get(frozen.push)
+        told = outcome.version if outcome.kind == "accepted" else None
+        self.require(
+            row == told, f"{frozen.push} was told {outcome.kind} {outcome.version}, the ledger has it in {row}"
+        )
+
+
+class WholeInstallsInvariant(Invariant):
+    """The ranks of a cluster hold one v@r each time the trainer takes an inner step."""
+
+    number = 6
+
+    def stepped(self, agent: SimAgent) -> None:
+        if len(set(agent.held)) != 1 or agent.held[0] is None:
+            self.fail(f"{agent.name} trains with ranks at {', '.join(map(str, agent.held))}")
+
+
+class TokensInvariant(Invariant):
+    """Every inner step's tokens are accepted, gated, carried or lost; never two of these, never none.
+
+    The ledger's own books say no more of a cluster than it has consumed: what it writes off may not be settled, too.
+    """
+
+    number = 9
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.settled: dict[int, str] = {}  # id of the work → where the ledger settled it
+        self.accepted = 0  # by the lineage
+        self.brought: dict[VersionId, int] = {}
+        self.booked: dict[str, int] = {}  # cluster → tokens that the ledger settled or wrote off
+
+    def recorded(self, record: Record) -> None:
+        if isinstance(record, VersionCommitted | RoundEnded):
+            for outcome in record.outcomes:
+                self._tokens_of(outcome)
+                if outcome.kind != "skipped":
+                    self._settle(outcome.push, outcome.kind)
+                    self._book(outcome.push.cluster, outcome.tokens)
+        if isinstance(record, ClusterEnded):
+            self._book(record.cluster, record.tokens_lost)
+        if isinstance(record, VersionCommitted):
+            for fold in record.folds:
+                self._tokens_of(fold)
+            self.brought[record.version] = sum(f.tokens for f in record.folds)
+            self.accepted += self.brought[record.version]
+            told = {o.push for o in record.outcomes if o.kind == "accepted"}
+            self.require(
+                told == {f.push for f in record.folds}, f"{record.version}: folds and accepted Outcomes differ"
+            )
+        elif isinstance(record, RolledBack):
+            self.accepted -= sum(self.brought[v] for v in record.undone)
+
+    def restored(self, state: LedgerState) -> None:
+        total = sum(v.tokens for v in state.versions)
+        self.require(
+            total == self.accepted, f"the ledger's versions bring {total} tokens, {self.accepted} were accepted"
+        )
+
+    def stepped(self, agent: SimAgent) -> None:
+        self._account(agent)
+
+    def outcome(self, agent: SimAgent, frozen: Frozen, outcome: Outcome) -> None:
+        self._account(agent)
+
+    def at_rest(self) -> None:
+        agents = [agent for cluster in self.world.clusters.values() for agent in cluster.agents]
+        carried = {id(w) for agent in agents if agent.trainer for w in agent.trainer.in_hand.works}
+        for work in self.world.books.work:
+            fate = id(work) in self.settled or bool(work.lost) or id(work) in carried
+            if not fate:
+                self.fail(f"range {work.data_range} of {work.cluster} ({work.tokens} tokens) has no fate")
+        for agent in agents:
+            self._account(agent)
+
+    def _account(self, agent: SimAgent) -> None:
+        """A client's own count: everything since its Joined is carried, frozen, accepted, gated or lost."""
+        if agent.inc == 0 or agent.session.phase is SyncPhase.JOINING:
+            return
+        account = agent.session.account
+        if account.consumed != agent.consumed:
+            self.fail(f"{agent.name} consumed {agent.consumed} tokens, its account: {account}")
+
+    def _tokens_of(self, row: FoldRow | OutcomeRow) -> None:
+        frozen = self.world.books.frozen[row.push]
+        self.require(
+            row.tokens == frozen.tokens, f"{row.push} brought {frozen.tokens} tokens, its row says {row.tokens}"
+        )
+
+    def _book(self, cluster: str, tokens: int) -> None:
+        booked = self.booked[cluster] = self.booked.get(cluster, 0) + tokens
+        consumed = self.world.books.consumed.get(cluster, 0)
+        self.require(
+            booked <= consumed, f"the ledger has {booked} tokens of {cluster} as settled or lost, of {consumed} in all"
+        )
+
+    def _settle(self, push: PushId, kind: str) -> None:
+        for work in self.world.books.frozen[push].work:
+            before = self.settled.get(id(work))
+            self.require(before is None, f"{push} is {kind}, and brings work that was settled before as {before}")
+            self.settled[id(work)] = f"{kind} in {push}"
+
+
+class DataInvariant(Invariant):
+    """Each data range is in one fate: nothing is leased to two lives, nothing is trained twice in the lineage.
+
+    What an undone version trained is leased again with `requeue: undone` only. A row names what its push used up.
+    """
+
+    number = 10
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.holder: dict[int, tuple[str, int]] = {}
+        self.ended: set[tuple[str, int]] = set()
+        self.settled: dict[int, PushId] = {}
+
+    def recorded(self, record: Record) -> None:
+        if isinstance(record, RangesLeased):
+            for r in record.ranges:
+                self.require(r not in self.settled, f"range {r} is leased again, {self.settled.get(r)} trained it")
+                holder = self.holder.get(r)
+                self.require(
+                    holder is None or holder in self.ended, f"range {r} is leased to {record.cluster} and to {holder}"
+                )
+                self.holder[r] = (record.cluster, record.inc)
+        elif isinstance(record, ClusterEnded):
+            self.ended.add((record.cluster, record.inc))
+        elif isinstance(record, RolledBack) and self.world.options.requeue == "undone":
+            over = [r for r, push in self.settled.items() if self.world.books.made.get(push) in record.undone]
+            for r in over:  # to be trained again: not in this lineage any more
+                del self.settled[r]
+                self.holder.pop(r, None)
+        elif isinstance(record, VersionCommitted | RoundEnded):
+            for outcome in record.outcomes:
+                frozen = self.world.books.frozen[outcome.push]
+                used = frozen.ranges
+                self.require(
+                    sorted(outcome.ranges) == sorted(used), f"{outcome.push} used {used}, its row says {outcome.ranges}"
+                )
+                for r in outcome.ranges if outcome.kind != "skipped" else ():
+                    self.require(
+                        r not in self.settled, f"range {r} of {outcome.push} was settled by {self.settled.get(r)}"
+                    )
+                    self.settled[r] = outcome.push

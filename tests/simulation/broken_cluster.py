@@ -1,0 +1,63 @@
+"""Rules of the clusters, broken from outside: each function returns what stands where (sabotage.py)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from dips.client.agent.account import Account, Portion
+from dips.client.agent.session import Session
+from dips.protocol import clusters
+from dips.protocol.entities import Cluster
+from dips.protocol.events import ClusterLeft
+from dips.protocol.heartbeats import ClusterHeartbeat
+from dips.protocol.run_state import RunState
+from dips.sim.ranks import SimRanks
+from dips.sim.transfer import Pulled
+
+Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)
+
+
+def install_alone() -> list[Patch]:
+    def agreed(landed: list[Pulled]) -> list[Pulled]:
+        return [pulled for pulled in landed if pulled.whole]
+
+    return [(SimRanks, "agreed", staticmethod(agreed))]
+
+
+def tokens_cut_at_pull() -> list[Patch]:
+    def settle(self: Account, kind: str) -> None:
+        """What was settled is carried on until a pull succeeds."""
+        self.accepted += self.frozen.tokens
+        self.carried = replace(self.frozen, ranges=()) + self.carried
+        self.frozen = Portion()
+
+    return [(Account, "settle", settle)]
+
+
+def lose_what_was_settled() -> list[Patch]:
+    honest_end, honest_beat, honest_leave = clusters.end_incarnation, Session.beat, Session.leave
+
+    def end(run: RunState, cluster: Cluster, reason: str, consumed: int, reported_lost: int = 0) -> None:
+        # what a heartbeat reported as unsettled counts as lost
+        honest_end(run, cluster, reason, consumed + cluster.settled, reported_lost)
+
+    def beat(self: Session) -> ClusterHeartbeat | None:
+        told = honest_beat(self)
+        return told and replace(told, tokens_consumed=told.tokens_carried + told.tokens_lost)
+
+    def leave(self: Session) -> ClusterLeft | None:
+        left = honest_leave(self)
+        return left and replace(left, tokens_consumed=self.account.unsettled + self.account.lost)
+
+    return [(clusters, "end_incarnation", end), (Session, "beat", beat), (Session, "leave", leave)]
+
+
+def forget_a_range() -> list[Patch]:
+    honest = Account.use_up
+
+    def use_up(self: Account, used: int) -> None:
+        if used % 16 != 15:
+            honest(self, used)
+
+    return [(Account, "use_up", use_up)]

@@ -1,0 +1,118 @@
+"""Rules of the master, broken from outside: each function returns what stands where (sabotage.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from dips.ids import GENESIS, PushId, VersionId
+from dips.master.ledger import Ledger
+from dips.protocol import pushes, rollback, settlement, slaves
+from dips.protocol.data import RangeBook
+from dips.protocol.effects import Outcome, Result
+from dips.protocol.entities import Cluster, Fanout, Slave
+from dips.protocol.enums import FanoutKind, OutcomeKind
+from dips.protocol.events import OrderAnswered, SlaveRegistered
+from dips.protocol.records import LedgerState, Record
+from dips.protocol.run_state import RunState
+from dips.sim.master import MasterProcess
+
+Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)
+
+
+def announce_before_record() -> list[Patch]:
+    def write(self: MasterProcess, records: Sequence[Record]) -> None:
+        self.world.later(0.1, "the ledger writes, unwaited", lambda: self.wrote(records))
+        self.core.on_written()
+        self._carry_out()
+
+    return [(MasterProcess, "write", write)]
+
+
+def record_before_all_persisted() -> list[Patch]:
+    honest = slaves.take_answer
+
+    def take_answer(run: RunState, event: OrderAnswered) -> Fanout | None:
+        found = run.fanouts.get(event.number)
+        fanout = honest(run, event)
+        if fanout is None and found is not None and found[0].kind is FanoutKind.PERSIST and found[0].answers:
+            run.forget_orders(frozenset({FanoutKind.PERSIST}))
+            return found[0]
+        return fanout
+
+    return [(slaves, "take_answer", take_answer)]
+
+
+def reuse_round_after_restart() -> list[Patch]:
+    honest = Ledger.state
+
+    def start_term(self: Ledger) -> int:
+        return 1
+
+    def state(self: Ledger) -> LedgerState:
+        found = honest(self)
+        return replace(found, term=1, next_round=found.versions[-1].version.round + 1)
+
+    return [(Ledger, "start_term", start_term), (Ledger, "state", state)]
+
+
+def stats_of_skipped_rounds() -> list[Patch]:
+    honest = settlement.skip_round
+
+    def skip_round(run: RunState, reason: str) -> None:
+        if run.round is not None:
+            run.penalty.keep_statistics(*settlement.statistics_after(run, run.round))
+        honest(run, reason)
+
+    return [(settlement, "skip_round", skip_round)]
+
+
+def blind_leases() -> list[Patch]:
+    def wake(self: MasterProcess) -> None:
+        if self.inbox is None or not self.alive:
+            return
+        came, self.inbox = self.inbox, None
+        self.core._expected_at = self.world.heap.now  # no gap is seen
+        self._look()
+        for read in came:
+            read()
+        self._carry_out()
+
+    return [(MasterProcess, "wake", wake)]
+
+
+def tell_gated_as_accepted() -> list[Patch]:
+    honest = pushes._answer_awaited
+
+    def answer_awaited(run: RunState, cluster: Cluster, push: PushId) -> Result:
+        found = honest(run, cluster, push)
+        gated = isinstance(found, Outcome) and found.kind is OutcomeKind.GATED
+        return replace(found, kind=OutcomeKind.ACCEPTED) if gated else found
+
+    return [(pushes, "_answer_awaited", answer_awaited)]
+
+
+def believe_fresh_slaves() -> list[Patch]:
+    honest_offered, honest_offers = rollback.offered_versions, rollback._can_offer
+
+    def offered(event: SlaveRegistered) -> frozenset[VersionId]:
+        """A process that has just started offers nothing, whatever lies on its disk."""
+        return honest_offered(event) if event.memory is not None else frozenset()
+
+    def offers(run: RunState, slave: Slave, version: VersionId) -> bool:
+        return version == GENESIS or honest_offers(run, slave, version)
+
+    return [(rollback, "offered_versions", offered), (rollback, "_can_offer", offers)]
+
+
+def lease_twice() -> list[Patch]:
+    honest = RangeBook._take_next
+
+    def take(self: RangeBook) -> int:
+        taken = honest(self)
+        if taken % 16 == 15:
+            self._freed.append(taken)
+        return taken
+
+    return [(RangeBook, "_take_next", take)]

@@ -1,0 +1,75 @@
+"""The shape of a seed's run: its clusters, slaves and options, drawn so that two minutes hold two dozen rounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+from dips.protocol.enums import DurabilityMode, PersistFailurePolicy, PushCodec, RequeuePolicy
+from dips.protocol.options import Clip, DataOptions, Options, OuterOptions, PenaltyOptions, StopOptions, TimingOptions
+from dips.sim.heap import Chance
+from dips.sim.scenario import ClusterShape, Scenario
+
+FAULTS_S = 76.0  # simulated seconds with faults
+QUIET_S = 50.0  # and without: everything heals
+MORE_S = 50.0  # for a seed whose faults left no time for rounds
+
+
+def scenario_of(seed: int) -> Scenario:
+    """Draw a run; everything that is drawn later has a generator of its own, so that no seed changes by it."""
+    chance = Chance(seed)
+    rng = chance.of("settings")
+    slaves, clusters = rng.randint(2, 3), rng.randint(2, 3)
+    layers = rng.randint(slaves, 4)
+    ranks = [rng.choice((1, 1, 2, 2, 3)) for _ in range(clusters)]
+    shapes = tuple(ClusterShape(n, 0.12 + 0.3 * rng.random()) for n in ranks)
+    return Scenario(
+        clusters=_ways(chance.of("ways"), shapes),
+        slaves=slaves,
+        layers=layers,
+        slots=rng.randint(1, 2),
+        pinned=rng.randint(0, 1),
+        inner_steps=rng.randint(2, 3),
+        options=_options(chance.of("options")),
+        lasts_s=FAULTS_S + QUIET_S + MORE_S,
+        quiet_at=FAULTS_S,
+        steady=False,
+    )
+
+
+def _ways(rng: Random, shapes: tuple[ClusterShape, ...]) -> tuple[ClusterShape, ...]:
+    """How each cluster runs: half of the seeds have clusters of each kind, mostly beside others."""
+    aligns, overlaps = rng.random() < 0.6, rng.random() < 0.5
+    return tuple(
+        replace(
+            shape,
+            aligned_steps=rng.randint(2, 6) if rng.random() < 0.8 and aligns else 0,
+            overlap=rng.random() < 0.8 and overlaps,
+            restarts=rng.choice((0, 3, 3, 3, 3, 3)),
+        )
+        for shape in shapes
+    )
+
+
+def _options(rng: Random) -> Options:
+    """Short deadlines; every option that changes what is safe is drawn."""
+    timing = TimingOptions(
+        window_s=rng.choice((0.3, 0.6, 1.2, None)),
+        beat_s=1.9,
+        lease_beats=4,
+        hang_s=12.0,
+        order_s=4.0,
+        compute_s=8.0,
+        transfer_s=12.0,
+        busy_retry_s=0.7,
+    )
+    penalty = PenaltyOptions(warmup_rounds=2, history=4, gate_patience=3)
+    outer = OuterOptions(clip=Clip(norm=rng.choice((0.05, 1.0))))
+    stop = StopOptions(versions=rng.randint(8, 14) if rng.random() < 0.1 else 0)
+    codec = rng.choices(tuple(PushCodec), (6, 2, 2))[0]
+    durability = rng.choices(tuple(DurabilityMode), (5, 4))[0]
+    failing, requeue = rng.choices(tuple(PersistFailurePolicy), (3, 1))[0], rng.choice(tuple(RequeuePolicy))
+    return Options(
+        outer, penalty, stop, DataOptions(ranges=5000), timing, codec=codec,
+        durability=durability, on_persist_failure=failing, requeue=requeue,
+    )  # fmt: skip

@@ -1,0 +1,164 @@
+"""What must always be true of names and memory: what is old changes nothing (invariants 5 and 11)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from dips.ids import PushId
+from dips.protocol.effects import Order
+from dips.protocol.events import Event, OrderAnswered, OrderFailed, PushRefused, PushStaged
+from dips.protocol.records import (
+    IncarnationGiven,
+    LedgerState,
+    Record,
+    RoundReserved,
+)
+from dips.sim.master import MasterProcess
+from dips.sim.slave import SlaveProcess
+from dips.sim.world import World
+from tests.simulation.checks import Invariant
+
+
+class FencingInvariant(Invariant):
+    """What bears an old term, incarnation, seq or round changes nothing: the state before is the state after."""
+
+    number = 5
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.before: Any = None
+        self.sinc: dict[str, int] = {}
+
+    def recorded(self, record: Record) -> None:
+        if isinstance(record, IncarnationGiven) and record.role == "slave":
+            self.sinc[record.name] = max(record.inc, self.sinc.get(record.name, 0))
+
+    def before_order(self, process: SlaveProcess, order: Order) -> None:
+        shard = process.shard
+        old = order.term < shard.term or order.sinc != shard.sinc
+        self.before = _of_slave(process) if old else None
+
+    def after_order(self, process: SlaveProcess, order: Order) -> None:
+        if self.before is not None:
+            same = self.before == _of_slave(process)
+            self.require(
+                same, f"{process.name} changed by {type(order.body).__name__} of term {order.term}, sinc {order.sinc}"
+            )
+
+    def before_step(self, master: MasterProcess, event: Event) -> None:
+        self.before = _of_master(master) if self._old(master, event) else None
+
+    def after_step(self, master: MasterProcess, event: Event) -> None:
+        if self.before is not None and self.before != _of_master(master):
+            self.fail(f"the master changed by the old {event}")
+
+    def _old(self, master: MasterProcess, event: Event) -> bool:
+        if not master.presides:
+            return False  # what it changes is in itself only: nothing that leaves it changes anybody
+        if master.coordinator.next_deadline() <= self.world.heap.now:
+            return False  # with it the master does what is due, whatever it hears
+        if isinstance(event, PushStaged | PushRefused | OrderAnswered | OrderFailed):
+            return event.sinc < self.sinc.get(event.slave, 0)
+        life = getattr(event, "push", None) or getattr(event, "pull", None) or event
+        cluster, inc = getattr(life, "cluster", None), getattr(life, "inc", None)
+        return (
+            cluster is not None and inc is not None and master.coordinator.cluster_standing(cluster, inc)[0] == "fenced"
+        )
+
+
+def _of_slave(process: SlaveProcess) -> Any:
+    versions, shard = process.versions, process.shard
+    return (
+        versions.memory,
+        versions.prepared,
+        versions.open_pushes,
+        versions.holders(),
+        sorted(versions.pins),
+        shard.round,
+        shard.poison,
+    )
+
+
+def _of_master(master: MasterProcess) -> str:
+    view = master.coordinator.view(0.0)
+    view["round"].pop("reason")
+    return json.dumps(view, sort_keys=True)
+
+
+class MonotoneInvariant(Invariant):
+    """Term, round and incarnation never go back, not over a crash of anybody: what the fences compare."""
+
+    number = 5
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.term = 0
+        self.round = 0
+        self.lives: dict[tuple[str, str], int] = {}
+        self.numbers: dict[tuple[int, int], Order] = {}
+
+    def restored(self, state: LedgerState) -> None:
+        self.require(state.term > self.term, f"a new master has term {state.term}, an earlier one had {self.term}")
+        self.require(
+            state.next_round > self.round, f"round {state.next_round} would be reserved again after {self.round}"
+        )
+        self.term = state.term
+
+    def recorded(self, record: Record) -> None:
+        if isinstance(record, RoundReserved):
+            self.require(record.round > self.round, f"round {record.round} is reserved after round {self.round}")
+            self.round = record.round
+        elif isinstance(record, IncarnationGiven):
+            key = (record.role, record.name)
+            before = self.lives.get(key, 0)
+            self.require(record.inc == before + 1, f"{record.name} is given life {record.inc} after {before}")
+            self.lives[key] = record.inc
+
+    def order_leaves(self, order: Order) -> None:
+        said = self.numbers.setdefault((order.term, order.number), order)
+        if said != order:
+            self.fail(f"number {order.number} of term {order.term} stood for {said} and for {order}")
+
+
+class MemoryInvariant(Invariant):
+    """Banks in use stay within the written sum, each has one holder, and no slot outlives its push."""
+
+    number = 11
+    LEAK_S = 15.0  # a slot that the master does not know of is dropped by a beat's answer long before
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.unknown_since: dict[tuple[str, PushId], float] = {}
+
+    def after_event(self) -> None:
+        for machine in self.world.looked_at:
+            if machine.process is None:
+                continue
+            versions = machine.process.versions
+            if versions.used_bytes > versions.limit_bytes:
+                self.fail(f"{machine.name} uses more than its sum")
+            slots = versions.open_pushes
+            if len(slots) > versions.slots:
+                self.fail(f"{machine.name} has {len(slots)} slots open of {versions.slots}")
+            holders = versions.holders()
+            if len(holders) != len(set(holders)):
+                self.fail(f"{machine.name}: two banks for one holder in {holders}")
+            self._leaks(machine.process, slots)
+
+    def _leaks(self, process: SlaveProcess, slots: tuple[PushId, ...]) -> None:
+        master = self.world.master.process
+        now = self.world.heap.now
+        listening = master is not None and master.inbox is None and process.holds and now > self.world.scenario.quiet_at
+        live = (
+            master.coordinator.slave_live(process.name, process.shard.sinc)[2] if master and slots and listening else ()
+        )
+        for push in slots:
+            key = (process.nonce, push)
+            if not listening or push in live:
+                self.unknown_since.pop(key, None)
+            else:
+                since = self.unknown_since.setdefault(key, now)
+                self.require(
+                    now - since < self.LEAK_S, f"{process.name} keeps a slot for {push}, which is live nowhere"
+                )

@@ -1,0 +1,145 @@
+"""What must always be true of waiting: everything ends, and nobody is given up too early (invariant 12)."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from dips.protocol.effects import Outcome
+from dips.protocol.events import ClusterSilent, Event, SlaveSilent
+from dips.protocol.records import (
+    LedgerState,
+    Record,
+    RoundEnded,
+    RunFinished,
+    VersionCommitted,
+)
+from dips.sim.agent import SimAgent
+from dips.sim.work import Frozen
+from dips.sim.world import World
+from tests.simulation.checks import Invariant
+
+
+class LivenessInvariant(Invariant):
+    """Once the faults have stopped, every live trainer hears an Outcome in time, the head advances, pulls succeed.
+
+    B1 and B2 hold for the deadlines of a seed: a lease of 7.6 s, orders 4 s, Apply and Persist 8 s, transfers 12 s.
+    """
+
+    number = 12
+    OUTCOME_S = 45.0  # B1: for a trainer, from when faults stop or from its last Outcome
+    HEAD_S = 40.0  # B2: for the head
+    HEALED_S = 22.0  # after the faults: what their last transfers and leases left is over
+    PULLS = 2
+    OUTCOMES = 3  # of each cluster without faults: it has healed
+
+    def __init__(self, world: World, patience: float = 1.0) -> None:
+        """`patience`: times the bounds, where links are slow by plan."""
+        super().__init__(world)
+        self.patience = patience
+        self.advanced_at = 0.0
+        self.finished_at: float | None = None
+        self.heard: dict[str, int] = {}  # cluster → Outcomes since the faults stopped
+
+    def outcome(self, agent: SimAgent, frozen: Frozen, outcome: Outcome) -> None:
+        if self.world.heap.now > self.world.scenario.quiet_at and agent is self.world.clusters[agent.name].agent:
+            self.heard[agent.name] = self.heard.get(agent.name, 0) + 1
+
+    def healed(self) -> bool:
+        """Has every cluster heard of several pushes since the faults stopped?"""
+        return all(self.heard.get(name, 0) >= self.OUTCOMES for name in self.world.clusters)
+
+    def recorded(self, record: Record) -> None:
+        if isinstance(record, VersionCommitted):
+            self.advanced_at = self.world.heap.now
+        elif isinstance(record, RunFinished):
+            self.finished_at = self.world.heap.now
+
+    def time_passed(self) -> None:
+        now, quiet = self.world.heap.now, self.world.scenario.quiet_at
+        outcome_s, head_s = self.OUTCOME_S * self.patience, self.HEAD_S * self.patience
+        if now < quiet + min(outcome_s, head_s):
+            return
+        if self.finished_at is not None:
+            self._all_finish(now - max(self.finished_at, quiet))
+            return
+        stood = now - max(self.advanced_at, quiet)
+        self.require(stood < head_s, f"the head has not advanced for {stood:.1f} s without any fault")
+        for cluster in self.world.clusters.values():
+            agent = cluster.agent
+            waited = now - max(agent.outcome_at, quiet) if agent else 0.0
+            self.require(
+                waited < outcome_s, f"{cluster.name} has heard no Outcome for {waited:.1f} s without any fault"
+            )
+
+    def _all_finish(self, since_s: float) -> None:
+        for cluster in self.world.clusters.values() if since_s > self.OUTCOME_S else ():
+            done = cluster.agent is not None and cluster.agent.finished is not None
+            self.require(done, f"{cluster.name} has not ended {since_s:.1f} s after the run, without any fault")
+
+    def pulled(self, agent: SimAgent, installed: bool, attempt: int) -> None:
+        if not installed and self.world.heap.now > self.world.scenario.quiet_at + self.HEALED_S * self.patience:
+            self.require(attempt < self.PULLS, f"{agent.name} has failed to pull {attempt} times without any fault")
+
+
+UNSEEN_BEATS = 2  # a master that sleeps for a beat at most cannot see where a gap began, and ignores one of a beat
+
+
+class LeaseInvariant(Invariant):
+    """Silence counts only while somebody listens: nobody is judged silent whose beat was read within its lease.
+
+    Less what a master cannot know of its own absence.
+    """
+
+    number = 12
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.read: dict[tuple[str, str, int], float] = {}
+        self.asleep_s = 0.0
+
+    def beat_read(self, role: str, name: str, life: int) -> None:
+        self.read[role, name, life] = self.world.heap.now - self.world.master_asleep_s
+
+    def restored(self, state: LedgerState) -> None:
+        for key in self.read:
+            self.read[key] = self.world.heap.now - self.world.master_asleep_s
+
+    def judged(self, verdict: Event) -> None:
+        if isinstance(verdict, ClusterSilent):
+            self._lease("cluster", verdict.cluster, verdict.inc)
+        elif isinstance(verdict, SlaveSilent):
+            self._lease("slave", verdict.slave, verdict.sinc)
+
+    def _lease(self, role: str, name: str, life: int) -> None:
+        read = self.read.get((role, name, life))
+        if read is not None:
+            listened = self.world.heap.now - self.world.master_asleep_s - read
+            timing = self.world.options.timing
+            lease = timing.lease_s - UNSEEN_BEATS * timing.beat_s
+            self.require(
+                listened >= lease - 1e-6,
+                f"{name}/{life} is judged silent after {listened:.1f} s of listening, least {lease:g} s",
+            )
+
+
+class ReadmissionInvariant(Invariant):
+    """A cluster that is gated `gate_patience` times in a row at a usual norm warms up again: nobody is out for good."""
+
+    number = 12
+
+    def recorded(self, record: Record) -> None:
+        if not isinstance(record, VersionCommitted | RoundEnded):
+            return
+        patience = self.world.options.penalty.gate_patience
+        rows = {row.cluster: row for row in record.penalty}
+        for outcome in record.outcomes:
+            cluster = outcome.push.cluster
+            if outcome.kind != "gated" or outcome.norm == 0.0 or rows[cluster].gated_in_a_row < patience:
+                continue
+            others = [
+                r.last_norm for r in record.penalty if r.cluster != cluster and r.accepted > 0 and r.last_norm > 0
+            ]
+            unusual = bool(others) and outcome.norm >= 2 * median(others)
+            self.require(
+                unusual, f"{cluster} was gated {rows[cluster].gated_in_a_row} times in a row at norm {outcome.norm:.4g}"
+            )

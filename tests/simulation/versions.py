@@ -1,0 +1,190 @@
+"""What must always be true of versions: their bytes, their rows, and where they are kept (invariants 1, 2, 3, 7)."""
+
+from __future__ import annotations
+
+from dips.ids import GENESIS, VersionId
+from dips.protocol.records import (
+    LedgerState,
+    Record,
+    RolledBack,
+    VersionCommitted,
+    VersionDurable,
+    VersionsRetired,
+)
+from dips.sim.agent import SimAgent
+from dips.sim.world import World
+from tests.simulation.checks import Invariant
+from tests.simulation.reference import LineageReference
+
+
+class LineageInvariant(Invariant):
+    """One content per version name: what slaves serve, pin or keep, and what clusters install, is the reference's."""
+
+    number = 1
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.reference = LineageReference(world.genesis)
+
+    def recorded(self, record: Record) -> None:
+        if isinstance(record, VersionCommitted):
+            self.require(record.version not in self.reference.versions, f"a second row for {record.version}")
+            self.reference.commit(record, [self.world.books.frozen[f.push].content for f in record.folds])
+            for name, machine in self.world.machines.items():
+                snapshot = machine.disk.files.get(record.version)
+                if snapshot is not None and snapshot.whole:
+                    for layer, expected in self._expected(record.version, machine.layers):
+                        found = (snapshot.theta[layer].tobytes(), snapshot.momentum[layer].tobytes())
+                        self.require(
+                            found == expected, f"{name}'s snapshot of {record.version} differs from the reference's"
+                        )
+
+    def after_event(self) -> None:
+        for machine in self.world.looked_at:
+            process = machine.process
+            if process is None or process.versions.memory is None:
+                continue
+            versions, memory = process.versions, process.versions.memory
+            theta, momentum = versions.theta(memory), versions.momentum(memory)
+            for layer, expected in self._expected(memory, machine.layers):
+                if (theta[layer].tobytes(), momentum[layer].tobytes()) != expected:
+                    self.fail(f"{machine.name} serves another {memory} than the reference's (layer {layer})")
+            for pull, opened in process.flow.pulls.items():
+                for layer, (expected_theta, _) in self._expected(opened.version, machine.layers):
+                    for source in (opened.source, *opened.former):
+                        if source[layer].tobytes() != expected_theta:
+                            self.fail(f"{machine.name}: the source of {pull} moved under it")
+
+    def installed(self, agent: SimAgent) -> None:
+        assert agent.base is not None
+        for layer, (theta, _) in self._expected(agent.base, tuple(agent.theta)):
+            self.require(
+                agent.received[layer].tobytes() == theta,
+                f"{agent.name} installed another {agent.base} than the reference's",
+            )
+
+    def _expected(self, version: VersionId, layers: tuple[int, ...]) -> list[tuple[int, tuple[bytes, bytes]]]:
+        content = self.reference.versions.get(version)
+        return (
+            [(layer, content.bytes_of[layer]) for layer in layers] if content else []
+        )  # without a row: CommitInvariant's business
+
+
+class CommitInvariant(Invariant):
+    """A version is served, or told to a cluster, if and only if its row is durable."""
+
+    number = 2
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.rows = {GENESIS}
+        self.head = GENESIS
+
+    def recorded(self, record: Record) -> None:
+        if isinstance(record, VersionCommitted):
+            self.world.look_everywhere()
+            self.rows.add(record.version)
+            self.head = record.version
+        elif isinstance(record, RolledBack):
+            self.require(record.head in self.rows, f"rolled back to {record.head}, which has no row")
+            self.head = record.head
+
+    def restored(self, state: LedgerState) -> None:
+        head = state.versions[-1].version
+        self.require(head == self.head, f"a new master starts at {head}, the newest durable row is {self.head}")
+
+    def after_event(self) -> None:
+        for machine in self.world.looked_at:
+            process = machine.process
+            if process is None:
+                continue
+            memory, rows = process.versions.memory, self.rows
+            if memory is not None and memory not in rows:
+                self.fail(f"{machine.name} serves {memory}, which has no row")
+            for pull, opened in process.flow.pulls.items():
+                if opened.version not in rows:
+                    self.fail(f"{machine.name} opened {pull} on {opened.version}, which has no row")
+            if process.holds and memory != self.head and process.versions.prepared != self.head:
+                disk = machine.disk
+                kept = self.head == GENESIS or self.head in disk.good or self.head in disk.harmed
+                self.require(kept, f"{machine.name} neither holds the head {self.head} nor is in doubt about it")
+
+    def told_version(self, agent: SimAgent, version: VersionId, whence: str) -> None:
+        self.require(version in self.rows, f"{agent.name} was told {version} by {whence}, which has no row")
+
+
+class DurableInvariant(Invariant):
+    """Every disk holds a whole snapshot of the newest durable version of the lineage until a newer one is durable.
+
+    Excepted is exactly a snapshot that rotted on this disk, or that its directory lost when an old copy was put back:
+    then the head may go back by a row (RolledBack), and what that row undoes is no longer of the lineage.
+    """
+
+    number = 3
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.durable = [GENESIS]  # of the lineage, oldest first
+
+    @property
+    def newest(self) -> VersionId:
+        return self.durable[-1]
+
+    def recorded(self, record: Record) -> None:
+        if isinstance(record, VersionDurable) or (isinstance(record, VersionCommitted) and record.durable):
+            self.durable.append(record.version)
+        elif isinstance(record, RolledBack):
+            self.durable = [v for v in self.durable if v not in record.undone]
+
+    def after_event(self) -> None:
+        if self.newest == GENESIS:
+            return  # the initial model is on every disk
+        for machine in self.world.looked_at:
+            snapshot = machine.disk.files.get(self.newest)
+            if (snapshot is None or not snapshot.good) and self.newest not in machine.disk.harmed:
+                self.fail(f"{machine.name}'s disk has no whole {self.newest}")
+
+
+class AuthorityInvariant(Invariant):
+    """Every lineage ends in the initial model: each row's parent is the head before it, each round is a new one.
+
+    A rollback goes to a version that may still be offered; to the initial model only as long as no durable version was
+    retired: an empty directory is not the beginning of the run.
+    """
+
+    number = 7
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.head = GENESIS
+        self.lineage = [GENESIS]
+        self.durable: set[VersionId] = set()
+        self.retired: set[VersionId] = set()
+
+    def recorded(self, record: Record) -> None:
+        if isinstance(record, VersionCommitted):
+            self.require(
+                record.parent == self.head, f"{record.version} has the parent {record.parent}, the head is {self.head}"
+            )
+            follows = record.version.version == self.head.version + 1 and record.version.round > self.head.round
+            self.require(follows, f"{record.version} cannot follow {self.head}")
+            self.head = record.version
+            self.lineage.append(record.version)
+            if record.durable:
+                self.durable.add(record.version)
+        elif isinstance(record, VersionDurable):
+            self.durable.add(record.version)
+        elif isinstance(record, VersionsRetired):
+            self.retired.update(record.versions)
+        elif isinstance(record, RolledBack):
+            kept = self.lineage.index(record.head) + 1 if record.head in self.lineage else 0
+            self.require(
+                kept > 0 and tuple(self.lineage[kept:]) == record.undone,
+                f"rolled back to {record.head} and undid {record.undone}, the lineage is {self.lineage}",
+            )
+            gone = self.retired.intersection(self.lineage)
+            self.require(record.head not in gone, f"rolled back to {record.head}, which was retired")
+            anew = record.head == GENESIS and bool(gone & self.durable)
+            self.require(not anew, f"the run begins anew, though it had {', '.join(map(str, sorted(gone)))}")
+            del self.lineage[kept:]
+            self.head = record.head
