@@ -22,7 +22,7 @@ MUTANTS = (
     Mutant("a gap is not told to the Coordinator", ROOM, "self._step(Blind(gap_s), now)", "pass", CORE),
     Mutant("no last words before a Join", ROOM, "if isinstance(event, ClusterJoined):", "if False:", CORE),
     Mutant("a heartbeat of an old term is believed", ROOM, "register or heartbeat.term != ", "register or None is ", CORE),
-    Mutant("a stranger's heartbeat is kept", ROOM, 'if standing == "live":', "if True:", CORE),
+    Mutant("a stranger's heartbeat is kept", ROOM, "if standing is ClusterStanding.LIVE:", "if True:", CORE),
     Mutant("who has gone is judged silent", ROOM, "self._judge.forget_cluster(effect.cluster)", "pass", CORE),
     Mutant("who has gone is waited for", ROOM, "self._alignment.forget(effect.cluster)", "pass", CORE),
     Mutant("a question is held beyond its patience", ROOM, "now < question.until and", "True and", CORE),

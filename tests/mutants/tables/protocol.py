@@ -13,7 +13,7 @@ BLIND = "tests/unit/protocol/test_bites_blind.py"
 PENALTY = "tests/unit/protocol/test_bites_penalty.py tests/unit/protocol/test_penalty.py"
 JUDGE = "tests/unit/protocol/test_bites_judge.py tests/unit/protocol/test_membership.py"
 DATA = "tests/unit/protocol/test_bites_ranges.py tests/unit/protocol/test_small.py " + STORIES
-PACE = "tests/unit/protocol/test_pace.py"
+PACE = "tests/unit/protocol/test_alignment.py"
 TIMES = "tests/unit/protocol/test_deadlines.py"
 ORDER = "tests/unit/protocol/test_order.py"
 
@@ -71,9 +71,9 @@ MUTANTS = (
     Mutant("failures are counted for ever", ROOM, "d.failures, d.again_at = 0, 0.0", "d.failures, d.again_at = d.failures, 0.0", STORIES),
     Mutant("only the newest snapshot is kept", ROOM, "complete[-keep]", "complete[-1]", STORIES),
     Mutant("a partial snapshot counts as complete", ROOM, "version.version > 0 and v.durable", "version.version > 0", STORIES),
-    Mutant("roll back before all have spoken", ROOM, "if unheard:", "if False:", STORIES),
+    Mutant("roll back before all have spoken", ROOM, "if unasked:", "if False:", STORIES),
     Mutant("undone tokens stay accepted", ROOM, "tokens_accepted -= row.tokens", "tokens_accepted -= 0", STORIES),
-    Mutant("undone tokens stay their cluster's", ROOM, 'tokens["accepted"] -= tokens', 'tokens["accepted"] -= 0', ROUND),
+    Mutant("undone tokens stay their cluster's", ROOM, ".ACCEPTED] -= tokens", ".ACCEPTED] -= 0", ROUND),
     Mutant("a slave with open orders is drained", ROOM, "orders = sum(", "orders = 0 * sum(", STORIES + " " + PUSHES),
     # ---- slaves
     Mutant("a slave may be unresponsive for longer", ROOM, "_ORDERS = 2", "_ORDERS = 3", STORIES),
@@ -88,12 +88,12 @@ MUTANTS = (
     # ---- liveness
     Mutant("a heartbeat of an old incarnation renews a lease", ROOM, "known.inc != ", "None is ", JUDGE),
     Mutant("a heartbeat of a slave's old incarnation renews its lease", ROOM + "/membership.py", "known.sinc != ", "None is ", JUDGE),
-    Mutant("a lease does not move with a gap", ROOM, "cluster.heard += ", "cluster.heard += 0 * ", JUDGE),
-    Mutant("a gap counts as a hang", ROOM, "cluster.stepped += ", "cluster.stepped += 0 * ", JUDGE),
-    Mutant("a slave's lease does not move with a gap", ROOM, "slave.heard += ", "slave.heard += 0 * ", JUDGE),
-    Mutant("a cluster's lease ends late", ROOM, "now - cluster.heard >= lease", "now - cluster.heard > lease", JUDGE),
-    Mutant("a slave's lease ends late", ROOM, "now - slave.heard >= lease", "now - slave.heard > lease", JUDGE),
-    Mutant("a trainer hangs late", ROOM, "cluster.stepped >= self", "cluster.stepped > self", JUDGE),
+    Mutant("a lease does not move with a gap", ROOM, "cluster.heard_at += ", "cluster.heard_at += 0 * ", JUDGE),
+    Mutant("a gap counts as a hang", ROOM, "cluster.progressed_at += ", "cluster.progressed_at += 0 * ", JUDGE),
+    Mutant("a slave's lease does not move with a gap", ROOM, "slave.heard_at += ", "slave.heard_at += 0 * ", JUDGE),
+    Mutant("a cluster's lease ends late", ROOM, "now - cluster.heard_at >= lease", "now - cluster.heard_at > lease", JUDGE),
+    Mutant("a slave's lease ends late", ROOM, "now - slave.heard_at >= lease", "now - slave.heard_at > lease", JUDGE),
+    Mutant("a trainer hangs late", ROOM, "cluster.progressed_at >= self", "cluster.progressed_at > self", JUDGE),
     # ---- penalty
     Mutant("threshold half as much again", ROOM, "return o.beta * min(", "return 1.5 * o.beta * min(", PENALTY),
     Mutant("the moving average never begins", ROOM, "weight = max(alpha, 1.0 / n)", "weight = 1.0 / n", PENALTY),

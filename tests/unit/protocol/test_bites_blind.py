@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dips.protocol import events as ev
+from dips.errors import FailedDisk
 from dips.ids import PullId
 from dips.protocol.effects import OpenPull, Persist
 from dips.protocol.options import StopOptions, TimingOptions
@@ -88,7 +89,7 @@ def test_a_disk_that_failed_rests_for_its_whole_pause() -> None:
     run.outcome(run.push("a"))
     (order,) = run.orders
     run.orders.clear()
-    run.step(ev.OrderFailed(order.slave, order.sinc, order.number, "refused", "FailedDisk: full"))
+    run.step(ev.OrderFailed(order.slave, order.sinc, order.number, FailedDisk, "full"))
     assert run.machine.next_deadline() == pytest.approx(30.0)
     gap(run)
     assert not run.orders

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from dips.errors import RemoteProtocolError
 from dips.protocol import events as ev
 from dips.protocol.effects import Fold, Measure
 from dips.protocol.options import Clip, Options, OuterOptions, PenaltyOptions, TimingOptions
@@ -128,7 +129,7 @@ def test_tokens_of_a_skipped_push_whose_cluster_died_are_lost() -> None:
     run.push("a", tokens=70)
     run.step(ev.ClusterSilent("a", 1, 10.0, 70, 0))
     order = run.orders.popleft()
-    run.step(ev.OrderFailed(order.slave, order.sinc, order.number, "refused", "RemoteProtocolError: broken"))
+    run.step(ev.OrderFailed(order.slave, order.sinc, order.number, RemoteProtocolError, "broken"))
     assert run.all_of(RoundEnded)
     assert run.view["clusters"]["a"]["tokens_lost"] == 70
 
