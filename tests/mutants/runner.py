@@ -102,12 +102,21 @@ class _Copy:
         sys.path[:] = [str(self.tree), *(p for p in sys.path if Path(p).resolve() != ROOT)]
         for name in [name for name in sys.modules if name.partition(".")[0] in OWN]:
             del sys.modules[name]
-        code = int(pytest.ExitCode.INTERNAL_ERROR)
+        status = _Status()
         try:
-            code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *arguments]))
+            pytest.main(["-x", "-q", "-p", "no:cacheprovider", *arguments], plugins=[status])
         finally:  # no way out of here leads into the runner's own code
             sys.stdout.flush()
-            os._exit(code)
+            os._exit(status.code)
+
+
+class _Status:
+    """How the tests ended. What a failed one left open may make pytest itself fail afterwards, which says nothing."""
+
+    code = int(pytest.ExitCode.INTERNAL_ERROR)
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self.code = int(exitstatus)
 
 
 def _kill_group(process: ForkProcess) -> None:

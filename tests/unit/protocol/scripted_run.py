@@ -22,7 +22,9 @@ MANIFEST = Manifest((Layer("l", (Parameter("l.w", (1000,)),)),))  # one layer: a
 class ScriptedRun:
     """One slave `s`; `acc_norm` and `norms` are what it measures. Orders whose type is in `held` wait in `orders`."""
 
-    def __init__(self, options: Options = OPTIONS, slots: int = 4, history: ScoreHistory = ScoreHistory((), ())) -> None:
+    def __init__(
+        self, options: Options = OPTIONS, slots: int = 4, history: ScoreHistory = ScoreHistory((), ())
+    ) -> None:
         row = RunRow("r", "c", MANIFEST.to_json(), (("s", (0,)),), ("0" * 32,), (100.0,))
         versions = (VersionRow(GENESIS, GENESIS, True, 0, False),)
         state = LedgerState(row, 1, 1, versions, (), (), (), (), history, (), (), None)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from dips.protocol import events as ev
 from dips.errors import FailedDisk
 from dips.ids import PullId
+from dips.protocol import events as ev
 from dips.protocol.effects import OpenPull, Persist
 from dips.protocol.options import StopOptions, TimingOptions
 from tests.unit.protocol.scripted_run import OPTIONS, ScriptedRun

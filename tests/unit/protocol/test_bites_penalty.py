@@ -28,9 +28,7 @@ def after(penalty: Penalty, verdict: Verdict, cluster: str = "a", live: str = "a
     return rows[cluster], history
 
 
-@pytest.mark.parametrize(
-    ("scores", "largest"), [((), 1.0), ((0.5,), 1.0), ((2.0,), 2.0), ((1e9,), OPTIONS.e_cap)]
-)
+@pytest.mark.parametrize(("scores", "largest"), [((), 1.0), ((0.5,), 1.0), ((2.0,), 2.0), ((1e9,), OPTIONS.e_cap)])
 def test_the_threshold_is_beta_times_the_largest_score_within_its_bounds(
     scores: tuple[float, ...], largest: float
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 from dips.errors import RemoteProtocolError
 from dips.protocol import events as ev
 from dips.protocol.effects import Fold, Measure
-from dips.protocol.options import Clip, Options, OuterOptions, PenaltyOptions, TimingOptions
+from dips.protocol.options import Clip, OuterOptions, PenaltyOptions, TimingOptions
 from dips.protocol.records import RoundEnded, ScoreHistory
 from tests.unit.protocol.scripted_run import MANIFEST, OPTIONS, ScriptedRun
 
@@ -111,7 +111,7 @@ def test_a_slave_that_says_not_finite_is_believed() -> None:
 
 
 def test_a_base_of_the_lineage_is_scored() -> None:
-    """After its warm-up a cluster's push of ten times its norm is gated; one on no ancestor is exempt from the score."""
+    """After its warm-up a cluster's push of ten times its norm is gated: its base is an ancestor."""
     penalty = PenaltyOptions(warmup_rounds=2, hard_cap=1000.0)
     run = ScriptedRun(replace(OPTIONS, penalty=penalty))
     run.train("a")
@@ -188,5 +188,3 @@ def test_the_window_does_not_wait_for_a_push_that_is_due_after_it() -> None:
     run.step(ev.BandwidthMeasured("b", 1, MANIFEST.numel * 4 / 10.0))
     run.open_push("b")
     assert run.outcome(run.push("a")).kind == "accepted"
-
-

@@ -1,4 +1,4 @@
-"""What the master refuses of pushes and pulls: stale numbers, foreign ranges, absurd counts; and how long they may take."""
+"""What the master refuses of pushes and pulls: stale numbers, foreign ranges, absurd counts; how long they may take."""
 
 from __future__ import annotations
 

@@ -15,7 +15,9 @@ from safetensors.numpy import save_file
 from dips.errors import CorruptSnapshot
 from dips.ids import VersionId
 from dips.protocol.manifest import Manifest
+from dips.slave.snapshot_manifest import MOMENTUM, THETA
 from dips.slave.snapshots import Snapshots
+from tests.damage import flip_bit
 
 MANIFEST = Manifest.from_shapes([("a.w", (4,))])
 V1 = VersionId(1, 1)
@@ -91,23 +93,13 @@ def test_a_snapshot_has_lost_its_name_on_the_disk_before_it_is_removed(
     snapshots.close()
 
 
-def _flip(path: Path, value: float) -> None:
-    """Turn one bit of the first element that has this value."""
-    raw = bytearray(path.read_bytes())
-    at = raw.index(np.full(4, value, np.float32).tobytes())
-    raw[at] ^= 1
-    path.write_bytes(raw)
-
-
-@pytest.mark.parametrize(("value", "what"), [(1.0, "theta"), (2.0, "momentum")])
+@pytest.mark.parametrize("part", [THETA, MOMENTUM])
 @pytest.mark.parametrize("how", ["read", "complete"])
-def test_one_wrong_bit_of_either_is_found(
-    tmp_path: Path, value: float, what: str, how: str
-) -> None:
+def test_one_wrong_bit_of_either_is_found(tmp_path: Path, part: str, how: str) -> None:
     """θ and m have digests of their own, and a Load compares both, as does whoever lists what is whole."""
     snapshots = opened(tmp_path / "d")
     snapshots.write(V1, filled(1.0), filled(2.0))
-    _flip(tmp_path / "d" / str(V1) / "model.safetensors", value)
+    flip_bit(tmp_path / "d" / str(V1) / "model.safetensors", part)
     if how == "complete":
         snapshots.close()
         snapshots = opened(tmp_path / "d")
