@@ -12,7 +12,7 @@ pulls is rounded to its type, so outer changes below half a unit in the last pla
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -55,7 +55,7 @@ class Tensors(Adapter):
         for part in self._parts:
             for module in part.modules():
                 if is_fsdp(module):
-                    module.reshard()
+                    cast(Any, module).reshard()
 
     def homes(self) -> list[Home]:
         if self.staged:
