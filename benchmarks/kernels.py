@@ -1,8 +1,8 @@
 """The outer step's kernels on all cores, beside memcpy and the STREAM triad on the same threads in the same process.
 
 Bytes are counted as STREAM counts them: what a kernel reads and writes in its arrays, nothing for the cache lines that
-a write brings in. Every kernel goes through `dips.outer.crew`, as in a slave; the triad and memcpy go through the same
-slices on the same threads. A value is a rate; the ratio is against the triad's.
+a write brings in. Every kernel goes through `dips.outer.kernel_pool`, as in a slave; the triad and memcpy go through
+the same slices on the same threads. A value is a rate; the ratio is against the triad's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from benchmarks.harness import Bench, main
 from dips.outer import kernels
-from dips.outer.crew import Crew
+from dips.outer.kernel_pool import KernelPool
 from dips.outer.pool import BYTES, Arrays, Pool
 
 F32 = npt.NDArray[np.float32]
@@ -38,7 +38,7 @@ def _triad(a: F32, b: F32, c: F32) -> None:
 
 
 class Yardsticks:
-    """Kernels of no meaning, so that the crew spreads memcpy and the triad as it spreads the real ones."""
+    """Kernels of no meaning, so that the kernel_pool spreads memcpy and the triad as it spreads the real ones."""
 
     def measure(self, theta: F32, theta_j: F32) -> float:
         np.copyto(theta_j, theta)
@@ -66,7 +66,7 @@ def measure(bench: Bench) -> None:
     kernels.warm_up()
     bank_bytes = float(BYTES * numel)
     with ThreadPoolExecutor(workers, "kernel") as threads:
-        works = _works(Crew(kernels, threads, workers), Crew(Yardsticks(), threads, workers), pool)
+        works = _works(KernelPool(kernels, threads, workers), KernelPool(Yardsticks(), threads, workers), pool)
         bench.say(f"{numel:,} parameters, {workers} threads: {', '.join(works)}")
         took = bench.together({name: work for name, (work, _) in works.items()}, runs=5 if bench.quick else 11)
     rates = {name: banks * bank_bytes / took[name] for name, (_, banks) in works.items()}
@@ -88,33 +88,33 @@ def triad_rate(numel: int = 1 << 25, runs: int = 7) -> float:
     a, b, c = (bank.arrays for bank in pool.banks)
     times = []
     with ThreadPoolExecutor(workers, "kernel") as threads:
-        crew = Crew(Yardsticks(), threads, workers)
+        kernel_pool = KernelPool(Yardsticks(), threads, workers)
         for _ in range(runs):
             begun = time.perf_counter()
-            crew.fold(a, b, c, 1.0)
+            kernel_pool.fold(a, b, c, 1.0)
             times.append(time.perf_counter() - begun)
     return 3 * BYTES * numel / statistics.median(times)
 
 
-def _works(crew: Crew, plain: Crew, pool: Pool) -> dict[str, tuple[Callable[[], object], int]]:
+def _works(kernel_pool: KernelPool, plain: KernelPool, pool: Pool) -> dict[str, tuple[Callable[[], object], int]]:
     """What to time: name → (work, banks that it moves)."""
     theta, pushed, acc, momentum, theta_next = (bank.arrays for bank in pool.banks)
     works: dict[str, tuple[Callable[[], object], int]] = {
         "memcpy": (partial(plain.measure, theta, theta_next), 2),
         "triad": (partial(plain.fold, theta_next, theta, momentum, 1.0), 3),
-        "measure": (partial(crew.measure, theta, pushed), 2),
+        "measure": (partial(kernel_pool.measure, theta, pushed), 2),
     }
     for count in CONTRIBUTIONS:
-        works[f"fold {count}"] = (partial(_folds, crew, acc, theta, pushed, count), 3 + 4 * (count - 1))
-    works["apply"] = (partial(crew.apply, theta, acc, momentum, SCALE, LR, MU, theta_next), 5)
+        works[f"fold {count}"] = (partial(_folds, kernel_pool, acc, theta, pushed, count), 3 + 4 * (count - 1))
+    works["apply"] = (partial(kernel_pool.apply, theta, acc, momentum, SCALE, LR, MU, theta_next), 5)
     return works
 
 
-def _folds(crew: Crew, acc: Arrays, theta: Arrays, pushed: Arrays, count: int) -> None:
+def _folds(kernel_pool: KernelPool, acc: Arrays, theta: Arrays, pushed: Arrays, count: int) -> None:
     """What a round of `count` contributions folds: the first in its own buffer, the others one after another."""
-    crew.fold_first(theta, acc)
+    kernel_pool.fold_first(theta, acc)
     for _ in range(count - 1):
-        crew.fold(acc, theta, pushed, 1.0)
+        kernel_pool.fold(acc, theta, pushed, 1.0)
 
 
 if __name__ == "__main__":

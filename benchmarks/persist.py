@@ -29,7 +29,7 @@ from benchmarks.harness import Bench, Seconds, main
 from benchmarks.lone_slave import equal_layers
 from dips.ids import VersionId
 from dips.outer import kernels
-from dips.outer.crew import Crew
+from dips.outer.kernel_pool import KernelPool
 from dips.outer.pool import BYTES, Arrays, Pool
 from dips.protocol.manifest import Manifest
 from dips.slave import tensorfile
@@ -148,10 +148,10 @@ def _recovery(
         with tensorfile.Reader(folded) as reader:
             for i, layer in enumerate(manifest.layers):
                 reader.read_into(layer.parameters[0].name, layer.parameters[0].shape, acc[i])
-        crew.apply(theta, acc, momentum, 1.0, 0.7, 0.8, theta_next)
+        kernel_pool.apply(theta, acc, momentum, 1.0, 0.7, 0.8, theta_next)
 
     with ThreadPoolExecutor(workers, "kernel") as threads:
-        crew = Crew(kernels, threads, workers)
+        kernel_pool = KernelPool(kernels, threads, workers)
         again = {"full": lambda: disk.read(VERSION, theta, momentum), "replay": replay}
         return {name: statistics.median(_cold(work, folded) for _ in range(runs)) for name, work in again.items()}
 

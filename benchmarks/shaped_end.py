@@ -57,10 +57,12 @@ class Events:
                 raise TimeoutError(f"{push} was not staged within {WAIT_S:g} s")
 
 
-def slave(cast: Cast, number: int, ip: str, askers: int, lanes: int, secret: str) -> None:
+def slave(cast: Cast, number: int, ip: str, concurrent_streams: int, lanes: int, secret: str) -> None:
     """Serve pushes; several may be open at once."""
     key, layers = curve.new() if secret == "curve" else None, cast.held_by(number)
-    flow = ZmqFlow(RUN, f"s{number}", (f"{ip}:0",) * lanes, CHUNK_BYTES, TRANSIT_BYTES, askers, STALL_S, key=key)
+    flow = ZmqFlow(
+        RUN, f"s{number}", (f"{ip}:0",) * lanes, CHUNK_BYTES, TRANSIT_BYTES, concurrent_streams, STALL_S, key=key
+    )
     flow.use(cast.manifest, layers)
     events = Events()
     flow.start(SINC, events)

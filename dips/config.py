@@ -203,13 +203,20 @@ class ClusterFile(Section):
     # whole: a pulled version lies in host memory (4 B per parameter of a rank's shard) before any of it is installed.
     # streaming: one layer at a time, for hosts that have no room for that; a broken pull leaves a model that must pull
     # again before it can train, and pushes are read from the model while they travel. Needs the codec fp32.
-    # forward: whole in host memory as well, then each layer is put into the model when the next forward comes to it.
-    install: Literal["whole", "streaming", "forward"] = "whole"
+    # lazy: whole in host memory as well; each layer is copied into the model just before the next forward reads it.
+    install: Literal["whole", "streaming", "lazy"] = "whole"
     metrics: str | None = None  # host:port where Prometheus scrapes; null: nowhere
     # Host of this agent at which ranks without a way out reach the slaves; null: they dial them. If it is not loopback
     # the slaves' lanes must be encrypted (`curve_key`): the relay passes on what it is given.
     relay: str | None = None
     insecure: bool = False  # plain text; only on loopback
+
+    @field_validator("install", mode="before")
+    @classmethod
+    def _refuse_former_name(cls, value: Any) -> Any:
+        if value == "forward":
+            raise ValueError("`install: forward` was renamed: write `install: lazy`")
+        return value
 
 
 Model = TypeVar("Model", bound=BaseModel)

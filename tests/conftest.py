@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from dips.transport import pipeline
 from tests.forkserver.fixtures import guarded
 
 # Two shared cores are slow at times; a test that hangs has its own timeout.
@@ -32,3 +33,11 @@ def no_thread_outlives_its_test() -> Iterator[None]:
         thread.join(5)
     left = [t.name for t in started if t.is_alive()]
     assert not left, f"threads left running: {left}"
+
+
+@pytest.fixture(params=[0, 1], ids=["in place", "threads"])
+def stage_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run a test's transfer stages in place and in threads of their own, whatever cores this machine has."""
+    threads: int = request.param
+    monkeypatch.setattr(pipeline, "MANY_CORES", 1 if threads else 1 << 20)
+    return threads

@@ -1,4 +1,4 @@
-"""`dips-client`: the agent beside one training job; a daemon's life in one file.
+"""`dips-client`: the agent beside one training job; the daemon from its start to its end in one file.
 
 Here, and only here, sockets, channels, locks and signal handlers of the agent are made.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import random
 import signal
 import sys
 import time
@@ -20,15 +21,15 @@ from typing import Annotated, Any
 import typer
 
 from dips.client.agent import metrics as agent_metrics
-from dips.client.agent.actions import ClusterIdentity
 from dips.client.agent.agent import Agent
+from dips.client.agent.core import AgentCore
 from dips.client.agent.incarnation_file import IncarnationFile
 from dips.client.agent.launch import PR_SET_CHILD_SUBREAPER, prctl
 from dips.client.agent.listen import listening
 from dips.client.agent.master_link import MasterLink
 from dips.client.agent.pace import Pace
 from dips.client.agent.relay import Relay
-from dips.client.agent.session import Session
+from dips.client.agent.state import AgentSettings, AgentState, ClusterIdentity
 from dips.client.ipc.address import PID_FILE, over_network
 from dips.client.ipc.process import AGENT_HOME, AGENT_PID, home
 from dips.config import ClusterFile, host_port, load_cluster
@@ -38,7 +39,6 @@ from dips.telemetry import exits, logs, metrics
 from dips.telemetry.timeline import Timeline
 
 SCRAPE_S = 5.0  # Prometheus waits for 10
-PATIENCE_BEATS = 5  # a trainer waits so long for a master that does not answer, then trains on
 # Ranks of torchrun meet at a store that outlives restarts: there the next ones find addresses of the dead, dial them
 # and end, too (pytorch/pytorch#135712, seen with torch 2.13 on gloo). With this each restart has a store of its own.
 RESTARTS_ANEW = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -61,7 +61,7 @@ def dips_client(
 
     The command's script makes an OuterLoop (dips.client), which finds this agent by its environment. The agent joins
     the run, keeps the cluster's lease, carries pushes and pulls through, starts the command anew when it crashes, and
-    ends when it ends, with its exit code. SIGTERM ends both. Exit code 75: a newer life of this cluster took over.
+    ends when it ends, with its exit code. SIGTERM ends both. Exit code 75: a newer incarnation took over.
 
     A job of several hosts has one agent, on any of them: with `agent: HOST:PORT` in the cluster file, or with
     DIPS_AGENT=tcp://HOST:PORT, ranks of other hosts find it there by the job's token (DIPS_AGENT_TOKEN, or the file
@@ -77,56 +77,51 @@ def dips_client(
             "`agent`, or DIPS_AGENT=tcp://HOST:PORT, where they find it"
         )
     with closing(_lock(file.directory)):
-        raise typer.Exit(asyncio.run(_life(file, config.resolve(), command or [], log_level)))
+        raise typer.Exit(asyncio.run(_run(file, config.resolve(), command or [], log_level)))
 
 
-# Words that are no training command; each is a command line of its own.
-WORDS = {"check": "dips.client.preflight.app"}
+# Subcommands; each is a command line of its own.
+SUBCOMMANDS = {"check": "dips.client.preflight.app"}
 
 
 def main() -> None:
     """Entry point of the console script."""
-    word = WORDS.get(sys.argv[1]) if len(sys.argv) > 1 else None
-    if word is None:
+    module = SUBCOMMANDS.get(sys.argv[1]) if len(sys.argv) > 1 else None
+    if module is None:
         exits.run(command_line)
     else:
         sys.argv[:2] = [f"{sys.argv[0]} {sys.argv[1]}"]
-        exits.run(importlib.import_module(word).command_line)
+        exits.run(importlib.import_module(module).command_line)
 
 
 def _lock(directory: Path) -> PidLock:
-    """Hold the directory for life: a second agent would fence the first."""
+    """Hold the directory until the end: a second agent would fence the first."""
     directory.mkdir(parents=True, exist_ok=True)
     busy = f"directory: {directory} is in use by another agent"
     advice = "one agent for a cluster, or another directory for another cluster"
     return PidLock(directory / PID_FILE, busy=busy, advice=advice)
 
 
-async def _life(config: ClusterFile, path: Path, command: list[str], log_level: str) -> int:
+async def _run(config: ClusterFile, path: Path, command: list[str], log_level: str) -> int:
     log = logs.configure("client", config.cluster, log_level)
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # workers whose torchrun was killed become ours, to be killed too
     timeline = Timeline(config.directory / "timeline.jsonl", config.cluster)
     master = MasterLink(config.master)
     identity = ClusterIdentity(config.shared.run, config.cluster, config.shared.digest)
-    remembered = IncarnationFile(config.directory, config.shared.run, config.cluster, log)
-    session = Session(
-        identity,
-        lambda: uuid.uuid4().hex,
-        PATIENCE_BEATS * config.beat_s,
-        Pace(**config.pace.model_dump()),
-        config.overlap == "full",
-        remembered.former(),
-    )
+    incarnations = IncarnationFile(config.directory, config.shared.run, config.cluster, log)
+    settings = AgentSettings(identity, config.beat_s, config.retry_s, config.overlap == "full", config.max_restarts)
+    pace = Pace(**config.pace.model_dump())
+    core = AgentCore(settings, pace, lambda: uuid.uuid4().hex, random.Random(), incarnations.former())
     relay = Relay(config.relay, log) if config.relay else None
     rewrite = relay.rewrite if relay else lambda grant: grant
-    agent = Agent(config, session, master, timeline, log, rewrite, remembered.keep)
+    agent = Agent(config, core, master, timeline, log, rewrite, incarnations.save)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, agent.terminate)
-    end_metrics = _serve_metrics(config, session, relay, log)
+    end_metrics = _serve_metrics(config, core.state, relay, log)
     known = {"DIPS_CLUSTER_FILE": str(path), AGENT_PID: str(os.getpid()), AGENT_HOME: home()}
     known |= {name: os.environ.get(name, value) for name, value in RESTARTS_ANEW.items()}
     try:
-        async with listening(config, agent, log) as found:
+        async with listening(config, agent.ranks, log) as found:
             return await agent.run(command, {**known, **found})
     finally:
         await asyncio.to_thread(end_metrics)
@@ -136,17 +131,17 @@ async def _life(config: ClusterFile, path: Path, command: list[str], log_level: 
         timeline.close()
 
 
-def _serve_metrics(config: ClusterFile, session: Session, relay: Relay | None, log: logs.Log) -> Callable[[], None]:
-    """Answer Prometheus, if the cluster file says where; scrapes come in threads, the session belongs to the loop."""
+def _serve_metrics(config: ClusterFile, state: AgentState, relay: Relay | None, log: logs.Log) -> Callable[[], None]:
+    """Answer Prometheus, if the cluster file says where; scrapes come in threads, the state belongs to the loop."""
     if config.metrics is None:
         return lambda: None
     loop, address = asyncio.get_running_loop(), host_port(config.metrics)
 
-    async def told() -> dict[str, Any]:
-        return {**agent_metrics.read(session, time.monotonic()), **agent_metrics.relayed(relay)}
+    async def snapshot() -> dict[str, Any]:
+        return {**agent_metrics.read(state, time.monotonic()), **agent_metrics.read_relay(relay)}
 
     def scraped() -> dict[str, Any]:
-        return asyncio.run_coroutine_threadsafe(told(), loop).result(SCRAPE_S)
+        return asyncio.run_coroutine_threadsafe(snapshot(), loop).result(SCRAPE_S)
 
     port, end = metrics.serve(address, scraped, agent_metrics.collect)
     log.info("metrics", address=f"{address[0]}:{port}")

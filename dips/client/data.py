@@ -1,4 +1,4 @@
-"""Doors from data ranges to a training script: a torch DataLoader with workers, and Hugging Face data sets.
+"""From leased data ranges to batches: a torch DataLoader with workers, and Hugging Face data sets.
 
     data = DataSet("corpus")                                              # of `dips data build`
     batches = TokenBatches(data, sequences=8, length=2048, rank=rank, world=world)
@@ -6,9 +6,9 @@
     for batch in Feed(outer, loader):                                     # i64[8, 2049]
         ...
 
-Only this process asks for ranges. The workers are told by shared memory which range is served, read that one, and are
-done with it before the next is asked for; so what counts as trained was trained. Batches come in one order, whatever
-the number of workers.
+Only this process asks for ranges. The workers find in shared memory which range is current, read that one, and are done
+with it before the next is asked for; so what counts as trained was trained. The order of batches does not depend on the
+number of workers.
 """
 
 from __future__ import annotations
@@ -97,18 +97,18 @@ class RowBatches:
 
 
 class RangeDataset(IterableDataset[Any]):
-    """The batches of the range that is served; for a DataLoader with `batch_size=None`, with workers or without."""
+    """The batches of the current range; for a DataLoader with `batch_size=None`, with workers or without."""
 
     def __init__(self, batches: Batches) -> None:
         self.source = batches
-        self._served = torch.zeros(2, dtype=torch.int64).share_memory_()  # range, first batch: workers read it
+        self._current = torch.zeros(2, dtype=torch.int64).share_memory_()  # range, first batch: workers read it
 
-    def serve(self, number: int, start: int = 0) -> None:
-        """The next iterator gives this range, from batch `start` on."""
-        self._served[0], self._served[1] = number, start
+    def set_range(self, number: int, start: int = 0) -> None:
+        """Have the next iterator yield this range, from batch `start` on."""
+        self._current[0], self._current[1] = number, start
 
     def __iter__(self) -> Iterator[Any]:
-        number, start = self._served.tolist()
+        number, start = self._current.tolist()
         worker = get_worker_info()
         mine, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         for at, batch in enumerate(self.source.batches(number, start)):
@@ -130,7 +130,7 @@ class Feed:
             raise ConfigError(f"shared.data.digest: expected {source.digest}, this data set's, got {agreed.digest}")
         self._outer, self._loader, self._dataset = outer, loader, loader.dataset
         self._resume: tuple[int, int] | None = None
-        self.number, self.cursor = -1, 0  # the range that is served, its batches that were given
+        self.number, self.cursor = -1, 0  # the current range, and how many of its batches were yielded
 
     def state_dict(self) -> dict[str, int]:
         """Where we are, for a checkpoint."""
@@ -144,7 +144,7 @@ class Feed:
         for number in self._outer.ranges():
             resume, self._resume = self._resume, None
             self.number, self.cursor = number, resume[1] if resume and resume[0] == number else 0
-            self._dataset.serve(number, self.cursor)
+            self._dataset.set_range(number, self.cursor)
             for batch in self._loader:
                 self.cursor += 1
                 yield batch

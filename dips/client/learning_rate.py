@@ -4,8 +4,8 @@
     ...
     optimizer.step(); outer.step(tokens=n, loss=loss); scheduler.step()
 
-A cluster that joins a run under way has no moments yet: AdamW's first steps would be as large as its rate says in
-directions that it does not know. Its rate therefore rises over `rejoin_warmup_steps` inner steps (`outer.lr_scale`).
+A cluster that joins a run under way has an empty optimizer: AdamW's first steps would have the full learning rate in
+noisy directions. Its rate therefore rises over `rejoin_warmup_steps` inner steps (`outer.lr_scale`).
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def _from_factory(spec: str, seed: int) -> tuple[dict[str, Any], list[str]]:
     try:
         import torch
 
-        from dips.client.parallel import whole
+        from dips.client.parallel import full_parameters
 
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
@@ -87,7 +87,7 @@ def _from_factory(spec: str, seed: int) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(made, torch.nn.Module):
         raise ConfigError(f"--factory {spec}: expected a torch.nn.Module, got {type(made).__name__}")
     try:
-        parameters, frozen = whole(made)
+        parameters, frozen = full_parameters(made)
     except ConfigError as error:
         raise ConfigError(f"--factory {spec}: {error}") from error
     wrong = [name for name, tensor in parameters.items() if tensor.dtype is not torch.float32]

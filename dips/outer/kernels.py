@@ -5,7 +5,7 @@ multiply-add would round once less). Sums are inner functions that index from 0 
 negative indices turns the loop into gathers: 12 GB/s instead of 41) and may be reassociated, but never run under
 `fastmath=True`, which deletes the check for NaN and infinity. Sums are kept in fp64: a finite sum is a finite push.
 
-It knows one array at a time; crew.py spreads layers over threads.
+It knows one array at a time; kernel_pool.py spreads layers over threads.
 """
 
 from __future__ import annotations

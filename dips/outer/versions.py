@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from dips.errors import Busy, LocalProtocolError, StalePush, StaleVersion
 from dips.ids import PullId, PushId, VersionId
-from dips.outer.crew import Crew
+from dips.outer.kernel_pool import KernelPool
 from dips.outer.pool import FIXED_BANKS, Arrays, Bank, Pool
 
 Fill = Callable[[Arrays, Arrays], None]  # writes θ and m of a version, or raises and leaves nothing to use
@@ -46,8 +46,8 @@ class Next:
 class Versions:
     """The memory of one slave; empty until `allocate`, without a version until `load`."""
 
-    def __init__(self, crew: Crew, slots: int, pinned: int) -> None:
-        self._crew = crew
+    def __init__(self, kernel_pool: KernelPool, slots: int, pinned: int) -> None:
+        self._kernel_pool = kernel_pool
         self.slots = slots
         self._pinned = pinned
         self._pool = Pool({}, FIXED_BANKS + slots + pinned)
@@ -151,7 +151,7 @@ class Versions:
         held = self._held(base) if base is not None else None
         slot = self._open[push] = self._pool.take(f"slot {push}")
         if held is not None:
-            self._crew.copy(held.bank.arrays, slot.arrays)
+            self._kernel_pool.copy(held.bank.arrays, slot.arrays)
         return slot.arrays
 
     def free_slot(self, push: PushId) -> None:
@@ -163,7 +163,7 @@ class Versions:
 
     def measure(self, push: PushId) -> tuple[float, ...]:
         """Return Σ(θ − θ_j)² of each layer, against the version that is served."""
-        return self._crew.measure(self._current().bank.arrays, self._slot(push).arrays)
+        return self._kernel_pool.measure(self._current().bank.arrays, self._slot(push).arrays)
 
     def fold(self, push: PushId, weight: float) -> float:
         """Take the push into acc and free its slot, the first by becoming acc; return Σ acc²."""
@@ -173,11 +173,11 @@ class Versions:
         if self._acc is None:
             if weight != 1.0:
                 raise LocalProtocolError(f"push {push} is the round's first: expected weight 1.0, got {weight!r}")
-            acc_sq = self._crew.fold_first(theta, bank.arrays)
+            acc_sq = self._kernel_pool.fold_first(theta, bank.arrays)
             del self._open[push]
             self._acc, bank.holder = bank, "acc"
             return acc_sq
-        acc_sq = self._crew.fold(self._acc.arrays, theta, bank.arrays, weight)
+        acc_sq = self._kernel_pool.fold(self._acc.arrays, theta, bank.arrays, weight)
         self.free_slot(push)
         return acc_sq
 
@@ -188,7 +188,7 @@ class Versions:
             raise LocalProtocolError(f"nothing is folded that could make {version} of {head.version}")
         theta_next = self._pool.take(f"θ′ {version}")
         try:
-            self._crew.apply(head.bank.arrays, acc.arrays, momentum.arrays, scale, lr, mu, theta_next.arrays)
+            self._kernel_pool.apply(head.bank.arrays, acc.arrays, momentum.arrays, scale, lr, mu, theta_next.arrays)
         except BaseException:
             self._pool.give_back(theta_next)
             raise

@@ -1,7 +1,7 @@
-"""A simulated agent: the doing part around the client's real mind (client/session.py), as client/agent.py is.
+"""A simulated agent: a shell around the real core (client/agent/core.py), as the daemon (client/agent/agent.py) is.
 
-It asks the master what the session orders, again until there is an answer; it beats, serves rank 0 and keeps a trainer
-going. Beside it the world keeps its own books of every inner step: what the account of the client is compared with.
+It carries questions and heartbeats to the master, serves rank 0 and runs the training command. Beside it the world
+keeps its own books of every inner step: what the account of the client is compared with.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import Any, Protocol
 
 from dips.client.agent.account import PastIncarnation
 from dips.client.agent.actions import (
-    KEPT_AT,
-    Action,
+    Actions,
     AskMaster,
-    ClusterIdentity,
     RecordMark,
+    SaveIncarnation,
     SendHeartbeat,
     StopTrainer,
 )
+from dips.client.agent.core import AgentCore
 from dips.client.agent.pace import Pace
-from dips.client.agent.session import Session
+from dips.client.agent.restarts import EndAgent, LaunchCommand
+from dips.client.agent.state import AgentSettings, AgentState, ClusterIdentity
 from dips.client.ipc.messages import Answer, Question, Stepped
 from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
@@ -37,7 +38,8 @@ from dips.sim.trainer import SimTrainer
 from dips.sim.work import Frozen, Work
 from dips.slave.ports import F32
 
-PATIENCE_S = 6.0  # a trainer waits so long for a master that does not answer
+RETRY_S = 2.0  # the longest pause before a master that did not answer is asked again
+MAX_RESTARTS = 1000  # of the training command: failures are drawn, and never end a cluster for good
 
 
 class ClusterObserver:
@@ -98,32 +100,37 @@ class SimAgent:
     def __init__(
         self, world: AgentWorld, site: Site, process: str, former: PastIncarnation, exits: Callable[[SimAgent], None]
     ) -> None:
-        """`former`: the last life of an agent that died here; `exits` is called when this one ends by itself."""
+        """`former`: the last incarnation of an agent that died here; `exits` is called when this one ends by itself."""
         self.world, self.site, self.name, self.process = world, site, site.name, process
         settings = self.world.scenario
         self._exits = exits
         self._nonces = 0
         identity = ClusterIdentity(settings.run, self.name, settings.config_digest)
         pace = Pace(aligned=site.aligned_steps) if site.aligned_steps else Pace(steps=settings.inner_steps)
-        self.session = Session(identity, self._nonce, PATIENCE_S, pace, site.overlap, former)
+        timing = AgentSettings(identity, world.options.timing.beat_s, RETRY_S, site.overlap, MAX_RESTARTS)
+        self.core = AgentCore(timing, pace, self._nonce, world.chance.of(f"agent/{process}"), former)
         self.left = former  # behind, on its disk
         self.gate = Gate()  # closed while the whole machine is stopped
         self.alive = True
         self.consumed = 0  # tokens since the last Joined, by the world's own count
-        self.outcome_at = self.world.heap.now  # when it last heard an Outcome, or its trainer began
-        self.meets = False  # it pushes when the master says, together with others
+        self.outcome_at = self.world.heap.now  # when it last got an Outcome, or its trainer began
+        self.meets = False  # it pushes when the master plans, together with others
         self.finished: VersionId | None = None  # the run is over and it holds its last version
         self._master = SimMasterClient(world.heap, world.network, self.name, self.gate, self)
         self._waiting: list[Resume] = []  # rank 0 waits for a change
-        self._beats = Fiber(self._beat(), self.gate)
-        self.torchrun = SimTorchrun(world, site, self)
+        self._clock = Fiber(self._keep_time(), self.gate)
+        self.torchrun = SimTorchrun(world, site, self, self.core.plan_first_launch())
         self.torchrun.start()
 
-    # ---- lives -----------------------------------------------------------------------------------------------------
+    # ---- start and end ---------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> AgentState:
+        return self.core.state
 
     @property
     def inc(self) -> int:
-        return self.session.inc
+        return self.state.membership.inc
 
     @property
     def trainer(self) -> SimTrainer | None:
@@ -149,24 +156,30 @@ class SimAgent:
     def die(self) -> None:
         """SIGKILL of the agent: torchrun dies with it (PR_SET_PDEATHSIG)."""
         self.alive = False
-        self._beats.kill()
+        self._clock.kill()
         self._master.kill()
         self.torchrun.end("its agent ended")
 
     def on_trainer_start(self) -> None:
         self.outcome_at = self.world.heap.now
 
-    def on_trainer_gone(self, reason: str) -> None:
-        self._do(self.session.trainer_gone(reason, self.world.heap.now))
+    def on_command_end(self, before: LaunchCommand, reason: str) -> LaunchCommand | None:
+        """The training command has crashed; return its next launch, None if this agent ends instead."""
+        self._do(self.core.on_trainer_gone(reason, self.world.heap.now))
+        plan = self.core.plan_next_launch(before, code=1)
+        if isinstance(plan, EndAgent):
+            self.world.later(0.0, f"{self.name} exits", partial(self._exits, self))
+            return None
+        return plan
 
     def on_hang_up(self, attempt: int) -> None:
         """The connection of this attempt's rank 0 has ended; a newer one may be there already."""
-        if self.alive and attempt and attempt == self.session.attempt:
-            self.on_trainer_gone("rank 0 is gone")
+        if self.alive and attempt:
+            self._do(self.core.on_hang_up(attempt, self.world.heap.now))
 
     def ended(self) -> None:
         """The training script is through."""
-        self.finished = self.session.progress.finished
+        self.finished = self.state.membership.progress.finished
 
     def _nonce(self) -> str:
         self._nonces += 1
@@ -202,12 +215,12 @@ class SimAgent:
     # ---- rank 0 ----------------------------------------------------------------------------------------------------
 
     def hear(self, message: Question | Stepped) -> Answer | None:
-        answer, actions = self.session.hear(message, self.world.heap.now)
+        answer, actions = self.core.on_message(message, self.world.heap.now)
         self._do(actions)
         return answer
 
     def next_change(self, at_most_s: float) -> Wait:
-        """Wait until the session has done something, or so long."""
+        """Wait until the core has done something, or so long."""
 
         def begin(resume: Resume) -> None:
             timer = self.world.heap.after(at_most_s, f"{self.name} polls", lambda: over(None))
@@ -224,16 +237,19 @@ class SimAgent:
 
     # ---- the master ------------------------------------------------------------------------------------------------
 
-    def _do(self, actions: list[Action]) -> None:
+    def _do(self, actions: Actions) -> None:
         for action in actions:
-            if isinstance(action, AskMaster):
-                self._master.ask(action)
-            elif isinstance(action, RecordMark):
-                self._marked(action)
-            elif isinstance(action, SendHeartbeat):
-                self._say_beat()
-            else:
-                self._stopped(action)
+            match action:
+                case AskMaster():
+                    self._master.ask(action)
+                case SendHeartbeat():
+                    self._master.send_heartbeat(action)
+                case SaveIncarnation(past):
+                    self.left = past
+                case RecordMark():
+                    self._marked(action)
+                case StopTrainer():
+                    self._stopped(action)
         if actions and self._waiting:  # not at once: whoever changed it is still at work
             self.world.later(0.0, f"{self.name} wakes rank 0", self._wake)
 
@@ -242,22 +258,20 @@ class SimAgent:
             resume(None)
 
     def _marked(self, mark: RecordMark) -> None:
-        if mark.kind in KEPT_AT:
-            self.left = self.session.lived
         if mark.kind == "joined":
-            self.consumed = self.session.account.lost  # what its former life lost and did not tell
+            self.consumed = self.state.account.lost  # what its former incarnation lost and did not report
             if self.trainer is not None:
-                self.trainer.in_hand.lose("its life at the master ended")  # the pull that follows overwrites it
-                self.trainer.range = None  # leased to its former life
+                self.trainer.in_hand.lose("its incarnation ended")  # the pull that follows overwrites it
+                self.trainer.range = None  # leased to its former incarnation
         elif mark.kind == "life_ended" and self.trainer is not None:
-            self.trainer.in_hand.lose("its life at the master ended")
+            self.trainer.in_hand.lose("its incarnation ended")
         elif mark.kind == "outcome":
             self.outcome_at = self.world.heap.now
             if mark.fields["outcome"] == "dropped":
                 self.world.monitor.dropped(self, PushId(self.name, self.inc, int(str(mark.fields["seq"]))))
 
     def _stopped(self, stop: StopTrainer) -> None:
-        """The session cannot go on: ours was fenced, or something is broken that must never break."""
+        """The core cannot go on: ours was fenced, or something is broken that must never break."""
         if not self.alive:
             return
         if not stop.reason.startswith("StaleIncarnation"):
@@ -266,15 +280,11 @@ class SimAgent:
         self.world.monitor.agent_exits(self, stop.reason)
         self._exits(self)
 
-    def on_hindrance(self, reason: str) -> None:
-        """The master does not answer, or has no room."""
-        self._do(self.session.hindered(reason, self.world.heap.now))
+    def on_error(self, ask: AskMaster, error: DipsError) -> None:
+        self._do(self.core.on_error(ask, error, self.world.heap.now))
 
-    def on_failure(self, ask: AskMaster, error: DipsError) -> None:
-        self._do(self.session.failed(ask.number, error, self.world.heap.now))
-
-    def on_answer(self, ask: AskMaster, answer: Any) -> None:
-        if ask.number == self.session._question:
+    def on_reply(self, ask: AskMaster, answer: Any) -> None:
+        if self.core.awaits(ask):
             if isinstance(answer, Grant | Joined | Finished):
                 version = answer.head if isinstance(answer, Joined) else answer.version
                 self.world.monitor.told_version(self, version, type(answer).__name__)
@@ -282,27 +292,23 @@ class SimAgent:
                 if answer.version is not None:
                     self.world.monitor.told_version(self, answer.version, "Outcome")
                 self.world.monitor.outcome(self, self.world.books.frozen[ask.event.push], answer)  # type: ignore[attr-defined]
-        self._do(self.session.answered(ask.number, answer, self.world.heap.now))
+        self._do(self.core.on_reply(ask, answer, self.world.heap.now))
 
-    # ---- beats -----------------------------------------------------------------------------------------------------
+    # ---- heartbeats ------------------------------------------------------------------------------------------------
 
-    def _beat(self) -> Story:
+    def _keep_time(self) -> Story:
+        """Call the core whenever something is due."""
         while True:
-            yield sleep(self.world.heap, self.world.options.timing.beat_s, f"beat of {self.name}")
-            self._say_beat()
+            now, heartbeat_s = self.world.heap.now, self.world.options.timing.beat_s
+            due = min(self.core.next_deadline(), now + heartbeat_s)
+            yield sleep(self.world.heap, max(0.0, due - now), f"heartbeat of {self.name}")
+            self._do(self.core.tick(self.world.heap.now))
 
-    def _say_beat(self) -> None:
-        self.left = self.session.lived
-        beat = self.session.beat()
-        if beat is None:
-            return
-        deadline_s = self.world.options.timing.beat_s
-        heard = partial(self._heard, beat.inc)
-        self.world.network.call(
-            self.name, "master", beat, deadline_s, lambda answer: self.gate.pass_on(partial(heard, answer))
-        )
-
-    def _heard(self, inc: int, answer: Any) -> None:
-        if self.alive and isinstance(answer, ClusterHeartbeatAnswer):
+    def on_heartbeat_reply(self, inc: int, answer: ClusterHeartbeatAnswer) -> None:
+        if self.alive:
             self.meets = answer.push_in_s != OWN_PACE
-            self._do(self.session.beat_answered(inc, answer, self.world.heap.now))
+            self._do(self.core.on_heartbeat_reply(inc, answer, self.world.heap.now))
+
+    def on_heartbeat_error(self, error: DipsError) -> None:
+        if self.alive:
+            self._do(self.core.on_heartbeat_error(error, self.world.heap.now))

@@ -1,185 +1,209 @@
-"""The simulated data flow of one slave's process: streams of ranks write into open pushes and read from open pulls.
+"""The simulated data flow of one slave's process: the real receiver and sender, on a network that is simulated.
 
-A stream is named (push or pull, rank, sinc, epoch), as on the wire. What must stay true: nothing is written into a push
-that is closed or complete, nothing of an older epoch of a stream counts, and a chunk that is here is not taken again.
-Delays, losses and broken streams are the business of the ranks' side (transfer.py).
+What the daemon does with ZeroMQ lanes and stages (slave/flow.py) is done here at once: a frame that comes is claimed,
+checked and copied in one event, and what the halves want said is handed to the rank's end of the stream. Delays, losses
+and broken streams are the business of the ranks' side (streams.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from math import inf
+from typing import Protocol
 
 import numpy as np
 
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.heartbeats import Transfer
 from dips.sim.fiber import Gate
-from dips.sim.heap import Heap
-from dips.slave.ports import F32, Arrays, FlowEvents
+from dips.sim.heap import Heap, Timer
+from dips.slave.admission import Admission
+from dips.slave.moves import Move, PushOver, Released, Say, SourceMoved, Staged
+from dips.slave.ports import Arrays, FlowEvents
+from dips.slave.receiver import Receiver
+from dips.slave.sender import ChunkSend, Sender
+from dips.transport.pool import FLOOR_BYTES, Transit
 from dips.wire import codecs
-from dips.wire.frame import Buffer
+from dips.wire.chunks import Layout, Range
+from dips.wire.frame import BadFrame, Buffer, Header, Kind
+from dips.wire.streams import StreamName
 
-CHUNKS = 2  # of each rank at each slave: so there is a moment when half of its bytes are here
-Chunk = Mapping[int, tuple[slice, Buffer]]  # layer → place in it, and the body
-
-
-@dataclass
-class OpenedPush:
-    """A push that is received: `epochs` holds the newest stream of each rank, `done` the ranks that are through."""
-
-    buffers: Arrays
-    ranks: int
-    codec: codecs.Codec
-    epochs: dict[int, int] = field(default_factory=dict)
-    here: set[tuple[int, int]] = field(default_factory=set)  # (rank, chunk)
-    done: set[int] = field(default_factory=set)
-    complete: bool = False
+CHUNK_BYTES = 8  # two elements: so there is a moment when half of a layer's bytes are here
+TRANSIT_BYTES = 12 * FLOOR_BYTES  # chunks asked for at once: so the pool is exhausted at times
+CONCURRENT_STREAMS = 4
+TICK_S = 0.4  # how often, while frames come, stalls and rates are looked at
+DRAIN_S = 0.05  # until a closed or moved pull is looked at again
 
 
-@dataclass
-class OpenedPull:
-    version: VersionId
-    source: Arrays
-    closing: bool = False
-    former: list[Arrays] = field(default_factory=list)  # moved away from, with bytes in flight
+class RankEnd(Protocol):
+    """The rank's end of a connection."""
+
+    def take(self, peer: bytes, kind: Kind, body: bytes) -> None:
+        """A message of the slave arrives."""
 
 
-def share(size: int, rank: int, ranks: int) -> slice:
-    """The elements of a flat layer that one rank holds, as FSDP shards dimension 0."""
-    return slice(size * rank // ranks, size * (rank + 1) // ranks)
+class SimTracker:
+    """What libzmq says of a body that was sent without a copy."""
+
+    __slots__ = ("done",)
+
+    def __init__(self) -> None:
+        self.done = False
 
 
 class SimFlow:
-    """Implements `dips.slave.ports.Flow`; `touched` is called whenever anything of it changes."""
+    """Implements `dips.slave.ports.Flow`; `touched` is called whenever bytes of a slot or a version may change."""
 
-    def __init__(self, heap: Heap, touched: Callable[[], None], gate: Gate, drain_s: float = 0.3) -> None:
-        self._heap, self._gate = heap, gate
-        self._touched = touched
-        self._drain_s = drain_s
+    def __init__(
+        self,
+        heap: Heap,
+        run: str,
+        slave: str,
+        layout: Layout,
+        stall_s: float,
+        touched: Callable[[], None],
+        gate: Gate,
+        frame_refused: Callable[[str], None],
+    ) -> None:
+        self._heap, self._touched, self._gate, self._frame_refused = heap, touched, gate, frame_refused
+        self.receiver = Receiver(1, CHUNK_BYTES, Transit(TRANSIT_BYTES), CONCURRENT_STREAMS, stall_s)
+        self.sender = Sender(CHUNK_BYTES, stall_s, lambda: heap.now)
+        self.receiver.use(layout)
+        self.sender.use(layout)
+        self._admission = Admission(run, slave, self.receiver, self.sender)
         self._events: FlowEvents | None = None
+        self._ends: dict[bytes, RankEnd] = {}
+        self._ticked_at = 0.0
+        self._timer: Timer | None = None
         self.alive = True
-        self.sinc = 0
-        self.pushes: dict[PushId, OpenedPush] = {}
-        self.pulls: dict[PullId, OpenedPull] = {}
 
     # ---- what the shard orders -------------------------------------------------------------------------------------
 
     def start(self, sinc: int, events: FlowEvents) -> None:
-        self.sinc, self._events = sinc, events
+        self._events = events
+        self._admission.start(sinc)
 
     def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str) -> None:
-        opened = self.pushes[push] = OpenedPush(buffers, len(order), codecs.named(codec))
-        self._later(deadline_s, f"deadline of {push}", lambda: self._push_stalled(push, opened))
+        self.receiver.open(push, order, buffers, deadline_s, self._heap.now, codecs.named(codec))
+        self._plan_tick()
 
     def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
-        """Here every stream has a link of its own: nobody stands in line."""
+        self.receiver.reorder(push, places)
 
     def drop_push(self, push: PushId) -> None:
-        self.pushes.pop(push, None)
+        self.receiver.drop(push)
 
     def open_pull(self, pull: PullId, version: VersionId, source: Arrays, deadline_s: float) -> None:
-        opened = self.pulls[pull] = OpenedPull(version, source)
-        self._later(deadline_s, f"deadline of {pull}", lambda: self._release(pull, opened, "deadline"))
+        self.sender.open(pull, version, source, deadline_s, self._heap.now)
+        self._plan_tick()
 
     def move_pull(self, pull: PullId, source: Arrays) -> None:
-        opened = self.pulls.get(pull)
-        if opened is not None and not opened.closing:
-            former, opened.source = opened.source, source
-            opened.former.append(former)
-            # What a slow reader asked before it was moved leaves as slowly as it reads.
-            delay_s, what = 10.0 * self._drain_s, f"last bytes of {pull} from memory"
-            self._later(delay_s, what, lambda: self._moved(pull, opened, former))
+        self.sender.move(pull, source)
+        self._later(DRAIN_S, f"{pull} moves", self._tick)
 
     def close_pull(self, pull: PullId) -> None:
-        opened = self.pulls.get(pull)
-        if opened is not None and not opened.closing:
-            opened.closing = True
-            self._later(self._drain_s, f"last bytes of {pull}", lambda: self._release(pull, opened, "closed"))
+        self.sender.close(pull, "closed")
+        self._later(DRAIN_S, f"{pull} closes", self._tick)
 
     def transfers(self) -> tuple[Transfer, ...]:
-        pushes = [Transfer(p.cluster, p.inc, p.seq, True, len(o.done), o.ranks) for p, o in self.pushes.items()]
-        return (*pushes, *(Transfer(p.cluster, p.inc, p.seq, False, 0, 1) for p in self.pulls))
+        return self.receiver.transfers() + self.sender.transfers()
 
     # ---- what the ranks' streams do --------------------------------------------------------------------------------
 
-    def hello(self, push: PushId, rank: int, sinc: int, epoch: int) -> tuple[int, ...] | None:
-        """A stream begins: the chunks that are wanted of it, or None. An older stream of the rank is fenced now."""
-        opened = self.pushes.get(push)
-        if not self.alive or opened is None or sinc != self.sinc or epoch <= opened.epochs.get(rank, 0):
-            return None
-        opened.epochs[rank] = epoch
-        return tuple(chunk for chunk in range(CHUNKS) if (rank, chunk) not in opened.here)
+    def hello(self, peer: bytes, end: RankEnd, name: StreamName, pieces: tuple[Range, ...]) -> None:
+        """A rank begins a stream on a connection of its own."""
+        self._ends[peer] = end
+        self._do(self._admission.hello(0, peer, name.id, name, pieces, self._heap.now))
+        self._turn()
 
-    def write(self, push: PushId, rank: int, sinc: int, epoch: int, number: int, chunk: Chunk) -> bool:
-        """A chunk arrives; True if it was asked for and is in the buffers now."""
-        opened = self.pushes.get(push)
-        if not self.alive or opened is None or not self.admits(opened, rank, sinc, epoch, number):
-            return False
+    def disconnect(self, peer: bytes) -> None:
+        """The rank is gone; the slave learns it when it next has something to say."""
+        self._ends.pop(peer, None)
+
+    def chunk(self, peer: bytes, header: Header, body: Buffer) -> str:
+        """A chunk arrives; return why it was refused, "" if it is in its place."""
         self._touched()
-        for layer, (where, body) in chunk.items():
-            if layer in opened.buffers:
-                with np.errstate(all="ignore"):  # a model that diverged
-                    opened.codec.put(body, opened.buffers[layer][where])
-        opened.here.add((rank, number))
-        return True
+        try:
+            with np.errstate(all="ignore"):  # a model that diverged
+                moves = self.receiver.stage(self.receiver.claim(0, peer, header, body, self._heap.now))
+        except BadFrame as bad:
+            self._frame_refused(bad.reason)
+            self._turn()  # a wrong one is missing again: ask again
+            return bad.reason
+        self._do(moves)
+        self._turn()
+        return ""
 
-    def admits(self, opened: OpenedPush, rank: int, sinc: int, epoch: int, number: int) -> bool:
-        """A chunk counts if it is of the rank's newest stream, of this life of the slave, and was asked for."""
-        return sinc == self.sinc and epoch == opened.epochs.get(rank) and (rank, number) not in opened.here
+    def want(self, peer: bytes, stream: int, chunks: tuple[Range, ...]) -> list[tuple[ChunkSend, SimTracker]]:
+        """A rank asks for chunks; each is read from the source until its tracker is done."""
+        try:
+            sends = self.sender.want(0, peer, stream, chunks, self._heap.now)
+        except BadFrame as bad:
+            self._frame_refused(bad.reason)
+            return []
+        trackers = [(send, SimTracker()) for send in sends]
+        for send, tracker in trackers:
+            send.sent(tracker)
+        return trackers
 
-    def finish(self, push: PushId, rank: int, sinc: int, epoch: int) -> bool:
-        """Are all ranges of a rank here: DONE? The last rank's freezes the push."""
-        opened = self.pushes.get(push)
-        if not self.alive or opened is None or sinc != self.sinc or epoch != opened.epochs.get(rank):
-            return False
+    def done(self, peer: bytes, stream: int) -> None:
+        """A rank has all that it wants."""
+        self.sender.done(0, peer, stream)
+
+    def left(self) -> None:
+        """The last byte of a chunk has left."""
+        self._gate.pass_on(lambda: self._turn() if self.alive else None)
+
+    # ---- time ------------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        """After each frame: ask for what may be asked; now and then, end what is over."""
+        now = self._heap.now
+        self._do(self.receiver.plan(0, now))
+        if now - self._ticked_at >= TICK_S:
+            self._tick()
+
+    def _tick(self) -> None:
+        now = self._ticked_at = self._heap.now
+        self._do(self.receiver.tick(now))
+        self._do(self.sender.tick(now))
+        self._plan_tick()
+
+    def _plan_tick(self) -> None:
+        now, timer = self._heap.now, self._timer
+        due = min(self.receiver.next_deadline(now), self.sender.next_deadline())
+        if due == inf or (timer is not None and timer.alive and now <= timer.at <= due):
+            return  # what is due later is planned when this one is due
+        if timer is not None:
+            timer.cancel()
+        self._timer = self._later(max(0.0, due - now) + 0.001, "a data flow's deadline", self._due)
+
+    def _due(self) -> None:
+        self._timer = None
+        self._tick()
+        self._turn()
+
+    def _later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer:
+        return self._heap.after(delay_s, what, lambda: self._gate.pass_on(lambda: action() if self.alive else None))
+
+    # ---- what the halves want --------------------------------------------------------------------------------------
+
+    def _do(self, moves: list[Move]) -> None:
+        for move in moves:
+            if isinstance(move, Say):
+                end = self._ends.get(move.peer)
+                if end is not None:
+                    end.take(move.peer, move.kind, move.body)
+            elif isinstance(move, Staged):
+                self._report().staged(move.push, move.nbytes)
+            elif isinstance(move, PushOver):
+                self._report().refused(move.push, move.reason)
+            elif isinstance(move, Released):
+                self._report().released(move.pull, move.reason)
+            elif isinstance(move, SourceMoved):
+                self._report().moved(move.pull)
+
+    def _report(self) -> FlowEvents:
         self._touched()
-        opened.done.add(rank)
-        if len(opened.done) == opened.ranks and not opened.complete:
-            opened.complete = True
-            self._said().staged(push, sum(a.nbytes for a in opened.buffers.values()))
-        return True
-
-    def refuse(self, push: PushId, reason: str) -> None:
-        """The ranks' ranges overlap or leave gaps: the push cannot be completed."""
-        opened = self.pushes.get(push)
-        if self.alive and opened is not None and not opened.complete:
-            self._touched()
-            del self.pushes[push]
-            self._said().refused(push, reason)
-
-    def read(self, pull: PullId, layer: int, where: slice) -> tuple[VersionId, F32] | None:
-        """Bytes of an open pull, and the version whose bytes they are."""
-        opened = self.pulls.get(pull)
-        if not self.alive or opened is None or opened.closing or layer not in opened.source:
-            return None
-        return opened.version, opened.source[layer][where].copy()
-
-    # ---- deadlines -------------------------------------------------------------------------------------------------
-
-    def _push_stalled(self, push: PushId, opened: OpenedPush) -> None:
-        if self.pushes.get(push) is opened and not opened.complete:
-            del self.pushes[push]
-            self._said().refused(push, "deadline of the push")
-
-    def _release(self, pull: PullId, opened: OpenedPull, reason: str) -> None:
-        if self.pulls.get(pull) is opened:
-            del self.pulls[pull]
-            self._said().released(pull, reason)
-
-    def _moved(self, pull: PullId, opened: OpenedPull, former: Arrays) -> None:
-        if self.pulls.get(pull) is opened:
-            opened.former = [arrays for arrays in opened.former if arrays is not former]
-            self._said().moved(pull)
-
-    def _later(self, delay_s: float, what: str, action: Callable[[], None]) -> None:
-        def due() -> None:
-            if self.alive:
-                self._touched()
-                action()
-
-        self._heap.after(delay_s, what, lambda: self._gate.pass_on(due))
-
-    def _said(self) -> FlowEvents:
-        assert self._events is not None, "the flow was not started"
+        assert self._events is not None, "start() comes before any stream"
         return self._events

@@ -1,27 +1,28 @@
-"""A simulated agent's line to the master: a question is carried there again and again until it is answered."""
+"""A simulated agent's line to the master: it carries each question, and each heartbeat, there once."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any, Protocol
 
-from dips.client.agent.actions import AskMaster
-from dips.errors import Busy, DipsError, Unavailable, UnavailableMaster
+from dips.client.agent.actions import AskMaster, Channel, SendHeartbeat
+from dips.errors import DipsError, UnavailableMaster
 from dips.protocol.effects import Failed
+from dips.protocol.heartbeats import ClusterHeartbeatAnswer
 from dips.sim.fiber import Fiber, Gate, Story, sleep
 from dips.sim.heap import Heap
 from dips.sim.network import Network
 
 CALL_S = 2.0  # deadline of one question
-PAUSE_S = 0.3  # until a master that did not answer is asked again
 
 
 class Asker(Protocol):
-    """Who asks, and is told what came of it."""
+    """Who asks, and takes what comes of it."""
 
-    def on_answer(self, ask: AskMaster, answer: Any) -> None: ...
-    def on_failure(self, ask: AskMaster, error: DipsError) -> None: ...
-    def on_hindrance(self, reason: str) -> None: ...
+    def on_reply(self, ask: AskMaster, answer: Any) -> None: ...
+    def on_error(self, ask: AskMaster, error: DipsError) -> None: ...
+    def on_heartbeat_reply(self, inc: int, answer: ClusterHeartbeatAnswer) -> None: ...
+    def on_heartbeat_error(self, error: DipsError) -> None: ...
 
 
 class SimMasterClient:
@@ -29,7 +30,7 @@ class SimMasterClient:
 
     def __init__(self, heap: Heap, network: Network, name: str, gate: Gate, asker: Asker) -> None:
         self._heap, self._network, self._name, self._gate, self._asker = heap, network, name, gate, asker
-        self._asking: dict[str, Fiber] = {}
+        self._asking: dict[Channel, Fiber] = {}
 
     def ask(self, ask: AskMaster) -> None:
         older = self._asking.get(ask.channel)
@@ -37,23 +38,34 @@ class SimMasterClient:
             older.kill()
         self._asking[ask.channel] = Fiber(self._carry(ask), self._gate)
 
+    def send_heartbeat(self, action: SendHeartbeat) -> None:
+        """The answer comes when the agent's machine runs."""
+        inc = action.heartbeat.inc
+
+        def on_answer(answer: Any) -> None:
+            self._gate.pass_on(partial(self._take_heartbeat_answer, inc, answer))
+
+        self._network.call(self._name, "master", action.heartbeat, action.deadline_s, on_answer)
+
     def kill(self) -> None:
         for fiber in self._asking.values():
             fiber.kill()
 
     def _carry(self, ask: AskMaster) -> Story:
         yield sleep(self._heap, ask.delay_s, f"{self._name} asks")
-        while True:
-            answer = yield partial(self._network.call, self._name, "master", ask.event, CALL_S)
-            error = _error(answer)
-            if error is None:
-                self._asker.on_answer(ask, answer)
-                return
-            if not isinstance(error, Unavailable | Busy):
-                self._asker.on_failure(ask, error)
-                return
-            self._asker.on_hindrance(str(error))
-            yield sleep(self._heap, PAUSE_S, f"{self._name} asks again")
+        answer = yield partial(self._network.call, self._name, "master", ask.event, CALL_S)
+        error = _error(answer)
+        if error is None:
+            self._asker.on_reply(ask, answer)
+        else:
+            self._asker.on_error(ask, error)
+
+    def _take_heartbeat_answer(self, inc: int, answer: Any) -> None:
+        error = _error(answer)
+        if error is None:
+            self._asker.on_heartbeat_reply(inc, answer)
+        else:
+            self._asker.on_heartbeat_error(error)
 
 
 def _error(answer: Any) -> DipsError | None:

@@ -6,19 +6,18 @@ invariants compare the two.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from dips.client.ipc.messages import PullNow, PushNow
 from dips.client.rank.feedback import Feedback
 from dips.ids import VersionId
-from dips.sim.flow import CHUNKS, share
-from dips.sim.transfer import Pulled
+from dips.sim.flow import CHUNK_BYTES
+from dips.sim.pieces import pieces_of
+from dips.sim.pull_stream import Pulled
 from dips.slave.ports import F32
 from dips.transport.shares import Piece
 from dips.wire import codecs
-from dips.wire.chunks import Range
+from dips.wire.chunks import Layout, Range, split
 from dips.wire.frame import Buffer
 
 Arrays = dict[int, F32]  # flat layers by number
@@ -27,23 +26,24 @@ Arrays = dict[int, F32]  # flat layers by number
 class SimRanks:
     """The model as `ranks` processes hold it together."""
 
-    def __init__(self, sizes: Mapping[int, int], ranks: int, lossy: bool) -> None:
-        self.sizes, self.ranks = sizes, ranks
+    def __init__(self, layout: Layout, ranks: int, lossy: bool) -> None:
+        self.layout, self.sizes, self.ranks = layout, layout.numel, ranks
+        self._pieces = [pieces_of(layout, self.sizes, rank, ranks) for rank in range(ranks)]
         self.theta: Arrays = {}
         self.held: list[VersionId | None] = [None] * ranks  # what each rank installed last
         self.base: VersionId | None = None  # what all of them installed last
         self.received: Arrays = {}  # θ of it, as it was pulled
         self._pushed: Arrays = {}  # θ as the last push froze it
-        self._host: Arrays = {layer: np.zeros(n, np.float32) for layer, n in sizes.items()}
+        self._host: Arrays = {layer: np.zeros(n, np.float32) for layer, n in self.sizes.items()}
         self._feedback = [self._feedback_of(rank) for rank in range(ranks)] if lossy else []
 
     def hear(self, verdict: PushNow | PullNow) -> None:
         """Before a transfer: what became of the last push settles what it owes."""
         for feedback in self._feedback:
-            feedback.hear(verdict.inc, verdict.accepted)
+            feedback.settle_last_push(verdict.inc, verdict.accepted)
 
-    def freeze(self, theta: Arrays, verdict: PushNow) -> tuple[dict[tuple[int, int, int], Buffer], Arrays]:
-        """Every chunk's body by (rank, layer, place), and what a slave's slot holds when all of them are in it.
+    def freeze(self, theta: Arrays, verdict: PushNow) -> tuple[dict[tuple[int, Range], Buffer], Arrays]:
+        """Every chunk's body by (rank, chunk), and what a slave's slot holds when all of them are in it.
 
         `theta` is what is pushed: that of the ranks, unless it is bad on purpose.
         """
@@ -54,20 +54,20 @@ class SimRanks:
             self._host[layer][:] = a
         self.hear(verdict)
         for feedback in self._feedback:
-            assert not codec.lossy or feedback.holds(grant.base), f"{self.base} is not {grant.base}"
-            feedback.freeze(verdict.seq, codec.name)
+            assert not codec.lossy or feedback.has_base(grant.base), f"{self.base} is not {grant.base}"
+            feedback.freeze_push(verdict.seq, codec.name)
         start = self.received if codec.lossy else {layer: np.zeros_like(a) for layer, a in theta.items()}
         content = {layer: a.copy() for layer, a in start.items()}
-        bodies: dict[tuple[int, int, int], Buffer] = {}
-        for layer, rank, where in self._chunks():
-            values = self._host[layer][where]
+        bodies: dict[tuple[int, Range], Buffer] = {}
+        for rank, chunk in self._chunks():
+            where = slice(*self.layout.place(chunk))
+            values = self._host[chunk.layer][where]
             body: Buffer = codec.encode(values) if not codec.lossy else b""
             if self._feedback:
-                chunk = Range(layer, 0, where.start, where.stop - where.start)
-                body = self._feedback[rank].encode(chunk, values.view(np.uint8).data)
-            bodies[rank, layer, where.start] = bytes(body)
+                body = self._feedback[rank].encode_chunk(chunk, values.view(np.uint8).data)
+            bodies[rank, chunk] = bytes(body)
             with np.errstate(all="ignore"):
-                codec.put(body, content[layer][where])
+                codec.put(body, content[chunk.layer][where])
         return bodies, content
 
     def install(self, landed: list[Pulled], version: VersionId, merge: bool) -> bool:
@@ -88,7 +88,7 @@ class SimRanks:
             self.base = version
             self.received = {layer: a.copy() for layer, a in self._host.items()}
             for feedback in self._feedback:
-                feedback.installed(version)
+                feedback.set_base(version)
         return bool(allowed)
 
     def may_merge(self) -> bool:
@@ -102,17 +102,10 @@ class SimRanks:
         versions = {v for pulled in landed for v in pulled.versions}
         return landed if len(versions) == 1 and all(pulled.whole for pulled in landed) else []
 
-    def _chunks(self) -> list[tuple[int, int, slice]]:
-        found = []
-        for layer, size in self.sizes.items():
-            for rank in range(self.ranks):
-                whole = share(size, rank, self.ranks)
-                for number in range(CHUNKS):
-                    part = share(whole.stop - whole.start, number, CHUNKS)
-                    if part.stop > part.start:
-                        found.append((layer, rank, slice(whole.start + part.start, whole.start + part.stop)))
-        return found
+    def _chunks(self) -> list[tuple[int, Range]]:
+        """Every chunk that slaves will ask for, by rank."""
+        return [(rank, chunk) for rank, held in enumerate(self._pieces) for chunk in split(held, CHUNK_BYTES)]
 
     def _feedback_of(self, rank: int) -> Feedback:
-        cuts = [(layer, share(size, rank, self.ranks)) for layer, size in self.sizes.items()]
-        return Feedback([Piece(l, 0, c.start, c.stop - c.start, self._host[l][c]) for l, c in cuts if c.stop > c.start])
+        place = self.layout.place
+        return Feedback([Piece(*p, self._host[p.layer][slice(*place(p))]) for p in self._pieces[rank]])

@@ -1,7 +1,8 @@
-"""A simulated slave: a machine with a disk, and a process around the real Shard that dies and is started anew.
+"""A simulated slave: a machine with a disk, and a process around the real core and Shard that dies and is started anew.
 
-Orders are carried out one after another, each takes its time, and its effect stands at the end of that time; a crash in
-between may leave a torn snapshot. What the daemon's app does with real sockets is done here with the simulated network.
+The shell of `dips.slave.core`: what the daemon does with a thread, gRPC and a clock (slave/runtime.py) is done here in
+simulated time. Work on the shard takes its time and has its effect at the end of it; a crash in between may leave a
+torn snapshot.
 """
 
 from __future__ import annotations
@@ -9,38 +10,47 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import Any, Protocol
 
-from dips.errors import Busy, DipsError
-from dips.ids import VersionId
+from dips.errors import DipsError, UnavailableMaster
+from dips.ids import PullId, PushId, VersionId
 from dips.outer import twins
-from dips.outer.crew import Crew
+from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
-from dips.protocol.effects import (
-    Apply,
-    Commit,
-    Failed,
-    Fold,
-    LoadVersion,
-    Measure,
-    Order,
-    Persist,
-    Registered,
-    RegisterLater,
-)
-from dips.protocol.events import OrderAnswered, PushRefused, PushStaged
-from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
+from dips.protocol.effects import Apply, Commit, Failed, Fold, LoadVersion, Measure, Order, Persist, Registered
+from dips.protocol.events import OrderAnswered
+from dips.protocol.manifest import Manifest
 from dips.protocol.options import Options
 from dips.sim.disk import SimDisk
-from dips.sim.fiber import Fiber, Gate, Story, sleep
+from dips.sim.fiber import Gate
 from dips.sim.flow import SimFlow
-from dips.sim.heap import Chance, Heap
+from dips.sim.heap import Chance, Heap, Timer
 from dips.sim.network import Network
 from dips.sim.scenario import Scenario
+from dips.sim.transfer import DataNetwork
+from dips.slave.actions import (
+    Actions,
+    AnswerOrder,
+    BeginPersist,
+    CallMaster,
+    EndSlave,
+    ExecuteOrder,
+    FollowRegistration,
+    ShardWork,
+    WriteLog,
+    WriteSnapshot,
+)
+from dips.slave.core import SlaveCore
 from dips.slave.ports import F32
 from dips.slave.shard import Shard
+from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming, Standing
+from dips.wire.chunks import Layout
 
+BOOT_S = 0.1  # until a process registers
 CALL_S = 2.0
+BACKOFF_S = (0.2, 1.6)
+BUSY_RETRY_S = 0.3
 WORK_S: dict[type, float] = {
     Measure: 0.03,
     Fold: 0.03,
@@ -49,7 +59,6 @@ WORK_S: dict[type, float] = {
     Commit: 0.02,
 }  # of an order, at most double
 LOAD_S = 0.3
-BUSY_S = 0.3  # between two tries of an order that found a pool full
 
 
 class SlaveObserver:
@@ -77,8 +86,10 @@ class SlaveWorld(Protocol):
     heap: Heap
     chance: Chance
     network: Network
+    data: DataNetwork
     scenario: Scenario
     options: Options
+    manifest: Manifest
     genesis: dict[int, F32]
     touched: dict[str, SlaveMachine]
 
@@ -86,10 +97,11 @@ class SlaveWorld(Protocol):
     def monitor(self) -> SlaveObserver: ...
     @property
     def master_is_deceived(self) -> bool: ...
+    def frame_refused(self, why: str) -> None: ...
 
 
 class SlaveMachine:
-    """Where a slave lives: its name, its disk, and the process if there is one."""
+    """Where a slave runs: its name, its disk, and the process if there is one."""
 
     def __init__(self, world: SlaveWorld, name: str, layers: tuple[int, ...]) -> None:
         self.world, self.name, self.layers = world, name, layers
@@ -121,38 +133,62 @@ class SlaveMachine:
     def receive(self, sender: str, message: Any, answer: Callable[[Any], None]) -> None:
         if self.process is not None and isinstance(message, Order):
             process = self.process
-            process.gate.pass_on(lambda: process.ordered(message, answer))
+            process.gate.pass_on(lambda: process.take_order(message, answer))
 
 
 class SlaveProcess:
-    """One life of a slave."""
+    """One life of a slave; also the inbox (`ports.FlowEvents`) into which the data flow reports."""
 
     def __init__(self, machine: SlaveMachine, nonce: str) -> None:
         self.machine, self.world, self.name, self.nonce = machine, machine.world, machine.name, nonce
-        settings = self.world.scenario
+        settings, heartbeat_s = self.world.scenario, self.world.options.timing.beat_s
         self.gate = Gate()  # closed while it is stopped
-        self.flow = SimFlow(self.world.heap, machine.touch, self.gate)
-        self.versions = Versions(Crew(twins), settings.slots, settings.pinned)
-        self.shard = Shard(self.name, self.versions, machine.disk, self.flow)
+        self.flow = SimFlow(
+            self.world.heap,
+            settings.run,
+            self.name,
+            Layout(self.world.manifest, machine.layers),
+            self.world.data.stall_s,
+            machine.touch,
+            self.gate,
+            self.world.frame_refused,
+        )
+        self.versions = Versions(KernelPool(twins), settings.slots, settings.pinned)
+        self.shard = Shard(self.name, self.versions, machine.disk, self.flow, self)
+        self.core = SlaveCore(
+            SlaveIdentity(settings.run, self.name, nonce, f"{self.name}:1", (f"{self.name}:2",), "master"),
+            SlaveTiming(heartbeat_s, CALL_S, BACKOFF_S, BUSY_RETRY_S),
+            lambda: Standing.of(self.shard),
+            self.flow.transfers,
+            Meters,
+            partial(self.world.monitor.registered, self),
+            machine.rng,
+        )
         self.alive = True
-        self.holds = False  # told Hold by the present master, as far as we know
-        self._queue: deque[tuple[Order, Callable[[Any], None], float]] = deque()
-        self._busy = False
-        self._registering: Fiber | None = None
-        self._register()
-        self._beats = Fiber(self._beat(), self.gate)
+        self._undeceived = False  # the master that last told it Hold has the newest ledger
+        self._work: deque[ShardWork] = deque()  # the first is being done
+        self._writing: WriteSnapshot | None = None
+        self._orders: dict[int, tuple[Order, Callable[[Any], None]]] = {}
+        self._tickets = 0
+        self._timer: Timer | None = None
+        self._later(BOOT_S, f"{self.name} begins", self._tick)
+
+    @property
+    def holds(self) -> bool:
+        """It was told Hold by the present master, as far as we know."""
+        return self.core.serving and self._undeceived
 
     def die(self) -> None:
         self.world.monitor.slave_crashed(self)
         self.alive = self.flow.alive = False
-        self._beats.kill()
-        if self._registering is not None:
-            self._registering.kill()
-        if self._busy and isinstance(self._queue[0][0].body, Persist):
-            self._die_writing(self._queue[0][0].body.version)
+        if self._timer is not None:
+            self._timer.cancel()
+        writing = self._writing or (self._work[0] if self._work else None)
+        if isinstance(writing, WriteSnapshot | BeginPersist):
+            self._die_writing(writing.order.body.version)  # type: ignore[union-attr]
 
     def _die_writing(self, version: VersionId) -> None:
-        if self.shard.versions.prepared != version:
+        if version not in (self.versions.prepared, self.versions.memory) or version in self.machine.disk.files:
             return
         theta, momentum = self.versions.theta(version), self.versions.momentum(version)
         fate = self.machine.rng.random()
@@ -161,122 +197,144 @@ class SlaveProcess:
         elif fate < 0.7 and not self.machine.disk.full:
             self.machine.disk.write(version, theta, momentum)
 
-    # ---- orders ----------------------------------------------------------------------------------------------------
+    # ---- what comes in ---------------------------------------------------------------------------------------------
 
-    def ordered(self, order: Order, answer: Callable[[Any], None]) -> None:
-        """Queue an order behind those that came before it."""
-        if not self.alive:
-            return
-        self._queue.append((order, answer, self.world.heap.now + order.deadline_s))
-        if not self._busy:
-            self._next()
+    def take_order(self, order: Order, answer: Callable[[Any], None]) -> None:
+        """Hand an order of the master to the core."""
+        if self.alive:
+            self._tickets += 1
+            self._orders[self._tickets] = (order, answer)
+            self._do(self.core.take_order(self._tickets, order, self.world.heap.now))
 
-    def _next(self) -> None:
-        self._busy = bool(self._queue)
-        if self._busy:
-            body = self._queue[0][0].body
-            work_s = WORK_S.get(type(body), 0.0) * (self.machine.disk.slowness if isinstance(body, Persist) else 1.0)
-            self._later(work_s * (1.0 + self.machine.rng.random()), f"{self.name} works", self._carry_out)
+    def staged(self, push: PushId, nbytes: int) -> None:
+        """The data flow has all of a push."""
+        self.shard.transfers.staged(push, nbytes)
+        self._report()
 
-    def _carry_out(self) -> None:
-        order, answer, deadline = self._queue[0]
+    def refused(self, push: PushId, reason: str) -> None:
+        """The data flow gives a push up."""
+        self.shard.transfers.refused(push, reason)
+        self._report()
+
+    def released(self, pull: PullId, reason: str) -> None:
+        """Nobody reads for a pull any more."""
+        self.shard.transfers.released(pull, reason)
+
+    def moved(self, pull: PullId) -> None:
+        """Nobody reads a pull's former source any more."""
+        self.shard.transfers.moved(pull)
+
+    def _report(self) -> None:
+        reports = self.shard.take_reports()
+        if reports:
+            self._do(self.core.add_reports(reports))
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._do(self.core.tick(self.world.heap.now))
+
+    # ---- doing what the core wants ---------------------------------------------------------------------------------
+
+    def _do(self, actions: Actions) -> None:
+        for action in actions:
+            if isinstance(action, CallMaster):
+                answered = partial(self._pass_reply, action)
+                self.world.network.call(self.name, "master", action.message, action.deadline_s, answered)
+            elif isinstance(action, AnswerOrder):
+                self._answer(action)
+            elif isinstance(action, WriteSnapshot):
+                self._writing = action
+                self._later(self._work_s(Persist), f"{self.name} writes", partial(self._write, action))
+            elif isinstance(action, EndSlave):
+                raise AssertionError(f"{self.name} ends: {action.error!r}")
+            elif not isinstance(action, WriteLog):
+                self._work.append(action)
+                if len(self._work) == 1:
+                    self._begin_work()
+        self._plan_tick()
+
+    def _plan_tick(self) -> None:
+        due, timer = self.core.next_deadline(), self._timer
+        if timer is not None and timer.alive and timer.at <= due:
+            return  # it comes early enough: what is due later is planned then
+        if timer is not None:
+            timer.cancel()
+        if due < inf:
+            self._timer = self._later(max(0.0, due - self.world.heap.now), f"{self.name}'s deadline", self._tick)
+
+    def _answer(self, action: AnswerOrder) -> None:
+        order, answer = self._orders.pop(action.ticket)
+        if isinstance(action.answer, Exception):
+            if not isinstance(action.answer, DipsError):
+                raise action.answer
+            answer(Failed(type(action.answer), str(action.answer)))
+        else:
+            answer(OrderAnswered(self.name, order.sinc, order.number, action.answer))
+
+    def _pass_reply(self, call: CallMaster, reply: Any) -> None:
+        self.gate.pass_on(lambda: self._take_reply(call, reply))
+
+    def _take_reply(self, call: CallMaster, reply: Any) -> None:
+        if self.alive:
+            self._do(self.core.on_reply(call, _raised(reply), self.world.heap.now))
+
+    # ---- work on the shard, one piece after another ----------------------------------------------------------------
+
+    def _begin_work(self) -> None:
+        self._later(self._duration_s(self._work[0]), f"{self.name} works", self._end_work)
+
+    def _duration_s(self, work: ShardWork) -> float:
+        if isinstance(work, FollowRegistration):
+            return LOAD_S if isinstance(work.order, LoadVersion) else 0.0
+        if isinstance(work, ExecuteOrder):
+            return self._work_s(type(work.order.body))
+        beside = isinstance(work, BeginPersist) and work.order.body.version == self.versions.memory  # type: ignore[union-attr]
+        return self._work_s(Persist) if isinstance(work, BeginPersist) and not beside else 0.0
+
+    def _work_s(self, body: type) -> float:
+        slowness = self.machine.disk.slowness if body is Persist else 1.0
+        return WORK_S.get(body, 0.0) * slowness * (1.0 + self.machine.rng.random())
+
+    def _end_work(self) -> None:
+        work = self._work[0]
         self.machine.touch()
-        if order.number in self.shard._fences._answers:
-            self.world.monitor.occurred("answer_lost")
-        self.world.monitor.before_order(self, order)
-        result = self._execute(order)
-        self.world.monitor.after_order(self, order)
-        if isinstance(result, Failed) and issubclass(result.error, Busy) and self.world.heap.now + BUSY_S < deadline:
-            self._later(BUSY_S, f"{self.name} is busy", self._carry_out)  # a reader or a slot will end: wait for it
-            return
-        self._queue.popleft()
-        self.report()
-        answer(result)
-        self._next()
+        if isinstance(work, ExecuteOrder | BeginPersist):
+            if self.shard.has_answered(work.order.number):
+                self.world.monitor.occurred("answer_lost")
+            self.world.monitor.before_order(self, work.order)
+            result = self._attempt(partial(work.run_on, self.shard))
+            self.world.monitor.after_order(self, work.order)
+        else:
+            result = self._attempt(partial(work.run_on, self.shard))
+        if isinstance(work, FollowRegistration):
+            # What a deceived master takes for the head need not be it.
+            self._undeceived = not self.world.master_is_deceived
+        self._do(self.core.on_done(work, result, self.world.heap.now))
+        self._report()
+        self._work.popleft()
+        if self._work:
+            self._begin_work()
 
-    def _execute(self, order: Order) -> OrderAnswered | Failed:
+    def _write(self, work: WriteSnapshot) -> None:
+        self.machine.touch()
+        self._writing = None
+        self._do(self.core.on_done(work, self._attempt(work.write), self.world.heap.now))
+
+    def _attempt(self, work: Callable[[], object]) -> object:
         try:
-            return OrderAnswered(self.name, order.sinc, order.number, self.shard.execute(order))
-        except DipsError as error:
-            return Failed(type(error), str(error))
+            return work()
+        except (DipsError, OSError) as error:
+            return error
 
-    # ---- what the data flow says -----------------------------------------------------------------------------------
-
-    def report(self) -> None:
-        """Tell the master what was staged or refused; a lost Staged is repeated by the beats."""
-        for report in self.shard.take_reports():
-            event = (
-                PushRefused(self.name, self.shard.sinc, report.push, report.reason)
-                if report.reason
-                else PushStaged(self.name, self.shard.sinc, report.push, report.nbytes)
-            )
-            self.world.network.call(self.name, "master", event, CALL_S, lambda _: None)
-
-    # ---- beats -----------------------------------------------------------------------------------------------------
-
-    def _beat(self) -> Story:
-        while True:
-            yield sleep(self.world.heap, self.world.options.timing.beat_s, f"beat of {self.name}")
-            self.report()
-            shard, versions = self.shard, self.versions
-            if shard.sinc == 0:
-                continue
-            beat = SlaveHeartbeat(
-                self.name, shard.sinc, shard.term, versions.memory, shard.staged_pushes, self.flow.transfers(),
-                versions.used_bytes, versions.limit_bytes, 0, 0, 0.0, 0.0,
-            )  # fmt: skip
-            deadline_s = self.world.options.timing.beat_s
-            heard = partial(self._heard, shard.sinc)
-            self.world.network.call(self.name, "master", beat, deadline_s, partial(self._pass, heard))
-
-    def _pass(self, heard: Callable[[Any], None], answer: Any) -> None:
-        self.gate.pass_on(lambda: heard(answer))
-
-    def _heard(self, sinc: int, answer: Any) -> None:
-        if not self.alive or not isinstance(answer, SlaveHeartbeatAnswer) or sinc != self.shard.sinc:
-            return
-        if answer.register or answer.term > self.shard.term:
-            self._register()  # also with a master of a lower term: so it hears which one was seen
-        elif answer.term == self.shard.term:
-            self.machine.touch()
-            self.shard.heal(answer)
-            self.report()
-
-    # ---- registration ----------------------------------------------------------------------------------------------
-
-    def _register(self) -> None:
-        if self._registering is None:
-            self.holds = False
-            self._registering = Fiber(self._until_hold(), self.gate)
-
-    def _until_hold(self) -> Story:
-        """Register, do as told, register again, until Hold."""
-        yield sleep(self.world.heap, 0.1, f"{self.name} registers")
-        settings = self.world.scenario
-        while True:
-            question = self.shard.registration(0, self.nonce, settings.run, f"{self.name}:1", (f"{self.name}:2",))
-            answer = yield partial(self.world.network.call, self.name, "master", question, CALL_S)
-            if not isinstance(answer, Registered):
-                yield sleep(self.world.heap, 0.5, f"{self.name} registers again")
-                continue
-            if answer.term < self.shard.term:
-                continue
-            self.world.monitor.registered(self, answer)
-            self.machine.touch()
-            self.shard.welcome(answer)
-            if isinstance(answer.order, LoadVersion):
-                yield sleep(self.world.heap, LOAD_S, f"{self.name} loads {answer.order.version}")
-            self.machine.touch()
-            if self.shard.follow(answer.order):
-                break
-            if isinstance(answer.order, RegisterLater):
-                yield sleep(self.world.heap, answer.order.retry_after_s, f"{self.name} waits to register")
-            self.report()
-        self.holds = not self.world.master_is_deceived  # what a deceived master takes for the head need not be it
-        self.machine.touch()
-        self._registering = None
-        self.report()
-
-    def _later(self, delay_s: float, what: str, action: Callable[[], None]) -> None:
+    def _later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer:
         due = partial(self.gate.pass_on, lambda: action() if self.alive else None)
-        self.world.heap.after(delay_s, what, due)
+        return self.world.heap.after(delay_s, what, due)
+
+
+def _raised(reply: Any) -> Any:
+    """What a call over the network would have returned, or raised."""
+    if reply is None:
+        return UnavailableMaster("the master does not answer")
+    if isinstance(reply, Failed):
+        return reply.error(reply.message)
+    return reply

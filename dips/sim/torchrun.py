@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Protocol
 
+from dips.client.agent.restarts import LaunchCommand
 from dips.sim.ports import TrainerAgent, TrainerWorld
 from dips.sim.site import Site
 from dips.sim.trainer import SimTrainer
@@ -16,25 +17,24 @@ class TorchrunAgent(TrainerAgent, Protocol):
     name: str
 
     def on_trainer_start(self) -> None: ...
-    def on_trainer_gone(self, reason: str) -> None: ...
+    def on_command_end(self, before: LaunchCommand, reason: str) -> LaunchCommand | None: ...
     def on_hang_up(self, attempt: int) -> None: ...
 
 
 class SimTorchrun:
     """At most one trainer at a time; a dead one stays away for a while."""
 
-    def __init__(self, world: TrainerWorld, site: Site, agent: TorchrunAgent) -> None:
+    def __init__(self, world: TrainerWorld, site: Site, agent: TorchrunAgent, launch: LaunchCommand) -> None:
         self._world, self._site, self._agent = world, site, agent
-        self._life = 0  # which start of torchrun by this agent
+        self._launch = launch  # the present or last one
         self._ended = False
         self.trainer: SimTrainer | None = None
 
-    def start(self, life: int = 1, restart: int = 0) -> None:
+    def start(self, restart: int = 0) -> None:
         """`restart`: how often this torchrun has started the ranks again."""
         if not self._ended and self.trainer is None:
-            self._life = life
             self._agent.on_trainer_start()
-            self.trainer = SimTrainer(self._world, self._site, self._agent, life, restart)
+            self.trainer = SimTrainer(self._world, self._site, self._agent, self._launch.launch, restart)
 
     def end(self, cause: str) -> None:
         """SIGKILL of everything, for good."""
@@ -43,10 +43,12 @@ class SimTorchrun:
             self._lose_trainer(cause)
 
     def crash(self, reason: str) -> None:
-        """torchrun has ended; its agent sees it at once, and starts it anew."""
+        """torchrun has ended; its agent sees it at once, and decides whether it is launched again."""
         self._lose_trainer("its trainer died")
-        self._agent.on_trainer_gone(reason)
-        self._start_later(0.5 + 2.0 * self._site.rng.random(), self._life + 1, 0)
+        launch = self._agent.on_command_end(self._launch, reason)
+        if launch is not None:
+            self._launch = launch
+            self._start_later(launch.delay_s + 1.5 * self._site.rng.random(), 0)
 
     def on_dead_rank(self, rank: int) -> None:
         """torchrun has seen a rank die: it starts all of them again, or ends when it has done so too often."""
@@ -61,7 +63,7 @@ class SimTorchrun:
         seen_s = 0.0 if rng.random() < 0.5 else 4.0 * rng.random()
         hang_up = partial(self._agent.gate.pass_on, partial(self._agent.on_hang_up, trainer.attempt))
         self._world.later(seen_s, f"rank 0 of {self._site.name} is gone", hang_up)
-        self._start_later(0.3 + 1.5 * rng.random(), trainer.life, trainer.restart + 1)
+        self._start_later(0.3 + 1.5 * rng.random(), trainer.restart + 1)
 
     def _lose_trainer(self, cause: str) -> None:
         trainer, self.trainer = self.trainer, None
@@ -69,6 +71,6 @@ class SimTorchrun:
         trainer.kill()
         trainer.in_hand.lose(cause)
 
-    def _start_later(self, delay_s: float, life: int, restart: int) -> None:
-        start = partial(self._agent.gate.pass_on, partial(self.start, life, restart))
+    def _start_later(self, delay_s: float, restart: int) -> None:
+        start = partial(self._agent.gate.pass_on, partial(self.start, restart))
         self._world.later(delay_s, f"{self._site.name} restarts its trainer", start)

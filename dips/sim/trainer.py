@@ -17,7 +17,7 @@ from dips.client.ipc.messages import (
     AskAgain,
     Attach,
     Attached,
-    Bye,
+    Detach,
     ErrorReply,
     Halt,
     Over,
@@ -38,12 +38,13 @@ from dips.client.ipc.messages import (
 from dips.ids import PullId, PushId, VersionId
 from dips.sim.fiber import Fiber, Gate, Story, sleep
 from dips.sim.ports import TrainerAgent, TrainerWorld
+from dips.sim.pull_stream import Pulled
 from dips.sim.ranks import SimRanks
 from dips.sim.site import Site
-from dips.sim.transfer import Pulled
 from dips.sim.underway import SimBackgroundTransfer
 from dips.sim.work import Frozen, Use, Work, WorkInHand
 from dips.slave.ports import F32
+from dips.wire.chunks import Range
 from dips.wire.frame import Buffer
 
 POLL_S = 1.0  # rank 0 waits no longer for an answer before it asks the same again
@@ -53,11 +54,11 @@ Talk = PushWanted | PushMoved | PullWanted | PullMoved
 class SimTrainer:
     """One attempt: from torchrun's start to its end."""
 
-    def __init__(self, world: TrainerWorld, site: Site, agent: TrainerAgent, life: int, restart: int) -> None:
-        self.agent, self.world, self.site, self.life, self.restart = agent, world, site, life, restart
+    def __init__(self, world: TrainerWorld, site: Site, agent: TrainerAgent, launch: int, restart: int) -> None:
+        self.agent, self.world, self.site, self.launch, self.restart = agent, world, site, launch, restart
         self.gate = Gate(agent.gate)  # closed while it hangs
         self.attempt = self._number = self._ranges_asked = self._look_in = 0
-        self._ranks = SimRanks(world.sizes, site.ranks, world.options.codec != "fp32")
+        self._ranks = SimRanks(world.data.layout, site.ranks, world.options.codec != "fp32")
         self.in_hand = WorkInHand()
         self.range: int | None = None
         self.finished = False
@@ -104,7 +105,7 @@ class SimTrainer:
         world = self.world
         yield sleep(world.heap, 0.3 + self.site.rng.random(), f"{self.site.name} starts its trainer")
         manifest, ranks = world.manifest.to_json(), self.site.ranks
-        attach = Attach(self.life, self.restart, f"{self.life}.{self.restart}", manifest, ranks, ranks)
+        attach = Attach(self.launch, self.restart, f"{self.launch}.{self.restart}", manifest, ranks, ranks)
         welcome = yield from self._persist(attach)
         assert isinstance(welcome, Attached), welcome
         self.attempt = welcome.attempt
@@ -127,7 +128,7 @@ class SimTrainer:
             yield from self._inner_step()
         if self.out is not None:
             self.out.halt()
-        self._hear(Bye(self.attempt))
+        self._hear(Detach(self.attempt))
         self.over = True
         self.agent.ended()
 
@@ -295,5 +296,5 @@ class SimTrainer:
         return installed
 
 
-def _body(bodies: dict[tuple[int, int, int], Buffer], rank: int, layer: int, where: slice) -> Buffer:
-    return bodies[rank, layer, where.start]
+def _body(bodies: dict[tuple[int, Range], Buffer], rank: int, chunk: Range) -> Buffer:
+    return bodies[rank, chunk]

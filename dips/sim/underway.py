@@ -8,9 +8,10 @@ from typing import Any
 from dips.client.ipc.messages import PullNow, PushNow
 from dips.sim.fiber import Resume, Wait
 from dips.sim.heap import Heap
-from dips.sim.transfer import Moving
+from dips.sim.streams import SimTransfer
 
-Start = Callable[[Callable[[object], None]], Moving]  # begins a transfer; its argument is called with what came of it
+# Begins a transfer; its argument is called with what came of it.
+Start = Callable[[Callable[[object], None]], SimTransfer]
 
 
 class SimBackgroundTransfer:

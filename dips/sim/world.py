@@ -31,6 +31,7 @@ from dips.sim.work import Books
 from dips.slave.ports import F32
 
 Plan = Callable[["World"], None]  # says with World.later what will fail
+STALL_S = 6.0  # a transfer without a new byte for so long is over; longer on a slow link
 EVERYWHERE = 32  # events for each slave: so often all of them are looked at, touched or not
 EVERY = 16  # events: so often is looked at what only time can break
 NOISES = 32  # directions in which a trainer may go in one inner step
@@ -59,7 +60,10 @@ class World:
         self._noise = rng.standard_normal((NOISES, max(self.sizes.values())), dtype=np.float32) * np.float32(0.02)
         self.monitor = Monitor()
         self.network = Network(self.heap, self.chance, self.monitor)
-        self.data = DataNetwork(self.heap, self.chance.of("data"), self, self.sizes, scenario.slowness)
+        stall_s = STALL_S * max((1.0, *scenario.slowness.values()))
+        self.data = DataNetwork(
+            self.heap, self.chance.of("data"), self, scenario.run, self.manifest, scenario.slowness, stall_s
+        )
         if scenario.steady:
             self.network.mend()
             self.data.mend()

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Annotated, Any
 
 import typer
@@ -19,18 +20,20 @@ import typer
 from dips.config import RunFile, SlaveSection, host_port, load_run
 from dips.errors import ConfigError
 from dips.outer import kernels
-from dips.outer.crew import Crew
+from dips.outer.kernel_pool import KernelPool
 from dips.outer.pool import MemorySum
 from dips.outer.versions import Versions
 from dips.protocol.effects import Registered
 from dips.protocol.manifest import Manifest
 from dips.slave import metrics as slave_metrics
+from dips.slave.core import SlaveCore
 from dips.slave.flow import ZmqFlow
-from dips.slave.owner import Owner
+from dips.slave.runtime import SlaveRuntime
 from dips.slave.servicer import OrderServicer
-from dips.slave.session import Identity, Session, Traffic
 from dips.slave.shard import Shard
+from dips.slave.shard_thread import ShardThread
 from dips.slave.snapshots import Snapshots
+from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming
 from dips.telemetry import exits, logs, metrics
 from dips.transport import control, curve
 from dips.transport.pipeline import cores
@@ -79,13 +82,13 @@ class Parts:
     disk: Snapshots
     flow: ZmqFlow
     shard: Shard
-    owner: Owner
+    thread: ShardThread
     log: logs.Log
 
     def prepare(self, registered: Registered) -> None:
-        """Learn the layers: check the memory that they need before it is taken; on the owner's thread."""
+        """Learn the layers: check the memory that they need before it is taken; on the shard's thread."""
         manifest = Manifest.from_json(registered.manifest)
-        if self.owner.standing.sinc == 0:
+        if self.thread.standing.sinc == 0:
             numel = sum(manifest.layers[layer].numel for layer in registered.layers)
             memory = MemorySum(numel, self.section.slots, self.section.pinned, self.section.transit_bytes)
             self.log.info("memory", sum=memory.line())
@@ -93,9 +96,9 @@ class Parts:
             self.flow.use(manifest, registered.layers)
         self.disk.bind(manifest, registered.layers, registered.genesis, registered.sinc)
 
-    def told(self) -> dict[str, Any]:
-        """What Prometheus is told; from any thread."""
-        standing, owner, (transit, limit) = self.owner.standing, self.owner, self.flow.transit
+    def snapshot(self) -> dict[str, Any]:
+        """What Prometheus reads; from any thread."""
+        standing, thread, (transit, limit) = self.thread.standing, self.thread, self.flow.transit
         return {
             "sinc": standing.sinc,
             "version": standing.memory.version if standing.memory else None,
@@ -105,16 +108,17 @@ class Parts:
             "transit_used": transit,
             "transit_limit": limit,
             "staged": len(standing.staged),
-            "persist_s": owner.persist_s,
-            "apply_s": owner.apply_s,
-            "orders": slave_metrics.spent(owner.spent),
+            "persist_s": thread.persist_s,
+            "apply_s": thread.apply_s,
+            "orders": slave_metrics.spent(thread.spent),
             "refused": dict(self.flow.refused),
             **slave_metrics.kept(self.section.directory),
             **self.flow.links(),
         }
 
-    def traffic(self) -> Traffic:
-        return Traffic(self.flow.bytes_in, self.flow.bytes_out)
+    def meters(self) -> Meters:
+        """What a heartbeat says of this process; from any thread."""
+        return Meters(self.flow.bytes_in, self.flow.bytes_out, self.thread.persist_s, self.thread.apply_s)
 
 
 async def serve(
@@ -127,21 +131,21 @@ async def serve(
     async with AsyncExitStack() as stack:
         parts = _build(config, section, log, stack)
         server = control.server(lambda method, error: log.error("call_failed", method=method, exc_info=error))
-        add_OrderServiceServicer_to_server(OrderServicer(parts.owner, log), server)
         checker = await control.serve_health(server, HEALTH_SERVICES)
         host, _ = host_port(section.listen)
         address = f"{host}:{control.bind(server, section.listen, 'slaves.listen')}"
+        runtime = _runtime(config, parts, address, stack)
+        add_OrderServiceServicer_to_server(OrderServicer(runtime), server)
         await server.start()
         stack.push_async_callback(server.stop, GRACE_S)
-        session = await _session(config, parts, address, stack)
         if section.metrics is not None:
             where = host_port(section.metrics)
-            port, end = metrics.serve(where, parts.told, slave_metrics.collect)
+            port, end = metrics.serve(where, parts.snapshot, slave_metrics.collect)
             stack.callback(end)
             log.info("metrics", address=f"{where[0]}:{port}")
         log.info("serving", address=address, lanes=parts.flow.addresses(), directory=str(section.directory))
         ready(address)
-        await _until_stopped(asyncio.create_task(session.run()))
+        await _until_stopped(asyncio.create_task(runtime.run()))
         log.info("stopping")
         await checker.enter_graceful_shutdown()
     log.info("stopped")
@@ -169,8 +173,8 @@ def _build(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncEx
     begun = time.monotonic()
     kernels.warm_up()
     log.info("kernels_ready", threads=workers, took_s=round(time.monotonic() - begun, 3))
-    owner_thread = ThreadPoolExecutor(1, "shard")
-    stack.callback(owner_thread.shutdown)
+    executor = ThreadPoolExecutor(1, "shard")
+    stack.callback(executor.shutdown)
     flow = ZmqFlow(
         run,
         name,
@@ -182,58 +186,57 @@ def _build(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncEx
         key=None if section.curve_key is None else curve.load(section.curve_key),
     )
     stack.callback(flow.close)
-    owner = Owner(owner_thread, time.monotonic, log)
-    versions = Versions(Crew(kernels, threads, workers), section.slots, section.pinned)
-    shard = Shard(name, versions, disk, flow, owner)
-    owner.take(shard)
-    return Parts(section, disk, flow, shard, owner, log)
+    thread = ShardThread(executor, time.monotonic, log)
+    versions = Versions(KernelPool(kernels, threads, workers), section.slots, section.pinned)
+    shard = Shard(name, versions, disk, flow, thread)
+    thread.own(shard)
+    return Parts(section, disk, flow, shard, thread, log)
 
 
-async def _session(config: RunFile, parts: Parts, address: str, stack: AsyncExitStack) -> Session:
+def _runtime(config: RunFile, parts: Parts, address: str, stack: AsyncExitStack) -> SlaveRuntime:
     section = parts.section
-    channel, beat_channel = control.channel(section.master), control.channel(section.master)
+    channel, heartbeat_channel = control.channel(section.master), control.channel(section.master)
     stack.push_async_callback(channel.close)
-    stack.push_async_callback(beat_channel.close)
-    lanes = tuple(section.reached_at(lane) for lane in parts.flow.addresses())
-    address = section.reached_at(address)
-    return Session(
-        Identity(
-            config.shared.run,
-            section.name,
-            uuid.uuid4().hex,
-            address,
-            lanes,
-            section.master,
-            parts.flow.public_key,
-        ),
-        parts.owner,
-        parts.flow,
-        SlaveServiceStub(channel),
-        SlaveServiceStub(beat_channel),
-        config.master.timing.beat_s,
-        parts.prepare,
-        parts.traffic,
-        parts.log,
+    stack.push_async_callback(heartbeat_channel.close)
+    identity = SlaveIdentity(
+        config.shared.run,
+        section.name,
+        uuid.uuid4().hex,
+        section.reached_at(address),
+        tuple(section.reached_at(lane) for lane in parts.flow.addresses()),
+        section.master,
+        parts.flow.public_key,
     )
+    core = SlaveCore(
+        identity,
+        SlaveTiming(config.master.timing.beat_s),
+        lambda: parts.thread.standing,
+        parts.flow.transfers,
+        parts.meters,
+        parts.prepare,
+        Random(),
+    )
+    stubs = SlaveServiceStub(channel), SlaveServiceStub(heartbeat_channel)
+    return SlaveRuntime(core, parts.thread, *stubs, section.master, parts.log)
 
 
-async def _until_stopped(session: asyncio.Task[None]) -> None:
-    """Return at SIGTERM or SIGINT; raise what ends the session by itself."""
+async def _until_stopped(running: asyncio.Task[None]) -> None:
+    """Return at SIGTERM or SIGINT; raise what ends the slave by itself."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     signals = (signal.SIGTERM, signal.SIGINT)
     for number in signals:
         loop.add_signal_handler(number, stop.set)
     stopped = asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait({session, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if session.done():
-            session.result()
+        await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
-        for task in (session, stopped):
+        for task in (running, stopped):
             task.cancel()
-        await asyncio.gather(session, stopped, return_exceptions=True)
+        await asyncio.gather(running, stopped, return_exceptions=True)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from dips.errors import ConfigError, CorruptSnapshot
 from dips.ids import VersionId
 from dips.slave import tensorfile
 from dips.slave.ports import F32
+from dips.slave.snapshot_files import read_manifest, read_theta
 from dips.slave.snapshot_manifest import MODEL_FILE, LayerRecord, SnapshotManifest
-from dips.slave.snapshots import read_manifest, read_theta
 from dips.slave.tensorfile import Reader, sync_directory
 
 Place = tuple[Path, LayerRecord]  # a snapshot's directory and a layer that lies in it

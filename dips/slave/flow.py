@@ -8,7 +8,6 @@ What a frame does wrong is counted in `refused` under its reason and changes not
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -22,12 +21,14 @@ from dips.config import host_port
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.heartbeats import Transfer
 from dips.protocol.manifest import Manifest
-from dips.slave.links import ByCluster
-from dips.slave.moves import Move, Moved, PushOver, Released, Say, Staged, Wake, error
+from dips.slave.admission import Admission
+from dips.slave.counters import FrameCounters
+from dips.slave.incoming_push import ClaimedChunk
+from dips.slave.moves import Move, PushOver, Released, Say, SourceMoved, Staged, Wake
 from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.probes import Probes
-from dips.slave.receiver import Claim, Receiver
-from dips.slave.sender import Job, Sender
+from dips.slave.receiver import Receiver
+from dips.slave.sender import ChunkSend, Sender
 from dips.transport.curve import KeyPair
 from dips.transport.lane import Lane, Outgoing
 from dips.transport.memory import keep_message_memory
@@ -36,7 +37,7 @@ from dips.transport.pool import Transit
 from dips.wire import codecs
 from dips.wire.chunks import Layout
 from dips.wire.frame import BadFrame, Header, Kind, check_body, message, run_id, unpack
-from dips.wire.streams import StreamName, decode_done, decode_hello, decode_probe, decode_want
+from dips.wire.streams import decode_done, decode_hello, decode_probe, decode_want
 
 TICK_S = 0.05  # how often stalls, deadlines and trackers are looked at
 OUTGO_DEPTH = 4096  # chunks asked by all ranks of a lane and not yet checksummed; 16 streams at full credit
@@ -56,7 +57,8 @@ def _guarded(work: Callable[Concatenate[ZmqFlow, P], None]) -> Callable[Concaten
         except BadFrame as bad:
             flow._refuse(bad)
         except Exception:  # noqa: BLE001  a lane that dies of one push's bug takes every cluster with it
-            flow._failed(work.__name__)
+            flow._counters.add_refused("failed")
+            _log.exception("flow_failed", slave=flow._slave, where=work.__name__)
 
     return guarded
 
@@ -71,7 +73,7 @@ class ZmqFlow:
         lanes: tuple[str, ...],
         chunk_bytes: int,
         transit_bytes: int,
-        askers: int,
+        concurrent_streams: int,
         stall_s: float,
         clock: Callable[[], float] = time.monotonic,
         key: KeyPair | None = None,
@@ -82,24 +84,21 @@ class ZmqFlow:
         """
         self.public_key = "" if key is None else key.public
         keep_message_memory()
-        self._run_name, self._run, self._slave = run, run_id(run), slave
+        self._run, self._slave = run_id(run), slave
         self._chunk_bytes = chunk_bytes
         self._clock = clock
         self._pool = Transit(transit_bytes)
-        self._receiver = Receiver(len(lanes), chunk_bytes, self._pool, askers, stall_s)
+        self._receiver = Receiver(len(lanes), chunk_bytes, self._pool, concurrent_streams, stall_s)
         self._sender = Sender(chunk_bytes, stall_s, clock)
-        self._sinc = -1
+        self._admission = Admission(run, slave, self._receiver, self._sender)
         self._events: FlowEvents | None = None
         self._ticked_at = [0.0] * len(lanes)
-        self._counting = threading.Lock()
+        self._counters = FrameCounters()
         self._lanes: list[Lane] = []
-        self._intake: list[Stage[Claim]] = []
-        self._outgo: list[Stage[Job]] = []
+        self._intake: list[Stage[ClaimedChunk]] = []
+        self._outgo: list[Stage[ChunkSend]] = []
         self._started = self._over = False
         self._probes: list[Probes] = [Probes(self._run) for _ in lanes]
-        self.refused: Counter[str] = Counter()  # frames by reason (wire.frame.REASONS)
-        self.bytes_in = 0  # staged, since the start of the process
-        self._received_from = ByCluster()
         try:
             for index, address in enumerate(lanes):
                 host, port = host_port(address)
@@ -107,6 +106,16 @@ class ZmqFlow:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Frames that were refused, by reason (wire.frame.REASONS)."""
+        return self._counters.refused_by_reason()
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes staged, since the start of the process."""
+        return self._counters.bytes_in
 
     @property
     def bytes_out(self) -> int:
@@ -120,9 +129,7 @@ class ZmqFlow:
 
     def links(self) -> dict[str, dict[str, int]]:
         """Bytes by cluster, received (`in`) and sent (`out`), since the start of the process."""
-        with self._counting:
-            received = self._received_from.told()
-        return {"in": received, "out": self._sender.sent_by_cluster()}
+        return {"in": self._counters.received_by_cluster(), "out": self._sender.sent_by_cluster()}
 
     def addresses(self) -> tuple[str, ...]:
         """The host:port of each lane, as really bound."""
@@ -136,8 +143,8 @@ class ZmqFlow:
 
     def start(self, sinc: int, events: FlowEvents) -> None:
         """Serve streams of incarnation `sinc`; a new one drops every push and pull of the last."""
-        changed = sinc != self._sinc
-        self._sinc, self._events = sinc, events
+        self._events = events
+        self._admission.start(sinc)
         if not self._started:
             self._started = True
             for lane in self._lanes:
@@ -146,9 +153,6 @@ class ZmqFlow:
                 self._outgo.append(Stage(f"{name}-outgo", OUTGO_DEPTH, self._frame, spare_threads(cores())))
             for lane in self._lanes:
                 lane.start(self)
-        elif changed:
-            self._receiver.drop_all()
-            self._sender.close_all(f"slave {self._slave} lives as incarnation {sinc} now")
 
     def open_push(
         self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str = "fp32"
@@ -233,26 +237,10 @@ class ZmqFlow:
 
     def _hello(self, lane: int, peer: bytes, header: Header, body: memoryview) -> None:
         name, pieces = decode_hello(body)
-        if name.id != header.stream or name.run != self._run_name:
-            raise BadFrame("message", f"the HELLO of {name} bears another stream's number")
-        wrong = self._wrong_house(name)
-        if wrong is not None:
-            moves: list[Move] = [error(lane, peer, name.id, *wrong)]
-        elif name.kind == "push":
-            moves = self._receiver.hello(lane, peer, name, pieces, self._clock())
-        else:
-            moves = self._sender.hello(lane, peer, name, pieces, self._clock())
+        moves = self._admission.hello(lane, peer, header.stream, name, pieces, self._clock())
         if any(isinstance(move, Say) and move.kind is Kind.ERROR for move in moves):
-            self._count("hello")
+            self._counters.add_refused("hello")
         self._do(moves)
-
-    def _wrong_house(self, name: StreamName) -> tuple[str, str] | None:
-        if name.slave != self._slave:
-            return "invalid", f"this is slave {self._slave}, the HELLO is for {name.slave}"
-        if name.sinc != self._sinc:
-            text = f"slave {self._slave} lives as incarnation {self._sinc}, the HELLO is for {name.sinc}"
-            return "stale_incarnation", text
-        return None
 
     @_guarded
     def turn(self, lane: int) -> None:
@@ -267,19 +255,17 @@ class ZmqFlow:
     # ---- on the stages' threads ------------------------------------------------------------------------------------
 
     @_guarded
-    def _stage(self, claim: Claim) -> None:
+    def _stage(self, claim: ClaimedChunk) -> None:
         try:
             moves = self._receiver.stage(claim)
         except BadFrame:
             self._lanes[claim.stream.lane].wake()  # it is missing again: ask again
             raise
-        with self._counting:
-            self.bytes_in += claim.chunk.nbytes
-            self._received_from.add(claim.stream.push.push.cluster, claim.chunk.nbytes)
+        self._counters.add_received(claim.stream.push.push.cluster, claim.chunk.nbytes)
         self._do(moves)
 
     @_guarded
-    def _frame(self, job: Job) -> None:
+    def _frame(self, job: ChunkSend) -> None:
         if job.wanted():
             frame = Outgoing(job.stream.peer, job.header(self._run), job.body, watch=job)
             self._lanes[job.stream.lane].post(frame)
@@ -302,7 +288,7 @@ class ZmqFlow:
                     self._heard.refused(push, reason)
                 case Released(pull, reason):
                     self._heard.released(pull, reason)
-                case Moved(pull):
+                case SourceMoved(pull):
                     self._heard.moved(pull)
 
     @property
@@ -311,13 +297,5 @@ class ZmqFlow:
         return self._events
 
     def _refuse(self, bad: BadFrame) -> None:
-        self._count(bad.reason)
+        self._counters.add_refused(bad.reason)
         _log.debug("frame_refused", slave=self._slave, reason=bad.reason, message=str(bad))
-
-    def _failed(self, where: str) -> None:
-        self._count("failed")
-        _log.exception("flow_failed", slave=self._slave, where=where)
-
-    def _count(self, reason: str) -> None:
-        with self._counting:
-            self.refused[reason] += 1

@@ -1,7 +1,7 @@
 """What the data flow wants done, said by its pure halves (receiver.py, sender.py) and done by flow.py.
 
-Orders to the lanes (Say, Ask again) and news for the shard (Staged, PushOver, Released, Moved), as values, so that both
-halves can be tested without a socket, and so that nothing is called while a lock is held.
+Orders to the lanes (Say, Wake) and news for the shard (Staged, PushOver, Released, SourceMoved), as values, so that
+both halves can be tested without a socket, and so that nothing is called while a lock is held.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class SourceMoved:
     """Nobody reads what the pull's source was before it was moved."""
 
     pull: PullId
 
 
-Move = Say | Wake | Staged | PushOver | Released | Moved
+Move = Say | Wake | Staged | PushOver | Released | SourceMoved
 
 
 def error(lane: int, peer: bytes, stream: int, code: str, text: str) -> Say:

@@ -9,101 +9,33 @@ stages share it; the lock guards bookkeeping only and is held over no checksum a
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
-from enum import Enum
+from math import inf
 
 from dips.ids import PushId
 from dips.protocol.heartbeats import Transfer
+from dips.slave.incoming_push import SLOW_S, ClaimedChunk, IncomingPush, InStream, Key, PushPhase
 from dips.slave.moves import Closed, Move, PushOver, Say, Staged, Wake, error
 from dips.slave.ports import Arrays
 from dips.transport.intake import Intake
-from dips.transport.pool import Transit
+from dips.transport.pool import Transit, cost
 from dips.transport.rate import Rate
 from dips.transport.turns import Turns
 from dips.wire import codecs, streams
-from dips.wire.chunks import Layout, Range, uncovered
+from dips.wire.chunks import Layout, Range
 from dips.wire.codecs import Codec
 from dips.wire.frame import BadFrame, Buffer, Header, Kind, check_body
 from dips.wire.streams import StreamName, Welcome
-
-SLOW_S = 1.0  # silence after which a stream that was asked loses its turn to others
-
-Key = tuple[PushId, int]  # a stream's place in the turns of its lane: push and rank
-
-
-class Phase(Enum):
-    """A push: gathering HELLOs → moving → frozen; refused from the first two; over when dropped."""
-
-    GATHERING = "waits for HELLOs"
-    MOVING = "moving"
-    FROZEN = "staged"
-    REFUSED = "refused"
-    OVER = "dropped"
-
-
-@dataclass(eq=False, slots=True)
-class InStream:
-    """One rank's stream on one lane; its epochs come and go, its chunks stay."""
-
-    push: Push
-    rank: int
-    lane: int
-    pieces: tuple[Range, ...]
-    intake: Intake
-    epoch: int
-    stream: int
-    peer: bytes
-
-    @property
-    def key(self) -> Key:
-        return (self.push.push, self.rank)
-
-
-@dataclass(eq=False, slots=True)
-class Push:
-    """One open push."""
-
-    push: PushId
-    places: dict[int, int]  # rank → its place in the line of all pushes
-    targets: Arrays  # layer → its buffer; empty once nothing may be written
-    codec: Codec
-    total: int  # bytes that travel; until all ranks are here, as if they cut no block in two
-    deadline_at: float
-    moved_at: float  # when a byte last came, or when nothing was owed to us
-    rate: Rate
-    phase: Phase = Phase.GATHERING
-    reason: str = ""
-    copying: int = 0  # threads that may be writing into a target
-    streams: dict[tuple[int, int], InStream] = field(default_factory=dict)  # (rank, lane)
-
-    @property
-    def live(self) -> bool:
-        return self.phase in (Phase.GATHERING, Phase.MOVING)
-
-    @property
-    def here(self) -> int:
-        return sum(s.intake.total - s.intake.left for s in self.streams.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """A chunk that was asked for and came; its checksum is still to be believed."""
-
-    stream: InStream
-    chunk: Range
-    header: Header
-    body: Buffer
 
 
 class Receiver:
     """All pushes of one slave, over all its lanes."""
 
-    def __init__(self, lanes: int, chunk_bytes: int, pool: Transit, askers: int, stall_s: float) -> None:
+    def __init__(self, lanes: int, chunk_bytes: int, pool: Transit, concurrent_streams: int, stall_s: float) -> None:
         self._chunk_bytes = chunk_bytes
         self._pool = pool
         self._stall_s = stall_s
-        self._turns: list[Turns[Key]] = [Turns(askers) for _ in range(lanes)]
-        self._pushes: dict[PushId, Push] = {}
+        self._turns: list[Turns[Key]] = [Turns(concurrent_streams) for _ in range(lanes)]
+        self._pushes: dict[PushId, IncomingPush] = {}
         self._streams: dict[tuple[int, bytes, int], InStream] = {}  # (lane, peer, stream id): present epochs only
         self._closed = Closed()
         self._changed = threading.Condition()
@@ -132,7 +64,7 @@ class Receiver:
             if push not in self._pushes:
                 places = {rank: place for place, rank in enumerate(order)}
                 total = sum(piece.nbytes for piece in codec.ranges(layout.whole()))
-                self._pushes[push] = Push(push, places, buffers, codec, total, now + deadline_s, now, Rate(now))
+                self._pushes[push] = IncomingPush(push, places, buffers, codec, total, now + deadline_s, now, Rate(now))
 
     def reorder(self, push_id: PushId, places: tuple[int, ...]) -> None:
         """Put the ranks of a push at other places; who has a turn keeps it. Unknown or of another size: nothing."""
@@ -153,43 +85,24 @@ class Receiver:
         """
         with self._changed:
             push = self._pushes.get(PushId(name.cluster, name.inc, name.seq))
-            refusal = self._refusal(push, lane, name, pieces)
+            refusal = self._closed.verdict(name) if push is None else push.refusal(lane, name, pieces)
             if refusal is not None:
                 return [error(lane, peer, name.id, *refusal)]
             assert push is not None
             pieces = push.codec.ranges(pieces)
             stream = self._admit(push, lane, peer, name, pieces, now)
-            gathering = push.phase is Phase.GATHERING
+            gathering = push.phase is PushPhase.GATHERING
             missing = sum(piece.nbytes for piece in pieces) if gathering else stream.intake.left
             welcome = streams.encode_welcome(Welcome(missing, self._chunk_bytes))
             moves: list[Move] = [Say(lane, peer, Kind.WELCOME, stream.stream, welcome)]
             if gathering and len(push.streams) == len(push.places) * len(self._turns):
                 return moves + self._begin(push, now)
             if not gathering and stream.intake.complete:
-                moves.append(_done(stream))
+                moves.append(stream.done())
             return moves
 
-    def _refusal(
-        self, push: Push | None, lane: int, name: StreamName, pieces: tuple[Range, ...]
-    ) -> tuple[str, str] | None:
-        """Code and message if this HELLO may not join, else None."""
-        if push is None:
-            return self._closed.verdict(name)
-        if push.phase is Phase.REFUSED:
-            return "refused", f"push {push.push} was refused: {push.reason}"
-        if name.rank not in push.places or name.lane != lane or name.version:
-            return "invalid", f"push {push.push} has ranks {sorted(push.places)}, got {name} on lane {lane}"
-        known = push.streams.get((name.rank, lane))
-        if known is None:
-            return None
-        if name.epoch <= known.epoch:
-            return "stale_push", f"epoch {name.epoch} of rank {name.rank} is over, {known.epoch} is the last"
-        if pieces != known.pieces:
-            return "invalid", f"rank {name.rank} names other ranges than before its connection broke"
-        return None
-
     def _admit(
-        self, push: Push, lane: int, peer: bytes, name: StreamName, pieces: tuple[Range, ...], now: float
+        self, push: IncomingPush, lane: int, peer: bytes, name: StreamName, pieces: tuple[Range, ...], now: float
     ) -> InStream:
         stream = push.streams.get((name.rank, lane))
         if stream is None:
@@ -204,19 +117,20 @@ class Receiver:
         self._streams[lane, peer, name.id] = stream
         return stream
 
-    def _begin(self, push: Push, now: float) -> list[Move]:
+    def _begin(self, push: IncomingPush, now: float) -> list[Move]:
         """All ranks are here: refuse the push if they do not fit together, else line them up to be asked."""
-        problems = self._problems(push)
+        assert self._layout is not None
+        problems = push.problems(self._layout)
         if problems:
             return self._refuse(push, "; ".join(problems), "ranges")
-        push.phase = Phase.MOVING
+        push.phase = PushPhase.MOVING
         moves: list[Move] = []
         for rank in sorted(push.places, key=push.places.__getitem__):
             for lane, turns in enumerate(self._turns):
                 stream = push.streams[rank, lane]
                 stream.intake = Intake(stream.pieces, push.codec.chunk_bytes(self._chunk_bytes), self._pool, now)
                 if stream.intake.complete:
-                    moves.append(_done(stream))
+                    moves.append(stream.done())
                 else:
                     turns.enter(stream.key)
                     moves.append(Wake(lane))
@@ -225,29 +139,19 @@ class Receiver:
             self._line_up()
         return moves + self._freeze_if_whole(push)
 
-    def _problems(self, push: Push) -> list[str]:
-        assert self._layout is not None
-        claims: dict[str, list[Range]] = {}
-        for (rank, _), stream in sorted(push.streams.items()):
-            outside = self._layout.outside(stream.pieces)
-            if outside:
-                return [f"rank {rank}: {outside}"]
-            claims.setdefault(f"rank {rank}", []).extend(stream.pieces)
-        return uncovered(self._layout, claims)
-
     def plan(self, lane: int, now: float) -> list[Move]:
         """The WANTs that this lane may send now."""
         with self._changed:
             turns, moves = self._turns[lane], list[Move]()
             for key in turns.rotate(
                 drained=lambda key: self._at(key, lane).intake.in_flight == 0,
-                slow=lambda key: self._slow(self._at(key, lane), now),
+                slow=lambda key: self._at(key, lane).is_slow(now),
             ):
                 stream = self._at(key, lane)
                 for unit in stream.intake.ask(now, turns.left(key)):
                     turns.spend(key, sum(chunk.nbytes for chunk in unit))
                     moves.append(Say(lane, stream.peer, Kind.WANT, stream.stream, streams.encode_want(unit)))
-            if self._pool.limit - self._pool.used < self._chunk_bytes:
+            if self._pool.limit - self._pool.used < cost(self._chunk_bytes):
                 self._starved.add(lane)
             return moves
 
@@ -255,16 +159,13 @@ class Receiver:
         push, rank = key
         return self._pushes[push].streams[rank, lane]
 
-    def _slow(self, stream: InStream, now: float) -> bool:
-        return stream.intake.in_flight > 0 and now - stream.intake.heard_at > SLOW_S
-
-    def claim(self, lane: int, peer: bytes, header: Header, body: Buffer, now: float) -> Claim:
+    def claim(self, lane: int, peer: bytes, header: Header, body: Buffer, now: float) -> ClaimedChunk:
         """Take in a CHUNK that was asked for; raise BadFrame if it was not. `stage` must follow."""
         with self._changed:
             stream = self._streams.get((lane, peer, header.stream))
             if stream is None:
                 raise BadFrame("stream", f"no stream {header.stream:016x} on this connection")
-            if stream.push.phase is not Phase.MOVING:
+            if stream.push.phase is not PushPhase.MOVING:
                 raise BadFrame("unasked", f"push {stream.push.push} is {stream.push.phase.value}")
             if header.dtype is not stream.push.codec.dtype:
                 granted = stream.push.codec.name
@@ -273,9 +174,9 @@ class Receiver:
             if chunk is None:
                 raise BadFrame("unasked", f"{header} of push {stream.push.push} was not asked for")
             stream.push.moved_at = now
-            return Claim(stream, chunk, header, body)
+            return ClaimedChunk(stream, chunk, header, body)
 
-    def stage(self, claim: Claim) -> list[Move]:
+    def stage(self, claim: ClaimedChunk) -> list[Move]:
         """Check a claimed chunk and copy it into its place; raise BadFrame, after undoing the claim, if it is wrong."""
         stream, push = claim.stream, claim.stream.push
         with self._changed:
@@ -293,7 +194,7 @@ class Receiver:
             push.copying -= 1
             if not push.copying:
                 self._changed.notify_all()
-            if push.phase is not Phase.MOVING:
+            if push.phase is not PushPhase.MOVING:
                 stream.intake.drop(claim.chunk)
                 return []
             if wrong is not None:
@@ -302,7 +203,7 @@ class Receiver:
             stream.intake.here(claim.chunk)
             return self._after(stream)
 
-    def _copy(self, claim: Claim) -> None:
+    def _copy(self, claim: ClaimedChunk) -> None:
         targets = claim.stream.push.targets
         if not targets:
             return  # dropped since the claim: nothing may be written, and `drop` may have returned
@@ -312,18 +213,28 @@ class Receiver:
 
     def _after(self, stream: InStream) -> list[Move]:
         """What a chunk that came to its place makes possible."""
-        if stream.intake.complete:
-            self._turns[stream.lane].leave(stream.key)
-            return [_done(stream), Wake(stream.lane), *self._freeze_if_whole(stream.push)]
         lanes, self._starved = self._starved, set()  # else a lane asks when it has read: nobody need wake it
-        return [Wake(lane) for lane in sorted(lanes)]
+        if not stream.intake.complete:
+            return [Wake(lane) for lane in sorted(lanes)]
+        self._turns[stream.lane].leave(stream.key)
+        wakes = [Wake(lane) for lane in sorted(lanes | {stream.lane})]
+        return [stream.done(), *wakes, *self._freeze_if_whole(stream.push)]
 
-    def _freeze_if_whole(self, push: Push) -> list[Move]:
-        if push.phase is not Phase.MOVING or any(not s.intake.complete for s in push.streams.values()):
+    def _freeze_if_whole(self, push: IncomingPush) -> list[Move]:
+        if push.phase is not PushPhase.MOVING or not push.whole:
             return []
-        push.phase = Phase.FROZEN
+        push.phase = PushPhase.FROZEN
         push.targets = {}
         return [Staged(push.push, push.total)]
+
+    def next_deadline(self, now: float) -> float:
+        """When `tick`, or `plan` for want of an answer, may next have something to do; infinite if nothing is open."""
+        with self._changed:
+            due = [p.deadline_at for p in self._pushes.values()]
+            due += [p.moved_at + self._stall_s for p in self._pushes.values() if p.live]
+            if any(turns.crowded for turns in self._turns):
+                due.append(now + SLOW_S)
+            return min(due, default=inf)
 
     def tick(self, now: float) -> list[Move]:
         """End what stalls or is past its deadline."""
@@ -334,32 +245,18 @@ class Receiver:
                 if now >= push.deadline_at and not push.live:
                     self._forget(push)
                 elif now >= push.deadline_at:
-                    moves += self._refuse(push, "it passed its deadline; " + self._missing(push), "refused")
-                elif push.live and self._waits_for_us(push):
+                    moves += self._refuse(push, "it passed its deadline; " + push.missing(), "refused")
+                elif push.live and push.waits_for_us:
                     push.moved_at = now
                 elif push.live and now - push.moved_at >= self._stall_s:
-                    reason = f"no new bytes for {self._stall_s:g} s; {self._missing(push)}"
+                    reason = f"no new bytes for {self._stall_s:g} s; {push.missing()}"
                     moves += self._refuse(push, reason, "refused")
         return moves
 
-    def _waits_for_us(self, push: Push) -> bool:
-        """Nothing is owed to us: each unfinished stream waits for its turn or for the pool."""
-        return push.phase is Phase.MOVING and not any(s.intake.busy for s in push.streams.values())
-
-    def _missing(self, push: Push) -> str:
-        silent = sorted(set(push.places) - {rank for rank, _ in push.streams})
-        if silent:
-            return f"ranks {silent} never said HELLO"
-        return ", ".join(
-            f"rank {rank} brought {s.intake.total - s.intake.left} of {s.intake.total} bytes"
-            for (rank, _), s in sorted(push.streams.items())
-            if not s.intake.complete
-        )
-
-    def _refuse(self, push: Push, reason: str, code: str) -> list[Move]:
+    def _refuse(self, push: IncomingPush, reason: str, code: str) -> list[Move]:
         text = f"push {push.push} is refused: {reason}"
         moves: list[Move] = [error(s.lane, s.peer, s.stream, code, text) for s in push.streams.values()]
-        self._stop(push, Phase.REFUSED, reason)
+        self._stop(push, PushPhase.REFUSED, reason)
         return [*moves, PushOver(push.push, reason)]
 
     def drop(self, push_id: PushId) -> None:
@@ -376,12 +273,12 @@ class Receiver:
             for push in list(self._pushes.values()):
                 self._forget(push)
 
-    def _forget(self, push: Push) -> None:
-        self._stop(push, Phase.OVER, push.reason)
+    def _forget(self, push: IncomingPush) -> None:
+        self._stop(push, PushPhase.OVER, push.reason)
         if self._pushes.pop(push.push, None) is not None:
             self._closed.add(push.push.cluster, push.push.inc, push.push.seq)
 
-    def _stop(self, push: Push, phase: Phase, reason: str) -> None:
+    def _stop(self, push: IncomingPush, phase: PushPhase, reason: str) -> None:
         """No more writes: give back what was asked, wait out copies under way."""
         push.phase, push.reason, push.targets = phase, reason, {}
         for stream in push.streams.values():
@@ -399,7 +296,3 @@ class Receiver:
                 for p in self._pushes.values()
                 if p.live
             )
-
-
-def _done(stream: InStream) -> Say:
-    return Say(stream.lane, stream.peer, Kind.DONE, stream.stream, streams.encode_done(stream.intake.total))

@@ -11,19 +11,18 @@ held over no checksum and no send.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from math import inf
 
 import numpy as np
-import numpy.typing as npt
 
 from dips.ids import PullId, VersionId
 from dips.protocol.heartbeats import Transfer
 from dips.slave.checksums import Checksums
-from dips.slave.links import ByCluster
-from dips.slave.moves import Closed, Move, Moved, Released, Say, error
+from dips.slave.counters import ByCluster
+from dips.slave.moves import Closed, Move, Released, Say, SourceMoved, error
+from dips.slave.outgoing_pull import OutgoingPull, OutStream, PullSource, Tracker
 from dips.slave.ports import Arrays
 from dips.transport.credit import MOST_BYTES, MOST_CHUNKS
 from dips.transport.rate import Rate
@@ -32,78 +31,16 @@ from dips.wire.chunks import Layout, Range
 from dips.wire.frame import ITEM_BYTES, BadFrame, Header, Kind, pack
 from dips.wire.streams import StreamName, Welcome
 
-Bytes = npt.NDArray[np.uint8]
-
-
-class Tracker(Protocol):
-    """What libzmq says of a body that was sent without a copy."""
-
-    @property
-    def done(self) -> bool: ...
-
 
 @dataclass(eq=False, slots=True)
-class Source:
-    """The bytes that a pull is served from, and how many chunks of them are asked and not let go by libzmq."""
-
-    views: dict[int, Bytes]
-    in_flight: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class OutStream:
-    """One rank's stream on one lane, in its present epoch."""
-
-    pull: Pull
-    lane: int
-    peer: bytes
-    epoch: int
-    stream: int
-    named: int  # bytes of the ranges that its HELLO named
-    held: deque[tuple[Tracker, int, Source]] = field(default_factory=deque)  # what libzmq may still read: bytes, whence
-    queued: int = 0  # bytes asked and not handed to libzmq
-    jobs: int = 0  # chunks asked and not handed to libzmq
-    over: bool = False  # DONE, superseded by a later epoch, or unreachable
-
-    def reap(self) -> int:
-        """Forget trackers that are done; return how many bytes they held."""
-        freed = 0
-        while self.held and self.held[0][0].done:
-            _, nbytes, source = self.held.popleft()
-            source.in_flight -= 1
-            freed += nbytes
-        return freed
-
-
-@dataclass(eq=False, slots=True)
-class Pull:
-    """One open pull."""
-
-    pull: PullId
-    version: VersionId
-    source: Source
-    deadline_at: float
-    moved_at: float
-    rate: Rate
-    closed: str = ""  # the reason, once nothing more is served
-    streams: list[OutStream] = field(default_factory=list)  # superseded ones too, while libzmq reads for them
-    out: int = 0  # bytes that left libzmq
-    former: list[Source] = field(default_factory=list)  # sources before the present one, while chunks are in flight
-
-    @property
-    def idle(self) -> bool:
-        return not any(s.jobs or s.held for s in self.streams)
-
-
-@dataclass(eq=False, slots=True)
-class Job:
+class ChunkSend:
     """One chunk that a rank asked for. The lane watches it (transport/lane.py, Sent)."""
 
     sender: Sender
     stream: OutStream
     chunk: Range
     body: memoryview
-    source: Source
+    source: PullSource
 
     def header(self, run: int) -> bytes:
         """Make the checksum and the header. Cost: reads the chunk, if no pull of its version has asked for it."""
@@ -128,7 +65,7 @@ class Sender:
         self._chunk_bytes = chunk_bytes
         self._stall_s = stall_s
         self._clock = clock
-        self._pulls: dict[PullId, Pull] = {}
+        self._pulls: dict[PullId, OutgoingPull] = {}
         self._streams: dict[tuple[int, bytes, int], OutStream] = {}
         self._latest: dict[tuple[PullId, int, int], OutStream] = {}  # (pull, rank, lane)
         self._closed = Closed()
@@ -141,7 +78,7 @@ class Sender:
     def sent_by_cluster(self) -> dict[str, int]:
         """Bytes handed to libzmq for each cluster."""
         with self._lock:
-            return self._sent_to.told()
+            return self._sent_to.snapshot()
 
     def use(self, layout: Layout) -> None:
         """Say which layers this slave holds."""
@@ -152,10 +89,10 @@ class Sender:
         served = self._source(source)
         with self._lock:
             if pull not in self._pulls:
-                self._pulls[pull] = Pull(pull, version, served, now + deadline_s, now, Rate(now))
+                self._pulls[pull] = OutgoingPull(pull, version, served, now + deadline_s, now, Rate(now))
 
     def move(self, pull_id: PullId, source: Arrays) -> None:
-        """Cut chunks from `source` from now on; `tick` says Moved when no chunk of the former one is in flight."""
+        """Cut chunks from `source` from now on; `tick` returns SourceMoved when the former one is in flight no more."""
         served = self._source(source)
         with self._lock:
             pull = self._pulls.get(pull_id)
@@ -163,18 +100,18 @@ class Sender:
                 pull.former.append(pull.source)
                 pull.source = served
 
-    def _source(self, arrays: Arrays) -> Source:
+    def _source(self, arrays: Arrays) -> PullSource:
         assert self._layout is not None, "use() comes before open()"
         sizes = {layer: array.size for layer, array in arrays.items()}
         assert sizes == self._layout.numel, f"source of {sizes} elements for layers of {self._layout.numel}"
-        return Source({layer: array.view(np.uint8) for layer, array in arrays.items()})
+        return PullSource({layer: array.view(np.uint8) for layer, array in arrays.items()})
 
     def hello(self, lane: int, peer: bytes, name: StreamName, pieces: tuple[Range, ...], now: float) -> list[Move]:
         """A rank says that it will ask; a HELLO at or below the stream's epoch is refused and changes nothing."""
         pull_id = PullId(name.cluster, name.inc, name.seq)
         place = (pull_id, name.rank, lane)
         with self._lock:
-            refusal = self._refusal(self._pulls.get(pull_id), self._latest.get(place), lane, name, pieces)
+            refusal = self._refusal(pull_id, place, lane, name, pieces)
             if refusal is not None:
                 return [error(lane, peer, name.id, *refusal)]
             pull = self._pulls[pull_id]
@@ -189,26 +126,17 @@ class Sender:
             return [Say(lane, peer, Kind.WELCOME, name.id, body)]
 
     def _refusal(
-        self, pull: Pull | None, latest: OutStream | None, lane: int, name: StreamName, pieces: tuple[Range, ...]
+        self, pull_id: PullId, place: tuple[PullId, int, int], lane: int, name: StreamName, pieces: tuple[Range, ...]
     ) -> tuple[str, str] | None:
-        """Code and message if this HELLO may not join, else None."""
+        pull = self._pulls.get(pull_id)
         if pull is None:
             return self._closed.verdict(name)
-        if pull.closed:
-            return "stale_push", f"pull {pull.pull} is over: {pull.closed}"
-        if name.version != str(pull.version):
-            return "stale_version", f"pull {pull.pull} is open on {pull.version}, got {name.version!r}"
-        if name.lane != lane:
-            return "invalid", f"{name} came on lane {lane}"
         assert self._layout is not None
         outside = self._layout.outside(pieces)
-        if outside:
-            return "ranges", f"rank {name.rank}: {outside}"
-        if latest is not None and name.epoch <= latest.epoch:
-            return "stale_push", f"epoch {name.epoch} of rank {name.rank} is over, {latest.epoch} is the last"
-        return None
+        known = pull.refusal(self._latest.get(place), lane, name)
+        return known or (("ranges", f"rank {name.rank}: {outside}") if outside else None)
 
-    def want(self, lane: int, peer: bytes, stream_id: int, chunks: tuple[Range, ...], now: float) -> list[Job]:
+    def want(self, lane: int, peer: bytes, stream_id: int, chunks: tuple[Range, ...], now: float) -> list[ChunkSend]:
         """Take a WANT; raise BadFrame if the stream is unknown, the ranges are foreign or the credit is passed."""
         with self._lock:
             stream = self._streams.get((lane, peer, stream_id))
@@ -229,18 +157,18 @@ class Sender:
             stream.pull.moved_at = now
             source = stream.pull.source
             source.in_flight += len(chunks)
-            return [Job(self, stream, chunk, self._view(source, chunk), source) for chunk in chunks]
+            return [ChunkSend(self, stream, chunk, self._view(source, chunk), source) for chunk in chunks]
 
     def _too_long(self, chunks: tuple[Range, ...]) -> str | None:
         longest = max((chunk.nbytes for chunk in chunks), default=0)
         return f"a chunk of {longest} bytes, at most {self._chunk_bytes}" if longest > self._chunk_bytes else None
 
-    def _view(self, source: Source, chunk: Range) -> memoryview:
+    def _view(self, source: PullSource, chunk: Range) -> memoryview:
         assert self._layout is not None
         begin, end = self._layout.place(chunk)
         return source.views[chunk.layer][begin * ITEM_BYTES : end * ITEM_BYTES].data
 
-    def sent(self, job: Job, tracker: Tracker) -> None:
+    def sent(self, job: ChunkSend, tracker: Tracker) -> None:
         """The lane handed the chunk to libzmq, which reads it until the tracker is done."""
         with self._lock:
             self._unqueue(job)
@@ -249,14 +177,14 @@ class Sender:
             self._sent_to.add(job.stream.pull.pull.cluster, job.body.nbytes)
             self._reap(job.stream, self._clock())
 
-    def gone(self, job: Job) -> None:
+    def gone(self, job: ChunkSend) -> None:
         """The chunk will not leave; if its pull is still served, its peer is unreachable."""
         with self._lock:
             self._unqueue(job)
             job.source.in_flight -= 1
             self._end(job.stream)
 
-    def _unqueue(self, job: Job) -> None:
+    def _unqueue(self, job: ChunkSend) -> None:
         job.stream.jobs -= 1
         job.stream.queued -= job.body.nbytes
 
@@ -293,10 +221,21 @@ class Sender:
             for pull in self._pulls.values():
                 self._close(pull, reason)
 
-    def _close(self, pull: Pull, reason: str) -> None:
+    def _close(self, pull: OutgoingPull, reason: str) -> None:
         pull.closed = pull.closed or reason
         for stream in pull.streams:
             self._end(stream)
+
+    def next_deadline(self) -> float:
+        """When a pull stalls or passes its deadline, unless bytes move; infinite if none is open."""
+        with self._lock:
+            due = [min(p.deadline_at, p.moved_at + self._stall_s) for p in self._pulls.values() if not p.closed]
+            return min(due, default=inf)
+
+    def serving(self) -> list[tuple[PullId, VersionId, list[PullSource]]]:
+        """Every pull that is not released, its version, and all sources that its readers may still read."""
+        with self._lock:
+            return [(p.pull, p.version, [p.source, *p.former]) for p in self._pulls.values()]
 
     def tick(self, now: float) -> list[Move]:
         """Close what stalls or is past its deadline; release what nobody reads any more."""
@@ -315,10 +254,10 @@ class Sender:
                     moves.append(self._release(pull))
                 elif pull.former and not any(source.in_flight for source in pull.former):
                     pull.former.clear()
-                    moves.append(Moved(pull.pull))
+                    moves.append(SourceMoved(pull.pull))
         return moves
 
-    def _release(self, pull: Pull) -> Released:
+    def _release(self, pull: OutgoingPull) -> Released:
         del self._pulls[pull.pull]
         self._closed.add(pull.pull.cluster, pull.pull.inc, pull.pull.seq)
         for place in [place for place in self._latest if place[0] == pull.pull]:

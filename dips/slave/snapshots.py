@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -22,9 +22,10 @@ import xxhash
 from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError
 from dips.ids import GENESIS, VersionId
 from dips.pidlock import PidLock
-from dips.protocol.manifest import Layer, Manifest
+from dips.protocol.manifest import Manifest
 from dips.slave import tensorfile
-from dips.slave.ports import F32, Arrays
+from dips.slave.ports import Arrays
+from dips.slave.snapshot_files import digested, map_layers, read_layer, read_manifest, version_of
 from dips.slave.snapshot_manifest import (
     MANIFEST_FILE,
     MODEL_FILE,
@@ -76,7 +77,7 @@ class Snapshots:
 
     def complete(self) -> tuple[VersionId, ...]:
         """Versions whose snapshot is whole and of this run and slave, ascending; each is read through once."""
-        found = {version for path in self._directory.iterdir() if (version := _version(path)) is not None}
+        found = {version for path in self._directory.iterdir() if (version := version_of(path)) is not None}
         for version in sorted(found - self._whole - self._bad):
             try:
                 self._verify(version)
@@ -141,9 +142,9 @@ class Snapshots:
         try:
             if version in self._whole:
                 layers = {record.index: record.layer for record in self._checked_manifest(version).layers}
-                return _map(path / MODEL_FILE, layers, THETA)
+                return map_layers(path / MODEL_FILE, layers, THETA)
             if version == GENESIS and self._manifest is not None:
-                return _map(self._initial, {index: self._manifest.layers[index] for index in self._genesis}, "")
+                return map_layers(self._initial, {index: self._manifest.layers[index] for index in self._genesis}, "")
         except (CorruptSnapshot, OSError) as error:
             self._log.warning("snapshot_not_mapped", version=str(version), path=str(path), reason=str(error))
         return None
@@ -200,7 +201,7 @@ class Snapshots:
         metadata = {"run": self._run, "slave": self._slave, "version": str(version)}
         digests: list[str] = []
         flat = chain.from_iterable((theta[index], momentum[index]) for index in layers)
-        size = tensorfile.write(aside / MODEL_FILE, metadata, shapes, _digested(flat, digests))
+        size = tensorfile.write(aside / MODEL_FILE, metadata, shapes, digested(flat, digests))
         records = tuple(
             LayerRecord(index, layer, of_theta, of_momentum)
             for (index, layer), of_theta, of_momentum in zip(layers.items(), digests[::2], digests[1::2], strict=True)
@@ -283,60 +284,3 @@ class Snapshots:
                         f" expected xxh3-128 {expected}, got {digest_of(theta[index])}"
                     )
                 momentum[index].fill(0.0)
-
-
-def read_manifest(path: Path) -> SnapshotManifest:
-    """Read the manifest of the snapshot in `path`; raise CorruptSnapshot if it or the model file is not whole."""
-    try:
-        text = (path / MANIFEST_FILE).read_text()
-        size = (path / MODEL_FILE).stat().st_size
-    except (FileNotFoundError, UnicodeDecodeError) as error:
-        raise CorruptSnapshot(f"{path}: is no whole snapshot: {error}") from error
-    manifest = SnapshotManifest.from_json(text, str(path / MANIFEST_FILE))
-    if size != manifest.size:
-        raise CorruptSnapshot(f"{path / MODEL_FILE}: expected {manifest.size} bytes, got {size}")
-    return manifest
-
-
-def _digested(arrays: Iterable[F32], digests: list[str]) -> Iterator[F32]:
-    """Pass arrays on to the writer; append each one's digest while the disk is busy with it."""
-    for array in arrays:
-        yield array
-        digests.append(digest_of(array))
-
-
-def read_theta(reader: Reader, record: LayerRecord, theta: F32) -> None:
-    """Fill θ of one layer and compare its digest."""
-    _read_part(reader, record, THETA, theta, record.theta)
-
-
-def read_layer(reader: Reader, record: LayerRecord, theta: F32, momentum: F32) -> None:
-    """Fill θ and m of one layer and compare their digests; raise CorruptSnapshot naming the one that differs."""
-    _read_part(reader, record, THETA, theta, record.theta)
-    _read_part(reader, record, MOMENTUM, momentum, record.momentum)
-
-
-def _read_part(reader: Reader, record: LayerRecord, prefix: str, flat: F32, expected: str) -> None:
-    for parameter, piece in pieces(record.layer, flat):
-        reader.read_into(prefix + parameter.name, parameter.shape, piece)
-    found = digest_of(flat)
-    if found != expected:
-        raise CorruptSnapshot(
-            f"{reader.path}: {prefix}{record.layer.name}: expected xxh3-128 {expected}, its bytes give {found}"
-        )
-
-
-def _map(path: Path, layers: Mapping[int, Layer], prefix: str) -> Arrays:
-    with Reader(path) as reader:
-        whole = reader.map()
-        return {
-            index: reader.mapped(whole, [(prefix + p.name, p.shape) for p in layer.parameters])
-            for index, layer in layers.items()
-        }
-
-
-def _version(path: Path) -> VersionId | None:
-    try:
-        return VersionId.parse(path.name)
-    except ValueError:
-        return None

@@ -14,8 +14,8 @@ import xxhash
 
 from dips.errors import ConfigError, CorruptSnapshot
 from dips.ids import VersionId
+from dips.slave.snapshot_files import read_layer, read_manifest
 from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE
-from dips.slave.snapshots import read_layer, read_manifest
 from dips.slave.tensorfile import Reader
 
 

@@ -1,7 +1,7 @@
 """Whose turn it is to be asked: deficit round robin in bytes among the streams of one lane.
 
-At most `askers` streams are asked at once; a turn lasts `quantum` bytes and goes on while nobody waits, so the link
-is never idle for the sake of fairness. What a turn took too much is paid in the next. A slow stream loses its turn
+At most `concurrent_streams` are asked at once; a turn lasts `quantum` bytes and goes on while nobody waits, so the
+link is never idle for the sake of fairness. What a turn took too much is paid in the next. A slow stream loses its turn
 and nobody waits for it: an order of asking, never a barrier (why.md 5). Pure.
 """
 
@@ -19,9 +19,9 @@ K = TypeVar("K", bound=Hashable)
 class Turns(Generic[K]):
     """The order of asking of one lane."""
 
-    def __init__(self, askers: int, quantum: int = QUANTUM_BYTES) -> None:
-        assert min(askers, quantum) >= 1
-        self._askers = askers
+    def __init__(self, concurrent_streams: int, quantum: int = QUANTUM_BYTES) -> None:
+        assert min(concurrent_streams, quantum) >= 1
+        self._concurrent_streams = concurrent_streams
         self._quantum = quantum
         self._active: dict[K, int] = {}  # → bytes it may still ask in this turn
         self._waiting: deque[K] = deque()
@@ -45,7 +45,7 @@ class Turns(Generic[K]):
     def rotate(self, drained: Callable[[K], bool], slow: Callable[[K], bool]) -> tuple[K, ...]:
         """End turns that are over, begin those that may, and return who may be asked, oldest turn first.
 
-        drained  nothing is in flight: only then is a used-up turn over, so that at most `askers` are busy
+        drained  nothing is in flight: only then is a used-up turn over, so that at most `concurrent_streams` are busy
         slow     it was asked and is silent: it loses its turn to whoever waits
         """
         for key, left in list(self._active.items()):
@@ -56,10 +56,15 @@ class Turns(Generic[K]):
                 del self._active[key]
                 self._debt[key] = min(left, 0)
                 self._waiting.append(key)
-        while self._waiting and len(self._active) < self._askers:
+        while self._waiting and len(self._active) < self._concurrent_streams:
             key = self._waiting.popleft()
             self._active[key] = self._quantum + self._debt.pop(key, 0)
         return tuple(self._active)
+
+    @property
+    def crowded(self) -> bool:
+        """Somebody waits for a turn."""
+        return bool(self._waiting)
 
     def left(self, key: K) -> int:
         """Bytes that `key` may still be asked for in its turn; 0 or less if none, or if it has no turn."""

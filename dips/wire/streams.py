@@ -60,7 +60,8 @@ class StreamName:
     @property
     def id(self) -> int:
         """The name in 64 bits, as every header carries it."""
-        return xxhash.xxh3_64_intdigest("|".join(str(getattr(self, f.name)) for f in fields(self)).encode())
+        who = f"{self.run}|{self.kind}|{self.cluster}|{self.inc}|{self.seq}|{self.rank}|{self.slave}|{self.sinc}"
+        return xxhash.xxh3_64_intdigest(f"{who}|{self.epoch}|{self.version}|{self.lane}".encode())
 
 
 _NAME_TYPES = tuple(int if f.type == "int" else str for f in fields(StreamName))

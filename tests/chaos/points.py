@@ -19,7 +19,7 @@ from dips.client.ipc.messages import PullMoved, PullWanted, PushMoved, PushWante
 from dips.client.parallel import HostMemory
 from dips.client.rank import shard_transfer, transfer
 from dips.client.rank.agent_client import AgentClient
-from dips.client.rank.line import Line
+from dips.client.rank.agent_connection import AgentConnection
 from tests.chaos.train_chaos import LAYERS, SHAPES
 
 CHUNK_BYTES = 4096
@@ -73,7 +73,7 @@ def _die(kind: str, name: str, died: Path, said: str, silent: bool = False) -> N
 
     (_watch_push if kind == "push" else _watch_pull)(reach)
     if silent:
-        _before(AgentClient, "hear", lambda _, said: _unheard(reach, said))
+        _before(AgentClient, "ask", lambda _, said: _unheard(reach, said))
 
 
 def _unheard(reach: Callable[[str], None], said: object) -> None:
@@ -89,32 +89,34 @@ def _unheard(reach: Callable[[str], None], said: object) -> None:
 
 def _watch_push(reach: Callable[[str], None]) -> None:
     cls = transfer.PushTransfer
-    _before(shard_transfer.ShardTransfer, "push", lambda *_: reach("granted"))
+    _before(shard_transfer.ShardTransfer, "begin_push", lambda *_: reach("granted"))
     _before(shard_transfer.transfer, "push", lambda *_: reach("frozen"))
-    _after(cls, "welcome", lambda *_: _by_slave("welcome", reach, "welcomed by {}"))
-    _before(cls, "want", lambda *_: reach("first WANT"))
-    _after(cls, "result", lambda own, *_: _chunk(reach, own))
-    _after(cls, "finish", lambda *_: _by_slave("done", reach, "DONE of {}"))
-    _after(Line, "tell", lambda _, said: reach("asked") if isinstance(said, PushWanted) else None)
-    _after(Line, "tell", lambda _, said: reach("told the agent") if isinstance(said, PushMoved) else None)
-    _after(Line, "ask", lambda _, said: reach("awaits the outcome") if isinstance(said, PushMoved) else None)
+    _after(cls, "on_welcome", lambda *_: _by_slave("welcome", reach, "welcomed by {}"))
+    _before(cls, "on_want", lambda *_: reach("first WANT"))
+    _after(cls, "on_processed", lambda own, *_: _chunk(reach, own))
+    _after(cls, "finish_part", lambda *_: _by_slave("done", reach, "DONE of {}"))
+    _after(AgentConnection, "send", lambda _, said: reach("asked") if isinstance(said, PushWanted) else None)
+    _after(AgentConnection, "send", lambda _, said: reach("told the agent") if isinstance(said, PushMoved) else None)
+    _after(AgentConnection, "ask", lambda _, said: reach("awaits the outcome") if isinstance(said, PushMoved) else None)
 
 
 def _watch_pull(reach: Callable[[str], None]) -> None:
     cls = transfer.PullTransfer
-    _before(shard_transfer.ShardTransfer, "pull", lambda *_: reach("granted"))
+    _before(shard_transfer.ShardTransfer, "begin_pull", lambda *_: reach("granted"))
     _before(shard_transfer.transfer, "pull", lambda *_: reach("begun"))
-    _after(cls, "welcome", lambda *_: _by_slave("welcome", reach, "welcomed by {}"))
-    _before(cls, "chunk", lambda *_: reach("first WANT"))
-    _before(cls, "result", lambda own, *_: _chunk(reach, own))
-    _after(cls, "finish", lambda *_: _by_slave("done", reach, "DONE of {}"))
-    _before(Line, "tell", lambda _, said: reach("installed, not told") if isinstance(said, PullMoved) else None)
-    _after(Line, "tell", lambda _, said: reach("asked") if isinstance(said, PullWanted) else None)
+    _after(cls, "on_welcome", lambda *_: _by_slave("welcome", reach, "welcomed by {}"))
+    _before(cls, "on_chunk", lambda *_: reach("first WANT"))
+    _before(cls, "on_processed", lambda own, *_: _chunk(reach, own))
+    _after(cls, "finish_part", lambda *_: _by_slave("done", reach, "DONE of {}"))
+    _before(
+        AgentConnection, "send", lambda _, said: reach("installed, not told") if isinstance(said, PullMoved) else None
+    )
+    _after(AgentConnection, "send", lambda _, said: reach("asked") if isinstance(said, PullWanted) else None)
     _half_install(reach)
 
 
 def _half_install(reach: Callable[[str], None]) -> None:
-    own = HostMemory.install
+    own = HostMemory.install_shard
 
     def install(self: Any) -> None:
         copies = [copy for layer in self._params for copy in layer]
@@ -124,7 +126,7 @@ def _half_install(reach: Callable[[str], None]) -> None:
         reach("half installed")
         own(self)
 
-    HostMemory.install = install  # type: ignore[method-assign]
+    HostMemory.install_shard = install  # type: ignore[method-assign]
 
 
 def _by_slave(key: str, reach: Callable[[str], None], name: str) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from layouts import full, laid, local, seeded
 
-from dips.client.parallel import HostMemory, Laid, StreamedMemory, lay_out
+from dips.client.parallel import HostMemory, ModelLayout, StreamedMemory, lay_out
 from dips.client.rank.collectives import JobCollectives
 from dips.transport.shares import Piece
 from dips.wire.chunks import Layout, Range, uncovered
@@ -28,14 +28,14 @@ from dips.wire.chunks import Layout, Range, uncovered
 SPREAD_ITEMS = 64  # so that what is replicated is spread in a model this small
 
 
-def whole_theta(voice: JobCollectives, layout: Laid, memory: HostMemory) -> dict[str, np.ndarray]:
+def whole_theta(collectives: JobCollectives, layout: ModelLayout, memory: HostMemory) -> dict[str, np.ndarray]:
     """What all ranks together push: full parameters, each element from the one rank that speaks for it."""
     manifest = layout.plan.manifest
     mine = io.BytesIO()
     np.savez(mine, *[piece.array for piece in memory.pieces])
     ranges = json.dumps([list(piece.range) for piece in memory.pieces]).encode()
-    arrays = [np.load(io.BytesIO(words)) for words in voice.gather(mine.getvalue())]
-    claims = [[Range(*r) for r in json.loads(words)] for words in voice.gather(ranges)]
+    arrays = [np.load(io.BytesIO(words)) for words in collectives.all_gather(mine.getvalue())]
+    claims = [[Range(*r) for r in json.loads(words)] for words in collectives.all_gather(ranges)]
     assert (
         uncovered(Layout(manifest, range(len(manifest.layers))), {f"rank {r}": c for r, c in enumerate(claims)}) == []
     )
@@ -47,15 +47,15 @@ def whole_theta(voice: JobCollectives, layout: Laid, memory: HostMemory) -> dict
     return theta
 
 
-def pull(layout: Laid, memory: HostMemory, theta: dict[str, np.ndarray]) -> None:
+def pull(layout: ModelLayout, memory: HostMemory, theta: dict[str, np.ndarray]) -> None:
     """Fill this rank's pieces with a version and install it."""
     for piece in memory.pieces:
         piece.array[:] = at(layout, piece, theta)
-    memory.spread()
-    memory.install()
+    memory.scatter_pieces()
+    memory.install_shard()
 
 
-def at(layout: Laid, piece: Piece, theta: dict[str, np.ndarray]) -> np.ndarray:
+def at(layout: ModelLayout, piece: Piece, theta: dict[str, np.ndarray]) -> np.ndarray:
     """What a piece is of full parameters."""
     parameter = layout.plan.manifest.layers[piece.layer].parameters[piece.param]
     return theta[parameter.name].reshape(-1)[piece.offset : piece.offset + piece.length]
@@ -68,19 +68,21 @@ def read(memory: StreamedMemory, piece: Piece) -> np.ndarray:
         Range(piece.layer, piece.param, piece.offset, cut),
         piece.range._replace(offset=piece.offset + cut, length=piece.length - cut),
     ]
-    return np.concatenate([np.frombuffer(memory.encode(c, memoryview(b"")), np.float32) for c in chunks if c.length])
+    return np.concatenate(
+        [np.frombuffer(memory.encode_chunk(c, memoryview(b"")), np.float32) for c in chunks if c.length]
+    )
 
 
-def check(kind: str, voice: JobCollectives) -> dict[str, Any]:
+def check(kind: str, collectives: JobCollectives) -> dict[str, Any]:
     """Take one layout through a push and two pulls."""
     reference = {name: p.detach().numpy().copy() for name, p in seeded().named_parameters()}
-    model, _ = laid(kind, seeded(), voice.world)
-    layout = lay_out(model, voice, spread_items=SPREAD_ITEMS)
-    memory = HostMemory(layout.adapter, layout.held, layout.plan, voice)
+    model, _ = laid(kind, seeded(), collectives.world_size)
+    layout = lay_out(model, collectives, spread_items=SPREAD_ITEMS)
+    memory = HostMemory(layout.adapter, layout.held, layout.plan, collectives)
     inner = model.module if kind == "ddp" else model
     before = {name: local(p).clone() for name, p in inner.named_parameters()}
-    memory.gather()
-    pushed = whole_theta(voice, layout, memory)
+    memory.gather_pieces()
+    pushed = whole_theta(collectives, layout, memory)
     wrong_push = [n for n, theta in reference.items() if not np.array_equal(pushed[n], theta.reshape(-1))]
     with torch.no_grad():
         for p in inner.parameters():
@@ -92,17 +94,17 @@ def check(kind: str, voice: JobCollectives) -> dict[str, Any]:
     }
     pull(layout, memory, changed)
     wrong_change = [n for n, p in inner.named_parameters() if not np.array_equal(full(p).numpy(), changed[n])]
-    memory.gather()
-    again = whole_theta(voice, layout, memory)
+    memory.gather_pieces()
+    again = whole_theta(collectives, layout, memory)
     wrong_change += [n for n, theta in changed.items() if not np.array_equal(again[n], theta.reshape(-1))]
-    streamed = StreamedMemory(layout.adapter, layout.held, layout.plan, voice)
-    streamed.gather()
+    streamed = StreamedMemory(layout.adapter, layout.held, layout.plan, collectives)
+    streamed.gather_pieces()
     wrong_stream = [
         str(p.range) for p in streamed.pieces if not np.array_equal(read(streamed, p), at(layout, p, changed))
     ]
-    streamed.release()
+    streamed.release_staged()
     for layer in streamed.layers:
-        for piece in streamed.pieces_of(layer):
+        for piece in streamed.pieces_of_layer(layer):
             piece.array[:] = at(layout, piece, reference)
         streamed.install_layer(layer)
     wrong_stream += [n for n, p in inner.named_parameters() if not torch.equal(local(p), before[n])]
@@ -111,8 +113,8 @@ def check(kind: str, voice: JobCollectives) -> dict[str, Any]:
         "wrong": {"push": wrong_push, "same": wrong_same, "change": wrong_change, "streamed": wrong_stream},
         "moved": sum(piece.length for piece in memory.pieces),
         "held": sum(local(p).numel() for p in inner.parameters()),
-        "host": memory.items,
-        "host of one layer": streamed.items,
+        "host": memory.allocated_numel,
+        "host of one layer": streamed.allocated_numel,
         "parameters": sum(theta.size for theta in reference.values()),
     }
 
@@ -121,10 +123,10 @@ def on_this_rank(check: Callable[[Any, JobCollectives], Any], cases: Mapping[str
     """Check each case on one rank of the job, and write what was found to OUT.RANK."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    voice = JobCollectives()
-    found = {name: check(case, voice) for name, case in cases.items()}
-    out.with_name(f"{out.name}.{voice.rank}").write_text(json.dumps(found))
-    voice.close()
+    collectives = JobCollectives()
+    found = {name: check(case, collectives) for name, case in cases.items()}
+    out.with_name(f"{out.name}.{collectives.rank}").write_text(json.dumps(found))
+    collectives.close()
     dist.destroy_process_group()
 
 

@@ -103,13 +103,13 @@ def step_without_moving(parts: list[nn.Module], optimizer: Any) -> None:
     optimizer.step()
 
 
-def check(way: Way, voice: JobCollectives) -> dict[str, Any]:
+def check(way: Way, collectives: JobCollectives) -> dict[str, Any]:
     tiny.start(way.tp, way.pp, way.vpp)
-    torch.manual_seed(voice.rank)  # every rank begins with numbers of its own: only a pull can make them right
+    torch.manual_seed(collectives.rank)  # every rank begins with numbers of its own: only a pull can make them right
     parts = tiny.chunks(tied=True, dtype=torch.bfloat16 if way.bf16 else torch.float32, vpp=way.vpp)
     models, optimizer = tiny.wrapped(parts, way.distributed)
-    layout = lay_out(models, voice, optimizer, spread_items=64)
-    memory = HostMemory(layout.adapter, layout.held, layout.plan, voice)
+    layout = lay_out(models, collectives, optimizer, spread_items=64)
+    memory = HostMemory(layout.adapter, layout.held, layout.plan, collectives)
     wrong: dict[str, int] = {}
     for round_, scale in enumerate((0.02, 0.03)):
         theta = theta_of(layout.plan.manifest, scale)
@@ -117,8 +117,8 @@ def check(way: Way, voice: JobCollectives) -> dict[str, Any]:
         for when in ("pull", "step"):
             found = [(p, full.to(p.dtype)) for p, full in expected(way, parts, theta)]
             wrong[f"{when} {round_}"] = sum(not torch.equal(p.detach(), full) for p, full in found)
-            memory.gather()
-            pushed = whole_theta(voice, layout, memory)
+            memory.gather_pieces()
+            pushed = whole_theta(collectives, layout, memory)
             wrong[f"push after {when} {round_}"] = sum(
                 not np.array_equal(pushed[name], full.reshape(-1)) for name, full in theta.items()
             )
@@ -130,7 +130,7 @@ def check(way: Way, voice: JobCollectives) -> dict[str, Any]:
         "wrong": wrong,
         "loss": loss_of(models),
         "moved": sum(piece.length for piece in memory.pieces),
-        "host": memory.items,
+        "host": memory.allocated_numel,
         "held": sum(p.numel() for part in parts for p in part.parameters()),
         "parameters": layout.plan.manifest.numel,
     }

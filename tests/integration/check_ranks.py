@@ -20,10 +20,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from train_constant import Model, local
 
-from dips.client.parallel import HostMemory, Laid, StreamedMemory, lay_out
+from dips.client.parallel import HostMemory, ModelLayout, StreamedMemory, lay_out
 from dips.client.rank import transfer
 from dips.client.rank.collectives import JobCollectives
-from dips.client.rank.shard_transfer import ShardTransfer
+from dips.client.rank.shard_transfer import ShardTransfer, TransferRequest
 from dips.client.rank.transfer import TransferIdentity, TransferStats
 from dips.errors import ConfigError, LocalProtocolError, UnavailableSlave
 from dips.ids import GENESIS
@@ -40,7 +40,7 @@ def sharded(mesh: Any) -> nn.Module:
     return model
 
 
-def facts(layout: Laid, model: nn.Module) -> dict[str, Any]:
+def facts(layout: ModelLayout, model: nn.Module) -> dict[str, Any]:
     manifest = layout.plan.manifest
     return {
         "digest": manifest.digest,
@@ -50,15 +50,20 @@ def facts(layout: Laid, model: nn.Module) -> dict[str, Any]:
     }
 
 
-def moving(model: nn.Module, voice: JobCollectives) -> ShardTransfer:
-    layout = lay_out(model, voice)
-    return ShardTransfer(HostMemory(layout.adapter, layout.held, layout.plan, voice), voice, stall_s=5.0)
+def make_shard_transfer(model: nn.Module, collectives: JobCollectives) -> ShardTransfer:
+    layout = lay_out(model, collectives)
+    return ShardTransfer(HostMemory(layout.adapter, layout.held, layout.plan, collectives), collectives, stall_s=5.0)
 
 
-def refused(model: nn.Module, voice: JobCollectives) -> str:
+def order(identity: TransferIdentity) -> TransferRequest:
+    """A transfer of nothing in particular, of which no progress is reported."""
+    return TransferRequest(GRANT, identity, lambda _moved, _total: "")
+
+
+def refused(model: nn.Module, collectives: JobCollectives) -> str:
     """What this rank is told of a model that is refused on some rank."""
     try:
-        lay_out(model, voice)
+        lay_out(model, collectives)
     except ConfigError as error:
         return str(error)
     return ""
@@ -71,41 +76,43 @@ def partial() -> nn.Module:
     return model
 
 
-def odd_one(voice: JobCollectives) -> nn.Module:
+def odd_one(collectives: JobCollectives) -> nn.Module:
     """A model with a layer more on rank 1, and another shape."""
-    return nn.Sequential(nn.Linear(2, 2 + voice.rank, bias=False), *[nn.Linear(3, 1, bias=False)] * voice.rank)
+    return nn.Sequential(
+        nn.Linear(2, 2 + collectives.rank, bias=False), *[nn.Linear(3, 1, bias=False)] * collectives.rank
+    )
 
 
-def wrong_on_rank_1(voice: JobCollectives) -> nn.Module:
+def wrong_on_rank_1(collectives: JobCollectives) -> nn.Module:
     """A type that fp32 does not hold, on one rank only."""
-    return nn.Linear(2, 2, bias=False, dtype=torch.float64 if voice.rank else torch.float32)
+    return nn.Linear(2, 2, bias=False, dtype=torch.float64 if collectives.rank else torch.float32)
 
 
-def one_rank_fails(voice: JobCollectives, model: nn.Module) -> dict[str, Any]:
-    """Rank 1 cannot pull; rank 0 would wait for ever for its own bytes unless it is told."""
-    mover = moving(model, voice)
+def one_rank_fails(collectives: JobCollectives, model: nn.Module) -> dict[str, Any]:
+    """Rank 1 cannot pull; rank 0 would wait for ever for its own bytes unless it is cancelled."""
+    shard_transfer = make_shard_transfer(model, collectives)
     before = [local(p).clone() for p in model.parameters()]
 
     def pull(grant: Grant, base: TransferIdentity, pieces: Any, *, cancel: threading.Event, **_: Any) -> TransferStats:
-        if voice.rank == 1:
+        if collectives.rank == 1:
             raise UnavailableSlave("ps1 is gone")
-        assert cancel.wait(30), "nobody told rank 0"
+        assert cancel.wait(30), "rank 0 was not cancelled"
         raise transfer.TransferCancelled("cancelled")
 
     transfer.pull = pull
     began = time.monotonic()
-    moved = mover.pull(GRANT, TransferIdentity("run", "c", 1, 1, voice.rank), lambda _moved, _total: "").finish(0.2)
+    moved = shard_transfer.begin_pull(order(TransferIdentity("run", "c", 1, 1, collectives.rank))).wait(0.2)
     same = all(torch.equal(a, local(p)) for a, p in zip(before, model.parameters(), strict=True))
     return {"ok": moved.ok, "reason": moved.reason, "seconds": time.monotonic() - began, "untouched": same}
 
 
-def all_ranks_pull(voice: JobCollectives, model: nn.Module) -> dict[str, Any]:
+def all_ranks_pull(collectives: JobCollectives, model: nn.Module) -> dict[str, Any]:
     """Every rank gets its bytes; moments of the optimizer stay, parameters keep their identity."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.tensor([[1, 2]])).sum().backward()
     optimizer.step()
     moments = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
-    mover = moving(model, voice)
+    shard_transfer = make_shard_transfer(model, collectives)
 
     def pull(grant: Grant, base: TransferIdentity, pieces: Any, **_: Any) -> TransferStats:
         for piece in pieces:
@@ -113,81 +120,83 @@ def all_ranks_pull(voice: JobCollectives, model: nn.Module) -> dict[str, Any]:
         return TransferStats(0, 0.0, 1)
 
     transfer.pull = pull
-    moved = mover.pull(GRANT, TransferIdentity("run", "c", 1, 2, mover.rank), lambda _moved, _total: "").finish(0.2)
-    mover.install(GRANT.version)
+    moved = shard_transfer.begin_pull(order(TransferIdentity("run", "c", 1, 2, shard_transfer.rank))).wait(0.2)
+    shard_transfer.install_version(GRANT.version)
     kept = all(torch.equal(local(s[k]), local(moments[p][k])) for p, s in optimizer.state.items() for k in s)
     sevens = all(bool((local(p) == 7.0).all()) for p in model.parameters())
     return {"ok": moved.ok, "sevens": sevens, "moments": kept, "nbytes": moved.nbytes}
 
 
-def one_rank_tears(voice: JobCollectives, model: nn.Module) -> dict[str, Any]:
+def one_rank_tears(collectives: JobCollectives, model: nn.Module) -> dict[str, Any]:
     """Layer by layer: rank 1 cannot pull the second one, after the first is installed on both; then all goes well."""
-    layout = lay_out(model, voice)
-    mover = ShardTransfer(StreamedMemory(layout.adapter, layout.held, layout.plan, voice), voice, stall_s=5.0)
+    layout = lay_out(model, collectives)
+    shard_transfer = ShardTransfer(
+        StreamedMemory(layout.adapter, layout.held, layout.plan, collectives), collectives, stall_s=5.0
+    )
     calls, broken = [0], [True]
 
     def pull(grant: Grant, base: TransferIdentity, pieces: Any, *, cancel: threading.Event, **_: Any) -> TransferStats:
         calls[0] += 1
         if broken[0] and calls[0] == 2:
-            if voice.rank == 1:
+            if collectives.rank == 1:
                 raise UnavailableSlave("ps1 is gone")
-            assert cancel.wait(30), "nobody told rank 0"
+            assert cancel.wait(30), "rank 0 was not cancelled"
             raise transfer.TransferCancelled("cancelled")
         for piece in pieces:
             piece.array[:] = 9.0
         return TransferStats(0, 0.0, 1)
 
     transfer.pull = pull
-    torn = mover.pull(GRANT, TransferIdentity("run", "c", 1, 3, mover.rank), lambda _moved, _total: "").finish(0.2)
+    torn = shard_transfer.begin_pull(order(TransferIdentity("run", "c", 1, 3, shard_transfer.rank))).wait(0.2)
     nines = {name: bool((local(p) == 9.0).all()) for name, p in model.named_parameters()}
     broken[0] = False
-    again = mover.pull(GRANT, TransferIdentity("run", "c", 1, 4, mover.rank), lambda _moved, _total: "").finish(0.2)
+    again = shard_transfer.begin_pull(order(TransferIdentity("run", "c", 1, 4, shard_transfer.rank))).wait(0.2)
     whole = all(bool((local(p) == 9.0).all()) for p in model.parameters())
     return {"torn": [torn.ok, torn.torn], "nines": nines, "again": [again.ok, again.torn], "whole": whole}
 
 
-def pull_and_merge(voice: JobCollectives, diverged: bool) -> dict[str, Any]:
+def pull_and_merge(collectives: JobCollectives, diverged: bool) -> dict[str, Any]:
     """Every rank trains on beside a pull of nines; with `diverged` one element of rank 1 is not finite by then."""
     model = sharded(init_device_mesh("cpu", (2,)))
-    layout = lay_out(model, voice)
-    memory = HostMemory(layout.adapter, layout.held, layout.plan, voice)
-    mover = ShardTransfer(memory, voice, stall_s=5.0)
+    layout = lay_out(model, collectives)
+    memory = HostMemory(layout.adapter, layout.held, layout.plan, collectives)
+    shard_transfer = ShardTransfer(memory, collectives, stall_s=5.0)
     mine = [local(p).detach() for p in model.parameters()]
     with torch.no_grad():
         for shard in mine:
             shard.fill_(4.0)
-        memory.gather()
-        memory.keep()
+        memory.gather_pieces()
+        memory.keep_pushed_shard()
         for shard in mine:
             shard.add_(0.5)
-        if diverged and voice.rank == 1:
+        if diverged and collectives.rank == 1:
             next(shard for shard in mine if shard.numel()).view(-1)[0] = float("nan")
     for piece in memory.pieces:
         piece.array[:] = 9.0
-    merged = mover.merge(GRANT.version)
+    merged = shard_transfer.merge_version(GRANT.version)
     return {"merged": merged, "values": sorted({value for shard in mine for value in shard.flatten().tolist()})}
 
 
-def replaced_on(voice: JobCollectives, ranks: set[int]) -> str:
+def replaced_on(collectives: JobCollectives, ranks: set[int]) -> str:
     """What a rank is told of a push when the parameters of `ranks` are not those that were laid out."""
     model = Model()
-    mover = moving(model, voice)
-    if voice.rank in ranks:
+    shard_transfer = make_shard_transfer(model, collectives)
+    if collectives.rank in ranks:
         model.blocks[0] = nn.Linear(4, 5)
     try:
-        mover.push(GRANT, TransferIdentity("run", "c", 1, 5, mover.rank), lambda _moved, _total: "").cancel()
+        shard_transfer.begin_push(order(TransferIdentity("run", "c", 1, 5, shard_transfer.rank))).cancel()
     except LocalProtocolError as error:
         return str(error)
     return ""
 
 
-def sharded_late(voice: JobCollectives) -> str:
+def sharded_late(collectives: JobCollectives) -> str:
     """What a rank is told of a push when `fully_shard` came after the model was laid out."""
     model = Model()
-    mover = moving(model, voice)
+    shard_transfer = make_shard_transfer(model, collectives)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     try:
-        mover.push(GRANT, TransferIdentity("run", "c", 1, 6, mover.rank), lambda _moved, _total: "")
+        shard_transfer.begin_push(order(TransferIdentity("run", "c", 1, 6, shard_transfer.rank)))
     except LocalProtocolError as error:
         return str(error)
     return ""
@@ -196,36 +205,36 @@ def sharded_late(voice: JobCollectives) -> str:
 def main(out: Path) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    voice = JobCollectives()
-    words = voice.share(b"said by rank 0" if voice.rank == 0 else None)
+    collectives = JobCollectives()
+    words = collectives.broadcast(b"said by rank 0" if collectives.rank == 0 else None)
     flat = init_device_mesh("cpu", (2,))
     replicated = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     plain = nn.Linear(2, 2, bias=False)
     plain.weight = nn.Parameter(distribute_tensor(torch.zeros(2, 2), flat, [Replicate()]))
 
     def of(model: nn.Module) -> dict[str, Any]:
-        return facts(lay_out(model, voice), model)
+        return facts(lay_out(model, collectives), model)
 
     found = {
         "heard": words.decode(),
-        "numbered": voice.numbered(voice.rank == 1),
+        "numbered": collectives.number_ranks(collectives.rank == 1),
         "plain": of(Model()),
         "fsdp": of(sharded(flat)),
         "hsdp": of(sharded(replicated)),
         "replicated": of(plain),
-        "partial": refused(partial(), voice),
-        "odd one": refused(odd_one(voice), voice),
-        "wrong on rank 1": refused(wrong_on_rank_1(voice), voice),
-        "fails": one_rank_fails(voice, sharded(flat)),
-        "tears": one_rank_tears(voice, sharded(flat)),
-        "merges": pull_and_merge(voice, diverged=False),
-        "diverged": pull_and_merge(voice, diverged=True),
-        "sharded late": sharded_late(voice),
-        "replaced on rank 1": replaced_on(voice, {1}),
-        "pulls": all_ranks_pull(voice, sharded(flat)),
+        "partial": refused(partial(), collectives),
+        "odd one": refused(odd_one(collectives), collectives),
+        "wrong on rank 1": refused(wrong_on_rank_1(collectives), collectives),
+        "fails": one_rank_fails(collectives, sharded(flat)),
+        "tears": one_rank_tears(collectives, sharded(flat)),
+        "merges": pull_and_merge(collectives, diverged=False),
+        "diverged": pull_and_merge(collectives, diverged=True),
+        "sharded late": sharded_late(collectives),
+        "replaced on rank 1": replaced_on(collectives, {1}),
+        "pulls": all_ranks_pull(collectives, sharded(flat)),
     }
-    out.with_name(f"{out.name}.{voice.rank}").write_text(json.dumps(found))
-    voice.close()
+    out.with_name(f"{out.name}.{collectives.rank}").write_text(json.dumps(found))
+    collectives.close()
     dist.destroy_process_group()
 
 

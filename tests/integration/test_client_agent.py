@@ -178,7 +178,7 @@ def test_a_second_agent_of_the_same_name_takes_over(long_run: Any, tmp_path: Pat
     run.until(lambda: first.code is not None, 60, "the first ends")
     assert first.code == 75, first.tail()
     assert not psutil.pid_exists(trainer)
-    assert "fenced by a newer life" in first.log.read_text()
+    assert "fenced by a newer incarnation" in first.log.read_text()
     at = len(versions(run))
     run.until(lambda: len(versions(run)) >= at + 3, 60, "versions of the second")
     assert second.code is None

@@ -1,4 +1,4 @@
-"""The library in two real ranks on gloo: who holds and pushes what, one mouth for all, installs on all or none."""
+"""The library in two real ranks on gloo: what each holds and pushes, broadcasts, installs on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "fsdp", "hsdp", "replicated"])
-def test_what_is_spoken_for_covers_every_parameter_once(ranks: list[dict[str, Any]], kind: str) -> None:
+def test_pieces_cover_every_parameter_once(ranks: list[dict[str, Any]], kind: str) -> None:
     """Uneven shards, empty shards, replicas: no element is pushed twice and none is forgotten."""
     manifest = Manifest.from_json(ranks[0][kind]["manifest"])
     claims = {f"rank {r}": [Range(*piece) for piece in found[kind]["pieces"]] for r, found in enumerate(ranks)}
@@ -54,31 +54,31 @@ def test_what_is_replicated_is_shared_out(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_a_parameter_that_is_a_sum_is_refused_by_name(ranks: list[dict[str, Any]]) -> None:
-    """No rank holds the value of a partial DTensor; every rank says so in the same words."""
+    """No rank holds the value of a partial DTensor; every rank raises the same error."""
     assert all(found["partial"].startswith("weight: its placement Partial") for found in ranks)
 
 
-def test_ranks_that_disagree_all_hear_it(ranks: list[dict[str, Any]]) -> None:
-    """Another shape and another layer are named, on every rank alike; nobody waits for a rank that has left."""
+def test_ranks_that_disagree_all_raise_the_same_error(ranks: list[dict[str, Any]]) -> None:
+    """Another shape and another layer are named, on every rank alike; no rank waits for one that has left."""
     assert len({found["odd one"] for found in ranks}) == 1
     assert "0.weight: shape (2, 2) on rank 0, (3, 2) on rank 1" in ranks[0]["odd one"]
     assert "1.weight: on rank 1, not on rank 0" in ranks[0]["odd one"]
 
 
 def test_an_error_on_one_rank_is_raised_on_all(ranks: list[dict[str, Any]]) -> None:
-    """Rank 0's model is fine; it hears what is wrong with rank 1's."""
+    """Rank 0's model is fine; it raises what is wrong with rank 1's."""
     assert len({found["wrong on rank 1"] for found in ranks}) == 1
     assert ranks[0]["wrong on rank 1"].startswith("rank 1: weight: expected a parameter of one of torch.float32")
 
 
-def test_what_rank_0_hears_all_hear(ranks: list[dict[str, Any]]) -> None:
-    """One mouth; and ranks are numbered without gaps."""
+def test_what_rank_0_broadcasts_all_ranks_get(ranks: list[dict[str, Any]]) -> None:
+    """And ranks are numbered without gaps."""
     assert [found["heard"] for found in ranks] == ["said by rank 0"] * 2
     assert ranks[1]["numbered"] == [0, 1] and ranks[0]["numbered"][1] == 1
 
 
 def test_a_pull_that_fails_on_one_rank_is_installed_on_none(ranks: list[dict[str, Any]]) -> None:
-    """The healthy rank is told at the next meeting, cancels its own share, and nobody's model is touched."""
+    """The healthy rank learns of it in the next collective and cancels its own share; no model is touched."""
     assert [found["fails"]["ok"] for found in ranks] == [False, False]
     assert [found["fails"]["untouched"] for found in ranks] == [True, True]
     assert ranks[0]["fails"]["reason"] == "another rank failed"
@@ -86,8 +86,8 @@ def test_a_pull_that_fails_on_one_rank_is_installed_on_none(ranks: list[dict[str
     assert max(found["fails"]["seconds"] for found in ranks) < 5
 
 
-def test_a_streamed_pull_that_breaks_off_says_that_the_model_is_torn(ranks: list[dict[str, Any]]) -> None:
-    """The first layer is new on both ranks and the rest is old on both; the next pull, whole, mends it."""
+def test_a_streamed_pull_that_fails_half_way_leaves_a_torn_model(ranks: list[dict[str, Any]]) -> None:
+    """The first layer is new on both ranks and the rest is old on both; the next pull, of all layers, repairs it."""
     for found in ranks:
         tears = found["tears"]
         assert tears["torn"] == [False, True]
@@ -113,7 +113,7 @@ def test_what_is_not_finite_on_one_rank_is_merged_on_none(ranks: list[dict[str, 
 
 
 def test_parameters_that_were_replaced_are_not_pushed(ranks: list[dict[str, Any]]) -> None:
-    """`fully_shard` after OuterLoop: what would be pushed is memory that nobody trains. All ranks raise the same."""
+    """`fully_shard` after OuterLoop: what would be pushed is not what is trained. All ranks raise the same error."""
     for kind, where in (("sharded late", "rank 0"), ("replaced on rank 1", "rank 1")):
         (told,) = {found[kind] for found in ranks}
         assert told.startswith(f"{where}: blocks.0."), told

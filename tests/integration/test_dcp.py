@@ -18,7 +18,7 @@ DELTA = 2.0**-10
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("overlap", "install"),
-    [("none", "forward"), ("full", "whole"), pytest.param("full", "forward", marks=pytest.mark.slow)],
+    [("none", "lazy"), ("full", "whole"), pytest.param("full", "lazy", marks=pytest.mark.slow)],
 )
 def test_a_save_and_a_push_tear_nothing_and_wait_for_nothing_of_each_other(
     tmp_path: Path, overlap: str, install: str

@@ -308,6 +308,7 @@ def decoded(codec: str, theta: Model, pieces: Sequence[Piece]) -> Model:
 # ---- pushes -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("stage_threads")
 @pytest.mark.parametrize(("ranks", "lanes"), [(1, 1), (2, 1), (3, 1), (3, 2), (1, 4), (2, 3)])
 def test_a_push_is_staged_bit_for_bit(ranks, lanes):
     """Whatever each rank holds, the slave's buffers are the cluster's parameters [invariant 1]."""
@@ -330,6 +331,7 @@ def test_a_push_is_staged_bit_for_bit(ranks, lanes):
         assert not slave.flow.refused
 
 
+@pytest.mark.usefixtures("stage_threads")
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize(("codec", "share_of_fp32"), [("bf16", 0.5), ("int8", 0.254)])
 def test_differences_are_added_to_the_base_within_the_bound(codec, share_of_fp32, ranks):
@@ -430,6 +432,7 @@ def test_ranks_that_do_not_fit_are_refused_by_name(change, says):
         assert not slave.heard.of("staged", push_id)
 
 
+@pytest.mark.usefixtures("stage_threads")
 @pytest.mark.parametrize("after", [0, 40, 100_000, 600_000])
 def test_a_cut_push_is_resumed(after):
     """A connection that breaks anywhere costs its frames in flight, not the push."""
@@ -748,6 +751,7 @@ def test_a_port_in_use_is_named():
 # ---- pulls --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("stage_threads")
 @pytest.mark.parametrize(("ranks", "lanes"), [(1, 1), (2, 1), (3, 2)])
 def test_a_pull_is_bit_for_bit(ranks, lanes):
     """Every rank gets its own shard of the version; the source is released once, after the close."""
@@ -803,6 +807,7 @@ def test_a_pull_goes_on_from_another_source_with_the_same_bytes():
         assert slave.heard.of("moved", pull_id) == [True]
 
 
+@pytest.mark.usefixtures("stage_threads")
 @pytest.mark.parametrize("after", [0, 30, 5_000, 2_000_000])
 def test_a_cut_pull_is_resumed(after):
     """What did not come is asked again on a new connection; what came is kept."""

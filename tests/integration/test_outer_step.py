@@ -20,9 +20,9 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
 from dips.ids import GENESIS, PushId, VersionId
-from dips.outer import crew as crew_module
+from dips.outer import kernel_pool as kernel_pool_module
 from dips.outer import kernels, twins
-from dips.outer.crew import Crew
+from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
 from dips.protocol.effects import (
     Apply,
@@ -44,6 +44,7 @@ from dips.protocol.placement import place
 from dips.slave.export import export
 from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.shard import Shard
+from dips.slave.shard_registration import Followed
 from dips.slave.snapshots import Snapshots
 
 SHAPES = [
@@ -91,7 +92,7 @@ class Receiving:
 class Slaves:
     """All slaves of a run, ordered about as a master does."""
 
-    def __init__(self, directory: Path, count: int, theta: Model, crew: Crew, slots: int) -> None:
+    def __init__(self, directory: Path, count: int, theta: Model, kernel_pool: KernelPool, slots: int) -> None:
         self.directories = [directory / f"s{i}" for i in range(count)]
         self.flows = [Receiving() for _ in range(count)]
         self.disks = []
@@ -103,11 +104,11 @@ class Slaves:
             disk = Snapshots(self.directories[i], "run", name, initial, structlog.get_logger())
             genesis = tuple(xxhash.xxh3_128_hexdigest(theta[layer].tobytes()) for layer in layers)
             disk.bind(MANIFEST, layers, genesis, 1)
-            shard = Shard(name, Versions(crew, slots, 1), disk, self.flows[i])
+            shard = Shard(name, Versions(kernel_pool, slots, 1), disk, self.flows[i])
             shard.welcome(Registered(1, 1, LoadVersion(GENESIS), GENESIS, layers, genesis, MANIFEST.to_json()))
-            assert not shard.follow(LoadVersion(GENESIS))
+            assert shard.follow(LoadVersion(GENESIS)) is Followed.DONE
             assert shard.reason == ""
-            assert shard.follow(Hold())
+            assert shard.follow(Hold()) is Followed.SERVES
             self.disks.append(disk)
             self.shards.append(shard)
 
@@ -128,7 +129,7 @@ class Slaves:
         for i in rng.sample(range(len(self.shards)), len(self.shards)):
             for layer, buffer in self.flows[i].buffers[push].items():
                 buffer[:] = theta_j[layer]
-            self.shards[i].staged(push, 0)
+            self.shards[i].transfers.staged(push, 0)
 
     def outer_step(self, version: VersionId, pushes: list[tuple[PushId, Model, int]], clip: float | None) -> float:
         """Push, measure and fold in the given order, apply, persist, commit; return the norm before clipping."""
@@ -202,7 +203,7 @@ def test_failure_6_wrong_mean_wrong_sign(tmp_path: Path, clusters: int, slaves: 
     plain = Torch(theta)
     with (
         ThreadPoolExecutor(2) as threads,
-        Slaves(tmp_path, slaves, theta, Crew(kernels, threads, 2), slots=1 + clusters % 2) as run,
+        Slaves(tmp_path, slaves, theta, KernelPool(kernels, threads, 2), slots=1 + clusters % 2) as run,
     ):
         for round_ in range(1, ROUNDS + 1):
             pushes = [
@@ -224,18 +225,18 @@ def _compare(theta: Model, plain: Torch) -> None:
 
 def test_the_number_of_slaves_and_threads_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One ledger gives one θ, bit for bit, on 1 or 4 slaves, 1 or 3 threads, compiled or twins (guards invariant 1)."""
-    monkeypatch.setattr(crew_module, "SLICE", 100)
+    monkeypatch.setattr(kernel_pool_module, "SLICE", 100)
     thetas = []
     with ThreadPoolExecutor(3) as threads:
-        for name, slaves, crew in (
-            ("a", 1, Crew(kernels)),
-            ("b", 4, Crew(kernels, threads, 3)),
-            ("c", 2, Crew(twins)),
+        for name, slaves, kernel_pool in (
+            ("a", 1, KernelPool(kernels)),
+            ("b", 4, KernelPool(kernels, threads, 3)),
+            ("c", 2, KernelPool(twins)),
         ):
             (tmp_path / name).mkdir()
             rng = np.random.default_rng(5)
             theta = some_model(rng, 1.0)
-            with Slaves(tmp_path / name, slaves, theta, crew, slots=2) as run:
+            with Slaves(tmp_path / name, slaves, theta, kernel_pool, slots=2) as run:
                 for round_ in (1, 2):
                     pushes = [(PushId(f"c{i}", 1, round_), some_model(rng, 0.05, theta), 100 * i + 7) for i in range(3)]
                     run.outer_step(VersionId(round_, round_), pushes, None)
@@ -248,11 +249,11 @@ def test_what_was_committed_is_exported_and_restored(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     theta = some_model(rng, 1.0)
     version = VersionId(1, 1)
-    with Slaves(tmp_path, 2, theta, Crew(kernels), slots=2) as run:
+    with Slaves(tmp_path, 2, theta, KernelPool(kernels), slots=2) as run:
         run.outer_step(version, [(PushId("c", 1, 1), some_model(rng, 0.05, theta), 5)], 1.0)
         expected = run.theta()
         assert export(run.directories, None, tmp_path / "out.safetensors") == version
-    with Slaves(tmp_path, 2, theta, Crew(kernels), slots=2) as again:
+    with Slaves(tmp_path, 2, theta, KernelPool(kernels), slots=2) as again:
         for shard in again.shards:
             assert shard.registration(0, "", "run", "", ()).complete == (version,)
             shard.follow(LoadVersion(version))

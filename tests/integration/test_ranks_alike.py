@@ -27,5 +27,5 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     said = {rank: (tmp_path / f"told.{rank}").read_text() for rank in (0, 2)}
     for text in said.values():
         assert float(text.split()[0]) < DEADLINE_S + 5
-        assert "not all 3 ranks came to OuterLoop.step within 3 s" in text
+        assert "not all 3 ranks reached OuterLoop.step within 3 s" in text
     assert "Ranks 1 failed" in said[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dips.client.agent.actions import SyncPhase
+from dips.client.agent.phases import SyncPhase
 from dips.ids import PushId, VersionId
 from dips.protocol.effects import Outcome
 from dips.protocol.records import (
@@ -123,9 +123,9 @@ class TokensInvariant(Invariant):
 
     def _account(self, agent: SimAgent) -> None:
         """A client's own count: everything since its Joined is carried, frozen, accepted, gated or lost."""
-        if agent.inc == 0 or agent.session.phase is SyncPhase.JOINING:
+        if agent.inc == 0 or agent.state.sync.phase is SyncPhase.JOINING:
             return
-        account = agent.session.account
+        account = agent.state.account
         if account.consumed != agent.consumed:
             self.fail(f"{agent.name} consumed {agent.consumed} tokens, its account: {account}")
 

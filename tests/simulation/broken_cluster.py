@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from dips.client.agent import heartbeats, membership
 from dips.client.agent.account import Account, Portion
-from dips.client.agent.session import Session
+from dips.client.agent.state import AgentState
 from dips.protocol import clusters
 from dips.protocol.entities import Cluster
+from dips.protocol.enums import OutcomeKind
 from dips.protocol.events import ClusterLeft
 from dips.protocol.heartbeats import ClusterHeartbeat
 from dips.protocol.run_state import RunState
+from dips.sim.pull_stream import Pulled
 from dips.sim.ranks import SimRanks
-from dips.sim.transfer import Pulled
 
 Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)
 
@@ -26,7 +28,7 @@ def install_alone() -> list[Patch]:
 
 
 def tokens_cut_at_pull() -> list[Patch]:
-    def settle(self: Account, kind: str) -> None:
+    def settle(self: Account, kind: OutcomeKind) -> None:
         """What was settled is carried on until a pull succeeds."""
         self.accepted += self.frozen.tokens
         self.carried = replace(self.frozen, ranges=()) + self.carried
@@ -36,21 +38,21 @@ def tokens_cut_at_pull() -> list[Patch]:
 
 
 def lose_what_was_settled() -> list[Patch]:
-    honest_end, honest_beat, honest_leave = clusters.end_incarnation, Session.beat, Session.leave
+    honest_end, honest_beat, honest_leave = clusters.end_incarnation, heartbeats.build_heartbeat, membership.leave
 
     def end(run: RunState, cluster: Cluster, reason: str, consumed: int, reported_lost: int = 0) -> None:
         # what a heartbeat reported as unsettled counts as lost
         honest_end(run, cluster, reason, consumed + cluster.settled, reported_lost)
 
-    def beat(self: Session) -> ClusterHeartbeat | None:
-        told = honest_beat(self)
+    def beat(s: AgentState) -> ClusterHeartbeat | None:
+        told = honest_beat(s)
         return told and replace(told, tokens_consumed=told.tokens_carried + told.tokens_lost)
 
-    def leave(self: Session) -> ClusterLeft | None:
-        left = honest_leave(self)
-        return left and replace(left, tokens_consumed=self.account.unsettled + self.account.lost)
+    def leave(s: AgentState) -> ClusterLeft | None:
+        left = honest_leave(s)
+        return left and replace(left, tokens_consumed=s.account.unsettled + s.account.lost)
 
-    return [(clusters, "end_incarnation", end), (Session, "beat", beat), (Session, "leave", leave)]
+    return [(clusters, "end_incarnation", end), (heartbeats, "build_heartbeat", beat), (membership, "leave", leave)]
 
 
 def forget_a_range() -> list[Patch]:

@@ -8,35 +8,40 @@ from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Apply, Fold, Order, Registered
 from dips.protocol.events import Answer, Folded
 from dips.sim.disk import SimDisk
-from dips.sim.flow import OpenedPush, SimFlow
-from dips.slave import moving
-from dips.slave.fences import Fences
+from dips.sim.flow import SimFlow
+from dips.slave import open_transfers
+from dips.slave.order_fences import OrderFences
 from dips.slave.ports import Arrays
+from dips.slave.receiver import Receiver
 from dips.slave.shard import Shard
+from dips.slave.shard_round import ShardRound
+from dips.wire import codecs
+from dips.wire.chunks import Layout
+from dips.wire.frame import BadFrame, Buffer, Header
 
 Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)
 
 
 def flip_on_prepared() -> list[Patch]:
-    honest = Shard._apply
+    honest = ShardRound.apply
 
-    def apply(self: Shard, order: Apply, opened: tuple[int, int]) -> Answer:
+    def apply(self: ShardRound, order: Apply, opened: tuple[int, int]) -> Answer:
         answer = honest(self, order, opened)
-        self._flip(order.version)
+        self.flip(order.version)
         return answer
 
-    return [(Shard, "_apply", apply)]
+    return [(ShardRound, "apply", apply)]
 
 
 def refold_on_retry() -> list[Patch]:
-    honest_admit, honest_fold = Fences.admit, Shard._fold
+    honest_admit, honest_fold = OrderFences.admit, ShardRound.fold
     kept: dict[tuple[int, PushId], Any] = {}
 
-    def admit(self: Fences, order: Order) -> Answer | None:
+    def admit(self: OrderFences, order: Order) -> Answer | None:
         remembered = honest_admit(self, order)
         return None if isinstance(order.body, Fold) else remembered
 
-    def fold(self: Shard, order: Fold, opened: tuple[int, int]) -> Answer:
+    def fold(self: ShardRound, order: Fold, opened: tuple[int, int]) -> Answer:
         key = (id(self), order.push)
         if key not in kept:
             arrays = self.versions._open[order.push].arrays if order.push in self.versions._open else {}
@@ -50,7 +55,7 @@ def refold_on_retry() -> list[Patch]:
             acc.arrays[layer] += order.weight * (theta[layer] - theta_j)
         return Folded(1.0)
 
-    return [(Fences, "admit", admit), (Shard, "_fold", fold)]
+    return [(OrderFences, "admit", admit), (ShardRound, "fold", fold)]
 
 
 def unpin_at_send() -> list[Patch]:
@@ -58,7 +63,7 @@ def unpin_at_send() -> list[Patch]:
 
     def open_pull(self: SimFlow, pull: PullId, version: VersionId, source: Arrays, deadline_s: float) -> None:
         honest(self, pull, version, source, deadline_s)
-        self._later(0.0, f"{pull} is sent", lambda: self._said().released(pull, "sent"))
+        self._later(0.0, f"{pull} is sent", lambda: self._report().released(pull, "sent"))
 
     return [(SimFlow, "open_pull", open_pull)]
 
@@ -68,7 +73,7 @@ def free_at_move() -> list[Patch]:
 
     def move_pull(self: SimFlow, pull: PullId, source: Arrays) -> None:
         honest(self, pull, source)
-        self._later(0.0, f"{pull} moves", lambda: self._said().moved(pull))
+        self._later(0.0, f"{pull} moves", lambda: self._report().moved(pull))
 
     return [(SimFlow, "move_pull", move_pull)]
 
@@ -84,13 +89,27 @@ def keep_local() -> list[Patch]:
 
 
 def accept_old_stream() -> list[Patch]:
-    def drop_push(self: SimFlow, push: PushId) -> None:
-        """What was opened stays open to late chunks."""
+    honest_hello, honest_claim = Receiver.hello, Receiver.claim
+    kept: dict[tuple[int, int], tuple[Layout, Arrays, codecs.Codec]] = {}  # what each stream once wrote into
 
-    def admits(self: SimFlow, opened: OpenedPush, rank: int, sinc: int, epoch: int, number: int) -> bool:
-        return True
+    def hello(self: Receiver, lane: int, peer: bytes, name: Any, pieces: Any, now: float) -> Any:
+        push = self._pushes.get(PushId(name.cluster, name.inc, name.seq))
+        if push is not None and push.targets and self._layout is not None:
+            kept[id(self), name.id] = (self._layout, push.targets, push.codec)
+        return honest_hello(self, lane, peer, name, pieces, now)
 
-    return [(SimFlow, "drop_push", drop_push), (SimFlow, "admits", admits)]
+    def claim(self: Receiver, lane: int, peer: bytes, header: Header, body: Buffer, now: float) -> Any:
+        try:
+            return honest_claim(self, lane, peer, header, body, now)
+        except BadFrame:
+            if (id(self), header.stream) in kept:
+                layout, targets, codec = kept[id(self), header.stream]
+                begin = layout.fields[header.layer, header.param].start + header.offset
+                length = {"fp32": header.length // 4, "bf16": header.length // 2, "int8": header.length - 4}[codec.name]
+                codec.put(body, targets[header.layer][begin : begin + length])
+            raise
+
+    return [(Receiver, "hello", hello), (Receiver, "claim", claim)]
 
 
 def offers_without_ledger() -> list[Patch]:
@@ -107,10 +126,12 @@ def offers_without_ledger() -> list[Patch]:
 
 
 def leak_slot() -> list[Patch]:
-    def refuse_closed(closed: moving.Closed, transfer: PushId | PullId) -> None:
+    def refuse_closed(closed: open_transfers.Closed, transfer: PushId | PullId) -> None:
         """No tombstone."""
 
-    def heal(self: moving.Moving, live_pushes: Any, live_pulls: Any, as_of: moving.Opened) -> list[str]:
+    def heal(
+        self: open_transfers.OpenTransfers, live_pushes: Any, live_pulls: Any, as_of: open_transfers.Opened
+    ) -> list[str]:
         return []
 
-    return [(moving, "_refuse_closed", refuse_closed), (moving.Moving, "heal", heal)]
+    return [(open_transfers, "_refuse_closed", refuse_closed), (open_transfers.OpenTransfers, "heal", heal)]

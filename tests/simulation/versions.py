@@ -49,10 +49,10 @@ class LineageInvariant(Invariant):
             for layer, expected in self._expected(memory, machine.layers):
                 if (theta[layer].tobytes(), momentum[layer].tobytes()) != expected:
                     self.fail(f"{machine.name} serves another {memory} than the reference's (layer {layer})")
-            for pull, opened in process.flow.pulls.items():
-                for layer, (expected_theta, _) in self._expected(opened.version, machine.layers):
-                    for source in (opened.source, *opened.former):
-                        if source[layer].tobytes() != expected_theta:
+            for pull, version, sources in process.flow.sender.serving():
+                for layer, (expected_theta, _) in self._expected(version, machine.layers):
+                    for source in sources:
+                        if source.views[layer].tobytes() != expected_theta:
                             self.fail(f"{machine.name}: the source of {pull} moved under it")
 
     def installed(self, agent: SimAgent) -> None:
@@ -101,9 +101,9 @@ class CommitInvariant(Invariant):
             memory, rows = process.versions.memory, self.rows
             if memory is not None and memory not in rows:
                 self.fail(f"{machine.name} serves {memory}, which has no row")
-            for pull, opened in process.flow.pulls.items():
-                if opened.version not in rows:
-                    self.fail(f"{machine.name} opened {pull} on {opened.version}, which has no row")
+            for pull, version, _ in process.flow.sender.serving():
+                if version not in rows:
+                    self.fail(f"{machine.name} opened {pull} on {version}, which has no row")
             if process.holds and memory != self.head and process.versions.prepared != self.head:
                 disk = machine.disk
                 kept = self.head == GENESIS or self.head in disk.good or self.head in disk.harmed

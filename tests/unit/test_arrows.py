@@ -48,11 +48,13 @@ MAY: dict[str, set[str]] = {
     "dips.cli": BELOW_ROLES | {"dips.commands", "dips.data", "dips.__init__"},
     # The real deciding, computing and holding parts, and nothing that has a socket or a thread.
     "dips.sim": LOW
-    | {"dips.protocol", "dips.outer", "dips.wire.codecs", "dips.wire.chunks", "dips.wire.frame"}
-    | {"dips.transport.shares"}
+    | {"dips.protocol", "dips.outer"}
+    | {f"dips.wire.{pure}" for pure in ("codecs", "chunks", "frame", "streams")}
+    | {"dips.transport.pool", "dips.transport.shares"}
+    | {f"dips.slave.{pure}" for pure in ("core", "actions", "standing", "shard", "shard_round", "order_fences")}
+    | {f"dips.slave.{pure}" for pure in ("open_transfers", "ports", "admission", "receiver", "sender", "moves")}
     | {f"dips.master.{pure}" for pure in ("core", "held", "ledger", "orders", "outbox")}
-    | {f"dips.slave.{pure}" for pure in ("shard", "ports", "fences", "moving")}
-    | {f"dips.client.agent.{pure}" for pure in ("session", "account", "actions", "pace")}
+    | {f"dips.client.agent.{pure}" for pure in ("core", "state", "account", "actions", "pace", "restarts")}
     | {"dips.client.ipc.messages", "dips.client.rank.feedback"},
     "dips.data": LOW,
     "dips.demo": {"dips"},
@@ -85,7 +87,7 @@ def name_of(path: Path) -> str:
 
 
 def room_of(module: str) -> str:
-    """`dips.protocol.round` → `dips.protocol`, `dips.client.rank.line` → `dips.client.rank`."""
+    """`dips.protocol.round` → `dips.protocol`, `dips.client.rank.agent_connection` → `dips.client.rank`."""
     parts = module.split(".")
     return next((room for room in (".".join(parts[:3]), ".".join(parts[:2])) if room in MAY), ".".join(parts[:2]))
 
@@ -159,7 +161,7 @@ def test_the_arrows_bite() -> None:
     assert not arrow_is_allowed("dips.protocol", "dips.wire.messages")
     assert not arrow_is_allowed("dips.slave", "dips.client")
     assert not arrow_is_allowed("dips.outer", "dips.protocol.effects")
-    assert not arrow_is_allowed("dips.client.agent", "dips.client.rank.line.Line")
+    assert not arrow_is_allowed("dips.client.agent", "dips.client.rank.agent_connection.AgentConnection")
     assert not arrow_is_allowed("dips.client.rank", "dips.client.agent.pace.Pace")
     assert not arrow_is_allowed("dips.client.ipc", "dips.client.agent.pace.Pace")
     assert arrow_is_allowed("dips.client.rank", "dips.client.ipc.messages.Wait")

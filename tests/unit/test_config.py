@@ -163,10 +163,16 @@ def test_streaming_needs_whole_parameters(tmp_path: Path) -> None:
     assert load_cluster(write(tmp_path / "cluster.yaml", {**CLUSTER, "install": "streaming"})).speakers == 256
 
 
-def test_an_install_through_the_forward_goes_with_every_codec_and_overlap(tmp_path: Path) -> None:
+def test_a_lazy_install_goes_with_every_codec_and_overlap(tmp_path: Path) -> None:
     """It has a whole version in host memory, which is what both want."""
-    forward = {**changed(CLUSTER, "shared.codec", "bf16"), "install": "forward", "overlap": "full"}
-    assert load_cluster(write(tmp_path / "cluster.yaml", forward)).install == "forward"
+    lazy = {**changed(CLUSTER, "shared.codec", "bf16"), "install": "lazy", "overlap": "full"}
+    assert load_cluster(write(tmp_path / "cluster.yaml", lazy)).install == "lazy"
+
+
+def test_the_former_name_of_a_lazy_install_is_refused(tmp_path: Path) -> None:
+    """A cluster file from before the rename is not guessed at: the message names the old value and the new one."""
+    with pytest.raises(ConfigError, match=r"cluster\.yaml: install: .*`install: forward`.*write `install: lazy`"):
+        load_cluster(write(tmp_path / "cluster.yaml", {**CLUSTER, "install": "forward"}))
 
 
 def test_two_slaves_of_one_name(tmp_path: Path) -> None:

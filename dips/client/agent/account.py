@@ -1,8 +1,8 @@
 """What a cluster's training has earned and not yet settled: tokens, inner steps, loss and data ranges (why.md 16, 37).
 
-Every token consumed in one life of the cluster is in exactly one of: carried (the next push takes it), frozen (in the
-push under way), accepted, gated, lost. Progress is cut at the freeze of a push and settled by its Outcome; a dropped or
-skipped push gives it back, the death of the trainer that earned it loses it. Knows no messages and no clock.
+Every token consumed in one incarnation of the cluster is in exactly one of: carried (the next push takes it), frozen
+(in the push under way), accepted, gated, lost. Progress is cut at the freeze of a push and settled by its Outcome; a
+dropped or skipped push gives it back, the death of the trainer that earned it loses it. Knows no messages and no clock.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from dips.protocol.enums import OutcomeKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ NOTHING = Portion()
 
 @dataclass(frozen=True, slots=True)
 class PastIncarnation:
-    """A life of the cluster, and the tokens that it has consumed."""
+    """An incarnation of the cluster, and the tokens that it has consumed."""
 
     inc: int = 0
     consumed: int = 0
@@ -52,7 +54,7 @@ NO_INCARNATION = PastIncarnation()
 
 @dataclass
 class Account:
-    """Progress of one life of a cluster."""
+    """Progress of one incarnation of a cluster."""
 
     carried: Portion = NOTHING
     frozen: Portion = NOTHING
@@ -73,7 +75,7 @@ class Account:
         """Count one inner step."""
         self.carried += Portion(tokens, 1, (), loss or 0.0, 0 if loss is None else 1)
 
-    def learn(self, loss_sum: float, losses: int) -> None:
+    def add_losses(self, loss_sum: float, losses: int) -> None:
         """Add losses of inner steps that were counted without one."""
         self.carried += Portion(loss_sum=loss_sum, losses=losses)
 
@@ -86,16 +88,16 @@ class Account:
         self.frozen, self.carried = self.frozen + self.carried, NOTHING
         return self.frozen
 
-    def settle(self, kind: str) -> None:
+    def settle(self, kind: OutcomeKind) -> None:
         """The push was accepted or gated: its portion never comes back."""
-        if kind == "accepted":
+        if kind is OutcomeKind.ACCEPTED:
             self.accepted += self.frozen.tokens
         else:
             self.gated += self.frozen.tokens
         self.frozen = NOTHING
 
     def give_back(self) -> None:
-        """The push came to nothing and its trainer lives: the next one takes its portion."""
+        """The push came to nothing: the next one takes its portion."""
         self.carried, self.frozen = self.frozen + self.carried, NOTHING
 
     def lose_carried(self) -> tuple[int, ...]:
@@ -113,12 +115,18 @@ class Account:
 
 @dataclass
 class RangeQueue:
-    """Data ranges leased to this life of the cluster and not used up, and the one that the trainer is at."""
+    """Data ranges leased to this incarnation of the cluster and not used up, and the one that the trainer is at."""
 
     waiting: deque[int] = field(default_factory=deque)
     exhausted: bool = False  # the master had none left to lease
     serving: int | None = None
     asked: int = 0  # count of the present trainer's last question
+
+    @property
+    def ahead(self) -> tuple[int, ...]:
+        """Leased and not used up, in order; the first may be half trained."""
+        serving = () if self.serving is None else (self.serving,)
+        return (*serving, *self.waiting)
 
     def lease(self, ranges: Iterable[int], exhausted: bool) -> None:
         self.waiting.extend(ranges)
@@ -136,9 +144,8 @@ class RangeQueue:
         return self.serving
 
     def resume(self, used: Iterable[int], ahead: tuple[int, ...]) -> None:
-        """A checkpoint is taken up: its ranges come first, in its order; what was used up is not served again."""
-        held = {*self.waiting} | ({self.serving} if self.serving is not None else set())
-        self.serving = None
+        """Resume from a checkpoint: its ranges come first, in its order; what was used up is not served again."""
+        held, self.serving = {*self.ahead}, None
         self.waiting = deque([*ahead, *sorted(held - {*ahead} - {*used})])
 
     def take_back(self, ranges: Iterable[int]) -> None:

@@ -1,4 +1,4 @@
-"""The vocabulary of the agent's mind: who it is, the phases of a talk, and the deeds that it orders."""
+"""What the core orders its shell to do: each action is a small frozen fact, returned in the order of execution."""
 
 from __future__ import annotations
 
@@ -6,91 +6,51 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from dips.protocol.enums import Activity
+from dips.client.agent.account import PastIncarnation
+from dips.protocol.heartbeats import ClusterHeartbeat
 
 
-class SyncPhase(StrEnum):
-    """Where the talk with the master stands."""
+class Channel(StrEnum):
+    """At most one question is out in each; a later one takes the place of an older one."""
 
-    UNJOINED = "unjoined"
-    JOINING = "joining"
-    RESTING = "resting"
-    ASKING_PUSH = "asking for a push"
-    PUSHING = "pushing"
-    FINISHING = "finishing a push"
-    AWAITING = "awaiting the outcome"
-    ABORTING = "aborting a push"
-    ASKING_PULL = "asking for a pull"
-    PULLING = "pulling"
-    CLOSING = "closing a pull"
-    UNSURE = "unsure whether this life is over"
-
-
-# What a person sees in status and heartbeats; phases that are not here do not hold up the trainer.
-ACTIVITY: Mapping[SyncPhase, Activity] = {
-    SyncPhase.JOINING: Activity.IDLE,
-    SyncPhase.ASKING_PUSH: Activity.PUSH,
-    SyncPhase.PUSHING: Activity.PUSH,
-    SyncPhase.FINISHING: Activity.PUSH,
-    SyncPhase.AWAITING: Activity.WINDOW,
-    SyncPhase.ASKING_PULL: Activity.PULL,
-    SyncPhase.PULLING: Activity.PULL,
-    SyncPhase.CLOSING: Activity.PULL,
-}
-
-
-# Why a trainer that waits in a phase stands still (tally.CAUSES).
-STANDSTILL: Mapping[SyncPhase, str] = {
-    SyncPhase.UNJOINED: "join",
-    SyncPhase.JOINING: "join",
-    SyncPhase.RESTING: "join",
-    SyncPhase.UNSURE: "join",
-    SyncPhase.ASKING_PUSH: "slot",
-    SyncPhase.PUSHING: "push",
-    SyncPhase.FINISHING: "push",
-    SyncPhase.ABORTING: "push",
-    SyncPhase.AWAITING: "window",
-    SyncPhase.ASKING_PULL: "pull",
-    SyncPhase.PULLING: "pull",
-    SyncPhase.CLOSING: "pull",
-}
-
-
-# Marks at which an agent leaves behind what its life has consumed (remembered.py), besides each beat. At the end of a
-# push: what may be settled from now on is in it, so that what the next agent tells as missing is never too little.
-KEPT_AT = frozenset({"joined", "push_end"})
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterIdentity:
-    """Who this cluster is, and what it must agree on with the run."""
-
-    run: str
-    cluster: str
-    config_digest: str
+    SYNC = "sync"
+    RANGES = "ranges"
 
 
 @dataclass(frozen=True, slots=True)
 class AskMaster:
-    """Ask the master `event` after `delay_s`; a later question of the same channel takes the place of an older one."""
+    """Ask the master `event` once, after `delay_s`; give up what was asked, or is to be asked, in the same channel.
 
-    channel: str  # "talk" | "ranges"
-    number: int  # to be handed back with the answer
+    The reply goes to `on_reply`, a failure to `on_error`; asking again is the core's business.
+    """
+
+    channel: Channel
+    number: int  # the same for each repetition of a question
     event: object
     delay_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class RecordMark:
-    """Tell the timeline and the log."""
+class SendHeartbeat:
+    """Send this now; its answer goes to `on_heartbeat_reply`, a failure to `on_heartbeat_error`."""
 
-    kind: str
-    fields: Mapping[str, object]
+    heartbeat: ClusterHeartbeat
+    deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class SendHeartbeat:
-    """Beat now: the answer is needed."""
+class SaveIncarnation:
+    """Write down what the next agent must know if this one dies, before anything that follows is done."""
+
+    past: PastIncarnation
+
+
+@dataclass(frozen=True, slots=True)
+class RecordMark:
+    """Write to the timeline and the log."""
+
+    kind: str
+    fields: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,4 +61,9 @@ class StopTrainer:
     reason: str
 
 
-Action = AskMaster | RecordMark | SendHeartbeat | StopTrainer
+Action = AskMaster | SendHeartbeat | SaveIncarnation | RecordMark | StopTrainer
+Actions = list[Action]
+
+# At these marks the incarnation is saved, besides each heartbeat. At the end of a push: what may be settled from now on
+# is in it, so that what the next agent reports as missing is never too little.
+SAVED_AT = frozenset({"joined", "push_end"})

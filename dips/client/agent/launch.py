@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
     agent, dashes, command = int(argv[1]), argv[2], argv[3:]
     assert dashes == "--" and command
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != agent:  # it died before we asked to be told
+    if os.getppid() != agent:  # it died before prctl
         raise SystemExit(128 + signal.SIGTERM)
     try:
         os.execvp(command[0], command)

@@ -1,4 +1,4 @@
-"""Where the agent hears its ranks: a Unix socket of its own user, and a TCP port only for a job of several hosts."""
+"""Where ranks reach the agent: a Unix socket of its own user, and a TCP port only for a job of several hosts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from dips.client.agent.agent import Agent
+from dips.client.agent.rank_server import RankServer
 from dips.client.ipc.address import AGENT, TOKEN, over_network, socket_path, token_of
 from dips.config import ClusterFile
 from dips.errors import ConfigError
@@ -21,15 +21,15 @@ AGAIN_S = 1.0
 
 
 @asynccontextmanager
-async def listening(config: ClusterFile, agent: Agent, log: Log) -> AsyncIterator[dict[str, str]]:
-    """Hear ranks; what a rank must find in its environment, to find us, is the value."""
+async def listening(config: ClusterFile, ranks: RankServer, log: Log) -> AsyncIterator[dict[str, str]]:
+    """Serve ranks; the value is what a rank must find in its environment, to find the agent."""
     path, remote = socket_path(config), over_network(config)
-    servers = [await _on_this_host(path, agent)]
+    servers = [await _on_this_host(path, ranks)]
     environment = {AGENT: f"unix:{path}"}
     try:
         if remote is not None:
             token = token_of(config) or secrets.token_hex(32).encode()
-            server, host = await _on_any_host(remote, agent, token)
+            server, host = await _on_any_host(remote, ranks, token)
             servers.append(server)
             address, port = server.sockets[0].getsockname()[:2]
             environment = {AGENT: f"tcp://{host}:{port}", TOKEN: token.decode()}
@@ -41,34 +41,34 @@ async def listening(config: ClusterFile, agent: Agent, log: Log) -> AsyncIterato
         path.unlink(missing_ok=True)
 
 
-async def _on_this_host(path: Path, agent: Agent) -> asyncio.Server:
+async def _on_this_host(path: Path, ranks: RankServer) -> asyncio.Server:
     """The Unix socket for rank 0, readable by this user only."""
-    path.unlink(missing_ok=True)  # of an agent that was killed; the pid file's lock says that none lives
+    path.unlink(missing_ok=True)  # of an agent that was killed; the pid file's lock says that none runs
     mask = os.umask(0o177)
     try:
-        return await asyncio.start_unix_server(agent.serve, path)
+        return await asyncio.start_unix_server(ranks.serve, path)
     except OSError as error:
         raise ConfigError(f"socket: cannot listen on {path}: {error.strerror or error}") from error
     finally:
         os.umask(mask)
 
 
-async def _on_any_host(remote: tuple[str, int, str], agent: Agent, token: bytes) -> tuple[asyncio.Server, str]:
-    """The port on the one address that `remote` names, and how ranks spell its host."""
-    host, port, said_by = remote
+async def _on_any_host(remote: tuple[str, int, str], ranks: RankServer, token: bytes) -> tuple[asyncio.Server, str]:
+    """The port on the one address that `remote` names, and how ranks write its host."""
+    host, port, named_by = remote
     try:
         family, *_, address = await _resolved(host, port)
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-            return await asyncio.start_server(agent.admitting(token), sock=listener), _spelt(host)
+            return await asyncio.start_server(ranks.serve_with(token), sock=listener), _bracketed(host)
         except OSError:
             listener.close()
             raise
     except OSError as error:
         raise ConfigError(
-            f"{said_by}: cannot listen on {host}:{port}: {error.strerror or error}; it must be an address of the host "
+            f"{named_by}: cannot listen on {host}:{port}: {error.strerror or error}; it must be an address of the host "
             "on which the agent runs"
         ) from error
 
@@ -84,5 +84,5 @@ async def _resolved(host: str, port: int) -> tuple[int, int, int, str, tuple[obj
             await asyncio.sleep(AGAIN_S)
 
 
-def _spelt(host: str) -> str:
+def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host

@@ -1,7 +1,7 @@
 """The agent's way to the master: one question, one call; the master's errors come back as their classes.
 
-Beats have a connection of their own, so that no long poll stands before them. What a question means, and when it is
-legal, this file does not know.
+Heartbeats have a connection of their own, so that no long poll stands before them. What a question means, and when it
+is legal, this file does not know.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class MasterLink:
     def __init__(self, address: str) -> None:
         self._peer = f"the master at {address}"
         self._channels: tuple[aio.Channel, aio.Channel] = (control.channel(address), control.channel(address))
-        self._talk, self._beats = (ClusterServiceStub(channel) for channel in self._channels)
+        self._questions, self._heartbeats = (ClusterServiceStub(channel) for channel in self._channels)
 
     async def ask(self, event: object) -> Result:
         """Ask; raise UnavailableMaster if nobody answers in time, else what the master raised."""
         method, deadline_s = CALLS[type(event)]
-        reply = await self._call(getattr(self._talk, method), event, deadline_s)
+        reply = await self._call(getattr(self._questions, method), event, deadline_s)
         return cast(Result, unwrap(reply))
 
-    async def beat(self, beat: ClusterHeartbeat, deadline_s: float) -> ClusterHeartbeatAnswer:
-        """Prove life; raise as `ask` does."""
-        return from_proto(await self._call(self._beats.Beat, beat, deadline_s), ClusterHeartbeatAnswer)
+    async def send_heartbeat(self, heartbeat: ClusterHeartbeat, deadline_s: float) -> ClusterHeartbeatAnswer:
+        """Keep the lease; raise as `ask` does."""
+        return from_proto(await self._call(self._heartbeats.Beat, heartbeat, deadline_s), ClusterHeartbeatAnswer)
 
     async def close(self) -> None:
         for channel in self._channels:

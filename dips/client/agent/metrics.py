@@ -1,4 +1,4 @@
-"""What an agent tells Prometheus of its cluster: dips_agent_…, read from its session at each scrape."""
+"""The agent's metrics of its cluster: dips_agent_…, read from its state at each scrape."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from prometheus_client.core import Metric
 
 from dips.client.agent.relay import Relay
-from dips.client.agent.session import Session
+from dips.client.agent.state import AgentState
 from dips.telemetry.metrics import Row, Status, families
 
 SELF = (
-    Row("dips_agent_incarnation", "inc", "Lives of this cluster so far, as its master counts."),
-    Row("dips_agent_attempts", "attempt", "Lives of its trainer since the agent started.", counter=True),
+    Row("dips_agent_incarnation", "inc", "Incarnations of this cluster so far, as its master counts."),
+    Row("dips_agent_attempts", "attempt", "Attempts of its training job since the agent started.", counter=True),
     Row("dips_agent_training", "alive", "1 if a trainer is attached."),
     Row("dips_agent_devices", "devices", "Ranks that hold a part of the model."),
     Row("dips_agent_inner_steps", "inner_steps", "Inner steps since the agent started.", counter=True),
@@ -29,27 +29,27 @@ SELF = (
     Row("dips_agent_master_silent_seconds", "silent_s", "Since the master stopped to answer; 0 while it does."),
 )
 SPENT = (Row("dips_agent_seconds", "seconds", "Time by what it went to; all but inner is standstill.", counter=True),)
-FATE = (Row("dips_agent_tokens_by_fate", "tokens", "Tokens of this life of the cluster, by what became of them."),)
+FATE = (Row("dips_agent_tokens_by_fate", "tokens", "Tokens of this incarnation, by what became of them."),)
 MOVED = (Row("dips_agent_moved_bytes", "nbytes", "Of pushes and pulls that were carried through.", counter=True),)
 
 
-def read(session: Session, now: float) -> dict[str, Any]:
-    """Gather the numbers; on the thread that owns the session."""
-    tally, account, devices = session.tally, session.account, session.devices
-    rate = tally.rate(now)
+def read(state: AgentState, now: float) -> dict[str, Any]:
+    """Gather the numbers; on the thread that owns the core."""
+    trainer, member, tally, account = state.trainer, state.membership, state.tally, state.account
+    rate, silent_since = tally.rate(now), member.unreachable_since
     return {
-        "inc": session.inc,
-        "attempt": session.attempt,
-        "alive": session.alive,
-        "devices": devices,
-        "inner_steps": session.inner_steps,
+        "inc": member.inc,
+        "attempt": trainer.attempt,
+        "alive": trainer.alive,
+        "devices": trainer.pull_ranks,
+        "inner_steps": trainer.inner_steps,
         "tokens": tally.tokens,
         "rate": rate,
-        "device_rate": rate / max(devices, 1),
-        "loss": session.loss if session.inner_steps else None,
-        "base": session.base.version if session.base else None,
-        "progress": session.fraction,
-        "silent_s": session.silent_s(now),
+        "device_rate": rate / max(trainer.pull_ranks, 1),
+        "loss": trainer.loss if trainer.inner_steps else None,
+        "base": trainer.base.version if trainer.base else None,
+        "progress": state.fraction,
+        "silent_s": 0.0 if silent_since is None else max(0.0, now - silent_since),
         "spent": tally.spent(now),
         "moved": dict(tally.moved),
         "fates": {
@@ -62,19 +62,19 @@ def read(session: Session, now: float) -> dict[str, Any]:
     }
 
 
-def relayed(relay: Relay | None) -> dict[str, Any]:
+def read_relay(relay: Relay | None) -> dict[str, Any]:
     """The relay's numbers; nothing without one."""
     if relay is None:
         return {}
     return {"relayed": relay.passed_bytes, "relay_open": relay.connections, "relay_refused": relay.refused}
 
 
-def collect(told: Status) -> Iterator[Metric]:
+def collect(status: Status) -> Iterator[Metric]:
     """Turn what `read` gathered into metric families."""
-    yield from families(SELF, [((), told)], ())
-    spent = [((cause,), {"seconds": seconds}) for cause, seconds in told["spent"].items()]
+    yield from families(SELF, [((), status)], ())
+    spent = [((cause,), {"seconds": seconds}) for cause, seconds in status["spent"].items()]
     yield from families(SPENT, spent, ("cause",))
-    fates = [((fate,), {"tokens": tokens}) for fate, tokens in told["fates"].items()]
+    fates = [((fate,), {"tokens": tokens}) for fate, tokens in status["fates"].items()]
     yield from families(FATE, fates, ("fate",))
-    moved = [((direction,), {"nbytes": nbytes}) for direction, nbytes in told["moved"].items()]
+    moved = [((direction,), {"nbytes": nbytes}) for direction, nbytes in status["moved"].items()]
     yield from families(MOVED, moved, ("direction",))

@@ -1,8 +1,8 @@
-"""When this cluster pushes: after so many steps, after so many seconds, or when the master's meeting is (design.md 8).
+"""When this cluster pushes: after so many steps, after so many seconds, or together with others, as the master plans.
 
-The trainer's ranks count inner steps and must agree without talking at each of them. So they are told after how many
-steps to look again: at once when a push is due, else when most of what is left is over, so that a late step or a moved
-meeting costs a look and no disagreement. Pure; knows neither messages nor the master.
+The trainer's ranks count inner steps and must agree without a message at each of them. So each answer says after how
+many steps to look again: at once when a push is due, else when most of what is left is over, so that a late step or a
+moved meeting costs one look and no disagreement. Pure; knows neither messages nor the master.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from statistics import median
 
 from dips.protocol.heartbeats import OWN_PACE
 
-SOON_S = 0.5  # a trainer that overlaps hears of a grant so soon
+SOON_S = 0.5  # a trainer that overlaps looks for a grant so soon
 SOON_TIMES = 8  # the steps seen: as far ahead as they are believed
 STEPS_KEPT = 33  # inner steps whose median is the speed
-LOOK_S = 3.0  # at least so often do aligned ranks look: the meeting may be told, or moved, at every beat
+LOOK_S = 3.0  # at least so often do aligned ranks look: the meeting may be set, or moved, by every heartbeat
 LOOK_SHARE = 0.75  # of the steps that are left: then the ranks look again
 NEAR = 0.5  # of a step: the boundary nearest to the moment is taken
 MOST_TIMES = 8  # the own H of an aligned cluster: it pushes then, meeting or not
-TOLD_FOR_S = 30.0  # what the master said holds so long; then the cluster keeps its own H
+BELIEVED_S = 30.0  # what the master has set holds so long; then the cluster keeps its own H
 
 
 class Pace:
-    """Counts inner steps since the last push, and says how many are left; `now` is the agent's monotonic clock."""
+    """Counts inner steps since the last push, and how many are left; `now` is the agent's monotonic clock."""
 
     def __init__(self, *, steps: int | None = None, seconds: float | None = None, aligned: int | None = None) -> None:
         """Exactly one of the three: `pace` of the cluster file."""
@@ -33,7 +33,7 @@ class Pace:
         self._last: float | None = None  # end of the last inner step, if the trainer has not stood still since
         self._took: deque[float] = deque(maxlen=STEPS_KEPT)
         self._due: float | None = None  # of the meeting
-        self._told = 0.0  # when it was said
+        self._set_at = 0.0  # when it was set
 
     @property
     def aligned_steps(self) -> int:
@@ -55,29 +55,29 @@ class Pace:
             return 1
         return max(1, min(int(SOON_S / self.step_s), SOON_TIMES * len(self._took)))
 
-    def stepped(self, now: float) -> None:
+    def record_step(self, now: float) -> None:
         """An inner step is done."""
         self.since_push += 1
         if self._last is not None:
             self._took.append(now - self._last)
         self._last = now
 
-    def stood_still(self) -> None:
-        """The trainer waited for a transfer or a window: the next step's time says nothing about its speed."""
+    def pause(self) -> None:
+        """The trainer waited for a transfer or a window: the next step's time is no measure of its speed."""
         self._last = None
 
     def cut(self, now: float) -> None:
         """A push is over, whatever came of it, or a trainer begins: count anew."""
         self.since_push, self._since, self._due = 0, now, None
-        self.stood_still()
+        self.pause()
 
     def resume(self, since_push: int) -> None:
-        """A checkpoint is taken up: so many steps were taken since the last push."""
+        """Resume from a checkpoint: so many steps were taken since the last push."""
         self.since_push = since_push
 
-    def told(self, push_in_s: float, now: float) -> None:
-        """The master says when an aligned push should begin; OWN_PACE: by the own H."""
-        self._told = now
+    def set_meeting(self, push_in_s: float, now: float) -> None:
+        """The master has set when an aligned push should begin; OWN_PACE: by the own H."""
+        self._set_at = now
         self._due = None if push_in_s == OWN_PACE else now + push_in_s
 
     def look_in(self, now: float) -> int:
@@ -86,7 +86,7 @@ class Pace:
             return self._until(self._since + self._seconds, now)
         if self._aligned is None:
             return max(0, (self._steps or 0) - self.since_push)
-        if self._due is None or now - self._told > TOLD_FOR_S:
+        if self._due is None or now - self._set_at > BELIEVED_S:
             return self._by_itself(self._aligned)
         if self.since_push >= self._aligned * MOST_TIMES:
             return 0

@@ -51,7 +51,7 @@ class Relay:
         self._connections = 0  # this and what follows: the relay's thread alone writes
         self.passed_bytes = 0
         self.refused = 0  # connections beyond the most
-        self._listen().close()  # a wrong host is told now, not in the middle of the first push
+        self._listen().close()  # a wrong host is an error now, not in the middle of the first push
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="relay", daemon=True)
         self._thread.start()

@@ -1,162 +1,220 @@
-"""What the agent's mind holds, and the small verbs by which it orders deeds; no decision is made here.
+"""Everything that the agent remembers; no decision is made here.
 
-Layers, each knowing only those below: Life (this file), Talk (one push or pull from its question to its verdict),
-Session (attempts of the trainer, the life at the master, data ranges, beats).
+Three dataclasses say how the cluster stands with the master (Membership), what its trainer does (TrainerAttempt) and
+how far the present push or pull is (OuterSync). Beside them stand what was earned (Account), the data ranges
+(RangeQueue, RangeRequests), when to push (Pace), where the time goes (Tally) and what the master is being asked
+(OpenQuestion). The functions over it stand in modules by subject; core.py calls them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from dataclasses import dataclass, field
+from math import inf
+from random import Random
 
 from dips.client.agent.account import NO_INCARNATION, Account, PastIncarnation, RangeQueue
-from dips.client.agent.actions import STANDSTILL, Action, AskMaster, ClusterIdentity, RecordMark, StopTrainer, SyncPhase
+from dips.client.agent.actions import Action, Channel, RecordMark, StopTrainer
 from dips.client.agent.pace import Pace
+from dips.client.agent.phases import SyncPhase
 from dips.client.agent.tally import Tally
 from dips.client.ipc.messages import Answer, ErrorReply
 from dips.errors import DipsError, treatment
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant, Progress
-from dips.protocol.events import RangesRequested
+from dips.transport.backoff import Backoff
+
+PATIENCE_HEARTBEATS = 5  # a trainer waits so long for a master that does not answer, then trains on
 
 
-class Life:
-    """One life of the cluster at the master, the present attempt of its trainer, and the present talk."""
+@dataclass(frozen=True, slots=True)
+class ClusterIdentity:
+    """Who this cluster is, and what it must agree on with the run."""
 
-    def __init__(
-        self,
-        identity: ClusterIdentity,
-        new_nonce: Callable[[], str],
-        patience_s: float,
-        pace: Pace,
-        overlap: bool = False,
-        former: PastIncarnation = NO_INCARNATION,
-    ) -> None:
-        """
-        patience_s  how long a trainer waits for a master that does not answer, before it trains on
-        overlap     the trainer trains on while its push moves, its window is open and its pull arrives
-        former      the last life of an agent that died here
-        """
-        self._identity, self._new_nonce, self._patience_s, self._pace = identity, new_nonce, patience_s, pace
-        self._out: list[Action] = []
-        self._now = 0.0
-        self.tally = Tally()
-        self._starves = self._left = False  # the trainer waits for a data range; it said goodbye
-        # this life at the master
-        self.inc, self._nonce, self._term, self._manifest = 0, "", 0, ""
-        self.account, self.ranges = Account(), RangeQueue()
-        self.progress = Progress(0, 0, None)
-        self._seq = self._ranges_seq = 0
-        self._ranges_asked = False
-        self._ranges_event = cast("RangesRequested | None", None)  # the last that was asked
-        self._ended_at = cast("float | None", None)  # when the data ended before all of it was settled
-        self._rest_again_at = 0.0  # the next try to push the rest
-        self._sick = False  # the loss was not finite since the last freeze, and that was said
-        self._claimed: tuple[int, ...] = ()  # ranges of a checkpoint that were asked for
-        self.settled = 0  # pushes of this cluster that were accepted or gated, in all its lives
-        self._former = former  # the life before, until the master says what he knows of it
-        # the trainer
-        self.attempt, self._alive, self._process = 0, False, ""  # the last names rank 0
-        self._buried, self._started = set[str](), 0  # rank 0 of former attempts; the newest life that we started
-        self.inner_steps = self.tokens = 0  # since the agent's start
-        self.loss, self.base = 0.0, cast("VersionId | None", None)
-        self._push_ranks = self._pull_ranks = 1
-        self._moved, self._marked_at = (0, 0), 0.0  # of the present or last transfer: bytes, in all
-        self._moving_since, self._bytes_per_s = 0.0, 0.0  # its grant; its mean rate
-        # the talk
-        self.phase, self.reason = SyncPhase.UNJOINED, "no trainer has attached yet"
-        self._number = self._question = 0
-        self._waiting, self._told = False, cast("Answer | None", None)
-        self._stands_since = 0.0  # when rank 0 first asked for what it waits for
-        self._accepted = 0  # seq of this life's last push that was
-        self._frozen_by = 0  # the attempt whose progress the open push carries
-        self._grant = cast("Grant | None", None)
-        self._overlap = overlap
-        self._cut = self._merge = False  # the ranks were told to freeze; the present pull is merged
-        self._beat_moving = cast("PushId | PullId | None", None)  # what was moving when the last beat left
-        self._halt = ""  # why the ranks should end the present transfer
-        self._pull_due = self._resync = self._final_tried = False
-        self._pull_failures, self._backoff_until = 0, 0.0
-        self._unreachable_since = cast("float | None", None)
-        self._failure = cast("ErrorReply | None", None)
+    run: str
+    cluster: str
+    config_digest: str
 
-    def _ask(self, event: object, delay_s: float = 0.0) -> None:
-        self._question += 1
-        self._last_ask = AskMaster("talk", self._question, event, delay_s)
-        self._out.append(self._last_ask)
 
-    def _stop(self, error: DipsError) -> None:
-        self._failure = ErrorReply(type(error).__name__, str(error))
-        self._out.append(StopTrainer(treatment(error).exit_code, f"{type(error).__name__}: {error}"))
+@dataclass(frozen=True, slots=True)
+class AgentSettings:
+    """What an agent is started with."""
 
-    def _unreachable(self) -> bool:
-        """The master has not answered for longer than a trainer waits."""
-        return self._unreachable_since is not None and self._now - self._unreachable_since >= self._patience_s
-
-    def _progressed(self, progress: Progress) -> None:
-        if progress.tokens >= self.progress.tokens or progress.finished:
-            self.progress = progress
-
-    def _fraction(self) -> float:
-        p = self.progress
-        return min(1.0, p.tokens / p.tokens_target) if p.tokens_target else 0.0
-
-    def _push_id(self) -> PushId:
-        return PushId(self._identity.cluster, self.inc, self._seq)
-
-    def _pull_id(self) -> PullId:
-        return PullId(self._identity.cluster, self.inc, self._seq)
-
-    def _begin_moving(self) -> None:
-        """A transfer was granted."""
-        self._moved, self._halt, self._moving_since = (0, 0), "", self._now
-
-    def _have_moved(self, nbytes: int, total: int) -> None:
-        """So much of it has moved, over all ranks."""
-        self._moved = (nbytes, total)
-        self._bytes_per_s = nbytes / max(self._now - self._moving_since, 1e-3)
-
-    def _mark_inner(self) -> None:
-        self._marked_at = self._now
-        self._mark("inner", attempt=self.attempt, inner_steps=self.inner_steps, tokens=self.tokens, loss=self.loss)
-
-    def _mark(self, kind: str, **fields: object) -> None:
-        self._out.append(RecordMark(kind, fields))
+    identity: ClusterIdentity
+    heartbeat_s: float
+    retry_s: float  # the longest pause before a master that did not answer is asked again
+    overlap: bool = False  # the trainer trains on while its push moves, its window is open and its pull arrives
+    max_restarts: int = 0  # of the training command, after it crashed
 
     @property
-    def alive(self) -> bool:
-        """A trainer is attached."""
-        return self._alive
+    def patience_s(self) -> float:
+        """How long a trainer waits for a master that does not answer, before it trains on."""
+        return PATIENCE_HEARTBEATS * self.heartbeat_s
+
+
+@dataclass
+class Membership:
+    """This cluster in the run, as its master counts, and what the master last said of the run."""
+
+    inc: int = 0  # 0: never joined
+    nonce: str = ""  # of the last Join
+    manifest: str = ""  # of the model that was joined with, JSON
+    term: int = 0
+    progress: Progress = Progress(0, 0, None)
+    settled: int = 0  # pushes of this cluster that were accepted or gated, in all its incarnations
+    former: PastIncarnation = NO_INCARNATION  # the incarnation before, until the master reports what it has of it
+    unreachable_since: float | None = None
+
+
+@dataclass
+class TrainerAttempt:
+    """The present or last attempt of the training job, and what all attempts under this agent have done."""
+
+    attempt: int = 0
+    alive: bool = False
+    process: str = ""  # rank 0
+    former_processes: set[str] = field(default_factory=set)  # rank 0 of former attempts
+    launch: int = 0  # the newest start of the training command that has attached
+    push_ranks: int = 1
+    pull_ranks: int = 1
+    base: VersionId | None = None  # the version that it trains on; None: no parameters of the run, or torn ones
+    must_pull: bool = False  # it trained under a former incarnation: a pull will overwrite that work
+    starved: bool = False  # it waits for a data range
+    detached: bool = False  # it ended the outer loop itself
+    inner_steps: int = 0  # since the agent's start, as are tokens and loss
+    tokens: int = 0
+    loss: float = 0.0
+    loss_not_finite: bool = False  # since the last freeze, and that was recorded
+    marked_at: float = 0.0  # when the timeline last got inner steps
+
+
+@dataclass
+class OuterSync:
+    """The present push or pull, and what rank 0 is to be answered."""
+
+    phase: SyncPhase = SyncPhase.UNJOINED
+    reason: str = "no trainer has attached yet"
+    seq: int = 0  # of the last push or pull in this incarnation
+    accepted_seq: int = 0  # of the last push in this incarnation that was accepted
+    # rank 0's question
+    question: int = 0  # its number
+    waiting: bool = False  # for the verdict
+    verdict: Answer | None = None  # given again when the question is repeated
+    waits_since: float = 0.0  # when it was first asked
+    # the transfer
+    grant: Grant | None = None
+    frozen: bool = False  # the ranks have the order to freeze the model for the present push
+    frozen_by: int = 0  # the attempt whose progress the open push carries
+    merge: bool = False  # the present pull keeps what was trained since the push was frozen
+    moved: tuple[int, int] = (0, 0)  # of the present or last transfer: bytes, in all
+    moving_since: float = 0.0
+    bytes_per_s: float = 0.0  # its mean rate
+    moving_at_heartbeat: PushId | PullId | None = None  # what was moving when the last heartbeat left
+    halt: str = ""  # why the ranks should end the present transfer
+    # what comes next
+    pull_due: bool = False
+    final_pull_tried: bool = False
+    pull_failures: int = 0  # in a row
+    backoff_until: float = 0.0  # no push is asked for before
+
+
+@dataclass
+class RangeRequests:
+    """What the master was asked about data ranges, beside the question that is out."""
+
+    seq: int = 0  # of the last question in this incarnation
+    claimed: tuple[int, ...] = ()  # ranges of a checkpoint that were asked for
+    ended_at: float | None = None  # when the data ended before all of it was settled
+    rest_again_at: float = 0.0  # the next try to push the rest
+
+
+@dataclass
+class OpenQuestion:
+    """A question that the master has not answered."""
+
+    number: int
+    event: object
+    backoff: Backoff
+    pausing: bool = False  # it could not be reached: the question is repeated after a pause
+
+
+@dataclass
+class HeartbeatTimer:
+    """One heartbeat is out at a time."""
+
+    due_at: float = 0.0
+    in_flight: bool = False
+
+    def next_deadline(self) -> float:
+        return inf if self.in_flight else self.due_at
+
+
+@dataclass
+class AgentState:
+    """One agent from its start to its end; `now` is the time of the event that is being handled."""
+
+    settings: AgentSettings
+    pace: Pace
+    new_nonce: Callable[[], str]
+    rng: Random  # jitter of pauses
+    membership: Membership = field(default_factory=Membership)
+    trainer: TrainerAttempt = field(default_factory=TrainerAttempt)
+    sync: OuterSync = field(default_factory=OuterSync)
+    account: Account = field(default_factory=Account)
+    ranges: RangeQueue = field(default_factory=RangeQueue)
+    range_requests: RangeRequests = field(default_factory=RangeRequests)
+    heartbeats: HeartbeatTimer = field(default_factory=HeartbeatTimer)
+    tally: Tally = field(default_factory=Tally)
+    questions: dict[Channel, OpenQuestion] = field(default_factory=dict)
+    questions_asked: int = 0
+    failure: ErrorReply | None = None  # why this agent cannot go on, for the ranks
+    stop: StopTrainer | None = None  # the first reason why it cannot go on
+    now: float = 0.0
+    out: list[Action] = field(default_factory=list)
 
     @property
-    def devices(self) -> int:
-        """Ranks of the present or last trainer that hold a part of the model."""
-        return self._pull_ranks
+    def cluster(self) -> str:
+        return self.settings.identity.cluster
+
+    @property
+    def joined(self) -> bool:
+        """The cluster has an incarnation at the master, and has not begun to join as another."""
+        return self.membership.inc > 0 and self.sync.phase is not SyncPhase.JOINING
 
     @property
     def fraction(self) -> float:
-        """Accepted tokens of the run over its target, 0 to 1."""
-        return self._fraction()
+        """Accepted tokens of the run over its target, 0 to 1; 0 if it has none."""
+        p = self.membership.progress
+        return min(1.0, p.tokens / p.tokens_target) if p.tokens_target else 0.0
 
-    def silent_s(self, now: float) -> float:
-        """For how long the master has not answered; 0 while it does."""
-        return 0.0 if self._unreachable_since is None else max(0.0, now - self._unreachable_since)
+    @property
+    def trains_on(self) -> bool:
+        """Whatever it waits for, the trainer does not stand still: it overlaps, and has parameters to train."""
+        return self.settings.overlap and self.trainer.base is not None and not self.trainer.must_pull
 
-    def _trains_on(self) -> bool:
-        """Whatever it waits for, its trainer does not stand still: it overlaps, and has parameters to train."""
-        return self._overlap and self.base is not None and not self._resync
+    @property
+    def push_id(self) -> PushId:
+        return PushId(self.cluster, self.membership.inc, self.sync.seq)
 
-    def _cause(self) -> str:
-        """What the cluster's time goes to now (tally.CAUSES)."""
-        if not self._alive:
-            return "ended" if self._left else "failure" if self.attempt else "start"
-        if self._waiting and not self._trains_on():
-            return STANDSTILL[self.phase]
-        if self._starves:
-            return "data"
-        return "start" if self.base is None else "inner"
+    @property
+    def pull_id(self) -> PullId:
+        return PullId(self.cluster, self.membership.inc, self.sync.seq)
 
-    def _flush(self) -> list[Action]:
-        self.tally.turn(self._cause(), self._now)
-        out, self._out = self._out, []
-        return out
+    def mark(self, kind: str, **fields: object) -> None:
+        """Record an event of the timeline."""
+        self.out.append(RecordMark(kind, fields))
+
+    def fail(self, error: DipsError) -> None:
+        """End trainer and agent: going on cannot help."""
+        self.failure = ErrorReply(type(error).__name__, str(error))
+        self.end(StopTrainer(treatment(error).exit_code, f"{type(error).__name__}: {error}"))
+
+    def end(self, stop: StopTrainer) -> None:
+        """The first reason to stop is the agent's exit code."""
+        self.stop = self.stop or stop
+        self.out.append(stop)
+
+    def update_progress(self, progress: Progress) -> None:
+        """Answers overtake each other: progress never goes back."""
+        if progress.tokens >= self.membership.progress.tokens or progress.finished:
+            self.membership.progress = progress

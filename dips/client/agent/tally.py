@@ -22,7 +22,7 @@ RATE_S = 60.0  # the rate is a mean over so long
 
 
 class Tally:
-    """Seconds by cause and tokens by time of one agent's life."""
+    """Seconds by cause and tokens by time of one agent."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(CAUSES, 0.0)
@@ -36,7 +36,7 @@ class Tally:
     def cause(self) -> str:
         return self._cause
 
-    def turn(self, cause: str, now: float) -> None:
+    def switch(self, cause: str, now: float) -> None:
         """From now on time goes to `cause`."""
         if self._since >= 0:
             passed = max(0.0, now - self._since)
@@ -46,7 +46,7 @@ class Tally:
             self._waited = 0.0
         self._cause, self._since = cause, now
 
-    def updated(self, update_s: float) -> None:
+    def count_update(self, update_s: float) -> None:
         """So much of the wait that ends now was no window any more, but the update."""
         share = min(max(update_s, 0.0), self._waited)
         self.seconds["window"] -= share

@@ -1,7 +1,7 @@
-"""The trainer as the agent sees it: a process group that is started, told to end, and cleaned up after (why.md 27).
+"""The training command as a process group that is started, ended, and cleaned up after (why.md 27).
 
 torchrun puts its workers into sessions of their own, so killing its group hard leaves them behind. The agent is their
-subreaper: they become its children and are found and killed here, so that two lives of a trainer never overlap.
+subreaper: they become its children and are found and killed here, so that two launches never overlap.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 
 
-class Trainer:
-    """One life of the training command."""
+class TrainerProcess:
+    """One launch of the training command."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     @classmethod
-    async def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> Trainer:
+    async def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> TrainerProcess:
         """Start `command` with `environment` added to ours, in a process group of its own."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "dips.client.agent.launch", str(os.getpid()), "--", *command),
@@ -57,7 +57,7 @@ class Trainer:
 
 
 def descendants(root: int) -> list[int]:
-    """Processes below `root`, children first; those that end while we look are passed over."""
+    """Processes below `root`, children first; those that end meanwhile are passed over."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -75,7 +75,7 @@ def descendants(root: int) -> list[int]:
 def kill_leftovers() -> list[int]:
     """Kill every process below this one and reap those that are our children; return their ids.
 
-    Only right when no child of ours shall live: the agent starts nothing but the trainer.
+    Only right when no child of ours may stay: the agent starts nothing but the trainer.
     """
     killed: list[int] = []
     while left := [pid for pid in descendants(os.getpid()) if pid not in killed]:

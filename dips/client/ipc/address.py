@@ -1,10 +1,10 @@
 """Where a job's agent is to be found: by a Unix socket on its own host, by TCP and a token from the job's other hosts.
 
     DIPS_AGENT=unix:/path/agent.sock     what the agent hands to the command that it starts, or
-    DIPS_AGENT=tcp://HOST:PORT           what whoever starts the ranks of other hosts says; the agent reads it, too
+    DIPS_AGENT=tcp://HOST:PORT           set by whoever starts the ranks of other hosts; the agent reads it, too
     DIPS_AGENT_TOKEN=…                   the job's token, at least LEAST_TOKEN characters; or the file `token`
 
-Without DIPS_AGENT the cluster file's `agent` tells, else the Unix socket in its directory. Knows no socket.
+Without DIPS_AGENT it is the cluster file's `agent`, else the Unix socket in its directory. Knows no socket.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class OnThisHost:
     """A Unix socket."""
 
     path: Path
-    said_by: str  # what named it, for who reads an error
+    named_by: str  # what named it, for error messages
 
     def __str__(self) -> str:
         return f"unix:{self.path}"
@@ -36,12 +36,12 @@ class OnThisHost:
 
 @dataclass(frozen=True, slots=True)
 class OnAnyHost:
-    """A TCP port; who dials it must know the token."""
+    """A TCP port; a rank that dials it must know the token."""
 
     host: str
     port: int
     token: bytes
-    said_by: str
+    named_by: str
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -70,32 +70,32 @@ def find(config: ClusterFile, environment: Mapping[str, str] = os.environ) -> Ad
 
 
 def over_network(config: ClusterFile, environment: Mapping[str, str] = os.environ) -> tuple[str, int, str] | None:
-    """Host and port of the agent for ranks of other hosts, and what said so; None for one host."""
+    """Host and port of the agent for ranks of other hosts, and what named them; None for one host."""
     named = environment.get(AGENT, "")
     if named.startswith("unix:") or not (named or config.agent):
         return None
-    said_by, address = (AGENT, named.removeprefix("tcp://")) if named else ("agent", _filled_in(config, environment))
+    named_by, address = (AGENT, named.removeprefix("tcp://")) if named else ("agent", _filled_in(config, environment))
     if named and address == named:
         raise ConfigError(f"{AGENT}: expected tcp://HOST:PORT or unix:/PATH, got {named!r}")
     try:
-        return (*host_port(address), said_by)
+        return (*host_port(address), named_by)
     except ConfigError as error:
-        raise ConfigError(f"{said_by}: {error}") from error
+        raise ConfigError(f"{named_by}: {error}") from error
 
 
 def token_of(config: ClusterFile, environment: Mapping[str, str] = os.environ) -> bytes | None:
     """The job's token, if it has one already; raise ConfigError if it is too short or its file cannot be read."""
-    text, said_by = environment.get(TOKEN, ""), TOKEN
+    text, named_by = environment.get(TOKEN, ""), TOKEN
     if not text and config.token:
-        said_by = f"token: {config.token}"
+        named_by = f"token: {config.token}"
         try:
             text = config.token.read_text().strip()
         except OSError as error:
-            raise ConfigError(f"{said_by}: cannot be read: {error.strerror}") from error
+            raise ConfigError(f"{named_by}: cannot be read: {error.strerror}") from error
     elif not text:
         return None
     if len(text) < LEAST_TOKEN:
-        raise ConfigError(f"{said_by}: expected at least {LEAST_TOKEN} characters, got {len(text)}")
+        raise ConfigError(f"{named_by}: expected at least {LEAST_TOKEN} characters, got {len(text)}")
     return text.encode()
 
 
@@ -108,7 +108,7 @@ def socket_path(config: ClusterFile) -> Path:
 
 
 def _filled_in(config: ClusterFile, environment: Mapping[str, str]) -> str:
-    """`$MASTER_ADDR:29410` takes its host from what torchrun and its launchers say."""
+    """`$MASTER_ADDR:29410` takes its host from what torchrun and its launchers set."""
     assert config.agent is not None
     host, colon, port = config.agent.rpartition(":")
     if not host.startswith("$"):

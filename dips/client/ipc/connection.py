@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from dips.client.ipc import messages
+from dips.client.ipc import encoding
+from dips.client.ipc.messages import Message
 from dips.client.ipc.seal import ANSWER, TAG, Seal, TokenServer
 
-ADMIT_S = 10.0  # for a rank to prove that it knows the token; who says nothing holds a connection no longer
+ADMIT_S = 10.0  # for a rank to prove that it knows the token
 
 
 class Connection:
-    """Reads and writes messages of local.py."""
+    """Reads and writes messages of messages.py."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seal: Seal | None = None) -> None:
         self._reader, self._writer, self._seal = reader, writer, seal
@@ -34,17 +35,17 @@ class Connection:
         name = self._writer.get_extra_info("peername")
         return str(name[0]) if name else "this host"
 
-    async def read(self) -> messages.Message:
+    async def read(self) -> Message:
         """The next message; raise IncompleteReadError at the end, RemoteProtocolError on anything that is none."""
-        head = await self._reader.readexactly(messages.LENGTH.size)
-        body = await self._reader.readexactly(messages.body_length(head))
+        head = await self._reader.readexactly(encoding.LENGTH.size)
+        body = await self._reader.readexactly(encoding.body_length(head))
         if self._seal:
             self._seal.check(head + body, await self._reader.readexactly(TAG))
-        return messages.decode(body)
+        return encoding.decode(body)
 
-    async def write(self, message: messages.Message) -> None:
-        words = messages.encode(message)
-        self._writer.write(words + self._seal.tag(words) if self._seal else words)
+    async def write(self, message: Message) -> None:
+        frame = encoding.encode(message)
+        self._writer.write(frame + self._seal.tag(frame) if self._seal else frame)
         await self._writer.drain()
 
     def close(self) -> None:
@@ -52,7 +53,7 @@ class Connection:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Notice within half a minute that the other host is gone, also when nothing is said."""
+    """Notice within half a minute that the other host is gone, also when nothing is sent."""
     for level, option, value in (
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
         (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),  # s

@@ -1,38 +1,24 @@
-"""The words between the agent and rank 0 of its trainer, and how they lie on the line between them.
+"""The messages between the agent and rank 0 of its training job.
 
-Rank 0 asks and the agent answers, at once or after at most `poll_s` with Wait; then rank 0 asks the same question, with
-the same number, again. A notice has no answer. Every message names its attempt (one life of the trainer, given by the
-agent in Welcome), so that what an older life says changes nothing.
-
-On the line: a 4-byte big-endian length, then a msgpack map of the message's fields with its class name as `kind`.
-Knows no socket and no clock.
+Rank 0 asks and the agent answers, at once or after at most `poll_s` with AskAgain; then rank 0 asks the same question,
+with the same number, again. A notice has no answer. Every message names its attempt (given by the agent in Attached),
+so that messages of an older attempt change nothing. How messages travel: encoding.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import struct
 from dataclasses import dataclass
-from functools import cache
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
 
-import msgpack
-
-from dips.errors import LocalProtocolError, RemoteProtocolError
 from dips.protocol.effects import Grant
-
-MOST_BYTES = 1 << 20  # of one message; the largest is Attach, with the manifest of the model
-LENGTH = struct.Struct(">I")
 
 # ---- questions of rank 0 ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """A trainer has begun; the first word on a connection."""
+    """An attempt has begun; the first message on a connection."""
 
-    life: int  # DIPS_ATTEMPT: which start of the trainer by the agent; 0: somebody else started it
+    launch: int  # DIPS_ATTEMPT: which start of the training command by the agent; 0: others started it
     restart: int  # torchrun's own count of restarts, on rank 0's host
     process: str  # a name that no other process of the job has or had
     manifest: str  # JSON
@@ -42,17 +28,17 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class PushWanted:
-    """The ranks look whether a push is due; `demanded`: the training script says that it is."""
+    """The ranks look whether a push is due; `demanded`: the training script asks for one."""
 
     attempt: int
     number: int
     demanded: bool = False
-    at_once: bool = False  # answer now, with Wait if need be: the ranks train meanwhile
+    at_once: bool = False  # answer now, with AskAgain if need be: the ranks train meanwhile
 
 
 @dataclass(frozen=True, slots=True)
 class PushMoved:
-    """All ranks heard DONE from every slave, or one of them did not."""
+    """All ranks received DONE from every slave, or one of them did not."""
 
     attempt: int
     number: int
@@ -60,7 +46,7 @@ class PushMoved:
     ok: bool
     reason: str
     nbytes: int
-    at_once: bool = False  # answer now, with Wait if need be: the ranks train meanwhile
+    at_once: bool = False  # answer now, with AskAgain if need be: the ranks train meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +55,7 @@ class PullWanted:
 
     attempt: int
     number: int
-    at_once: bool = False  # answer now, with Wait if need be: the ranks train meanwhile
+    at_once: bool = False  # answer now, with AskAgain if need be: the ranks train meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +69,13 @@ class PullMoved:
     reason: str
     nbytes: int
     torn: bool = False  # some layers are installed and others are not: the model is good for nothing but another pull
-    at_once: bool = False  # answer now, with Wait if need be: the ranks train meanwhile
+    at_once: bool = False  # answer now, with AskAgain if need be: the ranks train meanwhile
     merged: bool = False  # what was trained since the last push was frozen was kept
 
 
 @dataclass(frozen=True, slots=True)
 class RangeWanted:
-    """The next data range is wanted; `count` rises by one with each, and says that the one before is used up."""
+    """The next data range is wanted; `count` rises by one with each, by which the one before is used up."""
 
     attempt: int
     count: int
@@ -101,7 +87,7 @@ class Saved:
 
     cluster: str
     base: str  # v@r that the trainer works on
-    settled: int  # pushes of this cluster that were accepted or gated, in all its lives
+    settled: int  # pushes of this cluster that were accepted or gated, in all its incarnations
     pending: bool  # a push or pull was out
     tokens: int  # since the last push was frozen
     inner_steps: int
@@ -128,7 +114,7 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
-class Bye:
+class Detach:
     """The trainer is done with the outer loop."""
 
     attempt: int
@@ -143,23 +129,23 @@ class Stepped:
 
     attempt: int
     tokens: int  # of the whole cluster, in this step
-    loss: float | None  # None: not said, or not finite
+    loss: float | None  # None: not given, or not finite
     finite: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class LossHeard:
-    """What another rank said of the losses since the last look: rank 0 of a pipeline computes none."""
+class LossReported:
+    """Losses since the last look, from another rank: rank 0 of a pipeline computes none."""
 
     attempt: int
     loss_sum: float
-    losses: int  # inner steps whose loss was said and finite
+    losses: int  # inner steps whose loss was given and finite
     finite: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class TransferProgress:
-    """How far rank 0 is with the present transfer; answered Heard, or Halt if it leads nowhere any more."""
+    """How far rank 0 is with the present transfer; answered Noted, or Halt if it leads nowhere any more."""
 
     attempt: int
     nbytes: int
@@ -171,7 +157,7 @@ class TransferProgress:
 
 @dataclass(frozen=True, slots=True)
 class AskAgain:
-    """Not yet; the reason says what is waited for. A trainer that trains meanwhile asks again after `steps`."""
+    """Not yet; `reason` is what is waited for. A trainer that trains meanwhile asks again after `steps`."""
 
     reason: str
     steps: int = 1
@@ -190,7 +176,7 @@ class PushNow:
     inc: int
     seq: int
     grant: Grant
-    accepted: int = 0  # seq of the last push of this life whose Outcome was that: it settles what lossy pushes owe
+    accepted: int = 0  # seq of this incarnation's last accepted push: it settles what lossy pushes owe
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +184,7 @@ class PullNow:
     """Receive `grant.version`, and install it on all ranks or on none.
 
     `merge`: what was trained since the last push was frozen is kept: θ_local ← θ_version + (θ_local − θ_pushed); unless
-    that is not finite on some rank, which PullMoved says.
+    that is not finite on some rank, which PullMoved reports.
     """
 
     inc: int
@@ -254,8 +240,8 @@ class Healed:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """Noted."""
+class Noted:
+    """The agent took note of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,9 +269,9 @@ Question = (
     | RangeWanted
     | SaveWanted
     | Resume
-    | Bye
+    | Detach
 )
-Notice = Stepped | LossHeard
+Notice = Stepped | LossReported
 Answer = (
     AskAgain
     | Attached
@@ -298,69 +284,8 @@ Answer = (
     | Saved
     | Resumed
     | Healed
-    | Heard
+    | Noted
     | Halt
     | ErrorReply
 )
 Message = Question | Notice | Answer
-
-MESSAGES: dict[str, type[Message]] = {
-    cls.__name__: cls for cls in (*get_args(Question), *get_args(Notice), *get_args(Answer))
-}
-
-
-def encode(message: Message) -> bytes:
-    """Spell a message, with its length in front; raise LocalProtocolError if it is too long."""
-    body: bytes = msgpack.packb({"kind": type(message).__name__, **dataclasses.asdict(message)})
-    if len(body) > MOST_BYTES:
-        raise LocalProtocolError(
-            f"{type(message).__name__} takes {len(body)} bytes, at most {MOST_BYTES} can travel to or from the agent"
-        )
-    return LENGTH.pack(len(body)) + body
-
-
-def body_length(head: bytes) -> int:
-    """Read the length in front of a message; raise RemoteProtocolError if it claims too much."""
-    length: int = LENGTH.unpack(head)[0]
-    if length > MOST_BYTES:
-        raise RemoteProtocolError(f"a local message claims {length} bytes, at most {MOST_BYTES} were expected")
-    return length
-
-
-def decode(body: bytes) -> Message:
-    """Read a message's body; raise RemoteProtocolError on anything that `encode` did not write."""
-    try:
-        fields = msgpack.unpackb(body)
-        kind = fields.pop("kind")
-        message: Message = _build(MESSAGES[kind], fields)
-    except (ValueError, KeyError, TypeError, AttributeError, msgpack.UnpackException) as error:
-        raise RemoteProtocolError(f"not a local message: {error!r} in {body[:80]!r}") from error
-    return message
-
-
-@cache
-def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
-
-
-def _build(cls: Any, fields: Any) -> Any:
-    hints = _hints(cls)
-    if set(fields) != set(hints):
-        raise ValueError(f"{cls.__name__} has {sorted(hints)}, got {sorted(fields)}")
-    return cls(**{name: _read(hint, fields[name]) for name, hint in hints.items()})
-
-
-def _read(hint: Any, value: Any) -> Any:
-    """Turn what msgpack gives into what the annotation names; raise TypeError if it is something else."""
-    if get_origin(hint) in (Union, UnionType):
-        options = [h for h in get_args(hint) if h is not NoneType]
-        return None if value is None else _read(options[0], value)
-    if get_origin(hint) is tuple:
-        return tuple(_read(get_args(hint)[0], item) for item in value)
-    if dataclasses.is_dataclass(hint):
-        return _build(hint, value)
-    if hint is float and type(value) is int:
-        return float(value)
-    if type(value) is not hint:
-        raise TypeError(f"expected {hint.__name__}, got {value!r}")
-    return value

@@ -1,4 +1,4 @@
-"""Names of processes that hold across hosts, containers and reboots, and how an agent tells its ranks its own."""
+"""Names of processes that hold across hosts, containers and reboots; an agent passes its own on by the environment."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def home() -> str:
 
 
 def process_name() -> str:
-    """A name of this process that none has or had: ids come again, in containers soon."""
+    """A name of this process that no other has or had: process ids come again, in containers soon."""
     began = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # ticks since boot
     return f"{home()}/{os.getpid()}/{began}"

@@ -1,8 +1,8 @@
-"""How agent and rank know each other across hosts: both hold the job's token, which itself never travels.
+"""How agent and rank authenticate across hosts: both hold the job's token, which itself never travels.
 
 Each end sends a nonce and proves the token over both nonces; after that every message bears a tag made with a key of
-this connection alone, its direction and its number, so that nothing can be altered, left out, repeated or put in. What
-is said is signed and not secret: progress, addresses and public keys. Pure but for the nonces; knows no socket.
+this connection alone, its direction and its number, so that nothing can be altered, left out, repeated or put in.
+Messages are signed and not secret: progress, addresses and public keys. Pure but for the nonces; knows no socket.
 
     agent → rank   MAGIC, nonce              GREETING bytes
     rank → agent   nonce, proof              ANSWER bytes
@@ -51,7 +51,7 @@ class TokenServer:
         self.greeting = MAGIC + self._nonce
 
     def admit(self, answer: bytes) -> tuple[bytes, Seal]:
-        """Return the last word of the handshake, and the seal; raise Denied if the rank does not know the token."""
+        """Return the last message of the handshake, and the seal; raise Denied if the rank does not know the token."""
         both = self._nonce + answer[:NONCE]
         if not hmac.compare_digest(answer[NONCE:], _mac(self._token, b"rank", both)):
             raise Denied("whoever dialled the agent does not know the job's token")

@@ -1,11 +1,11 @@
-"""How a model lies on the ranks of a cluster, and how it gets from there to the slaves and back (design.md section 6).
+"""How a model lies on the ranks of a cluster, and how it gets from there to the slaves and back.
 
-    seam.py       what an adapter says: which rectangles of which full parameter lie in which tensors of this rank
+    seam.py       what an adapter describes: which rectangles of which full parameter lie in which tensors of this rank
     tensors.py    the adapter for torch's own layouts; megatron.py the one for Megatron-core
-    layout.py     chooses one, and lets all ranks hear what each holds
-    plan.py       from that, the same on all ranks: who speaks for what, who hands what to whom
-    host.py       this rank's host memory; copies to and from the model; streaming.py for hosts that are tight,
-                  forward.py for a training that does not stand still; reach.py tells it which forward reads what
+    layout.py     chooses one, and gathers on all ranks what each of them holds
+    plan.py       from that, the same on all ranks: which rank moves what, and what the ranks exchange
+    host.py       this rank's host memory; copies to and from the model; streaming.py for hosts short of memory, lazy.py
+                  for installs beside training, for which read_groups.py finds out which forward reads what
 
 The manifest depends on the model alone, so clusters of different layouts train one global model.
 """
@@ -13,8 +13,8 @@ The manifest depends on the model alone, so clusters of different layouts train 
 from __future__ import annotations
 
 from dips.client.parallel.host import HostMemory
-from dips.client.parallel.layout import Laid, lay_out, whole
+from dips.client.parallel.layout import ModelLayout, full_parameters, lay_out
 from dips.client.parallel.lazy import LazyMemory
 from dips.client.parallel.streaming import StreamedMemory
 
-__all__ = ["HostMemory", "Laid", "LazyMemory", "StreamedMemory", "lay_out", "whole"]
+__all__ = ["HostMemory", "LazyMemory", "ModelLayout", "StreamedMemory", "full_parameters", "lay_out"]

@@ -9,7 +9,7 @@ import torch
 
 
 class Device:
-    """Where a model lies; on the CPU every call here is plain."""
+    """Where a model lies; on the CPU every method here does nothing special."""
 
     def __init__(self, views: Sequence[torch.Tensor]) -> None:
         """`views`: the tensors that will be read and written."""
@@ -18,34 +18,34 @@ class Device:
         if self._accelerator is not None:
             self._stream = torch.Stream(device=self._accelerator)
 
-    def host(self, items: int) -> torch.Tensor:
-        """f32[items] of host memory; pinned if copies to and from the device go through it."""
-        return torch.empty(items, dtype=torch.float32, pin_memory=self._accelerator is not None)
+    def allocate_host(self, numel: int) -> torch.Tensor:
+        """f32[numel] of host memory; pinned if copies to and from the device go through it."""
+        return torch.empty(numel, dtype=torch.float32, pin_memory=self._accelerator is not None)
 
     @contextmanager
-    def copies(self) -> Iterator[None]:
-        """Copies made within run on a stream of their own, after what the training has already asked for.
+    def ordered_copies(self) -> Iterator[None]:
+        """Run the copies of this block on the copy stream, after what training has enqueued so far.
 
-        `wait` ends them; what the training asks for afterwards comes after them.
+        `synchronize` waits for them; what training enqueues after the block runs after them.
         """
         if self._stream is None:
             yield
             return
         try:
-            with self.aside():
+            with self.background_copies():
                 yield
         finally:
             torch.accelerator.current_stream(self._accelerator).wait_stream(self._stream)
 
     @property
     def accelerated(self) -> bool:
-        """Copies can be asked for and go on by themselves."""
+        """Copies are asynchronous: they can be enqueued and proceed while the host goes on."""
         return self._stream is not None
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """As `copies`, but what the training asks for afterwards does not come after them, unless `hold` says so."""
-        assert self._stream is not None, "there is nobody but this thread to copy"
+    def background_copies(self) -> Iterator[None]:
+        """As `ordered_copies`, but later work of the training waits for the copies only if `wait_for_event` says so."""
+        assert self._stream is not None, "a CPU has no copy stream"
         training = torch.accelerator.current_stream(self._accelerator)
         self._stream.wait_stream(training)
         torch.accelerator.set_stream(self._stream)
@@ -54,20 +54,20 @@ class Device:
         finally:
             torch.accelerator.set_stream(training)
 
-    def mark(self) -> torch.Event:
-        """Name the copies that were asked for within `aside` so far."""
+    def record_event(self) -> torch.Event:
+        """Record an event behind the copies that `background_copies` has enqueued so far."""
         event = torch.Event(device=self._accelerator)
         event.record(self._stream)
         return event
 
-    def hold(self, mark: torch.Event, *, everywhere: bool) -> None:
-        """Let what the training asks for from now on come after `mark`; on streams of others too with `everywhere`."""
-        if everywhere:
-            mark.synchronize()  # this thread waits, so whatever it asks for later is later
+    def wait_for_event(self, event: torch.Event, *, all_streams: bool) -> None:
+        """Run what training enqueues from now on after `event`: on the current stream, or on all streams."""
+        if all_streams:
+            event.synchronize()  # blocks the host, so whatever it enqueues later, on any stream, is later
         else:
-            mark.wait(torch.accelerator.current_stream(self._accelerator))
+            event.wait(torch.accelerator.current_stream(self._accelerator))
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Return when every copy has arrived."""
         if self._stream is not None:
             self._stream.synchronize()

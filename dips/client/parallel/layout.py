@@ -1,6 +1,6 @@
-"""From a model to a plan: chooses the adapter by what the model is, and lets all ranks hear what each of them holds.
+"""From a model to a plan: chooses the adapter by what the model is, and gathers on all ranks what each of them holds.
 
-Collective. A rank whose model is wrong says so to all, so all raise the same error and none waits for another.
+Collective. A rank whose model is not supported reports it to all, so all raise the same error and none waits.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import nn
 
 from dips.client.parallel.plan import SPREAD_ITEMS, ParameterClaim, RankLayout, TransferPlan, make_plan
 from dips.client.parallel.rect import Rect
-from dips.client.parallel.seam import Adapter, Held
-from dips.client.parallel.tensors import Tensors, plain_name
+from dips.client.parallel.seam import Adapter, HeldParameter
+from dips.client.parallel.tensors import TorchAdapter, plain_name
 from dips.errors import ConfigError
 
 SUPPORTED = "plain, DDP, FSDP2 and HSDP (fully_shard), tensor parallel by DTensor, Megatron-core"
 
-# What no adapter knows, by the module and name of a class in the model, and what to do instead.
+# What no adapter supports, by the module and name of a class in the model, and what to do instead.
 FOREIGN = {
     ("torch.distributed.fsdp", "FullyShardedDataParallel"): "FSDP1 flattens parameters; use fully_shard (FSDP2)",
     ("deepspeed", "DeepSpeedEngine"): "DeepSpeed partitions parameters on its own",
@@ -32,51 +32,51 @@ FOREIGN = {
 
 
 class LayoutCollectives(Protocol):
-    """The collectives that are needed here; the Voice of the job has them."""
+    """The collectives that are needed here; JobCollectives has them."""
 
     rank: int
 
-    def gather(self, words: bytes) -> list[bytes]: ...
+    def all_gather(self, message: bytes) -> list[bytes]: ...
 
 
 @dataclass(frozen=True)
-class Laid:
+class ModelLayout:
     """A model as this rank holds it, and the rank's part in moving it."""
 
     adapter: Adapter
-    held: list[Held]
+    held: list[HeldParameter]
     plan: TransferPlan
 
 
 def lay_out(
     model: nn.Module | Sequence[nn.Module],
-    voice: LayoutCollectives,
+    collectives: LayoutCollectives,
     optimizer: Any = None,
-    most_speakers: int = 256,
+    max_transfer_ranks: int = 256,
     spread_items: int = SPREAD_ITEMS,
-) -> Laid:
-    """Lay out the model of a job; every rank calls it with its own part.
+) -> ModelLayout:
+    """Lay out the model of a job; every rank calls this with its own part.
 
-    Errors  ConfigError, the same on every rank: no adapter knows the model, a parameter is not supported, the ranks
+    Errors  ConfigError, the same on every rank: no adapter supports the model, or not one of its parameters, the ranks
             hold different models
     """
-    adapter, held, problem = _looked_at(model, optimizer)
-    said = {"problem": problem, "host": socket.gethostname(), "staged": bool(adapter and adapter.staged)}
-    said["claims"] = [
+    adapter, held, problem = _describe_model(model, optimizer)
+    own = {"problem": problem, "host": socket.gethostname(), "staged": bool(adapter and adapter.staged)}
+    own["claims"] = [
         (h.name, h.shape, *([astuple(block.rect) for block in blocks] for blocks in (h.reads, h.writes))) for h in held
     ]
-    heard = [msgpack.unpackb(words) for words in voice.gather(msgpack.packb(said))]
-    problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(heard) if one["problem"]]
+    by_rank = [msgpack.unpackb(message) for message in collectives.all_gather(msgpack.packb(own))]
+    problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(by_rank) if one["problem"]]
     if problems:
-        same = {one["problem"] for one in heard}
+        same = {one["problem"] for one in by_rank}
         raise ConfigError(problem if len(same) == 1 else "; ".join(problems[:5]))
     assert adapter is not None
-    ranks = [RankLayout(tuple(_claim(*c) for c in one["claims"]), one["host"], one["staged"]) for one in heard]
-    return Laid(adapter, held, make_plan(ranks, voice.rank, most_speakers, spread_items))
+    ranks = [RankLayout(tuple(_read_claim(*c) for c in one["claims"]), one["host"], one["staged"]) for one in by_rank]
+    return ModelLayout(adapter, held, make_plan(ranks, collectives.rank, max_transfer_ranks, spread_items))
 
 
-def choose(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> Adapter:
-    """Return the adapter that knows this model; raise ConfigError naming what was seen and what is supported."""
+def choose_adapter(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> Adapter:
+    """Return the adapter for this model; raise ConfigError naming what was seen and what is supported."""
     parts = [model] if isinstance(model, nn.Module) else list(model)
     if not parts or not all(isinstance(part, nn.Module) for part in parts):
         seen = ", ".join(type(part).__name__ for part in parts) or "an empty list"
@@ -88,20 +88,20 @@ def choose(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> Ada
     if any(hasattr(p, "ds_id") for part in parts for p in part.parameters()):
         raise ConfigError(f"the parameters are partitioned by DeepSpeed ZeRO-3; supported: {SUPPORTED}")
     if any(cls.__module__.startswith("megatron.core.") for cls in classes):
-        from dips.client.parallel.megatron import Megatron  # imports megatron, which only its users have
+        from dips.client.parallel.megatron import MegatronAdapter  # imports megatron, an optional dependency
 
-        return Megatron(parts, optimizer)
-    return Tensors(parts, staged=not isinstance(model, nn.Module))
+        return MegatronAdapter(parts, optimizer)
+    return TorchAdapter(parts, staged=not isinstance(model, nn.Module))
 
 
-def whole(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
+def full_parameters(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Return the full trainable parameters of a model that lies on this process alone, and the names of the frozen.
 
     Raise ConfigError if some of it lies elsewhere.
     """
-    adapter = choose(model)
+    adapter = choose_adapter(model)
     found = {}
-    for held in adapter.held():
+    for held in adapter.held_parameters():
         flat = torch.cat([block.view.reshape(-1) for block in held.reads]) if held.reads else torch.empty(0)
         if flat.numel() != prod(held.shape):
             raise ConfigError(f"{held.name}: {flat.numel()} of its {prod(held.shape)} elements lie on this process")
@@ -109,17 +109,17 @@ def whole(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
     return found, [plain_name(name) for name, p in model.named_parameters() if not p.requires_grad]
 
 
-def _looked_at(model: Any, optimizer: Any) -> tuple[Adapter | None, list[Held], str]:
+def _describe_model(model: Any, optimizer: Any) -> tuple[Adapter | None, list[HeldParameter], str]:
     try:
-        adapter = choose(model, optimizer)
-        return adapter, _merged(adapter.held()), ""
+        adapter = choose_adapter(model, optimizer)
+        return adapter, _merge_tied(adapter.held_parameters()), ""
     except ConfigError as error:
         return None, [], str(error)
 
 
-def _merged(held: list[Held]) -> list[Held]:
-    """One of each name: of two copies of a tied parameter, in two chunks, the first is read and both are written."""
-    found: dict[str, Held] = {}
+def _merge_tied(held: list[HeldParameter]) -> list[HeldParameter]:
+    """One of each name: of a tied parameter's two copies, in two chunks, the first is read and both are written."""
+    found: dict[str, HeldParameter] = {}
     for h in held:
         first = found.get(h.name)
         if first is not None and first.shape != h.shape:
@@ -130,5 +130,5 @@ def _merged(held: list[Held]) -> list[Held]:
     return list(found.values())
 
 
-def _claim(name: str, shape: list[int], reads: list[list[int]], writes: list[list[int]]) -> ParameterClaim:
+def _read_claim(name: str, shape: list[int], reads: list[list[int]], writes: list[list[int]]) -> ParameterClaim:
     return ParameterClaim(name, tuple(shape), tuple(Rect(*r) for r in reads), tuple(Rect(*w) for w in writes))

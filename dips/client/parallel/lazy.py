@@ -1,19 +1,19 @@
-"""An install that the training does not stand still for: `install: forward` (EDiT §3.1).
+"""An install that training does not wait for: `install: lazy` (EDiT §3.1).
 
 When all ranks have agreed that a version lies whole in host memory, training goes on at once. On an accelerator the
-copies of all layers are asked for there and then, home by home (reach.py) in the order of the forward, on a stream of
-their own, and the pre-forward hook of a home's modules waits for its own: while layer l computes, l+1 arrives. On the
-CPU the hook copies: another thread would only take the cores and the memory's bandwidth from the forward. A `merge`
-computes what `HostMemory.merge` does, in the same places.
+copies of all layers are enqueued right away on a stream of their own, one read group (read_groups.py) after the other
+in the order of the forward, and the pre-forward hook of a group's modules waits for the group's own: while layer l
+computes, l+1 arrives. On the CPU the hook copies: another thread would compete with the forward for cores and memory
+bandwidth. A merge computes what `HostMemory.merge_shard` does, in the same places.
 
-Hooks are there only while something is left. They come before those of `fully_shard`, so what FSDP gathers is the new
-shard. What no forward reaches is installed before an optimizer steps, before a state_dict is made or loaded, before the
-next transfer, and at the end of the next inner step.
+Hooks are registered only while something is pending. They run before those of `fully_shard`, so what FSDP gathers is
+the new shard. What no forward reads is installed before an optimizer steps, before a state_dict is made or loaded,
+before the next transfer, and at the end of the next inner step.
 
-What must stay true: nothing of the old version is computed with once the new one was agreed on. A parameter that was
-read without a call of any module of its home is noticed by its gradient, and said, before the optimizer steps.
+What must stay true: nothing is computed with the old version once the new one was agreed on. A parameter that was read
+although no module of its group was called is detected by its gradient, and refused before the optimizer steps.
 
-One thread: the training's own.
+Single-threaded: everything runs on the training's own thread.
 """
 
 from __future__ import annotations
@@ -26,174 +26,176 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from dips.client.parallel.host import Copy, HostMemory, RankExchange
+from dips.client.parallel.host import HostMemory, RankExchange
+from dips.client.parallel.kept_shard import ShardCopy
 from dips.client.parallel.plan import TransferPlan
-from dips.client.parallel.reach import INSTEAD, Home, check_sharded, gathered_with
-from dips.client.parallel.seam import Adapter, Held
+from dips.client.parallel.read_groups import INSTEAD, ReadGroup, check_sharded, groups_gathered_with
+from dips.client.parallel.seam import Adapter, HeldParameter
 from dips.client.parallel.torch_types import is_dtensor
 from dips.errors import LocalProtocolError
 
 
 class LazyMemory(HostMemory):
-    """A shard in host memory that goes into the model as the forward comes by."""
+    """A shard in host memory whose parameters are copied into the model just before a forward reads them."""
 
-    def __init__(self, adapter: Adapter, held: Sequence[Held], plan: TransferPlan, exchange: RankExchange) -> None:
+    def __init__(
+        self, adapter: Adapter, held: Sequence[HeldParameter], plan: TransferPlan, exchange: RankExchange
+    ) -> None:
         """Raise ConfigError if a forward would not read what is written just before it."""
-        homes = adapter.homes()
+        read_groups = adapter.read_groups()
         super().__init__(adapter, held, plan, exchange)
-        assert not any(self._masters), "an adapter with masters has no homes"
-        self._homes, self._by_state = homes, {home.state: home for home in homes if home.state is not None}
-        self._parameters = {name: p for home in homes for name, p in home.reads.items()}
-        self._copies_of: dict[str, list[Copy]] = {name: [] for name in self._parameters}
+        assert not any(self._masters), "an adapter with masters has no read groups"
+        self._groups = read_groups
+        self._group_by_state = {group.state: group for group in read_groups if group.state is not None}
+        self._parameters = {name: p for group in read_groups for name, p in group.reads.items()}
+        self._copies_of: dict[str, list[ShardCopy]] = {name: [] for name in self._parameters}
         for copies in self._params:
             for copy in copies:
                 self._copies_of[copy.name].append(copy)
-        self._left: dict[str, torch.Event | None] = {}  # still to be installed; when it will have arrived, if under way
-        self._write: Callable[[Copy], None] = _replace
-        self._reached = False  # by a forward, since the install began
+        self._pending: dict[str, torch.Event | None] = {}  # to be installed; the event of its copies if enqueued
+        self._write_copy: Callable[[ShardCopy], None] = _write_pulled
+        self._forward_seen = False  # of any group, since the install began
         self._handles: list[RemovableHandle] = []
 
-    def gather(self) -> None:
+    def gather_pieces(self) -> None:
         """Freeze the version that was installed last, all of it, and what was trained on it."""
-        self.finish()
-        super().gather()
+        self.finish_install()
+        super().gather_pieces()
 
-    def install(self) -> None:
-        """Begin to copy the shard into the model: whoever reads a parameter next reads the new one."""
-        self._begin(_replace)
+    def install_shard(self) -> None:
+        """Begin to copy the shard into the model: the next read of a parameter sees the new value."""
+        self._begin_install(_write_pulled)
 
-    def merge(self) -> None:
+    def merge_shard(self) -> None:
         """Begin to add to the model what the shard differs in from what was kept."""
-        self._begin(self._add)
+        self._begin_install(self._write_merged)
 
-    def finish(self) -> None:
-        """Install what is left, and let go of the model and of the host memory."""
+    def finish_install(self) -> None:
+        """Install what is pending, remove the hooks; the host memory is free again."""
         if not self._handles:
             return
-        self._check()
-        self._land(list(self._left))
-        self._device.wait()
-        self._unhook()
+        self._check_not_torn()
+        self._complete(list(self._pending))
+        self._device.synchronize()
+        self._remove_hooks()
 
-    def stepped(self) -> None:
-        """An inner step was taken: install what it did not reach.
+    def on_inner_step(self) -> None:
+        """An inner step was taken: install what its forward did not read.
 
-        Raise LocalProtocolError if it reached nothing: it was taken on parameters that the version replaces.
+        Raise LocalProtocolError if it called no module: it was taken on parameters that the version replaces.
         """
         if not self._handles:
             return
-        self._check()
-        if not self._reached:
+        self._check_not_torn()
+        if not self._forward_seen:
             raise LocalProtocolError(
                 "a version was pulled and no module of the model was called in the step after it (a captured graph? a "
                 f".forward()? parameters written by hand?): {INSTEAD}"
             )
-        for name in self._left:
+        for name in self._pending:
             if _has_gradient(self._parameters[name]):
                 raise LocalProtocolError(
-                    f"{name}: has a gradient, and no module that it stands in was called: what was pulled came too "
-                    f"late for this step: {INSTEAD}"
+                    f"{name}: has a gradient, and no module that holds it was called: it was "
+                    f"read before its pulled value was installed: {INSTEAD}"
                 )
-        self.finish()
+        self.finish_install()
 
-    # ---- begun, reached, landed --------------------------------------------------------------------------------------
+    # ---- from the begin of an install to its end -------------------------------------------------------------------
 
     @torch.no_grad()
-    def _begin(self, write: Callable[[Copy], None]) -> None:
-        assert not self._handles, "what was begun is finished before the next transfer"
-        self._check()
+    def _begin_install(self, write: Callable[[ShardCopy], None]) -> None:
+        assert not self._handles, "an install ends before the next transfer"
+        self._check_not_torn()
         self._adapter.reshard()
-        self._write, self._reached = write, False
-        self._left = dict.fromkeys(self._parameters)
-        self._hook()
+        self._write_copy, self._forward_seen = write, False
+        self._pending = dict.fromkeys(self._parameters)
+        self._register_hooks()
         if not self._device.accelerated:
             return
-        with self._device.aside():
-            for home in self._homes:
-                names = [name for name in home.reads if self._left[name] is None]
-                self._put(names)
-                mark = self._device.mark()
-                self._left |= dict.fromkeys(names, mark)
+        with self._device.background_copies():
+            for group in self._groups:
+                names = [name for name in group.reads if self._pending[name] is None]
+                self._write_parameters(names)
+                event = self._device.record_event()
+                self._pending |= dict.fromkeys(names, event)
 
-    def _reach(self, home: Home) -> None:
-        """A module of this home is about to be called."""
-        self._reached = True
-        for read in gathered_with(home, self._by_state):
-            names = [name for name in read.reads if name in self._left]
+    def _before_forward(self, group: ReadGroup) -> None:
+        """A module of this group is about to be called."""
+        self._forward_seen = True
+        for read in groups_gathered_with(group, self._group_by_state):
+            names = [name for name in read.reads if name in self._pending]
             if names:
-                self._check()
+                self._check_not_torn()
                 check_sharded(read)
-                self._land(names, everywhere=read.state is not None)
+                self._complete(names, all_streams=read.state is not None)
 
     @torch.no_grad()
-    def _land(self, names: list[str], *, everywhere: bool = True) -> None:
-        """Install these parameters, or let the training wait for those under way."""
-        self._put([name for name in names if self._left[name] is None])
-        for mark in {id(mark): mark for name in names if (mark := self._left[name]) is not None}.values():
-            self._device.hold(mark, everywhere=everywhere)
+    def _complete(self, names: list[str], *, all_streams: bool = True) -> None:
+        """Install these parameters; for those whose copies are enqueued, have training wait for the copies."""
+        self._write_parameters([name for name in names if self._pending[name] is None])
+        for event in {id(event): event for name in names if (event := self._pending[name]) is not None}.values():
+            self._device.wait_for_event(event, all_streams=all_streams)
         for name in names:
-            del self._left[name]
+            del self._pending[name]
 
-    def _put(self, names: list[str]) -> None:
+    def _write_parameters(self, names: list[str]) -> None:
         self.torn = True  # until the last of them is written
         for name in names:
             for copy in self._copies_of[name]:
-                self._write(copy)
+                self._write_copy(copy)
         self.torn = False
 
-    def _add(self, copy: Copy) -> None:
-        kept, device = self._kept[copy].view(copy.view.shape), copy.view.device
-        there = copy.host.to(device, non_blocking=True) - kept.to(device, non_blocking=True)
-        copy.view.add_(there)
+    def _write_merged(self, copy: ShardCopy) -> None:
+        copy.view.add_(self._kept.difference_on_device(copy))
 
-    def _check(self) -> None:
+    def _check_not_torn(self) -> None:
         if self.torn:
-            raise LocalProtocolError("the model is torn: an install was broken off; only a new start can mend it")
+            raise LocalProtocolError("the model is torn: an install failed half-way; restart the training job")
 
-    # ---- who calls -------------------------------------------------------------------------------------------------
+    # ---- hooks -------------------------------------------------------------------------------------------------------
 
-    def _hook(self) -> None:
-        """Be called before whoever reads or replaces parameters.
+    def _register_hooks(self) -> None:
+        """Run before anything reads or replaces parameters.
 
-        The hooks are plain functions, which a deep copy of the model shares: calls of the copy's modules are not ours.
+        The hooks are plain functions, which a deep copy of the model shares: calls of the copy's modules are ignored.
         """
 
         def finish(*_: Any) -> None:
-            self.finish()
+            self.finish_install()
 
-        def before_step(optimizer: torch.optim.Optimizer, words: tuple[Any, ...], options: dict[str, Any]) -> None:
-            mine = {id(p) for p in self._parameters.values()}
-            if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-                # a closure has the forward still before it
-                self.finish() if any(map(callable, (*words, *options.values()))) else self.stepped()
+        def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            ours = {id(p) for p in self._parameters.values()}
+            if any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+                # with a closure the forward is still to come
+                self.finish_install() if any(map(callable, (*args, *kwargs.values()))) else self.on_inner_step()
 
-        def before_forward(home: Home, module: nn.Module) -> Callable[..., None]:
-            return lambda called, *_: self._reach(home) if called is module else None
+        def before_forward(group: ReadGroup, module: nn.Module) -> Callable[..., None]:
+            return lambda called, *_: self._before_forward(group) if called is module else None
 
         self._handles.append(register_optimizer_step_pre_hook(before_step))
-        for home in self._homes:
-            for module in home.modules:
-                # prepend: fully_shard's own hook, which gathers the shards, stands first until now
-                reach = before_forward(home, module)
-                self._handles.append(module.register_forward_pre_hook(reach, prepend=True))
+        for group in self._groups:
+            for module in group.modules:
+                # prepend: otherwise fully_shard's own hook would gather the old shards first
+                hook = before_forward(group, module)
+                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
                 self._handles.append(module.register_state_dict_pre_hook(finish))
                 self._handles.append(module.register_load_state_dict_pre_hook(finish))
 
-    def _unhook(self) -> None:
+    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
 
-def _replace(copy: Copy) -> None:
+def _write_pulled(copy: ShardCopy) -> None:
     device, dtype = copy.view.device, copy.view.dtype
-    # Another type is made where the parameter lies: made in host memory it would hold this thread up.
+    # Cast on the device: a cast in host memory would block this thread.
     source = copy.host if dtype == copy.host.dtype else copy.host.to(device, non_blocking=True)
     copy.view.copy_(source, non_blocking=True)
 
 
 def _has_gradient(parameter: torch.Tensor) -> bool:
-    """Whether a backward has come to it."""
+    """Whether a backward has written its gradient."""
     gradient = parameter.grad
     if is_dtensor(gradient):
         gradient = gradient.to_local()

@@ -1,10 +1,10 @@
 """Megatron-core: tensor parallel, pipeline stages, virtual ones too, tied embeddings, distributed optimizer.
 
 Names are those of the model on one rank: the number of a layer counts over all stages, whichever rank and chunk has it,
-and a tied output layer goes by the name of the embedding, so both copies are pushed once and written both.
+and a tied output layer has the name of the embedding, so it is pushed once and both copies are written.
 
 A push takes the fp32 masters of Megatron's optimizers: with the distributed optimizer each data-parallel rank holds a
-part of them, so each speaks for its own. A pull writes the parameters (`copy_`, never rebound: they are views of
+part of them, so each pushes its own. A pull writes the parameters (`copy_`, never rebound: they are views of
 Megatron's buffers), calls `optimizer.reload_model_params()`, which makes masters from parameters of bf16, and then
 writes the masters themselves, exactly: without it the next step would undo the pull. An optimizer without masters
 (fp32) is handled alike; the distributed one is read by its own parts, so parameters that are still to be gathered
@@ -27,7 +27,7 @@ from megatron.core import parallel_state
 from torch import nn
 
 from dips.client.parallel.rect import Rect, cut_flat, rects
-from dips.client.parallel.seam import Adapter, Held, TensorBlock, blocks, check_dtype
+from dips.client.parallel.seam import Adapter, HeldParameter, TensorBlock, blocks, check_dtype
 from dips.errors import ConfigError
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -35,7 +35,7 @@ TIED = "output_layer.weight"
 GATED = re.compile(r"\.linear_fc1\.(weight|bias)$")  # two matrices in one parameter, each split over TP
 
 
-class Megatron(Adapter):
+class MegatronAdapter(Adapter):
     """The model chunks of one rank."""
 
     kind = "Megatron-core"
@@ -45,30 +45,30 @@ class Megatron(Adapter):
         """`chunks`: one model, or the chunks of virtual pipeline stages, wrapped or not."""
         self._chunks = [_unwrapped(chunk) for chunk in chunks]
         self._optimizer = optimizer
-        self._ranges = dict(_ranges(optimizer))
+        self._ranges = dict(_optimizer_ranges(optimizer))
 
-    def held(self) -> list[Held]:
-        return list(self._held())
+    def held_parameters(self) -> list[HeldParameter]:
+        return list(self._describe())
 
-    def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def local_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for chunk in self._chunks:
             names = dict(_global_names(chunk))
             for path, parameter in chunk.named_parameters():
                 yield names[path], parameter.detach()
 
-    def reload(self) -> None:
+    def reload_masters(self) -> None:
         if self._optimizer is not None and hasattr(self._optimizer, "reload_model_params"):
             self._optimizer.reload_model_params()
 
-    def _held(self) -> Iterator[Held]:
+    def _describe(self) -> Iterator[HeldParameter]:
         for chunk in self._chunks:
             names = dict(_global_names(chunk))
             gated = bool(getattr(getattr(chunk, "config", None), "gated_linear_unit", False))
             for path, parameter in chunk.named_parameters():
                 if parameter.requires_grad:
-                    yield self._lay(names[path], parameter, gated)
+                    yield self._describe_parameter(names[path], parameter, gated)
 
-    def _lay(self, name: str, parameter: nn.Parameter, gated: bool) -> Held:
+    def _describe_parameter(self, name: str, parameter: nn.Parameter, gated: bool) -> HeldParameter:
         check_dtype(name, parameter.dtype)
         if type(parameter.data) is not torch.Tensor:
             raise ConfigError(f"{name}: a parameter held as {type(parameter.data).__name__} is not supported")
@@ -76,8 +76,8 @@ class Megatron(Adapter):
         writes = blocks(name, parameter, parts)
         masters = self._masters(name, parameter, parts)
         if masters is None:
-            return Held(name, shape, writes, writes)
-        return Held(name, shape, masters, writes, masters if parameter.dtype is not torch.float32 else ())
+            return HeldParameter(name, shape, writes, writes)
+        return HeldParameter(name, shape, masters, writes, masters if parameter.dtype is not torch.float32 else ())
 
     def _masters(self, name: str, parameter: nn.Parameter, parts: list[Rect]) -> tuple[TensorBlock, ...] | None:
         """What the optimizer holds of this parameter on this rank; None if it works on the parameter itself."""
@@ -86,7 +86,7 @@ class Megatron(Adapter):
             if hasattr(parameter, "main_param"):
                 raise ConfigError(
                     f"{name}: its fp32 master is in Megatron's optimizer, which would undo every pull: "
-                    "give it too, OuterLoop(model, optimizer=optimizer)"
+                    "pass it as well, OuterLoop(model, optimizer=optimizer)"
                 )
             return None
         if not self._ranges:
@@ -130,7 +130,7 @@ def _partition(name: str, parameter: nn.Parameter, gated: bool) -> tuple[tuple[i
     if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return shape, rects(shape, (0,) * len(shape), shape)
     dim = parameter.partition_dim  # type: ignore[attr-defined]
-    # Transformer Engine's linear layers say stride 1 of a gated fc1 too.
+    # Transformer Engine's linear layers have stride 1 for a gated fc1 too.
     stride = 2 if gated and GATED.search(name) else parameter.partition_stride  # type: ignore[attr-defined]
     if stride > 1 and dim > 0:
         raise ConfigError(f"{name}: a partition of dim {dim} with stride {stride} is not supported: expected dim 0")
@@ -155,7 +155,7 @@ def _check_experts(name: str, tp: int) -> None:
         )
 
 
-def _ranges(optimizer: Any) -> Iterator[tuple[nn.Parameter, tuple[int, int]]]:
+def _optimizer_ranges(optimizer: Any) -> Iterator[tuple[nn.Parameter, tuple[int, int]]]:
     """Of each parameter, which elements of its own memory the distributed optimizer holds on this rank."""
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         if type(getattr(one, "optimizer", None)).__name__ == "HybridDeviceOptimizer":

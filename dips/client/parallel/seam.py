@@ -1,8 +1,8 @@
-"""The seam between Di-PS and a way to lay a model over ranks: what an adapter says of each parameter.
+"""The interface between Di-PS and a framework that lays a model over ranks: how an adapter describes each parameter.
 
-An adapter looks at the model on its own rank only, talks to nobody, and says which rectangles of which full parameter
-lie in which of its tensors. All that follows is common to all layouts: who speaks for what, what travels inside the
-cluster, what is written when (plan.py, host.py).
+An adapter looks at the model on its own rank only, communicates with no other, and describes which rectangles of which
+full parameter lie in which of its tensors. All that follows is common to all layouts: which rank moves what, what
+travels inside the cluster, what is written when (plan.py, host.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import torch
 
-from dips.client.parallel.reach import INSTEAD, Home
+from dips.client.parallel.read_groups import INSTEAD, ReadGroup
 from dips.client.parallel.rect import Rect
 from dips.errors import ConfigError
 
@@ -30,14 +30,14 @@ class TensorBlock:
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class HeldParameter:
     """One parameter as this rank holds it."""
 
     name: str  # in the full model, whatever the layout
     shape: tuple[int, ...]  # of the full parameter
     reads: tuple[TensorBlock, ...]  # what a push takes: fp32 masters where the framework has them
     writes: tuple[TensorBlock, ...]  # what a pull fills: what the model computes with
-    masters: tuple[TensorBlock, ...] = ()  # written after `reload`, exactly; each lies within `writes`
+    masters: tuple[TensorBlock, ...] = ()  # written after `reload_masters`, exactly; each lies within `writes`
 
 
 class Adapter(ABC):
@@ -47,28 +47,28 @@ class Adapter(ABC):
     staged: bool = False  # ranks hold different parameters: pipeline stages
 
     @abstractmethod
-    def held(self) -> list[Held]:
+    def held_parameters(self) -> list[HeldParameter]:
         """Describe every trainable parameter that lies on this rank; frozen ones take no part.
 
         Raise ConfigError naming the parameter and what would be supported.
         """
 
     @abstractmethod
-    def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def local_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name every parameter that lies on this rank, frozen ones too, and this rank's memory of it as it is now."""
 
-    def homes(self) -> list[Home]:
-        """Which modules read which of these parameters, in the order of the forward as far as it can be told.
+    def read_groups(self) -> list[ReadGroup]:
+        """Which modules read which of these parameters, in the order of the forward as far as that is known.
 
         Raise ConfigError if that cannot be known, or if what is written just before a forward would not be read in it.
         """
-        raise ConfigError(f"install: forward is not supported for a {self.kind} model: {INSTEAD}")
+        raise ConfigError(f"install: lazy is not supported for a {self.kind} model: {INSTEAD}")
 
     def reshard(self) -> None:
-        """Have the framework let go of what it gathered of shards: the next forward reads them as they are by then."""
+        """Have the framework drop gathered parameters: the next forward gathers the shards as they are by then."""
 
-    def reload(self) -> None:
-        """Tell the framework that the parameters were written."""
+    def reload_masters(self) -> None:
+        """Have the framework make its masters from the parameters, which were written."""
 
 
 def blocks(name: str, memory: torch.Tensor, parts: list[Rect]) -> tuple[TensorBlock, ...]:

@@ -1,11 +1,11 @@
 """Host memory of one layer, for hosts that cannot hold a shard beside the model (`install: streaming`).
 
-A pull brings one layer, spreads it and installs it, then the next: from the first copied byte on until the last, the
-model is torn. A push reads each chunk from the model when it is asked for, which stands still meanwhile; only what must
-be handed over inside the cluster first (shards along an inner dim) is gathered into memory, for the time of the push.
+A pull receives one layer, scatters and installs it, then the next: from the first copied byte to the last, the model
+is torn. A push reads each chunk from the model when a slave asks for it, while training is paused; only what must be
+exchanged inside the cluster first (shards along an inner dim) is gathered into memory, for the time of the push.
 
 Needs the codec fp32: differences to a base need the base. An optimizer's masters are written with their layer, so
-there is nothing for it to reload.
+none have to be made from the parameters.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from dips.client.parallel.host import HostMemory, RankExchange
-from dips.client.parallel.plan import End, TransferPlan
-from dips.client.parallel.seam import Adapter, Held
+from dips.client.parallel.plan import LocalRect, TransferPlan
+from dips.client.parallel.seam import Adapter, HeldParameter
 from dips.transport.shares import Piece
 from dips.wire.chunks import Range
 from dips.wire.frame import Buffer
@@ -28,62 +28,64 @@ class StreamedMemory(HostMemory):
 
     ONE_LAYER = True
 
-    def __init__(self, adapter: Adapter, held: Sequence[Held], plan: TransferPlan, exchange: RankExchange) -> None:
+    def __init__(
+        self, adapter: Adapter, held: Sequence[HeldParameter], plan: TransferPlan, exchange: RankExchange
+    ) -> None:
         super().__init__(adapter, held, plan, exchange)
-        self._live = dict(self._found())
+        self._in_model = dict(self._find_in_model())
         self._staged: dict[int, torch.Tensor] = {}
-        self.encode = self._read_chunk
-        # Arrays that nobody writes or reads: a transfer wants one for each piece, and the system gives no page for it.
-        self._named = [Piece(*piece, np.empty(piece.length, np.float32)) for piece in plan.pieces]
+        self.encode_chunk = self._read_chunk
+        # Never written nor read: a transfer needs an array for each piece, and untouched ones take no physical memory.
+        self._unbacked = [Piece(*piece, np.empty(piece.length, np.float32)) for piece in plan.pieces]
         self._at: dict[tuple[int, int], list[int]] = {}
         for number, piece in enumerate(plan.pieces):
             self._at.setdefault((piece.layer, piece.param), []).append(number)
 
     @property
     def pieces(self) -> list[Piece]:
-        """What this rank pushes: names and lengths; `encode` has the elements."""
-        return self._named
+        """What this rank pushes: names and lengths; `encode_chunk` has the elements."""
+        return self._unbacked
 
-    def pieces_of(self, layer: int) -> list[Piece]:
+    def pieces_of_layer(self, layer: int) -> list[Piece]:
         """What this rank pulls of one layer, into the memory that all layers share."""
         return [piece for piece in self._pieces if piece.layer == layer]
 
-    def gather(self) -> None:
-        """Stage what must be handed over before a push."""
-        numbers = [n for n in range(len(self._plan.pieces)) if n not in self._live]
+    def gather_pieces(self) -> None:
+        """Stage what must be exchanged before a push."""
+        numbers = [n for n in range(len(self._plan.pieces)) if n not in self._in_model]
         self._staged = {n: torch.empty(self._plan.pieces[n].length) for n in numbers}
-        super().gather()
+        super().gather_pieces()
 
-    def release(self) -> None:
-        """The push is over."""
+    def release_staged(self) -> None:
+        """Free what was staged: the push is over."""
         self._staged = {}
 
     @torch.no_grad()
     def install_layer(self, layer: int) -> None:
-        """Spread and install one layer that was pulled on all ranks; collective."""
-        self.spread((layer,))
+        """Scatter and install one layer that was pulled on all ranks; collective."""
+        self.scatter_pieces((layer,))
         self._adapter.reshard()
         self._copy((self._params[layer], self._masters[layer]))
 
-    def _found(self) -> list[tuple[int, torch.Tensor]]:
+    def _find_in_model(self) -> list[tuple[int, torch.Tensor]]:
         """The pieces that lie in one run of the model's own memory, and that memory, flat."""
-        pairs = [(l, *pair) for l, hands in enumerate(self._plan.gather) for pair in hands.keeps]
+        pairs = [(l, *pair) for l, moves in enumerate(self._plan.gather) for pair in moves.local]
         whole = [(l, s, t) for l, s, t in pairs if t.rect.is_run and t.rect.numel == self._plan.pieces[t.index].length]
         return [(target.index, self._read(layer, source).view(-1)) for layer, source, target in whole]
 
-    def _frozen(self, end: End) -> torch.Tensor | None:
-        if end.index in self._live:
+    def _frozen(self, rect: LocalRect) -> torch.Tensor | None:
+        if rect.index in self._in_model:
             return None
-        memory, rect = self._staged[end.index], end.rect
-        at = rect.first - self._plan.pieces[end.index].offset
-        return memory.as_strided((rect.rows, rect.cols), (rect.width, 1), at)
+        memory, part = self._staged[rect.index], rect.rect
+        at = part.first - self._plan.pieces[rect.index].offset
+        return memory.as_strided((part.rows, part.cols), (part.width, 1), at)
 
     def _read_chunk(self, chunk: Range, _: memoryview) -> Buffer:
-        """The elements of a chunk, as they are in the model now. On the transfer's own thread."""
+        """Read the elements of a chunk as they are in the model now. Runs on the transfer's thread."""
         for number in self._at[chunk.layer, chunk.param]:
             piece = self._plan.pieces[number]
             if piece.offset <= chunk.offset and chunk.offset + chunk.length <= piece.offset + piece.length:
-                memory = self._live[number] if number in self._live else self._staged[number]
+                memory = self._in_model[number] if number in self._in_model else self._staged[number]
                 at = chunk.offset - piece.offset
                 elements = memory[at : at + chunk.length].to("cpu", torch.float32)
                 return elements.numpy().view(np.uint8).data

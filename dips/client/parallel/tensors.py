@@ -1,11 +1,11 @@
 """Models of torch's own: plain, DDP, FSDP2 and HSDP (`fully_shard`), tensor parallel, and any mix of them by DTensor.
 
-A parameter that is a DTensor says itself where its local tensor lies, on a mesh of any dims, in uneven shards too; any
-other parameter lies whole on this rank. On TP × FSDP the parameters without a TP plan live on the dp sub-mesh: every TP
+A DTensor knows where its local tensor lies, on a mesh of any dims, in uneven shards too; any other parameter lies
+whole on this rank. On TP × FSDP the parameters without a TP plan live on the dp sub-mesh: every TP
 rank holds a replica of their shards.
 
 A push takes the parameters themselves: with FSDP2's mixed precision or autocast these are fp32 and exact. A model whose
-own parameters are bf16 or fp16 has no masters that torch would know of: what it pushes is the parameter, and what it
+own parameters are bf16 or fp16 has no fp32 masters: what it pushes is the parameter, and what it
 pulls is rounded to its type, so outer changes below half a unit in the last place are lost on its clusters.
 """
 
@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from dips.client.parallel.reach import INSTEAD, Home, homes
+from dips.client.parallel.read_groups import INSTEAD, ReadGroup, find_read_groups
 from dips.client.parallel.rect import Rect, rects
-from dips.client.parallel.seam import Adapter, Held, blocks, check_dtype
+from dips.client.parallel.seam import Adapter, HeldParameter, blocks, check_dtype
 from dips.client.parallel.torch_types import is_dtensor, is_fsdp
 from dips.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# Names that wrappers put into the path of a parameter and that the model itself does not know.
+# Names that wrappers insert into a parameter's path.
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
-class Tensors(Adapter):
+class TorchAdapter(Adapter):
     """Parameters that are tensors or DTensors."""
 
     kind = "plain, DDP, FSDP2, HSDP or tensor-parallel"
@@ -39,11 +39,11 @@ class Tensors(Adapter):
         """`staged`: the ranks hold different parts, under the names of the whole model (torch's pipelining)."""
         self._wrapped, self._parts, self.staged = parts, [_unwrapped(part) for part in parts], staged
 
-    def held(self) -> list[Held]:
-        self.reshard()  # else the parameters of a module that was evaluated are whole for now
-        return list(self._held())
+    def held_parameters(self) -> list[HeldParameter]:
+        self.reshard()  # otherwise the parameters of a module that was evaluated are still gathered
+        return list(self._describe())
 
-    def memory(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def local_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.reshard()
         for part in self._parts:
             for path, parameter in part.named_parameters():
@@ -57,21 +57,21 @@ class Tensors(Adapter):
                 if is_fsdp(module):
                     cast(Any, module).reshard()
 
-    def homes(self) -> list[Home]:
+    def read_groups(self) -> list[ReadGroup]:
         if self.staged:
-            raise ConfigError(f"install: forward is not supported for a model given in parts: {INSTEAD}")
+            raise ConfigError(f"install: lazy is not supported for a model given in parts: {INSTEAD}")
         (wrapped,), (model,) = self._wrapped, self._parts
         if getattr(wrapped, "mixed_precision", None) is not None:
             raise ConfigError(
-                f"install: forward: DistributedDataParallel(mixed_precision=…) reads all parameters at once: {INSTEAD}"
+                f"install: lazy: DistributedDataParallel(mixed_precision=…) reads all parameters at once: {INSTEAD}"
             )
-        return homes(model, {p: plain_name(path) for path, p in model.named_parameters() if p.requires_grad})
+        return find_read_groups(model, {p: plain_name(path) for path, p in model.named_parameters() if p.requires_grad})
 
-    def _held(self) -> Iterator[Held]:
+    def _describe(self) -> Iterator[HeldParameter]:
         for part in self._parts:
             for path, parameter in part.named_parameters():
                 if parameter.requires_grad:
-                    yield _lay(plain_name(path), parameter)
+                    yield _describe_parameter(plain_name(path), parameter)
 
 
 def plain_name(path: str) -> str:
@@ -83,18 +83,18 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
 
 
-def _lay(name: str, parameter: nn.Parameter) -> Held:
+def _describe_parameter(name: str, parameter: nn.Parameter) -> HeldParameter:
     check_dtype(name, parameter.dtype)
     shape = tuple(parameter.shape)
     if is_dtensor(parameter):
-        parts, local = _shard(name, parameter)
+        parts, local = _local_shard(name, parameter)
     else:
         parts, local = rects(shape, (0,) * len(shape), shape), parameter.detach()
     made = blocks(name, local, parts)
-    return Held(name, shape, made, made)
+    return HeldParameter(name, shape, made, made)
 
 
-def _shard(name: str, parameter: DTensor) -> tuple[list[Rect], torch.Tensor]:
+def _local_shard(name: str, parameter: DTensor) -> tuple[list[Rect], torch.Tensor]:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     for placement in parameter.placements:

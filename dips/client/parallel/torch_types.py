@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Whether a tensor says itself where its local part lies."""
+    """Whether a tensor is distributed: it knows where its local part lies."""
     return _is(tensor, "torch.distributed.tensor", "DTensor")
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from dips.errors import ConfigError
 from dips.protocol.manifest import Manifest
 
-MOST = 5  # differences that are told
+MOST = 5  # differences that are listed
 
 
 def differing_options(ours: Mapping[str, Any], runs: Mapping[str, Any]) -> list[str]:
@@ -48,7 +48,7 @@ def manifest_of_factory(spec: str) -> Manifest:
     try:
         import torch
 
-        from dips.client.parallel import whole
+        from dips.client.parallel import full_parameters
 
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
@@ -57,5 +57,5 @@ def manifest_of_factory(spec: str) -> Manifest:
         made = make()
     if not isinstance(made, torch.nn.Module):
         raise ConfigError(f"--factory {spec}: expected a torch.nn.Module, got {type(made).__name__}")
-    parameters, _ = whole(made)
+    parameters, _ = full_parameters(made)
     return Manifest.from_shapes((name, tuple(tensor.shape)) for name, tensor in parameters.items())

@@ -47,7 +47,7 @@ def check(
     and the model against the run's. Nothing is joined and nothing changes; a measured transfer moves at most --most-mib
     each way, on one lane of one slave after another.
 
-    Exit codes: 0 all is well; 69 somebody does not answer; 78 something is configured wrongly.
+    Exit codes: 0 all is well; 69 a peer does not answer; 78 something is configured wrongly.
 
     \b
     Example:
@@ -57,7 +57,7 @@ def check(
         raise ConfigError("which model: give --factory or --model, not both")
     ours: Callable[[], Manifest] | None = None
     if factory:
-        ours = lambda: manifest_of_factory(factory)  # noqa: E731 (a name of its own would say nothing more)
+        ours = lambda: manifest_of_factory(factory)  # noqa: E731 (a name of its own would add nothing)
     elif model:
         ours = lambda: manifest_of_file(model)  # noqa: E731
     rows = examine(load_cluster(config), ours, most_mib * MIB, seconds)
@@ -73,17 +73,17 @@ def examine(
     config: ClusterFile, ours: Callable[[], Manifest] | None, most_bytes: int, seconds: float
 ) -> list[CheckRow]:
     """Make all rows; what depends on the master is left out if it does not answer."""
-    rows = checks.host(config)
+    rows = checks.check_host(config)
     try:
-        told = asyncio.run(describe(config.master))
+        described = asyncio.run(describe(config.master))
     except DipsError as error:
-        return [*rows, checks.failed("master", error, "start the master, or mend the key `master`")]
-    rows += [*checks.run(config, told), checks.model(ours, told)]
-    return rows + checks.lanes(told, most_bytes, seconds)
+        return [*rows, checks.failed_row("master", error, "start the master, or correct the key `master`")]
+    rows += [*checks.check_run(config, described), checks.check_model(ours, described)]
+    return rows + checks.check_lanes(described, most_bytes, seconds)
 
 
 async def describe(address: str) -> dict[str, Any]:
-    """Ask the master what the run is; raise UnavailableMaster if nobody answers in time."""
+    """Ask the master to describe the run; raise UnavailableMaster if it does not answer in time."""
     channel = control.channel(address)
     try:
         reply = await control.call(
@@ -95,8 +95,8 @@ async def describe(address: str) -> dict[str, Any]:
         )
     finally:
         await channel.close()
-    told: dict[str, Any] = json.loads(reply.json)
-    return told
+    described: dict[str, Any] = json.loads(reply.json)
+    return described
 
 
 def _table(rows: list[CheckRow]) -> Table:

@@ -11,14 +11,14 @@ from typing import Any
 
 from dips.client.ipc.address import PID_FILE, TOKEN, over_network, socket_path, token_of
 from dips.client.preflight.agreement import differing_options
-from dips.client.preflight.probe import ProbeResult, greets, measure
+from dips.client.preflight.probe import ProbeResult, measure, measure_round_trip
 from dips.config import ClusterFile
 from dips.errors import CorruptManifest, DipsError, Unavailable, treatment
 from dips.pidlock import lock_holder
 from dips.protocol.manifest import Manifest
 
 OK, FAIL, NOTE = "ok", "FAIL", "note"
-AT_ONCE = 16  # slaves whose lanes are greeted at the same time; rates are measured one after another
+AT_ONCE = 16  # slaves whose lanes are probed at the same time; rates are measured one after another
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +32,16 @@ class CheckRow:
     code: int = 0
 
 
-def failed(what: str, error: DipsError, todo: str) -> CheckRow:
+def failed_row(what: str, error: DipsError, todo: str) -> CheckRow:
     return CheckRow(what, FAIL, str(error), todo, 69 if isinstance(error, Unavailable) else 78)
 
 
 def exit_code(rows: Iterable[CheckRow]) -> int:
-    """78 if something is configured wrongly, else 69 if somebody does not answer, else 0."""
+    """78 if something is configured wrongly, else 69 if a peer does not answer, else 0."""
     return max((row.code for row in rows if row.verdict == FAIL), default=0)
 
 
-def host(config: ClusterFile) -> list[CheckRow]:
+def check_host(config: ClusterFile) -> list[CheckRow]:
     """What can be seen on this machine alone."""
     rows = [CheckRow("cluster file", OK, f"cluster {config.cluster} of run {config.shared.run}")]
     rows.append(CheckRow("certificates", NOTE, "none: plain text on loopback"))
@@ -56,8 +56,8 @@ def host(config: ClusterFile) -> list[CheckRow]:
         todo = "name another under the key `directory`"
         rows.append(CheckRow("directory", FAIL, f"{config.directory}: {error.strerror}", todo, 78))
     except DipsError as error:
-        rows.append(failed("directory", error, treatment(error).advice))
-    rows += _line(config)
+        rows.append(failed_row("directory", error, treatment(error).advice))
+    rows += _check_agent_address(config)
     try:
         holder = lock_holder(config.directory / PID_FILE)
     except OSError as error:
@@ -70,54 +70,60 @@ def host(config: ClusterFile) -> list[CheckRow]:
     return rows
 
 
-def _line(config: ClusterFile) -> list[CheckRow]:
+def _check_agent_address(config: ClusterFile) -> list[CheckRow]:
     """Where ranks of other hosts will find the agent, if there are any."""
     try:
         remote = over_network(config)
         if remote is None:
             return []
-        host, port, said_by = remote
+        host, port, named_by = remote
         token = "that of the job" if token_of(config) else f"a new one for what the agent starts ({TOKEN} names none)"
         family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as here:
             here.bind(address)
     except OSError as error:
-        seen = f"{said_by}: {host} is no address of this host: {error.strerror or error}"
+        seen = f"{named_by}: {host} is no address of this host: {error.strerror or error}"
         return [CheckRow("agent's line", FAIL, seen, "name the host on which the agent runs", 78)]
     except DipsError as error:
-        return [failed("agent's line", error, treatment(error).advice)]
+        return [failed_row("agent's line", error, treatment(error).advice)]
     return [CheckRow("agent's line", OK, f"{host}:{port or 'a free port'} ({address[0]}), token: {token}")]
 
 
-def run(config: ClusterFile, told: Mapping[str, Any]) -> list[CheckRow]:
+def check_run(config: ClusterFile, described: Mapping[str, Any]) -> list[CheckRow]:
     """Name, options and place in the run, against what the master describes."""
-    rows = [CheckRow("master", OK, f"{config.master}: run {told['run']}, term {told['term']}, head {told['head']}")]
-    if told["run"] != config.shared.run:
-        seen = f"the master serves run {told['run']}, this file names {config.shared.run}"
-        rows.append(CheckRow("run", FAIL, seen, "mend `shared.run`, or the key `master`", 78))
-    if told["config_digest"] == config.shared.digest:
+    rows = [
+        CheckRow(
+            "master", OK, f"{config.master}: run {described['run']}, term {described['term']}, head {described['head']}"
+        )
+    ]
+    if described["run"] != config.shared.run:
+        seen = f"the master serves run {described['run']}, this file names {config.shared.run}"
+        rows.append(CheckRow("run", FAIL, seen, "correct `shared.run`, or the key `master`", 78))
+    if described["config_digest"] == config.shared.digest:
         rows.append(CheckRow("shared options", OK, f"digest {config.shared.digest[:12]}, as the run's"))
     else:
-        lines = differing_options(config.shared.model_dump(mode="json"), told["shared"])
+        lines = differing_options(config.shared.model_dump(mode="json"), described["shared"])
         rows.append(CheckRow("shared options", FAIL, "; ".join(lines), "take the run's `shared` section", 78))
-    if told["finished"]:
-        rows.append(CheckRow("end", NOTE, f"the run is finished with {told['finished']}", "there is nothing to train"))
-    return [*rows, _name(config.cluster, told["clusters"])]
+    if described["finished"]:
+        rows.append(
+            CheckRow("end", NOTE, f"the run is finished with {described['finished']}", "there is nothing to train")
+        )
+    return [*rows, _check_name(config.cluster, described["clusters"])]
 
 
-def _name(name: str, clusters: Mapping[str, Any]) -> CheckRow:
+def _check_name(name: str, clusters: Mapping[str, Any]) -> CheckRow:
     known = clusters.get(name)
     if known is None:
         return CheckRow("name", OK, f"{name} is new to the run")
     if known["state"] == "gone":
-        return CheckRow("name", OK, f"{name} was here before, as life {known['inc']}")
-    seen = f"{name} lives: {known['state']}: {known['reason']}"
-    return CheckRow("name", NOTE, seen, "an agent that starts now ends that life; is it yours?")
+        return CheckRow("name", OK, f"{name} was here before, as incarnation {known['inc']}")
+    seen = f"{name} is in the run: {known['state']}: {known['reason']}"
+    return CheckRow("name", NOTE, seen, "an agent that starts now replaces that incarnation; is it yours?")
 
 
-def model(ours: Callable[[], Manifest] | None, told: Mapping[str, Any]) -> CheckRow:
+def check_model(ours: Callable[[], Manifest] | None, described: Mapping[str, Any]) -> CheckRow:
     """The model against the run's manifest."""
-    runs = Manifest.from_json(told["manifest"])
+    runs = Manifest.from_json(described["manifest"])
     size = f"{sum(len(l.parameters) for l in runs.layers)} parameters, {runs.numel / 1e6:.2f} M elements"
     if ours is None:
         return CheckRow(
@@ -132,24 +138,28 @@ def model(ours: Callable[[], Manifest] | None, told: Mapping[str, Any]) -> Check
     return CheckRow("model", OK, f"{size}, as the run's")
 
 
-def lanes(told: Mapping[str, Any], most_bytes: int, seconds: float) -> list[CheckRow]:
-    """Greet every lane of every slave, and measure the rate to each slave on its first lane."""
-    slaves: Mapping[str, Any] = told["slaves"]
+def check_lanes(described: Mapping[str, Any], most_bytes: int, seconds: float) -> list[CheckRow]:
+    """Probe every lane of every slave, and measure the rate to each slave on its first lane."""
+    slaves: Mapping[str, Any] = described["slaves"]
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        greeted = dict(zip(slaves, threads.map(lambda s: _greet(told["run"], s), slaves.values()), strict=True))
-    return [_slave(told["run"], name, slaves[name], seen, most_bytes, seconds) for name, seen in greeted.items()]
+        probed = dict(
+            zip(slaves, threads.map(lambda s: _probe_lanes(described["run"], s), slaves.values()), strict=True)
+        )
+    return [
+        _check_slave(described["run"], name, slaves[name], seen, most_bytes, seconds) for name, seen in probed.items()
+    ]
 
 
-def _greet(run_name: str, slave: Mapping[str, Any]) -> DipsError | None:
+def _probe_lanes(run_name: str, slave: Mapping[str, Any]) -> DipsError | None:
     try:
         for lane in slave["lanes"]:
-            greets(lane, run_name)
+            measure_round_trip(lane, run_name)
     except Unavailable as error:
         return error
     return None
 
 
-def _slave(
+def _check_slave(
     run_name: str, name: str, slave: Mapping[str, Any], wrong: DipsError | None, most_bytes: int, seconds: float
 ) -> CheckRow:
     what, count = f"slave {name}", len(slave["lanes"])
@@ -159,13 +169,13 @@ def _slave(
         )
     open_way = "open the way from here to the addresses of its `lanes`, or use the relay of this host"
     if wrong:
-        return failed(what, wrong, open_way)
+        return failed_row(what, wrong, open_way)
     try:
         measured = measure(slave["lanes"][0], run_name, most_bytes, seconds)
     except Unavailable as error:
-        return failed(what, error, open_way)
-    return CheckRow(what, OK, f"{count} lane{'s' if count > 1 else ''}: {_spelled(measured)}")
+        return failed_row(what, error, open_way)
+    return CheckRow(what, OK, f"{count} lane{'s' if count > 1 else ''}: {_format_probe(measured)}")
 
 
-def _spelled(m: ProbeResult) -> str:
+def _format_probe(m: ProbeResult) -> str:
     return f"{m.round_trip_s * 1e3:.1f} ms, {m.up * 8e-6:.0f} Mbit/s there, {m.down * 8e-6:.0f} Mbit/s back"

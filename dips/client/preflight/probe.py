@@ -105,7 +105,7 @@ def measure(address: str, run: str, most_bytes: int, seconds: float) -> ProbeRes
             prober.close()
 
 
-def greets(address: str, run: str) -> float:
+def measure_round_trip(address: str, run: str) -> float:
     """Round trip to a lane without a measured transfer; raise as `measure` does."""
     with zmq.Context(io_threads=1) as context:
         prober = Prober(context, address, run)

@@ -1,6 +1,6 @@
-"""What a rank says and hears: one mouth, rank 0's line to the agent, and one verdict for all ranks (why.md 25).
+"""Requests of a training job to its agent: rank 0 sends them, and every answer is broadcast to all ranks (why.md 25).
 
-Every method but `tell` and `share` is collective. Each Wait reaches all ranks: no collective lasts longer than a poll.
+`ask` and `ask_until_answered` are collective. Each AskAgain reaches all ranks: no collective lasts longer than a poll.
 """
 
 from __future__ import annotations
@@ -8,60 +8,60 @@ from __future__ import annotations
 from typing import cast
 
 from dips import errors
-from dips.client.ipc import messages
+from dips.client.ipc import encoding
 from dips.client.ipc.address import Address
-from dips.client.ipc.messages import Answer, AskAgain, ErrorReply, Heard, Notice, Question, TransferProgress
+from dips.client.ipc.messages import Answer, AskAgain, ErrorReply, Noted, Notice, Question, TransferProgress
+from dips.client.rank.agent_connection import AgentConnection
 from dips.client.rank.collectives import JobCollectives
-from dips.client.rank.line import Line
 from dips.errors import DipsError
 
 
 class AgentClient:
-    """The talk of all ranks with their agent."""
+    """All ranks' access to their agent; rank 0 connects at the first question."""
 
-    def __init__(self, voice: JobCollectives, agent: Address, poll_s: float) -> None:
-        self._voice, self._agent, self._poll_s = voice, agent, poll_s
-        self._line: Line | None = None
+    def __init__(self, collectives: JobCollectives, agent: Address, poll_s: float) -> None:
+        self._collectives, self._agent, self._poll_s = collectives, agent, poll_s
+        self._connection: AgentConnection | None = None
 
-    def persist(self, question: Question) -> Answer:
-        """Ask until there is an answer."""
-        while isinstance(answer := self.hear(question), AskAgain):
+    def ask_until_answered(self, question: Question) -> Answer:
+        """Ask again as long as the agent answers AskAgain."""
+        while isinstance(answer := self.ask(question), AskAgain):
             pass
         return answer
 
-    def hear(self, question: Question) -> Answer:
-        """Rank 0 asks the agent; all ranks hear the answer, and raise the same error if it is one."""
-        words = messages.encode(self._speak(question)) if self._voice.rank == 0 else None
-        answer = cast(Answer, messages.decode(self._voice.share(words)[messages.LENGTH.size :]))
+    def ask(self, question: Question) -> Answer:
+        """Return the agent's answer to rank 0's question on all ranks; raise the same error on all if it is one."""
+        message = encoding.encode(self._ask_agent(question)) if self._collectives.rank == 0 else None
+        answer = cast(Answer, encoding.decode(self._collectives.broadcast(message)[encoding.LENGTH.size :]))
         if isinstance(answer, ErrorReply):
             raised = getattr(errors, answer.error, DipsError)
             raise raised(answer.message)
         return answer
 
-    def tell(self, notice: Notice) -> None:
-        """Say something without an answer; only rank 0 has a line."""
-        if self._line:
-            self._line.tell(notice)
+    def notify(self, notice: Notice) -> None:
+        """Send a message that has no answer; does nothing on other ranks than 0."""
+        if self._connection:
+            self._connection.send(notice)
 
-    def share(self, attempt: int, moved: int, total: int) -> str:
-        """Tell the agent how far a transfer is; return why it is to be ended, "" to go on. Only rank 0 has a line."""
-        if not self._line:
+    def report_progress(self, attempt: int, moved: int, total: int) -> str:
+        """Tell the agent how far a transfer is; return why to end it, or "" to go on. "" on other ranks than 0."""
+        if not self._connection:
             return ""
         try:
-            answer = self._line.ask(TransferProgress(attempt, moved, total))
-        except DipsError as error:  # the other ranks are waiting in a collective: they must hear of it there
+            answer = self._connection.ask(TransferProgress(attempt, moved, total))
+        except DipsError as error:  # the other ranks wait in a collective: the transfer must fail there, on all of them
             return str(error)
-        return "" if isinstance(answer, Heard) else getattr(answer, "reason", str(answer))
+        return "" if isinstance(answer, Noted) else getattr(answer, "reason", str(answer))
 
-    def hang_up(self) -> None:
-        """End the line without a word: the agent ends what is open."""
-        if self._line:
-            self._line.close()
+    def disconnect(self) -> None:
+        """Close the connection without a message: the agent ends what is open."""
+        if self._connection:
+            self._connection.close()
 
-    def _speak(self, question: Question) -> Answer:
+    def _ask_agent(self, question: Question) -> Answer:
         try:
-            if self._line is None:
-                self._line = Line(self._agent, self._poll_s)
-            return self._line.ask(question)
+            if self._connection is None:
+                self._connection = AgentConnection(self._agent, self._poll_s)
+            return self._connection.ask(question)
         except DipsError as error:
             return ErrorReply(type(error).__name__, str(error))

@@ -1,7 +1,7 @@
-"""A transfer under way in this rank: its thread, and what the ranks agree on when they look at it together (why.md 7).
+"""A transfer in progress: this rank's thread, and the collective that decides whether all ranks are done (why.md 7).
 
-Whoever began it either stands still until it is over (`finish`) or trains on and looks now and then (`look`). The first
-rank that fails ends it for all.
+The caller either waits until it is over (`wait`) or trains on and polls it now and then (`poll`). The first rank that
+fails ends the transfer on all ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dips.client.rank.collectives import JobCollectives
-from dips.client.rank.transfer import TransferStats
+from dips.client.rank.transfer_types import TransferStats
 from dips.errors import DipsError, LocalProtocolError, Unavailable
 
 
@@ -25,7 +25,7 @@ class TransferResult:
     """What all ranks agreed on: every one of them moved all of its bytes, or the transfer failed."""
 
     ok: bool
-    reason: str  # as this rank saw it
+    reason: str  # this rank's
     nbytes: int  # over all ranks
     torn: bool = False  # a pull that failed after its first layer was installed
 
@@ -34,12 +34,12 @@ class BackgroundTransfer(ABC):
     """A push or pull that was begun on all ranks."""
 
     @abstractmethod
-    def finish(self, poll_s: float) -> TransferResult:
-        """Stand still until it is over; the ranks meet at least every `poll_s`."""
+    def wait(self, poll_s: float) -> TransferResult:
+        """Block until it is over; the ranks meet in a collective at least every `poll_s`. Collective."""
 
     @abstractmethod
-    def look(self) -> TransferResult | None:
-        """What came of it, or None while it moves; stands still for nothing. Collective."""
+    def poll(self) -> TransferResult | None:
+        """Return its result, or None while it moves; does not block on the transfer. Collective."""
 
     @abstractmethod
     def cancel(self) -> None:
@@ -47,15 +47,15 @@ class BackgroundTransfer(ABC):
 
 
 class StreamedTransfer(BackgroundTransfer):
-    """A pull that is installed layer by layer while the training stands still: it moves when it is finished."""
+    """A pull that is installed layer by layer while training is paused: nothing moves before `wait`."""
 
     def __init__(self, stream: Callable[[float], TransferResult]) -> None:
         self._stream = stream
 
-    def finish(self, poll_s: float) -> TransferResult:
+    def wait(self, poll_s: float) -> TransferResult:
         return self._stream(poll_s)
 
-    def look(self) -> TransferResult | None:
+    def poll(self) -> TransferResult | None:
         raise LocalProtocolError("install: streaming and overlap: full exclude each other")
 
     def cancel(self) -> None:
@@ -63,51 +63,54 @@ class StreamedTransfer(BackgroundTransfer):
 
 
 class ThreadedTransfer(BackgroundTransfer):
-    """A transfer that moves in its thread."""
+    """A transfer that moves in a thread of its own."""
 
     def __init__(
         self,
-        job: TransferThread,
+        thread: TransferThread,
         seq: int,
         total: int,
-        voice: JobCollectives,
-        tell: Callable[[], str],
-        after: Callable[[], None] = do_nothing,
+        collectives: JobCollectives,
+        report_progress: Callable[[], str],
+        on_end: Callable[[], None] = do_nothing,
     ) -> None:
-        """`tell` says how far it is and returns why to give up; `after` is called once, when it is over."""
-        self._job, self._seq, self._total, self._voice, self._tell = job, seq, total, voice, tell
-        self._after = after
+        """`report_progress` returns why to give up, or ""; `on_end` is called once, when the transfer is over."""
+        self._thread, self._seq, self._total, self._collectives = thread, seq, total, collectives
+        self._report_progress, self._on_end = report_progress, on_end
 
-    def finish(self, poll_s: float) -> TransferResult:
-        while (moved := self._look(poll_s)) is None:
+    def wait(self, poll_s: float) -> TransferResult:
+        while (result := self._agree(poll_s)) is None:
             pass
-        return moved
+        return result
 
-    def look(self) -> TransferResult | None:
-        return self._look(0.0)
+    def poll(self) -> TransferResult | None:
+        return self._agree(0.0)
 
     def cancel(self) -> None:
-        self._job.cancel()
+        self._thread.cancel()
 
-    def _look(self, wait_s: float) -> TransferResult | None:
-        job = self._job
-        job.wait(wait_s)
-        job.halt(self._tell())
-        # The same transfer on all ranks (seq both ways), all of them well, all of them done.
-        low, high, well, done = self._voice.least([self._seq, -self._seq, int(job.error is None), int(job.done)])
-        failed = not well or low != -high
-        if not failed and not done:
+    def _agree(self, wait_s: float) -> TransferResult | None:
+        """Find out with the other ranks whether the transfer is over."""
+        thread = self._thread
+        thread.join(wait_s)
+        thread.mark_failed(self._report_progress())
+        # Same transfer on all ranks (the smallest seq is the largest), no rank failed, all ranks are done.
+        own = [self._seq, -self._seq, int(thread.error is None), int(thread.done)]
+        smallest_seq, minus_largest_seq, all_well, all_done = self._collectives.all_min(own)
+        failed = not all_well or smallest_seq != -minus_largest_seq
+        if not failed and not all_done:
             return None
         if failed:
-            job.cancel()
-        self._after()
-        return TransferResult(not failed, job.reason if failed else "", self._total)
+            thread.cancel()
+        self._on_end()
+        return TransferResult(not failed, thread.reason if failed else "", self._total)
 
 
 class TransferThread:
-    """One transfer in a thread; an error that nobody foresaw is raised where the ranks have agreed to give up."""
+    """One rank's transfer in a thread; an unforeseen error is raised after the ranks have agreed to give up."""
 
     def __init__(self, work: Callable[[threading.Event], TransferStats] | None) -> None:
+        """`work` takes the event that cancels it; None: this rank moves nothing."""
         self.error: BaseException | None = None
         self._cancel = threading.Event()
         self._thread: threading.Thread | None = None
@@ -123,27 +126,27 @@ class TransferThread:
     def reason(self) -> str:
         return f"{type(self.error).__name__}: {self.error}" if self.error else "another rank failed"
 
-    def wait(self, timeout_s: float) -> None:
+    def join(self, timeout_s: float) -> None:
         if self._thread is not None:
             self._thread.join(timeout_s)
 
-    def halt(self, reason: str) -> None:
+    def mark_failed(self, reason: str) -> None:
         """Count the transfer as failed for `reason`, unless that is empty or it has failed already."""
         if reason and self.error is None:
             self.error = Unavailable(reason)
 
     def cancel(self) -> None:
-        """End the transfer and wait for its end; raise its error if it is none of Di-PS's."""
+        """End the transfer and wait for its end; raise its error unless it is a DipsError."""
         own = self.error
         self._cancel.set()
         if self._thread is not None:
             self._thread.join()
         if own is not None and not isinstance(own, DipsError):
             raise own
-        self.error = own  # that it was cancelled is no reason
+        self.error = own  # TransferCancelled, raised by this call, is no reason
 
     def _run(self, work: Callable[[threading.Event], TransferStats]) -> None:
         try:
             work(self._cancel)
-        except BaseException as error:  # noqa: BLE001 (raised by cancel(), in the rank's own thread)
+        except BaseException as error:  # noqa: BLE001 (raised by cancel(), in the training thread)
             self.error = error

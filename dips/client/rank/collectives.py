@@ -1,7 +1,7 @@
-"""One mouth, one verdict (why.md 25): what rank 0 hears, all ranks hear; what all ranks did, all ranks know.
+"""The collectives of a training job: rank 0 talks to the agent, and its answers are broadcast to all ranks (why.md 25).
 
-The group is a gloo group of its own, so verdicts never stand behind the training's collectives. Every call here is made
-by all ranks in the same order. A job of one process needs no torch.distributed.
+They run in a gloo group of their own, so they never queue behind the training's collectives. Every rank makes the same
+calls in the same order. A job of one process needs no torch.distributed.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from dips.errors import ConfigError, LocalProtocolError
 
 
 class JobCollectives:
-    """The collectives of one training job."""
+    """The process group of one training job; every method but `close` is collective."""
 
     def __init__(self, deadline_s: float = 600.0) -> None:
-        """Make the group if torch.distributed is initialised; every rank must come here.
+        """Make the group if torch.distributed is initialised; every rank must call this.
 
-        deadline_s  how long ranks that came to a call wait for those that did not
+        deadline_s  how long a `barrier` waits for ranks that have not reached it
         """
         self._deadline = timedelta(seconds=deadline_s)
-        self.rank, self.world = 0, 1
+        self.rank, self.world_size = 0, 1
         self._group: dist.ProcessGroup | None = None
         if dist.is_available() and dist.is_initialized():
-            self.rank, self.world = dist.get_rank(), dist.get_world_size()
-            self._group = dist.new_group(backend="gloo", timeout=self._deadline) if self.world > 1 else None
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+            self._group = dist.new_group(backend="gloo", timeout=self._deadline) if self.world_size > 1 else None
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
                 f"this job has {os.environ['WORLD_SIZE']} ranks: call torch.distributed.init_process_group first"
             )
 
-    def meet(self, what: str) -> None:
-        """Wait for all ranks to come to `what`, the first collective of a call of the training script.
+    def barrier(self, call: str) -> None:
+        """Wait until all ranks have reached `call`, a method of OuterLoop that the training script calls.
 
-        Raise LocalProtocolError after the deadline: on rank 0 it names the ranks that did not come.
+        Raise LocalProtocolError after the deadline: on rank 0 it names the ranks that are missing.
         """
         if self._group is None:
             return
@@ -46,56 +46,56 @@ class JobCollectives:
             dist.monitored_barrier(self._group, timeout=self._deadline, wait_all_ranks=True)
         except RuntimeError as error:
             raise LocalProtocolError(
-                f"not all {self.world} ranks came to {what} within {self._deadline.total_seconds():g} s: every rank "
-                f"must call the outer loop alike, in the same order. {str(error).splitlines()[0]}"
+                f"not all {self.world_size} ranks reached {call} within {self._deadline.total_seconds():g} s: every "
+                f"rank must call the outer loop alike, in the same order. {str(error).splitlines()[0]}"
             ) from error
 
-    def share(self, words: bytes | None) -> bytes:
-        """Give rank 0's `words` to all ranks; the others pass None."""
+    def broadcast(self, message: bytes | None) -> bytes:
+        """Give rank 0's `message` to all ranks; the others pass None."""
         if self._group is None:
-            assert words is not None
-            return words
-        length = torch.tensor([0 if words is None else len(words)])
+            assert message is not None
+            return message
+        length = torch.tensor([0 if message is None else len(message)])
         dist.broadcast(length, 0, group=self._group)
         body = torch.empty(int(length[0]), dtype=torch.uint8)
-        if words is not None:
-            body.copy_(torch.frombuffer(bytearray(words), dtype=torch.uint8))
+        if message is not None:
+            body.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
         dist.broadcast(body, 0, group=self._group)
         return bytes(body.numpy())
 
-    def gather(self, words: bytes) -> list[bytes]:
-        """Give every rank's words to all ranks, in the ranks' order."""
+    def all_gather(self, message: bytes) -> list[bytes]:
+        """Give every rank's message to all ranks, in the ranks' order."""
         if self._group is None:
-            return [words]
-        lengths = self.total([len(words) if r == self.rank else 0 for r in range(self.world)])
+            return [message]
+        lengths = self.all_sum([len(message) if r == self.rank else 0 for r in range(self.world_size)])
         padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
-        padded[: len(words)] = torch.frombuffer(bytearray(words or b" "), dtype=torch.uint8)[: len(words)]
-        heard = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(heard, padded, group=self._group)
-        return [bytes(one[:length].numpy()) for one, length in zip(heard, lengths, strict=True)]
+        padded[: len(message)] = torch.frombuffer(bytearray(message or b" "), dtype=torch.uint8)[: len(message)]
+        gathered = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(gathered, padded, group=self._group)
+        return [bytes(one[:length].numpy()) for one, length in zip(gathered, lengths, strict=True)]
 
-    def exchange(self, gives: dict[int, torch.Tensor], takes: dict[int, torch.Tensor]) -> None:
-        """Send each tensor of `gives` to its rank, and fill those of `takes` from theirs; return when all is done.
+    def exchange_tensors(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor]) -> None:
+        """Send each tensor of `sends` to its rank, and fill those of `receives` from theirs; return when all is done.
 
-        What one rank gives another takes, with the same number of elements; ranks that share nothing need not come.
+        Every send has a receive of the same number of elements; ranks with neither need not call this.
         """
-        work = [dist.irecv(tensor, rank, group=self._group) for rank, tensor in sorted(takes.items())]
-        work += [dist.isend(tensor, rank, group=self._group) for rank, tensor in sorted(gives.items())]
+        work = [dist.irecv(tensor, rank, group=self._group) for rank, tensor in sorted(receives.items())]
+        work += [dist.isend(tensor, rank, group=self._group) for rank, tensor in sorted(sends.items())]
         for one in work:
             assert one is not None, "every rank of the job is in its group"
             one.wait()
 
-    def least(self, numbers: Sequence[int]) -> list[int]:
+    def all_min(self, numbers: Sequence[int]) -> list[int]:
         """The smallest over all ranks of each number."""
-        return self._reduced(numbers, dist.ReduceOp.MIN)
+        return self._all_reduce(numbers, dist.ReduceOp.MIN)
 
-    def total(self, numbers: Sequence[int]) -> list[int]:
+    def all_sum(self, numbers: Sequence[int]) -> list[int]:
         """The sum over all ranks of each number."""
-        return self._reduced(numbers, dist.ReduceOp.SUM)
+        return self._all_reduce(numbers, dist.ReduceOp.SUM)
 
-    def numbered(self, here: bool) -> tuple[int, int]:
-        """Number the ranks that say `here` from 0 on: this rank's number (meaningless if not here), and how many."""
-        present = self.total([int(here and r == self.rank) for r in range(self.world)])
+    def number_ranks(self, included: bool) -> tuple[int, int]:
+        """Number the ranks that are `included` from 0 on: this rank's number (void if it is not), and how many."""
+        present = self.all_sum([int(included and r == self.rank) for r in range(self.world_size)])
         return sum(present[: self.rank]), sum(present)
 
     def close(self) -> None:
@@ -103,9 +103,9 @@ class JobCollectives:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def _reduced(self, numbers: Sequence[int], how: dist.ReduceOp.RedOpType) -> list[int]:
+    def _all_reduce(self, numbers: Sequence[int], op: dist.ReduceOp.RedOpType) -> list[int]:
         if self._group is None:
             return list(numbers)
         tensor = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(tensor, op=how, group=self._group)
+        dist.all_reduce(tensor, op=op, group=self._group)
         return [int(n) for n in tensor]

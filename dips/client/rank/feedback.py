@@ -1,14 +1,14 @@
-"""What lossy pushes still owe: the base that differences are to, and the error feedback that its Outcome settles.
+"""Error feedback of lossy pushes: the base of differences, and the rounding error that later pushes still owe.
 
-One rank's share of it, over what the rank speaks for. The life of a push:
+One rank's share, over the pieces that it pushes. A push goes through
 
-    freeze   host buffer = (θ_local − θ_base) + owed       (granted in fp32: θ_local + owed, which owes nothing after)
-    encode   each chunk as it is asked for; what was asked is remembered
-    hear     Outcome accepted: owed = difference − what its chunks stand for; skipped, dropped, gated: as before
+    freeze_push         host buffer = (θ_local − θ_base) + owed     (granted in fp32: θ_local + owed; then owed = 0)
+    encode_chunk        each chunk when it is asked for; which ones is recorded
+    settle_last_push    accepted: owed = difference − what its chunks decode to; skipped, dropped, gated: as before
 
-So what a codec rounds away is sent with the next push, and a push that came to nothing loses nothing: its progress is
-still in θ_local, what was owed before it is still owed (why.md 38). What is owed ends with the cluster's life at the
-master, with the trainer's process, and with a lineage that went back: another θ owes nothing to it.
+So what a codec rounds away is sent with the next push, and a push that was not applied loses nothing: its progress is
+still in θ_local, what was owed before it is still owed (why.md 38). The debt ends with the cluster's incarnation, with
+the trainer's process, and with a rollback of the lineage: another θ has no such debt.
 
 Costs 8 B for each parameter that the rank pushes, beside the 4 B of the host buffer: base and owed. Nothing is computed
 in fp32 runs: there is no Feedback then. No torch, no socket; one thread, but for `encode`.
@@ -27,7 +27,7 @@ from dips.wire import codecs
 from dips.wire.chunks import Range
 from dips.wire.frame import Buffer
 
-ADOPTED = -1  # the life that a checkpoint was taken up in is not known here until it transfers
+ADOPTED = -1  # after a checkpoint was loaded, the incarnation is not known here until the next transfer
 
 
 class Feedback:
@@ -39,71 +39,71 @@ class Feedback:
         self._owed = [np.zeros_like(array) for array in self._host]
         self._frozen_at = Share(pieces)
         self._owed_at = Share([replace(piece, array=owed) for piece, owed in zip(pieces, self._owed, strict=True)])
-        self._version: VersionId | None = None  # that `_base` holds
-        self._inc = 0  # the life that owes
+        self._version: VersionId | None = None  # of `_base`
+        self._inc = 0  # the incarnation that owes
         self._codec = codecs.FP32
-        self._seq = 0  # the push that is frozen in the host buffer, until its Outcome is heard; 0: none
+        self._seq = 0  # the push that is frozen in the host buffer, until its Outcome is known; 0: none
         self._sent: dict[Range, None] = {}  # its chunks, as they were asked for
         self._contained = False  # what is owed is still in the model: accepted, and nothing installed since
 
-    def hear(self, inc: int, accepted: int) -> None:
-        """Settle the last push, before anything overwrites the host buffer; again changes nothing.
+    def settle_last_push(self, inc: int, accepted: int) -> None:
+        """Settle the last push, before anything overwrites the host buffer; a repetition changes nothing.
 
-        inc       the cluster's life at the master: another than before owes nothing
-        accepted  seq of the last push of this life that was accepted; any other came to nothing, or is gated
+        inc       the cluster's incarnation: a new one owes nothing
+        accepted  seq of the last push of this incarnation that was accepted; any other was gated or not applied
         """
         if self._inc == ADOPTED:
             self._inc = inc
         if inc != self._inc:
             self._inc = inc
-            self._forget()
+            self._clear_owed()
         elif self._seq and accepted == self._seq:
-            self._settle()
+            self._settle_accepted()
         self._seq = 0
 
-    def holds(self, base: VersionId | None) -> bool:
-        """Whether differences to `base` can be made."""
+    def has_base(self, base: VersionId | None) -> bool:
+        """Whether differences to `base` can be computed."""
         return base is not None and base == self._version
 
-    def freeze(self, seq: int, codec: str) -> None:
+    def freeze_push(self, seq: int, codec: str) -> None:
         """Turn θ_local in the host buffer into what push `seq` carries in `codec`. Reads 3 floats an element."""
         if self._contained:
-            self._forget()
+            self._clear_owed()
         self._seq, self._sent, self._codec = seq, {}, codecs.named(codec)
-        with np.errstate(all="ignore"):  # a model that diverged: the gate's business
+        with np.errstate(all="ignore"):  # a diverged model is left to the gate
             for host, base, owed in zip(self._host, self._base, self._owed, strict=True):
                 if self._codec.lossy:
                     host -= base
                 host += owed
 
-    def encode(self, chunk: Range, view: memoryview) -> Buffer:
-        """Spell one chunk of the frozen push; asked again it is the same. On the transfer's own thread."""
+    def encode_chunk(self, chunk: Range, view: memoryview) -> Buffer:
+        """Encode one chunk of the frozen push, identically if it is asked for again. Runs on the transfer's thread."""
         self._sent[chunk] = None
         return self._codec.encode(np.frombuffer(view, np.float32))
 
-    def installed(self, version: VersionId) -> None:
-        """The host buffer holds `version`, and so does the model: the next differences are to it."""
+    def set_base(self, version: VersionId) -> None:
+        """Take `version`, which the host buffer and the model hold, as the base of the next differences."""
         if self._version is not None and version != self._version and version.version <= self._version.version:
-            self._forget()  # the lineage went back
+            self._clear_owed()  # the lineage was rolled back
         for host, base in zip(self._host, self._base, strict=True):
             np.copyto(base, host)
         self._version, self._contained = version, False
 
-    def saved(self) -> tuple[Sequence[F32], Sequence[F32]]:
-        """(base, owed) for a checkpoint: this rank's own, to be copied before the next transfer."""
+    def checkpoint_arrays(self) -> tuple[Sequence[F32], Sequence[F32]]:
+        """(base, owed) for a checkpoint: this rank's own arrays, to be copied before the next transfer."""
         return self._base, self._owed
 
-    def resume(self, version: VersionId, base: Sequence[F32], owed: Sequence[F32]) -> None:
-        """A checkpoint is taken up: what it owed is owed by the present life, whichever that is."""
+    def restore(self, version: VersionId, base: Sequence[F32], owed: Sequence[F32]) -> None:
+        """Take what a checkpoint owed as owed by the present incarnation, whichever that is."""
         for mine, theirs in zip((*self._base, *self._owed), (*base, *owed), strict=True):
             np.copyto(mine, theirs)
         self._version, self._contained, self._seq, self._inc = version, False, 0, ADOPTED
 
-    def _settle(self) -> None:
-        """The frozen push is in a version: only what its chunks did not bring is owed from now on."""
+    def _settle_accepted(self) -> None:
+        """The frozen push is part of a version: from now on only what its chunks rounded away is owed."""
         self._contained = True
         if not self._codec.lossy:
-            self._forget()
+            self._clear_owed()
             return
         for chunk in self._sent:
             difference, owed = self._elements(self._frozen_at, chunk), self._elements(self._owed_at, chunk)
@@ -115,7 +115,7 @@ class Feedback:
         assert view is not None, f"{chunk} was sent and is not held here"
         return np.frombuffer(view, np.float32)
 
-    def _forget(self) -> None:
-        """Nothing is owed."""
+    def _clear_owed(self) -> None:
+        """Owe nothing from now on."""
         for owed in self._owed:
             owed.fill(0)

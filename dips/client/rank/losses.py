@@ -1,7 +1,7 @@
 """The losses of a job whose rank 0 computes none: in a pipeline only the last stage has one.
 
-Every rank keeps what its script said since the last look; there the first rank that has any is heard by all, and rank 0
-passes it on. What rank 0 itself said is told with each step already.
+Every rank adds up its losses between two polls of the agent; at a poll the ranks gather the sums, and rank 0 reports
+those of the first rank that has any. Rank 0's own losses are reported with each step already.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from dips.client.rank.collectives import JobCollectives
 
 
 class LossChannel:
-    """One rank's, between two looks."""
+    """One rank's losses since the last poll."""
 
-    def __init__(self, voice: JobCollectives) -> None:
-        self._voice = voice
-        self._begin()
+    def __init__(self, collectives: JobCollectives) -> None:
+        self._collectives = collectives
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._sum, self._count, self._finite = 0.0, 0, True
 
-    def add(self, loss: float | None, finite: bool) -> None:
-        """One inner step is done; `loss` is None if it was not said, or is not finite."""
+    def add_loss(self, loss: float | None, finite: bool) -> None:
+        """Count one inner step; `loss` is None if the script gave none, or one that is not finite."""
         self._finite &= finite
         if loss is not None:
             self._sum, self._count = self._sum + loss, self._count + 1
 
-    def heard(self) -> tuple[float, int, bool] | None:
+    def gather_losses(self) -> tuple[float, int, bool] | None:
         """Return sum, number and finiteness of the losses of the first rank that has any, None if that is rank 0.
 
-        Collective; begins anew.
+        Collective; starts over on every rank.
         """
-        said = self._voice.gather(json.dumps([self._sum, self._count, self._finite]).encode())
-        self._begin()
-        for rank, (total, count, finite) in enumerate(map(json.loads, said)):
+        gathered = self._collectives.all_gather(json.dumps([self._sum, self._count, self._finite]).encode())
+        self._reset()
+        for rank, (total, count, finite) in enumerate(map(json.loads, gathered)):
             if count or not finite:
                 return (total, count, finite) if rank else None
         return None
 
 
-def finite(loss: Any) -> float | None:
-    """A loss that can be averaged and shown; one that is not finite is the gate's business, not the ledger's."""
+def finite_or_none(loss: Any) -> float | None:
+    """Return a loss that can be averaged; None for one that is not finite, which the penalty's gate deals with."""
     value = math.nan if loss is None else float(loss)
     return value if math.isfinite(value) else None

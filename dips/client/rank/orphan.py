@@ -1,8 +1,8 @@
-"""A rank whose agent is gone ends by itself (why.md 27): nobody else may speak for its cluster, and it must not go on.
+"""A rank whose agent is gone ends itself (why.md 27): no other process may act for its cluster, so it must not go on.
 
 torchrun dies with the agent (launch.py) and ends its workers; but it may be killed together with the agent, or hang,
-and on other hosts somebody else started it. So every rank holds its agent in a thread that sleeps in the kernel: by a
-pidfd on the agent's machine, elsewhere by a line on which nothing is said and which ends with the agent.
+and on other hosts something else started it. So every rank watches its agent in a thread that sleeps in the kernel: by
+a pidfd on the agent's machine, elsewhere by a connection that carries no messages and is closed when the agent ends.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from collections.abc import Callable
 
 from dips.client.ipc.address import Address, OnThisHost
 from dips.client.ipc.process import AGENT_HOME, AGENT_PID, home
-from dips.client.rank.line import Line
+from dips.client.rank.agent_connection import AgentConnection
 
 FIND_S = 60.0  # hosts of one job do not start at the same moment
-GRACE_S = 10.0  # between SIGTERM to ourselves and the end: an exit handler may write what it must
+GRACE_S = 10.0  # between SIGTERM to this process and its end: time for exit handlers
 
 _watched = False
 
 
 def watch_agent(address: Address, poll_s: float) -> Callable[[], None]:
-    """End this process when its agent ends; return what ends the watch, for a rank that is done with its agent.
+    """End this process when its agent ends; return a function that stops the watch.
 
-    On another host than the agent's, raise Unavailable if it cannot be found there within FIND_S, Denied if it is not
-    ours.
+    On another host than the agent's, raise Unavailable if it cannot be reached within FIND_S, Denied if it is not this
+    job's.
     """
     if os.environ.get(AGENT_HOME) == home():
         _watch_process(int(os.environ[AGENT_PID]))
-        return lambda: None  # it outlives its ranks: it waits for their launcher
+        return lambda: None  # the agent waits for the ranks' launcher, so it ends after them
     if isinstance(address, OnThisHost):
-        return lambda: None  # nobody says which process it is; rank 0 finds the line closed
-    line, done = Line.wait_for(address, poll_s, FIND_S), threading.Event()
+        return lambda: None  # its process is unknown here; rank 0 will find its connection closed
+    connection, done = AgentConnection.connect_within(address, poll_s, FIND_S), threading.Event()
 
     def wait() -> None:
-        line.outlive()
+        connection.wait_until_closed()
         if not done.is_set():
-            _end(f"at {address}")
+            _end_process(f"at {address}")
 
     def stop() -> None:
         done.set()
-        line.close()
+        connection.close()
 
     threading.Thread(target=wait, name="agent-watch", daemon=True).start()
     return stop
 
 
 def _watch_process(pid: int) -> None:
-    """Once for a process."""
+    """Start one watch for this process, however many OuterLoops it makes."""
     global _watched
     if _watched:
         return
@@ -60,23 +60,23 @@ def _watch_process(pid: int) -> None:
     try:
         agent = os.pidfd_open(pid)
     except ProcessLookupError:
-        _end(f"(process {pid})")
+        _end_process(f"(process {pid})")
         return
 
     def wait() -> None:
         select.select([agent], [], [])
-        _end(f"(process {pid})")
+        _end_process(f"(process {pid})")
 
     threading.Thread(target=wait, name="agent-watch", daemon=True).start()
 
 
-def _end(which: str) -> None:
-    """SIGTERM first; a rank that stands in a collective that will never end does not hear it."""
+def _end_process(which: str) -> None:
+    """SIGTERM first; a rank that is blocked in a collective that never ends does not handle it, so then exit hard."""
     sys.stderr.write(f"dips: the agent {which} is gone: this rank ends\n")
-    threading.Thread(target=_end_hard, daemon=True).start()
+    threading.Thread(target=_exit_after_grace, daemon=True).start()
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _end_hard() -> None:
+def _exit_after_grace() -> None:
     time.sleep(GRACE_S)
     os._exit(128 + signal.SIGTERM)

@@ -1,22 +1,21 @@
 """The library inside every training rank: three lines in a training script.
 
-    outer = OuterLoop(model)                    # joins, pulls θ into this rank's shard
+    outer = OuterLoop(model)                    # joins the run, pulls θ into this rank's shard
     for batch in loader(outer.ranges()):        # the data ranges leased to this cluster; or your own loader
         ...
-        outer.step(tokens=n, loss=loss)         # after each inner step; when its pace says so: push, window, pull
+        outer.step(tokens=n, loss=loss)         # after each inner step; when one is due: an outer step
     outer.close()
 
-Only rank 0 talks, to the agent that started this job; every verdict reaches all ranks by a broadcast, every rank moves
+Only rank 0 talks to the agent that started this job; the agent's answers are broadcast to all ranks, every rank moves
 its own bytes, and a pulled version is installed on all ranks or on none. So at every inner step all ranks hold the same
-version, whatever happens outside. The constructor, `step`, `ranges` and `close` are collective: all ranks call them, in
-the same order, outside forward and backward.
+version. The constructor, `step`, `push`, `ranges`, `state_dict`, `load_state_dict` and `close` are collective: all
+ranks call them, in the same order, outside forward and backward.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,40 +23,26 @@ from typing import Any
 from torch import nn
 
 from dips.client.ipc import address
-from dips.client.ipc.messages import (
-    Answer,
-    Attach,
-    Attached,
-    Bye,
-    Healed,
-    PullWanted,
-    PushWanted,
-    RangeGiven,
-    RangesEnded,
-    RangeWanted,
-    Resume,
-    Resumed,
-    Saved,
-    SaveWanted,
-    Stepped,
-)
+from dips.client.ipc.messages import Attach, Attached, Detach, Healed, Resume, Resumed, Saved, SaveWanted
 from dips.client.ipc.process import process_name
 from dips.client.parallel import HostMemory, LazyMemory, StreamedMemory, lay_out
 from dips.client.rank.agent_client import AgentClient
 from dips.client.rank.collectives import JobCollectives
-from dips.client.rank.losses import LossChannel, finite
+from dips.client.rank.data_ranges import DataRanges
 from dips.client.rank.orphan import watch_agent
-from dips.client.rank.rounds import Rounds
+from dips.client.rank.outer_checkpoint import make_state, read_saved, read_tensors
+from dips.client.rank.outer_state import InnerState, OuterState
+from dips.client.rank.outer_steps import OuterSteps
 from dips.client.rank.shard_transfer import ShardTransfer
-from dips.config import Shared, load_cluster
+from dips.client.rank.step_reports import StepReports
+from dips.config import ClusterFile, Shared, load_cluster
 from dips.errors import ConfigError, LocalProtocolError
 from dips.ids import VersionId
 
-MEMORY = {"whole": HostMemory, "streaming": StreamedMemory, "forward": LazyMemory}  # by `install`
-STATE_FORMAT = 1  # of state_dict; another number is refused, never guessed at
+MEMORY = {"whole": HostMemory, "streaming": StreamedMemory, "lazy": LazyMemory}  # by `install`
 
 
-class OuterLoop(Rounds):
+class OuterLoop:
     """Takes part in the run for one rank of the training job."""
 
     def __init__(
@@ -73,53 +58,56 @@ class OuterLoop(Rounds):
                    pipeline stages or model chunks counts as one model. Parameters with requires_grad are shared,
                    frozen ones and buffers are not. Wrapped and sharded already: its memory must not be replaced later
         config     the cluster file; None: the one that the agent was started with
-        optimizer  Megatron's: its fp32 masters are what is pushed, and are told of a pull. Nothing else needs it:
+        optimizer  Megatron's: its fp32 masters are what is pushed, and a pull updates them. Not needed otherwise:
                    torch's own optimizers work on the parameters themselves
         Errors     the same on every rank. ConfigError: no agent, a wrong file, a model of a kind or dtype that is not
                    supported, ranks that hold different models. CorruptManifest: the model is not the run's; the first
                    differences are listed.
         """
-        path = config or os.environ.get("DIPS_CLUSTER_FILE")
-        if path is None:
-            raise ConfigError("no cluster file: start this script as `dips-client --config cluster.yaml -- …`")
-        config_file = load_cluster(Path(path))
-        agent = address.find(config_file)
-        self._unwatch = watch_agent(agent, config_file.poll_s)
-        voice = JobCollectives(config_file.collective_s)
-        layout = lay_out(model, voice, optimizer, config_file.speakers)
-        memory = MEMORY[config_file.install](layout.adapter, layout.held, layout.plan, voice)
-        mover = ShardTransfer(memory, voice, config_file.stall_s, config_file.shared.codec)
-        super().__init__(config_file, voice, AgentClient(voice, agent, config_file.poll_s), mover)
-        self._losses = LossChannel(voice) if layout.adapter.staged else None
-        self._pid, self._closed, self._ranges_asked = os.getpid(), False, 0
-        self.inner_steps = 0  # taken since this object was made
-        self._attach(layout.plan.manifest.to_json())
-        self._obey(PullWanted(self._attempt, self._next()))
-        self._mover.finish()
-        self._warms_up = self.version.version > 0  # its optimizer has seen nothing, until a checkpoint is loaded
+        self._config = _load_config(config)
+        agent = address.find(self._config)
+        self._unwatch = watch_agent(agent, self._config.poll_s)
+        self._collectives = JobCollectives(self._config.collective_s)
+        layout = lay_out(model, self._collectives, optimizer, self._config.speakers)
+        memory = MEMORY[self._config.install](layout.adapter, layout.held, layout.plan, self._collectives)
+        self._shard_transfer = ShardTransfer(memory, self._collectives, self._config.stall_s, self._config.shared.codec)
+        self._agent_client = AgentClient(self._collectives, agent, self._config.poll_s)
+        self._state = _attach(self._agent_client, layout.plan.manifest.to_json(), self._shard_transfer.ranks)
+        self._inner = InnerState()
+        self._outer_steps = OuterSteps(self._config, self._state, self._agent_client, self._shard_transfer)
+        self._data_ranges = DataRanges(self._state, self._agent_client, self._outer_steps)
+        self._step_reports = StepReports(
+            self._state, self._collectives, self._agent_client, pipelined=layout.adapter.staged
+        )
+        self._pid, self._closed = os.getpid(), False
+        self._outer_steps.pull_newest()
+        self._inner.warming_up = self.version.version > 0  # its optimizer is empty, until a checkpoint is loaded
 
-    # ---- what a training script sees -------------------------------------------------------------------------------
+    # ---- where it stands ---------------------------------------------------------------------------------------------
 
     @property
     def version(self) -> VersionId:
         """The version that was installed last: the base of the next push."""
-        assert self._version is not None  # the constructor does not return without one
-        return self._version
+        assert self._state.version is not None  # the constructor does not return without one
+        return self._state.version
 
     @property
     def progress(self) -> float:
         """Accepted tokens over the run's target, 0 to 1, the same on all ranks: drive the learning-rate schedule by it.
 
-        It moves when the cluster takes part in an outer step. 0 if the run has no token target.
+        It changes when the cluster takes part in an outer step. 0 if the run has no token target.
         """
-        return self._progress
+        return self._state.progress
+
+    @property
+    def inner_steps(self) -> int:
+        """Inner steps since this object was made, and those of the checkpoint that was loaded."""
+        return self._inner.steps
 
     @property
     def lr_scale(self) -> float:
         """A factor for the inner learning rate: below 1 while a cluster that joined a run under way warms up."""
-        if not self._warms_up:
-            return 1.0
-        return min(1.0, (self.inner_steps + 1) / max(1, self._config.rejoin_warmup_steps))
+        return self._inner.lr_scale(self._config.rejoin_warmup_steps)
 
     @property
     def shared(self) -> Shared:
@@ -129,51 +117,54 @@ class OuterLoop(Rounds):
     @property
     def finished(self) -> bool:
         """The run is over: leave the training loop. `step` does nothing from now on, `ranges` ends."""
-        return self._finished
+        return self._state.finished
+
+    @property
+    def moving(self) -> bool:
+        """Under `overlap: full`: a push or pull of this cluster is in flight, and training goes on beside it."""
+        return self._outer_steps.in_flight
+
+    # ---- inner and outer steps ---------------------------------------------------------------------------------------
 
     def step(self, *, tokens: int, loss: Any = None) -> None:
-        """Say that one inner step is done; when a push is due it takes part in an outer step before it returns.
+        """Report that one inner step is done; when an outer step is due, take part in it before this returns.
 
-        With `install: forward` the new version may still have to be put into the model then; see `install`.
+        With `install: lazy` the new version may still have to be copied into the model then; see `install`.
 
         tokens  consumed in this step by the whole cluster, on all its ranks together; rank 0's number counts
         loss    of this step, a float or a tensor of one element, or None; rank 0's is shown. Of a pipeline, whose
-                rank 0 has none, that of the first rank that says one
+                rank 0 has none, that of the first rank that passes one
         Errors  Unavailable: the agent is gone. StaleIncarnation: another attempt of this trainer took over.
-                LocalProtocolError: with `install: forward`, this step was taken on parameters of the former version
+                LocalProtocolError: with `install: lazy`, this step was taken on parameters of the former version
         """
-        self._check()
-        if self._finished:
+        self._check_usable()
+        if self._state.finished:
             return
         if tokens < 0:
             raise LocalProtocolError(f"tokens: expected 0 or more, got {tokens}")
-        self._mover.stepped()
-        self.inner_steps += 1
-        self._look_in -= 1
-        shown = finite(loss) if self._voice.rank == 0 or self._losses else None  # to look at it may wait for a device
-        if self._losses:
-            self._losses.add(shown, loss is None or shown is not None)
-        if self._voice.rank == 0:
-            self._mouth.tell(Stepped(self._attempt, int(tokens), shown, loss is None or shown is not None))
-        if self._look_in <= 0:
-            self._look_at(demanded=False)
+        self._shard_transfer.on_inner_step()
+        self._inner.steps += 1
+        self._state.steps_until_poll -= 1
+        self._step_reports.report_step(tokens, loss)
+        if self._state.steps_until_poll <= 0:
+            self._poll(demanded=False)
 
     def push(self) -> None:
-        """Take part in an outer step now, whatever the pace; as many inner steps count as were taken since the last."""
-        self._check()
-        if not self._finished:
-            self._settle()
-            self._look_at(demanded=True)
+        """Take part in an outer step now, whatever the pace; all inner steps since the last push count."""
+        self._check_usable()
+        if not self._state.finished:
+            self._outer_steps.settle()
+            self._poll(demanded=True)
 
     def install(self) -> None:
-        """Have the present version in the model, all of it; nothing to do but with `install: forward`.
+        """Have the present version in the model, all of it; only `install: lazy` ever leaves something to do.
 
         Call it before parameters are read or written otherwise than by a forward of their module, a step of a torch
-        optimizer, state_dict or load_state_dict, which see to it themselves: a moving average, a norm, a copy of the
+        optimizer, state_dict or load_state_dict, which call it themselves: for a moving average, a norm, a copy of the
         model. Not collective.
         """
-        self._check()
-        self._mover.finish()
+        self._check_usable()
+        self._shard_transfer.finish_install()
 
     def ranges(self) -> Iterator[int]:
         """Yield the data ranges leased to this cluster, the same on all ranks, until none is left or the run is over.
@@ -182,76 +173,79 @@ class OuterLoop(Rounds):
         push is pushed before this returns, and settled. Split a range's samples over your data-parallel ranks.
         Raise ConfigError if the run has no data ranges (`shared.data.ranges`).
         """
-        total = self._config.shared.data.ranges
-        if total == 0:
+        if self._config.shared.data.ranges == 0:
             raise ConfigError(
                 "shared.data.ranges is 0: this run leaves the data to its clusters; bring your own loader"
             )
-        while not self._finished and not self._closed:
-            self._check()
-            self._voice.meet("OuterLoop.ranges")
-            self._ranges_asked += 1
-            answer = self._next_range()
-            if not isinstance(answer, RangeGiven):
+        while not self._state.finished and not self._closed:
+            self._check_usable()
+            self._collectives.barrier("OuterLoop.ranges")
+            number = self._data_ranges.next_range()
+            if number is None:
                 return
-            yield answer.range
+            yield number
+
+    def _poll(self, demanded: bool) -> None:
+        if not self.moving:
+            self._collectives.barrier("OuterLoop.step")
+        self._step_reports.report_pipeline_losses()
+        self._outer_steps.poll(demanded)
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """What a cluster's checkpoint needs of the outer loop, for `torch.save` or `torch.distributed.checkpoint`.
 
         Save it with the model and the optimizer, between two steps. Collective; the same on all ranks but for the
-        tensors of lossy runs, whose names bear the rank. While a push is out (`overlap: full`) it says so: a resume
-        then loses the merge.
+        tensors of lossy runs, whose names end with the rank. If a push is in flight (`overlap: full`) the state records
+        it: a resume then loses the merge.
         """
-        self._check()
-        self._voice.meet("OuterLoop.state_dict")
-        self._mover.finish()
-        saved = self._mouth.hear(SaveWanted(self._attempt))
+        self._check_usable()
+        self._collectives.barrier("OuterLoop.state_dict")
+        self._shard_transfer.finish_install()
+        saved = self._agent_client.ask(SaveWanted(self._state.attempt))
         if not isinstance(saved, Saved):
             raise LocalProtocolError(f"expected Saved from the agent, got {saved!r}")
-        own = {f"{name}.rank{self._voice.rank}": tensor for name, tensor in self._mover.saved().items()}
-        return {"format": STATE_FORMAT, "inner_steps": self.inner_steps, **asdict(saved), **own}
+        return make_state(saved, self.inner_steps, self._collectives.rank, self._shard_transfer.feedback_state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str:
-        """Go on from a checkpoint whose model and optimizer were loaded just now; return what came of it.
+        """Continue from a checkpoint whose model and optimizer have just been loaded; return what came of it.
 
         Exact if no push of this cluster was settled since it was saved: same base, same tokens, same data ranges, the
-        first of which may be half trained. A checkpoint that the run has overtaken is healed: the head is pulled into
-        the model, and the returned text says why. Call it before the first inner step. Collective.
+        first of which may be half trained. If the run is ahead of the checkpoint, its newest version is pulled into the
+        model, and the returned text gives the reason. Call it before the first inner step. Collective.
         Errors  LocalProtocolError: inner steps were taken already; a checkpoint of another format or layout of ranks.
         """
-        self._check()
-        if state.get("format") != STATE_FORMAT:
-            raise LocalProtocolError(f"expected an outer state of format {STATE_FORMAT}, got {state.get('format')!r}")
-        saved = Saved(**{f.name: _plain(state[f.name]) for f in fields(Saved)})
-        self._voice.meet("OuterLoop.load_state_dict")
-        answer = self._mouth.persist(Resume(self._attempt, saved))
+        self._check_usable()
+        saved = read_saved(state)
+        self._collectives.barrier("OuterLoop.load_state_dict")
+        answer = self._agent_client.ask_until_answered(Resume(self._state.attempt, saved))
+        self._inner.warming_up = False
         if isinstance(answer, Healed):
-            self._obey(PullWanted(self._attempt, self._next()))
-            self._mover.finish()
-            self._warms_up = False
+            self._outer_steps.pull_newest()
             return f"the checkpoint is overtaken: {answer.reason}; pulled {self.version}"
         if not isinstance(answer, Resumed):
             raise LocalProtocolError(f"expected Resumed or Healed from the agent, got {answer!r}")
-        suffix = f".rank{self._voice.rank}"
-        own = {name.removesuffix(suffix): tensor for name, tensor in state.items() if name.endswith(suffix)}
-        self._version, self._warms_up = VersionId.parse(saved.base), False
-        self._mover.resume(self._version, own)
-        self.inner_steps, self._look_in = int(state["inner_steps"]), answer.steps
+        self._state.version = VersionId.parse(saved.base)
+        self._shard_transfer.restore_feedback(self.version, read_tensors(state, self._collectives.rank))
+        self._inner.steps, self._state.steps_until_poll = int(state["inner_steps"]), answer.steps
         return answer.reason
 
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
     def close(self) -> None:
-        """Say that the training is done; what was trained since the last push does not count. Twice is fine."""
+        """Leave the run; what was trained since the last push does not count. A second call does nothing."""
         if self._closed:
             return
-        self._check()
-        self._unwatch()  # the agent may end as soon as it hears Bye, and other ranks have things left to do
-        self._voice.meet("OuterLoop.close")
-        self._mover.finish()
-        if self._out is not None:
-            self._out[1].cancel()
-        self._mouth.hear(Bye(self._attempt))
-        self._end()
+        self._check_usable()
+        self._unwatch()  # the agent may end as soon as it gets Detach, while other ranks still have work to do
+        self._collectives.barrier("OuterLoop.close")
+        self._shard_transfer.finish_install()
+        self._outer_steps.cancel()
+        self._agent_client.ask(Detach(self._state.attempt))
+        self._closed = True
+        self._agent_client.disconnect()
+        self._collectives.close()
 
     def __enter__(self) -> OuterLoop:
         return self
@@ -262,50 +256,29 @@ class OuterLoop(Rounds):
         if kind is None:
             self.close()
         else:
-            self._mouth.hang_up()
+            self._agent_client.disconnect()
 
-    # ---- data ranges -------------------------------------------------------------------------------------------------
-
-    def _next_range(self) -> Answer:
-        """Ask for a data range; when none is left, push until nothing that was trained is unsettled."""
-        while True:
-            answer = self._mouth.persist(RangeWanted(self._attempt, self._ranges_asked))
-            if not isinstance(answer, RangesEnded):
-                return answer
-            moved = self.moving
-            self._settle()
-            if moved and not self._finished:
-                continue  # its outcome may have settled all, or given some back
-            if not self._finished and (answer.finished or answer.unsettled):
-                # of a run that is finished nothing is pushed: the final version is pulled
-                self._obey(PushWanted(self._attempt, self._next(), demanded=answer.unsettled))
-            if self._finished or not answer.unsettled:
-                return answer
-
-    # ---- the talk ----------------------------------------------------------------------------------------------------
-
-    def _attach(self, manifest: str) -> None:
-        life, restart = (int(os.environ.get(key, "0")) for key in ("DIPS_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
-        question = Attach(life, restart, process_name(), manifest, self._mover.ranks, self._mover.ranks)
-        welcome = self._mouth.persist(question)
-        if not isinstance(welcome, Attached):
-            raise LocalProtocolError(f"expected Welcome from the agent, got {welcome!r}")
-        self._attempt, self._progress = welcome.attempt, welcome.progress
-
-    def _check(self) -> None:
+    def _check_usable(self) -> None:
         if self._closed:
             raise LocalProtocolError("this OuterLoop is closed")
-        if self._torn or self._mover.torn:
-            raise LocalProtocolError("the model is torn: an install was broken off; only a new start can mend it")
+        if self._state.torn or self._shard_transfer.torn:
+            raise LocalProtocolError("the model is torn: an install failed half-way; restart the training job")
         if os.getpid() != self._pid:
             raise LocalProtocolError("an OuterLoop belongs to the process that made it, not to one forked from it")
 
-    def _end(self) -> None:
-        self._closed = True
-        self._mouth.hang_up()
-        self._voice.close()
+
+def _load_config(config: str | os.PathLike[str] | None) -> ClusterFile:
+    path = config or os.environ.get("DIPS_CLUSTER_FILE")
+    if path is None:
+        raise ConfigError("no cluster file: start this script as `dips-client --config cluster.yaml -- …`")
+    return load_cluster(Path(path))
 
 
-def _plain(value: Any) -> Any:
-    """What a checkpoint gives back for what was saved: torch.distributed.checkpoint makes lists of tuples."""
-    return tuple(int(v) for v in value) if isinstance(value, list | tuple) else value
+def _attach(agent_client: AgentClient, manifest: str, transfer_ranks: int) -> OuterState:
+    """Announce this start of the trainer to the agent; raise CorruptManifest if the model is not the run's."""
+    life, restart = (int(os.environ.get(key, "0")) for key in ("DIPS_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
+    question = Attach(life, restart, process_name(), manifest, transfer_ranks, transfer_ranks)
+    attached = agent_client.ask_until_answered(question)
+    if not isinstance(attached, Attached):
+        raise LocalProtocolError(f"expected Attached from the agent, got {attached!r}")
+    return OuterState(attached.attempt, attached.progress)

@@ -1,8 +1,8 @@
-"""Moves this rank's bytes of one push or pull, and agrees with the other ranks on what came of it (why.md 7, 25).
+"""Moves this rank's bytes of a push or pull, and agrees with the other ranks on the result (why.md 7, 25).
 
-The transfer runs in a thread of its own; meanwhile the ranks meet at least every `poll_s` to say how far they are, so
-no collective waits for anybody outside the cluster, and the first rank that fails ends it for all. The host buffer is
-allocated once and holds either what was frozen or what was pulled; nobody writes into it while a transfer runs.
+The transfer runs in a thread of its own; meanwhile the ranks meet in a collective at least every `poll_s`, so none of
+them waits for anything outside the cluster, and the first rank that fails ends it for all. The host buffer is allocated
+once and holds either what was frozen or what was pulled; nothing else is written into it while a transfer runs.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from dips.client.parallel import HostMemory, StreamedMemory
-from dips.client.rank import transfer
+from dips.client.rank import feedback_checkpoint, transfer
 from dips.client.rank.background_transfer import (
     BackgroundTransfer,
     StreamedTransfer,
@@ -28,182 +28,192 @@ from dips.client.rank.background_transfer import (
 )
 from dips.client.rank.collectives import JobCollectives
 from dips.client.rank.feedback import Feedback
-from dips.client.rank.transfer import Piece, TransferIdentity, TransferStats
+from dips.client.rank.transfer_types import TransferIdentity, TransferStats
 from dips.errors import LocalProtocolError
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
 from dips.protocol.manifest import BYTES_PER_PARAMETER
 from dips.protocol.order import slaves_for_worker
+from dips.transport.shares import Piece
 from dips.wire import codecs
 
-# Takes bytes moved and in all, over all ranks as far as this one can tell; returns why to give up, "" to go on.
-Share = Callable[[int, int], str]
+# Takes bytes moved and in all, over all ranks as this one estimates them; returns why to give up, "" to go on.
+ReportProgress = Callable[[int, int], str]
+Move = Callable[..., TransferStats]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRequest:
+    """A transfer as the agent ordered it."""
+
+    grant: Grant
+    base: TransferIdentity
+    report_progress: ReportProgress
+    accepted: int = 0  # seq of this incarnation's last push whose Outcome was accepted: settles the error feedback
 
 
 class ShardTransfer:
-    """This rank's share of every transfer of the job."""
+    """This rank's share of every transfer of the job; every method is collective."""
 
-    def __init__(self, memory: HostMemory, voice: JobCollectives, stall_s: float, codec: str = "fp32") -> None:
+    def __init__(self, memory: HostMemory, collectives: JobCollectives, stall_s: float, codec: str = "fp32") -> None:
         """`codec` is the run's: a lossy one takes 8 B more for each parameter that this rank pushes."""
-        self._voice, self._stall_s = voice, stall_s
+        self._collectives, self._stall_s = collectives, stall_s
         self._memory = memory
         self._feedback = None if codec == "fp32" else Feedback(memory.pieces)
-        self.rank, self.ranks = voice.numbered(bool(memory.pieces))  # among those that move bytes, in both directions
-        pulled, *pushed = voice.total([_travels(c, memory.pieces) for c in ("fp32", *codecs.CODECS)])
-        self._bytes = {("pull", "fp32"): pulled, **{("push", c): n for c, n in zip(codecs.CODECS, pushed, strict=True)}}
+        # Numbered among the ranks that move bytes, the same in both directions.
+        self.rank, self.ranks = collectives.number_ranks(bool(memory.pieces))
+        pulled, *pushed = collectives.all_sum([_wire_bytes(c, memory.pieces) for c in ("fp32", *codecs.CODECS)])
+        self._total = {("pull", "fp32"): pulled, **{("push", c): n for c, n in zip(codecs.CODECS, pushed, strict=True)}}
 
-    def push(
-        self, grant: Grant, base: TransferIdentity, share: Share, accepted: int = 0, keep: bool = False
-    ) -> BackgroundTransfer:
-        """Freeze what this rank speaks for and bring it to the slaves; all ranks call it.
+    # ---- push --------------------------------------------------------------------------------------------------------
 
-        accepted  seq of the last push of this life whose Outcome was that; it settles what lossy pushes owe
-        keep      remember the shard as it is now, for a `merge`; 4 B more for each parameter of this rank's shard
-        Errors    LocalProtocolError, the same on all ranks: the model's memory was replaced since it was laid out
+    def begin_push(self, request: TransferRequest, keep: bool = False) -> BackgroundTransfer:
+        """Freeze what this rank moves and send it to the slaves.
+
+        keep    keep the shard as it is now, for a `merge_version`; 4 B more for each parameter of this rank's shard
+        Errors  LocalProtocolError, the same on all ranks: the model's memory was replaced since it was laid out
         """
-        self._check_places()
-        feedback = self._feedback
+        self._check_parameters()
+        grant, feedback = request.grant, self._feedback
         if feedback is not None:
-            feedback.hear(base.inc, accepted)
-        if grant.codec != "fp32" and (feedback is None or not feedback.holds(grant.base)):
-            job = TransferThread(None)
-            job.halt(f"{grant.codec} was granted for differences to {grant.base}, not held here")
-            return ThreadedTransfer(job, base.seq, 0, self._voice, lambda: "")
-        self._memory.gather()
+            feedback.settle_last_push(request.base.inc, request.accepted)
+        if grant.codec != "fp32" and (feedback is None or not feedback.has_base(grant.base)):
+            return self._fail(request, f"{grant.codec} was granted for differences to {grant.base}, not held here")
+        self._memory.gather_pieces()
         if keep:
-            self._memory.keep()
-        move: Callable[..., TransferStats] = partial(transfer.push, encode=self._memory.encode)
+            self._memory.keep_pushed_shard()
+        encode = self._memory.encode_chunk
         if feedback is not None:
-            feedback.freeze(base.seq, grant.codec)
-            move = partial(transfer.push, encode=feedback.encode)
-        release = self._memory.release if isinstance(self._memory, StreamedMemory) else do_nothing
-        total = self._bytes["push", grant.codec]
-        return self._begin(move, self._memory.pieces, total, grant, base, share, release)
+            feedback.freeze_push(request.base.seq, grant.codec)
+            encode = feedback.encode_chunk
+        release = self._memory.release_staged if isinstance(self._memory, StreamedMemory) else do_nothing
+        total, move = self._total["push", grant.codec], partial(transfer.push, encode=encode)
+        return self._begin(move, self._memory.pieces, total, request, release)
 
-    def _check_places(self) -> None:
-        heard = [words.decode() for words in self._voice.gather(self._memory.replaced().encode())]
-        lost = [f"rank {rank}: {name}" for rank, name in enumerate(heard) if name]
-        if lost:
+    def _check_parameters(self) -> None:
+        by_rank = self._collectives.all_gather(self._memory.find_replaced_parameter().encode())
+        replaced = [f"rank {rank}: {name.decode()}" for rank, name in enumerate(by_rank) if name]
+        if replaced:
             raise LocalProtocolError(
-                f"{lost[0]}: the model's parameters were replaced after OuterLoop was made, so what it would push is "
-                "not what is trained: call fully_shard first, then OuterLoop (as well as to(device) and "
+                f"{replaced[0]}: the model's parameters were replaced after OuterLoop was made, so what it would push "
+                "is not what is trained: call fully_shard first, then OuterLoop (as well as to(device) and "
                 "load_state_dict(assign=True))"
             )
 
-    def pull(self, grant: Grant, base: TransferIdentity, share: Share, accepted: int = 0) -> BackgroundTransfer:
-        """Bring this rank's pieces of the version into host memory, and no further. `accepted` as for push.
+    def _fail(self, request: TransferRequest, reason: str) -> BackgroundTransfer:
+        """A transfer that has failed on this rank, and will on the others when they meet."""
+        thread = TransferThread(None)
+        thread.mark_failed(reason)
+        return ThreadedTransfer(thread, request.base.seq, 0, self._collectives, lambda: "")
+
+    # ---- pull --------------------------------------------------------------------------------------------------------
+
+    def begin_pull(self, request: TransferRequest) -> BackgroundTransfer:
+        """Bring this rank's pieces of the version into host memory, and no further.
 
         With a memory of one layer the version is installed when this is finished, or the model may be torn.
         """
-        self._memory.finish()  # what came before leaves the host memory
+        self._memory.finish_install()  # it may still read the host memory
         if isinstance(self._memory, StreamedMemory):
-            return StreamedTransfer(partial(self._stream, self._memory, grant, base, share))
+            return StreamedTransfer(partial(self._pull_layers, self._memory, request))
         if self._feedback is not None:
-            self._feedback.hear(base.inc, accepted)
-        return self._begin(transfer.pull, self._memory.pieces, self._bytes["pull", "fp32"], grant, base, share)
+            self._feedback.settle_last_push(request.base.inc, request.accepted)
+        return self._begin(transfer.pull, self._memory.pieces, self._total["pull", "fp32"], request)
 
-    def install(self, version: VersionId) -> None:
-        """Copy what was pulled on all ranks into the model's own memory; moments of optimizers stay as they are.
+    def install_version(self, version: VersionId) -> None:
+        """Copy what was pulled on all ranks into the model's own memory; optimizer moments stay as they are.
 
-        With `install: forward` that is only begun: `stepped` and `finish` see to its end. Collective: what is
-        replicated came once per cluster, and is handed on here.
+        With `install: lazy` this only begins: `on_inner_step` and `finish_install` complete it. What is replicated was
+        pulled once per cluster, and is exchanged between the ranks here.
         """
         if isinstance(self._memory, StreamedMemory):
             return  # layer by layer, while it was pulled
-        self._landed(version)
-        self._memory.install()
+        self._take_version(version)
+        self._memory.install_shard()
 
-    def merge(self, version: VersionId) -> bool:
+    def merge_version(self, version: VersionId) -> bool:
         """Bring what was pulled into a model that has trained on: θ_local ← θ_version + (θ_local − θ_pushed).
 
         Legal after a push that was kept (why.md 36). If either of the two is not finite on any rank, the sum would
-        never be finite again: the version is installed as it is, on all ranks, and this returns False. Collective, as
-        `install`.
+        never be finite again: the version is installed as it is, on all ranks, and this returns False.
         """
-        self._landed(version)
-        (finite,) = self._voice.least([int(self._memory.merge_is_finite())])
+        self._take_version(version)
+        (finite,) = self._collectives.all_min([int(self._memory.is_merge_finite())])
         if finite:
-            self._memory.merge()
+            self._memory.merge_shard()
         else:
-            self._memory.install()
+            self._memory.install_shard()
         return bool(finite)
 
-    def stepped(self) -> None:
-        """An inner step was taken; what an install through the forward has left is installed."""
-        self._memory.stepped()
+    def on_inner_step(self) -> None:
+        """An inner step was taken: what a lazy install has left is installed."""
+        self._memory.on_inner_step()
 
-    def finish(self) -> None:
-        """Have what was pulled in the model, all of it."""
-        self._memory.finish()
+    def finish_install(self) -> None:
+        """Install all of what was pulled."""
+        self._memory.finish_install()
 
     @property
     def torn(self) -> bool:
-        """An install broke off: the model is of two versions."""
+        """An install failed half-way: the model mixes two versions."""
         return self._memory.torn
 
-    def _landed(self, version: VersionId) -> None:
-        """The pieces hold `version`: differences are to it from now on, and each rank is given its whole shard."""
+    def _take_version(self, version: VersionId) -> None:
+        """The pieces hold `version`: it is the base of differences from now on; make each rank's whole shard of it."""
         if self._feedback is not None:
-            self._feedback.installed(version)
-        self._memory.spread()
+            self._feedback.set_base(version)
+        self._memory.scatter_pieces()
 
-    def saved(self) -> dict[str, torch.Tensor]:
-        """What this rank owes by lossy pushes, and the base that they are to; empty in fp32 runs."""
-        if self._feedback is None:
-            return {}
-        parts = zip(("base", "owed"), self._feedback.saved(), strict=True)
-        return {name: torch.cat([torch.from_numpy(a) for a in arrays]) for name, arrays in parts if arrays}
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
 
-    def resume(self, version: VersionId, saved: Mapping[str, torch.Tensor]) -> None:
-        """Take up what `saved` gave; raise LocalProtocolError if it is of another layout or of another codec."""
-        if self._feedback is None:
-            return
-        mine = self._feedback.saved()
-        sizes = [a.size for a in mine[0]]
-        if any(name not in saved or saved[name].numel() != sum(sizes) for name in ("base", "owed") if sizes):
-            raise LocalProtocolError("the checkpoint was saved by another layout of ranks, or without a lossy codec")
-        base, owed = ([t.numpy() for t in saved[n].split(sizes)] if sizes else [] for n in ("base", "owed"))
-        self._feedback.resume(version, base, owed)
+    def feedback_state(self) -> dict[str, torch.Tensor]:
+        """What this rank owes after lossy pushes, and the base of its differences; empty in fp32 runs."""
+        return feedback_checkpoint.save(self._feedback) if self._feedback is not None else {}
 
-    def _stream(
-        self, memory: StreamedMemory, grant: Grant, base: TransferIdentity, share: Share, poll_s: float
-    ) -> TransferResult:
+    def restore_feedback(self, version: VersionId, saved: Mapping[str, torch.Tensor]) -> None:
+        """Restore what `feedback_state` saved; raise LocalProtocolError if layout or codec were others."""
+        if self._feedback is not None:
+            feedback_checkpoint.restore(self._feedback, version, saved)
+
+    # ---- the transfer itself -----------------------------------------------------------------------------------------
+
+    def _pull_layers(self, memory: StreamedMemory, request: TransferRequest, poll_s: float) -> TransferResult:
         """Pull and install one layer after the other, each on all ranks or on none."""
-        total, before, epoch = self._bytes["pull", "fp32"], 0, [1]
-        ends_at = time.monotonic() + grant.deadline_s
+        total, before, epoch = self._total["pull", "fp32"], 0, [1]
+        ends_at = time.monotonic() + request.grant.deadline_s
 
-        def move(*words: Any, **options: Any) -> TransferStats:
-            stats = transfer.pull(*words, first_epoch=epoch[0], **options)
+        def move(*args: Any, **options: Any) -> TransferStats:
+            stats = transfer.pull(*args, first_epoch=epoch[0], **options)
             epoch[0] = stats.last_epoch + 1
             return stats
 
         for layer in memory.layers:
-            rest = replace(grant, deadline_s=max(0.0, ends_at - time.monotonic()))
-            pieces, nbytes = memory.pieces_of(layer), BYTES_PER_PARAMETER * memory.numel(layer)
-            begun = self._begin(move, pieces, nbytes, rest, base, partial(_further, share, before, total))
-            moved = begun.finish(poll_s)
-            if not moved.ok:
-                return replace(moved, nbytes=total, torn=layer > 0)
+            grant = replace(request.grant, deadline_s=max(0.0, ends_at - time.monotonic()))
+            report_progress = partial(_report_layer, request.report_progress, before, total)
+            part = replace(request, grant=grant, report_progress=report_progress)
+            pieces, nbytes = memory.pieces_of_layer(layer), BYTES_PER_PARAMETER * memory.layer_numel(layer)
+            result = self._begin(move, pieces, nbytes, part).wait(poll_s)
+            if not result.ok:
+                return replace(result, nbytes=total, torn=layer > 0)
             memory.install_layer(layer)
             before += nbytes
         return TransferResult(True, "", total)
 
     def _begin(
         self,
-        move: Callable[..., TransferStats],
+        move: Move,
         pieces: Sequence[Piece],
         total: int,
-        grant: Grant,
-        base: TransferIdentity,
-        share: Share,
-        after: Callable[[], None] = do_nothing,
+        request: TransferRequest,
+        on_end: Callable[[], None] = do_nothing,
     ) -> BackgroundTransfer:
-        """Move `pieces`, this rank's share of `total` bytes over all ranks; `after` is called when it is over."""
-        if base.rank >= len(grant.order):  # asked for by a former attempt of the trainer, with fewer ranks
+        """Move `pieces`, this rank's share of `total` bytes over all ranks; `on_end` is called when it is over."""
+        grant, base = request.grant, request.base
+        if base.rank >= len(grant.order):  # requested by a former attempt of the trainer, with fewer ranks
             order = (slaves_for_worker(r, len(grant.slaves)) for r in range(self.ranks))
             grant = replace(grant, order=tuple(order))
-        own = max(1, sum(codecs.named(grant.codec).range(*p.range).nbytes for p in pieces))
-        seen = [0]
+        own = max(1, _wire_bytes(grant.codec, pieces))
+        moved = [0]
 
         def work(cancel: threading.Event) -> TransferStats:
             return move(
@@ -212,18 +222,20 @@ class ShardTransfer:
                 pieces,
                 stall_s=self._stall_s,
                 cancel=cancel,
-                progress=lambda moved: seen.__setitem__(0, moved.nbytes),
+                progress=lambda rate: moved.__setitem__(0, rate.nbytes),
             )
 
-        job = TransferThread(work if pieces else None)
-        return ThreadedTransfer(job, base.seq, total, self._voice, lambda: share(seen[0] * total // own, total), after)
+        def report_progress() -> str:
+            return request.report_progress(moved[0] * total // own, total)
+
+        thread = TransferThread(work if pieces else None)
+        return ThreadedTransfer(thread, base.seq, total, self._collectives, report_progress, on_end)
 
 
-def _further(share: Share, before: int, total: int, moved: int, _: int) -> str:
-    """Share how far a pull is that moves layer by layer, of which `before` bytes are here."""
-    return share(before + moved, total)
+def _report_layer(report_progress: ReportProgress, before: int, total: int, moved: int, _: int) -> str:
+    """Report a pull that moves layer by layer, of which `before` bytes were moved with earlier layers."""
+    return report_progress(before + moved, total)
 
 
-def _travels(codec: str, pieces: Sequence[Piece]) -> int:
-    """Bytes of these pieces on the wire."""
+def _wire_bytes(codec: str, pieces: Sequence[Piece]) -> int:
     return sum(codecs.named(codec).range(*piece.range).nbytes for piece in pieces)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import dips.outer
-from dips.outer import crew as crew_module
+from dips.outer import kernel_pool as kernel_pool_module
 from dips.outer import kernels, twins
-from dips.outer.crew import Crew, Kernels
+from dips.outer.kernel_pool import KernelPool, Kernels
 
 BOTH = pytest.mark.parametrize("k", [kernels, twins], ids=["compiled", "twins"])
 SIZES = (1, 3, 17, kernels.BLOCK, 3 * kernels.BLOCK + 5)
@@ -82,30 +82,34 @@ def test_large_finite_differences_stay_finite(k: Kernels) -> None:
     assert k.measure(theta, theta_j) == pytest.approx(5000 * 1e60, rel=1e-6)
 
 
-def run_crew(crew: Crew, seed: int) -> tuple[bytes, ...]:
+def run_kernel_pool(pool: KernelPool, seed: int) -> tuple[bytes, ...]:
     sizes = {0: 5, 1: 70_001, 2: 1, 3: 12_345}
     banks = [{i: arrays(n, 1, seed + b * 10 + i)[0] for i, n in sizes.items()} for b in range(5)]
     theta, acc, theta_j, m, theta_next = banks
-    norms = (*crew.measure(theta, theta_j), crew.fold_first(theta, acc), crew.fold(acc, theta, theta_j, 0.7))
-    crew.apply(theta, acc, m, 0.01, 0.7, 0.8, theta_next)
+    norms = (
+        *pool.measure(theta, theta_j),
+        pool.fold_first(theta, acc),
+        pool.fold(acc, theta, theta_j, 0.7),
+    )
+    pool.apply(theta, acc, m, 0.01, 0.7, 0.8, theta_next)
     arrays_out = [bank[i].tobytes() for bank in (acc, theta_next) for i in sizes]
     return (np.array(norms).tobytes(), *arrays_out)
 
 
 def test_any_number_of_threads_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms, acc and θ′ do not depend on the number of threads: the same ledger replays bit for bit."""
-    monkeypatch.setattr(crew_module, "SLICE", 1000)
-    alone = run_crew(Crew(kernels), seed=3)
+    monkeypatch.setattr(kernel_pool_module, "SLICE", 1000)
+    alone = run_kernel_pool(KernelPool(kernels), seed=3)
     for workers in (1, 2, 3, 7):
         with ThreadPoolExecutor(workers) as threads:
-            assert run_crew(Crew(kernels, threads, workers), seed=3) == alone
+            assert run_kernel_pool(KernelPool(kernels, threads, workers), seed=3) == alone
 
 
 def test_measure_tells_layers_apart() -> None:
     """Each layer has its own sum, in the order of the layers; an empty layer has none to add."""
     theta = {7: np.ones(4, np.float32), 2: np.zeros(3, np.float32), 5: np.zeros(0, np.float32)}
     theta_j = {7: np.zeros(4, np.float32), 2: np.full(3, 2, np.float32), 5: np.zeros(0, np.float32)}
-    assert Crew(kernels).measure(theta, theta_j) == (4.0, 12.0, 0.0)
+    assert KernelPool(kernels).measure(theta, theta_j) == (4.0, 12.0, 0.0)
 
 
 def test_no_fastmath_true_anywhere() -> None:

@@ -41,7 +41,7 @@ class World:
 
     def __init__(self) -> None:
         self.pool = Transit(LIMIT)
-        self.receiver = Receiver(1, CHUNK, self.pool, askers=2, stall_s=1e9)
+        self.receiver = Receiver(1, CHUNK, self.pool, concurrent_streams=2, stall_s=1e9)
         self.layout = Layout(MANIFEST, (0,))
         self.receiver.use(self.layout)
         self.buffer = np.full(N + 3, np.nan, np.float32)

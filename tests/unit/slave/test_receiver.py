@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import numpy as np
 import pytest
 import xxhash
 
 from dips.ids import PushId
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.slave.moves import Move, PushOver, Say, Staged
+from dips.slave.moves import Move, PushOver, Say, Staged, Wake
 from dips.slave.receiver import Receiver
-from dips.transport.pool import Transit
+from dips.transport.pool import FLOOR_BYTES, Transit
 from dips.wire import streams
 from dips.wire.chunks import Layout, Range
 from dips.wire.frame import BadFrame, Header, Kind
@@ -28,11 +30,11 @@ def name(rank: int, epoch: int = 1) -> StreamName:
 
 
 class Story:
-    """A push of two ranks with half of the parameter each; order 1, 0; askers 1."""
+    """A push of two ranks with half of the parameter each; order 1, 0; concurrent_streams 1."""
 
-    def __init__(self, transit: int = 1 << 20, askers: int = 1) -> None:
+    def __init__(self, transit: int = 1 << 20, concurrent_streams: int = 1) -> None:
         self.pool = Transit(transit)
-        self.receiver = Receiver(1, 4096, self.pool, askers, stall_s=10.0)
+        self.receiver = Receiver(1, 4096, self.pool, concurrent_streams, stall_s=10.0)
         self.receiver.use(Layout(MANIFEST, (0,)))
         self.buffer = np.zeros(N, np.float32)
         self.receiver.open(PUSH, (1, 0), {0: self.buffer}, 60.0, 0.0)
@@ -186,3 +188,35 @@ def test_a_silent_rank_loses_its_turn_to_the_next():
     assert news[-1] == "Staged"
     assert Staged(PUSH, 4 * N) == Staged(PUSH, story.buffer.nbytes)
     assert np.array_equal(story.buffer, VALUES)
+
+
+def test_the_next_deadline_is_the_stall_the_deadline_or_a_turn_that_is_waited_for():
+    """Who ticks then misses nothing: a push that stalls, one that is over, a rank that waits behind a slow one."""
+    story = Story()
+    assert story.receiver.next_deadline(0.0) == 10.0
+    story.hello(0)
+    story.hello(1)
+    story.wants()  # rank 1 has the one turn, rank 0 waits
+    assert story.receiver.next_deadline(5.0) == 6.0
+    assert kinds(story.receiver.tick(9.9)) == []
+    assert kinds(story.receiver.tick(10.0)) == ["ERROR", "ERROR", "PushOver"]
+    assert story.receiver.next_deadline(10.0) == 60.0  # its refusal is remembered until then
+    story.receiver.tick(60.0)
+    assert story.receiver.next_deadline(60.0) == inf
+
+
+def test_a_pool_with_room_for_no_chunk_of_the_smallest_cost_counts_as_empty():
+    """A lane that was refused by the pool is woken by the next chunk that comes to its place on any lane."""
+    manifest = Manifest((Layer("a", (Parameter("a.w", (4,)),)),))
+    receiver = Receiver(2, 8, Transit(FLOOR_BYTES + 100), 1, stall_s=10.0)
+    receiver.use(Layout(manifest, (0,)))
+    receiver.open(PUSH, (0,), {0: np.zeros(4, np.float32)}, 60.0, 0.0)
+    names = [StreamName("demo", "push", "fast", 1, 1, 0, "s0", 1, 1, "", lane) for lane in range(2)]
+    for lane in range(2):
+        receiver.hello(lane, b"p", names[lane], (Range(0, 0, 2 * lane, 2),), 0.0)
+    assert kinds(receiver.plan(0, 0.0)) == ["WANT"]
+    assert kinds(receiver.plan(1, 0.0)) == []
+    body = bytes(8)
+    header = Header(Kind.CHUNK, 0, names[0].id, 8, xxhash.xxh3_64_intdigest(body), 0, 0, 0)
+    assert Wake(1) in receiver.stage(receiver.claim(0, b"p", header, body, 0.0))
+    assert kinds(receiver.plan(1, 0.0)) == ["WANT"]

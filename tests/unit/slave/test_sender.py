@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import numpy as np
 import pytest
 
 from dips.ids import PullId, VersionId
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.slave.moves import Move, Moved, Released, Say
-from dips.slave.sender import Job, Sender
+from dips.slave.moves import Move, Released, Say, SourceMoved
+from dips.slave.sender import ChunkSend, Sender
 from dips.wire import streams
 from dips.wire.chunks import Layout, Range
 from dips.wire.frame import BadFrame, Kind, check_body, unpack
@@ -43,7 +45,7 @@ def code(moves: list[Move]) -> str:
     return streams.decode_error(move.body).code if move.kind is Kind.ERROR else move.kind.name
 
 
-def asked(sender: Sender, peer: bytes = b"p", epoch: int = 1) -> Job:
+def asked(sender: Sender, peer: bytes = b"p", epoch: int = 1) -> ChunkSend:
     assert code(sender.hello(0, peer, name(epoch), (), 0.0)) == "WELCOME"
     (job,) = sender.want(0, peer, name(epoch).id, (CHUNK,), 0.0)
     return job
@@ -87,7 +89,7 @@ def test_a_source_is_held_while_a_chunk_is_queued():
 def test_a_source_that_was_moved_is_held_until_its_last_chunk_is_gone():
     """What was asked before the move leaves from the old source; what is asked after it comes from the new one.
 
-    Moved is said once, when no queued chunk and no tracker holds a byte of the old one.
+    SourceMoved is said once, when no queued chunk and no tracker holds a byte of the old one.
     """
     sender, tracker, copy = make(), Tracker(), np.arange(1000, dtype=np.float32)
     before = asked(sender)
@@ -101,7 +103,7 @@ def test_a_source_that_was_moved_is_held_until_its_last_chunk_is_gone():
     tracker.done = True
     assert sender.tick(0.0) == []
     queued.gone()
-    assert sender.tick(0.0) == [Moved(PULL)]
+    assert sender.tick(0.0) == [SourceMoved(PULL)]
     assert sender.tick(0.0) == []
     after.gone()
     sender.close(PULL, "closed")
@@ -172,3 +174,14 @@ def test_a_repeated_pull_of_a_version_needs_no_reading():
     header = unpack(job.header(7), 7, job.body.nbytes, 4096)
     with pytest.raises(BadFrame, match="checksum"):
         check_body(header, job.body)
+
+
+def test_the_next_deadline_is_the_stall_or_the_deadline_of_what_is_served():
+    """Who ticks then closes what stalls; a closed pull waits for trackers, not for a time."""
+    sender = make()
+    assert sender.next_deadline() == 10.0
+    assert [v for _, v, _ in sender.serving()] == [V]
+    assert sender.tick(9.9) == []
+    assert [type(move) for move in sender.tick(10.0)] == [Released]
+    assert sender.next_deadline() == inf
+    assert sender.serving() == []

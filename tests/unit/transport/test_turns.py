@@ -18,9 +18,9 @@ def prompt(_: str) -> bool:
     return False
 
 
-def test_no_more_than_askers_are_asked_in_the_order_of_the_grant():
+def test_no_more_than_the_concurrent_streams_are_asked_in_the_order_of_the_grant():
     """Who entered first is asked first."""
-    turns: Turns[str] = Turns(askers=2, quantum=10)
+    turns: Turns[str] = Turns(concurrent_streams=2, quantum=10)
     for key in "abc":
         turns.enter(key)
     assert turns.rotate(drained, prompt) == ("a", "b")
@@ -29,7 +29,7 @@ def test_no_more_than_askers_are_asked_in_the_order_of_the_grant():
 
 def test_a_used_up_turn_passes_to_who_waits():
     """And comes back, when all others had theirs."""
-    turns: Turns[str] = Turns(askers=1, quantum=10)
+    turns: Turns[str] = Turns(concurrent_streams=1, quantum=10)
     for key in "abc":
         turns.enter(key)
     order = []
@@ -41,8 +41,8 @@ def test_a_used_up_turn_passes_to_who_waits():
 
 
 def test_a_turn_ends_only_when_nothing_is_in_flight():
-    """At most `askers` streams are busy, draining ones included."""
-    turns: Turns[str] = Turns(askers=1, quantum=10)
+    """At most `concurrent_streams` streams are busy, draining ones included."""
+    turns: Turns[str] = Turns(concurrent_streams=1, quantum=10)
     turns.enter("a")
     turns.enter("b")
     turns.rotate(drained, prompt)
@@ -53,7 +53,7 @@ def test_a_turn_ends_only_when_nothing_is_in_flight():
 
 def test_a_stream_alone_is_never_stopped():
     """A turn goes on while nobody waits."""
-    turns: Turns[str] = Turns(askers=1, quantum=10)
+    turns: Turns[str] = Turns(concurrent_streams=1, quantum=10)
     turns.enter("a")
     for _ in range(5):
         turns.rotate(lambda _: False, prompt)
@@ -63,7 +63,7 @@ def test_a_stream_alone_is_never_stopped():
 
 def test_a_silent_stream_loses_its_turn():
     """Nobody waits for who was asked and does not answer; it stands in line again."""
-    turns: Turns[str] = Turns(askers=1, quantum=10)
+    turns: Turns[str] = Turns(concurrent_streams=1, quantum=10)
     turns.enter("a")
     turns.enter("b")
     turns.rotate(drained, prompt)
@@ -75,7 +75,7 @@ def test_a_silent_stream_loses_its_turn():
 
 def test_who_leaves_is_gone_from_everywhere():
     """Active, waiting or unknown: leaving is always possible, entering twice is entering once."""
-    turns: Turns[str] = Turns(askers=1, quantum=10)
+    turns: Turns[str] = Turns(concurrent_streams=1, quantum=10)
     for key in "aabb":
         turns.enter(key)
     turns.rotate(drained, prompt)
@@ -102,7 +102,7 @@ def test_streams_are_served_evenly_in_bytes(sizes):
 
 def test_a_new_order_holds_for_those_who_wait():
     """Who has a turn keeps it; the others come in the order of their places, equal ones as they stood."""
-    turns: Turns[str] = Turns(askers=1, quantum=10)
+    turns: Turns[str] = Turns(concurrent_streams=1, quantum=10)
     for key in "abcd":
         turns.enter(key)
     assert turns.rotate(drained, prompt) == ("a",)

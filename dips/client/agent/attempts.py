@@ -1,0 +1,69 @@
+"""Attempts of the training job: each attaches, and ends when its rank 0 does, whoever starts the next.
+
+Must stay true: one attempt is the present one, and messages of an older one change nothing; what an attempt earned and
+did not push is lost with it.
+"""
+
+from __future__ import annotations
+
+from dips.client.agent.membership import join
+from dips.client.agent.phases import SyncPhase
+from dips.client.agent.pulls import close_pull
+from dips.client.agent.pushes import abort_push, give_back
+from dips.client.agent.state import AgentState
+from dips.client.agent.training import mark_inner_steps
+from dips.client.ipc.messages import Answer, AskAgain, Attach, Attached, Detach, ErrorReply, Noted
+
+
+def attach(s: AgentState, message: Attach) -> Answer:
+    """Rank 0 of an attempt has begun, or repeats its question until the cluster has joined."""
+    trainer = s.trainer
+    if message.process != trainer.process:
+        # torchrun on several hosts counts its restarts on each: only our own launches are older or newer by number.
+        if message.process in trainer.former_processes or 0 < message.launch < trainer.launch:
+            over = f"attempt {message.launch}.{message.restart} is over, a newer one has begun"
+            return ErrorReply("StaleIncarnation", over)
+        _begin_attempt(s, message)
+    if s.failure:
+        return s.failure
+    return Attached(trainer.attempt, s.fraction) if s.joined else AskAgain(s.sync.reason)
+
+
+def _begin_attempt(s: AgentState, message: Attach) -> None:
+    trainer, sync, requests = s.trainer, s.sync, s.range_requests
+    if trainer.alive:
+        end_attempt(s, "a new attempt began")
+    trainer.former_processes.add(trainer.process)
+    trainer.attempt, trainer.alive, trainer.process = trainer.attempt + 1, True, message.process
+    trainer.launch = max(trainer.launch, message.launch)
+    trainer.push_ranks, trainer.pull_ranks = message.push_ranks, message.pull_ranks
+    trainer.base, trainer.must_pull, trainer.starved, trainer.detached = None, False, False, False
+    sync.question, sync.waiting, sync.verdict = 0, False, None
+    sync.pull_failures, sync.frozen = 0, False
+    s.pace.cut(s.now)
+    s.ranges.exhausted, requests.ended_at, requests.rest_again_at = False, None, 0.0
+    s.mark("trainer_attached", attempt=trainer.attempt, launch=message.launch, restart=message.restart)
+    if sync.phase is SyncPhase.UNJOINED or message.manifest != s.membership.manifest:
+        s.membership.manifest = message.manifest
+        join(s, "its model is not yet compared with the run's")
+
+
+def detach(s: AgentState, _: Detach) -> Answer:
+    """The trainer is done with the outer loop."""
+    end_attempt(s, "it is done")
+    s.trainer.detached = True
+    return Noted()
+
+
+def end_attempt(s: AgentState, reason: str) -> None:
+    """Its progress since the last freeze is lost, its ranges go to the next attempt, its open transfer is ended."""
+    s.trainer.alive = s.sync.waiting = False
+    s.sync.verdict = None
+    mark_inner_steps(s)
+    s.ranges.take_back(s.account.lose_carried())
+    s.mark("trainer_gone", attempt=s.trainer.attempt, reason=reason, tokens_lost=s.account.lost)
+    if s.sync.phase in (SyncPhase.ASKING_PUSH, SyncPhase.PUSHING):
+        give_back(s)
+        abort_push(s, reason)
+    elif s.sync.phase in (SyncPhase.ASKING_PULL, SyncPhase.PULLING):
+        close_pull(s, False)

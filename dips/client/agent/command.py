@@ -1,0 +1,76 @@
+"""Runs the training command: launches it, waits for its end, ends it when it must stop, and launches it again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from dips.client.agent.actions import Actions, RecordMark
+from dips.client.agent.core import AgentCore
+from dips.client.agent.restarts import EndAgent, LaunchCommand
+from dips.client.agent.signals import AgentSignals
+from dips.client.agent.trainer import TrainerProcess, kill_leftovers
+from dips.telemetry.logs import Log
+
+END_GRACE_S = 20.0  # between SIGTERM and SIGKILL of a trainer
+FAILURE_GRACE_S = 10.0  # for a trainer to report why it cannot go on, before it is ended
+
+
+class CommandRunner:
+    """One training command, or none: then others start the trainer."""
+
+    def __init__(self, core: AgentCore, perform: Callable[[Actions], None], signals: AgentSignals, log: Log) -> None:
+        self._core, self._perform, self._signals, self._log = core, perform, signals, log
+
+    async def run(self, command: Sequence[str], environment: dict[str, str]) -> int:
+        """Launch the command until it ends by itself, must stop, or has crashed too often; return the exit code."""
+        plan: LaunchCommand | EndAgent = self._core.plan_first_launch()
+        while isinstance(plan, LaunchCommand):
+            code = await self._launch(plan.launch, command, environment)
+            plan = self._core.plan_next_launch(plan, code, self._signals.terminated.is_set())
+            if isinstance(plan, LaunchCommand):
+                self._log.warning("trainer crashed", code=code, restarts_left=plan.launches_left + 1)
+                if await self._signals.wait_terminated(plan.delay_s):
+                    return code
+        if plan.reason:
+            self._log.error("stopped", reason=plan.reason)
+        return plan.code
+
+    async def serve_others(self) -> int:
+        """Wait until the trainer that others started detaches, or must stop; return the exit code."""
+        events = (self._signals.detached, self._signals.terminated, self._signals.stopped)
+        ends = [asyncio.create_task(event.wait()) for event in events]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        stop = self._core.state.stop
+        if stop is None:
+            return 0
+        self._log.error("stopped", reason=stop.reason)
+        until = time.monotonic() + FAILURE_GRACE_S
+        while self._core.state.trainer.alive and time.monotonic() < until:  # it gets the reason as an answer
+            await asyncio.sleep(0.1)
+        return stop.code
+
+    async def _launch(self, launch: int, command: Sequence[str], environment: dict[str, str]) -> int:
+        process = await TrainerProcess.start(command, {**environment, "DIPS_ATTEMPT": str(launch)})
+        self._perform([RecordMark("trainer_start", {"attempt": launch, "pid": process.pid})])
+        code = await self._wait_or_end(process)
+        left = kill_leftovers()
+        self._perform(self._core.on_trainer_gone(f"the trainer ended with exit code {code}", time.monotonic()))
+        self._perform([RecordMark("trainer_end", {"attempt": launch, "code": code, "killed": len(left)})])
+        return code
+
+    async def _wait_or_end(self, process: TrainerProcess) -> int:
+        """Wait for its end, or bring it about."""
+        ended = asyncio.create_task(process.wait())
+        must_end = [asyncio.create_task(e.wait()) for e in (self._signals.terminated, self._signals.stopped)]
+        try:
+            await asyncio.wait({ended, *must_end}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done() and self._signals.stopped.is_set():  # it gets the reason as an answer, and reports it
+                await asyncio.wait({ended}, timeout=FAILURE_GRACE_S)
+            return ended.result() if ended.done() else await process.end(END_GRACE_S)
+        finally:
+            for task in (ended, *must_end):
+                task.cancel()

@@ -1,0 +1,223 @@
+"""Everything that an agent decides: no clock, socket, file, task or process.
+
+A shell passes on what happened and at what time, and does what is returned (actions.py), in its order. Two shells
+drive it: the daemon (agent.py) and the simulation (dips/sim). The state stands in state.py, the decisions in modules by
+subject; this file brings them together.
+
+Must stay true: messages of an older attempt, incarnation, question or term change nothing; a trainer without parameters
+of the run, or whose incarnation ended, pulls before anything that it earns counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import Any
+
+from dips.client.agent import attempts, checkpoints, heartbeats, membership, outer_sync, ranges, restarts, training
+from dips.client.agent.account import NO_INCARNATION, PastIncarnation
+from dips.client.agent.actions import SAVED_AT, Actions, AskMaster, Channel, RecordMark, SaveIncarnation, StopTrainer
+from dips.client.agent.pace import Pace
+from dips.client.agent.questions import close, is_open, repeat_after_pause
+from dips.client.agent.restarts import EndAgent, LaunchCommand
+from dips.client.agent.state import AgentSettings, AgentState, Membership
+from dips.client.agent.transfers import on_transfer_progress
+from dips.client.ipc.messages import (
+    Answer,
+    Attach,
+    Detach,
+    ErrorReply,
+    LossReported,
+    Message,
+    Notice,
+    PullMoved,
+    PullWanted,
+    PushMoved,
+    PushWanted,
+    RangeWanted,
+    Resume,
+    SaveWanted,
+    Stepped,
+    TransferProgress,
+)
+from dips.errors import Busy, DipsError, LocalProtocolError, StaleIncarnation, Unavailable
+from dips.protocol.effects import Finished, Pending, Ranges, Refused, Result
+from dips.protocol.events import ClusterLeft
+from dips.protocol.heartbeats import ClusterHeartbeatAnswer
+
+EXIT_BUG = 70  # EX_SOFTWARE
+
+# What answers each message of the present attempt; notices are answered by None.
+MESSAGES: Mapping[type, Callable[[AgentState, Any], Answer | None]] = {
+    Stepped: training.record_step,
+    LossReported: training.record_losses,
+    TransferProgress: on_transfer_progress,
+    PushWanted: outer_sync.answer_question,
+    PushMoved: outer_sync.answer_question,
+    PullWanted: outer_sync.answer_question,
+    PullMoved: outer_sync.answer_question,
+    RangeWanted: ranges.give_range,
+    SaveWanted: checkpoints.save_progress,
+    Resume: checkpoints.resume,
+    Detach: attempts.detach,
+}
+
+# What handles each reply about data ranges; those about pushes and pulls depend on the phase: outer_sync.REPLIES.
+RANGE_REPLIES: Mapping[type, Callable[[AgentState, Any], None]] = {
+    Ranges: ranges.on_leased,
+    Finished: ranges.on_no_more_ranges,
+    Refused: ranges.on_ranges_refused,
+    Pending: ranges.on_ranges_pending,
+}
+
+
+class AgentCore:
+    """One agent. `now` is monotonic seconds; between two calls a shell sleeps until `next_deadline` at most."""
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        pace: Pace,
+        new_nonce: Callable[[], str],
+        rng: Random,
+        former: PastIncarnation = NO_INCARNATION,
+    ) -> None:
+        """
+        new_nonce  a name for a Join that no other Join has
+        rng        for jitter
+        former     the last incarnation of an agent that died here
+        """
+        self.state = AgentState(settings, pace, new_nonce, rng, Membership(former=former))
+
+    # ---- the training job ------------------------------------------------------------------------------------------
+
+    def on_message(self, message: Message, now: float) -> tuple[Answer | None, Actions]:
+        """Answer rank 0; None for notices, AskAgain if it is to ask the same again after a change."""
+        self.state.now = now
+        answer = attempts.attach(self.state, message) if isinstance(message, Attach) else self._answer(message)
+        return answer, self._take_actions()
+
+    def on_trainer_gone(self, reason: str, now: float) -> Actions:
+        """The training command has ended: so has its attempt."""
+        self.state.now = now
+        if self.state.trainer.alive:
+            attempts.end_attempt(self.state, reason)
+        return self._take_actions()
+
+    def on_hang_up(self, attempt: int, now: float) -> Actions:
+        """The connection of this attempt's rank 0 has ended; a newer attempt may be there already."""
+        return self.on_trainer_gone("rank 0 is gone", now) if attempt == self.state.trainer.attempt else []
+
+    def plan_first_launch(self) -> LaunchCommand:
+        """The first start of the training command."""
+        return restarts.plan_first_launch(self.state)
+
+    def plan_next_launch(self, before: LaunchCommand, code: int, terminated: bool = False) -> LaunchCommand | EndAgent:
+        """What follows the end of a launch; `terminated`: SIGTERM has come."""
+        return restarts.plan_next_launch(self.state, before, code, terminated)
+
+    # ---- the master ------------------------------------------------------------------------------------------------
+
+    def on_reply(self, ask: AskMaster, result: Result, now: float) -> Actions:
+        """Take the master's answer; answers to questions that no longer stand are passed over."""
+        s = self.state
+        s.now, s.membership.unreachable_since = now, None
+        if is_open(s, ask):
+            if ask.channel is Channel.SYNC:
+                outer_sync.on_sync_reply(s, result)
+            else:
+                self._take_range_reply(result)
+        return self._take_actions()
+
+    def on_error(self, ask: AskMaster, error: DipsError, now: float) -> Actions:
+        """The master could not be reached, or has refused the question."""
+        s = self.state
+        s.now = now
+        if isinstance(error, Unavailable | Busy):
+            membership.on_unreachable(s, str(error))
+            if is_open(s, ask):
+                repeat_after_pause(s, ask.channel)
+        elif is_open(s, ask):
+            self._refuse(ask.channel, error)
+        return self._take_actions()
+
+    def awaits(self, ask: AskMaster) -> bool:
+        """The answer to `ask` is still waited for."""
+        return is_open(self.state, ask)
+
+    def on_heartbeat_reply(self, inc: int, answer: ClusterHeartbeatAnswer, now: float) -> Actions:
+        """Take the answer to a heartbeat of incarnation `inc`."""
+        self.state.now = now
+        heartbeats.end_flight(self.state)
+        heartbeats.on_answer(self.state, inc, answer)
+        return self._take_actions()
+
+    def on_heartbeat_error(self, error: DipsError, now: float) -> Actions:
+        """A heartbeat was not answered: a link that went silent shows here first, questions have longer deadlines."""
+        self.state.now = now
+        heartbeats.end_flight(self.state)
+        if isinstance(error, Unavailable | Busy):
+            membership.on_unreachable(self.state, str(error))
+        return self._take_actions()
+
+    def leave(self) -> ClusterLeft | None:
+        """The last message to the master; None if the cluster has no incarnation there."""
+        return membership.leave(self.state)
+
+    # ---- time and the shell itself ---------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> Actions:
+        """Do what is due."""
+        self.state.now = now
+        return self._take_actions()
+
+    def next_deadline(self) -> float:
+        """When `tick` has something to do; infinite while a heartbeat is out."""
+        return self.state.heartbeats.next_deadline()
+
+    def on_bug(self, error: BaseException) -> Actions:
+        """A part of the shell has failed, which is our fault: end loudly instead of going on without it."""
+        self.state.end(StopTrainer(EXIT_BUG, f"{type(error).__name__}: {error}"))
+        return self._take_actions()
+
+    # ---- helpers ---------------------------------------------------------------------------------------------------
+
+    def _answer(self, message: Message) -> Answer | None:
+        s = self.state
+        attempt = getattr(message, "attempt", None)
+        if attempt != s.trainer.attempt or not s.trainer.alive:
+            over = f"attempt {attempt} is over, the newest is {s.trainer.attempt}"
+            return None if isinstance(message, Notice) else ErrorReply("StaleIncarnation", over)
+        if s.failure:
+            return s.failure
+        handle = MESSAGES.get(type(message))
+        if handle is None:
+            return ErrorReply("RemoteProtocolError", f"{type(message).__name__} is not a message of rank 0")
+        return handle(s, message)
+
+    def _refuse(self, channel: Channel, error: DipsError) -> None:
+        s = self.state
+        if channel is Channel.SYNC:
+            outer_sync.on_sync_error(s, error)
+            return
+        close(s, channel)
+        if isinstance(error, StaleIncarnation):
+            s.heartbeats.due_at = s.now  # its answer shows whether this incarnation is gone or fenced
+        else:
+            s.fail(error)
+
+    def _take_range_reply(self, result: Result) -> None:
+        handle = RANGE_REPLIES.get(type(result))
+        if handle is None:
+            self.state.fail(LocalProtocolError(f"asked for data ranges, the master answered {result!r}"))
+        else:
+            handle(self.state, result)
+
+    def _take_actions(self) -> Actions:
+        s = self.state
+        heartbeats.send_due(s)
+        s.tally.switch(training.name_cause(s), s.now)
+        actions, s.out = s.out, []
+        if any(isinstance(a, RecordMark) and a.kind in SAVED_AT for a in actions):
+            actions.insert(0, SaveIncarnation(membership.past_incarnation(s)))
+        return actions

@@ -1,0 +1,94 @@
+"""Heartbeats: they keep the cluster's lease, and their answers say how the cluster stands.
+
+Must stay true: an answer is believed about the incarnation that asked, from a master that has no successor.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from dips.client.agent.actions import SaveIncarnation, SendHeartbeat
+from dips.client.agent.membership import past_incarnation, rejoin
+from dips.client.agent.phases import ACTIVITY, SyncPhase
+from dips.client.agent.pulls import rest
+from dips.client.agent.pushes import give_back
+from dips.client.agent.questions import end_pauses
+from dips.client.agent.state import AgentState, TrainerAttempt
+from dips.client.agent.transfers import halt_dropped, moving_transfer
+from dips.errors import StaleIncarnation
+from dips.protocol.enums import Activity, ClusterStanding, TrainerState
+from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
+
+LEAST_DEADLINE_S = 1.0  # of a heartbeat, however often they are sent
+
+
+def send_due(s: AgentState) -> None:
+    """Send a heartbeat if it is time; before the first Join there is nothing to say."""
+    if s.now < s.heartbeats.next_deadline():
+        return
+    s.heartbeats.due_at = s.now + s.settings.heartbeat_s
+    s.out.append(SaveIncarnation(past_incarnation(s)))
+    heartbeat = build_heartbeat(s)
+    if heartbeat is not None:
+        s.heartbeats.due_at, s.heartbeats.in_flight = inf, True
+        s.out.append(SendHeartbeat(heartbeat, max(s.settings.heartbeat_s, LEAST_DEADLINE_S)))
+
+
+def build_heartbeat(s: AgentState) -> ClusterHeartbeat | None:
+    """What to report now; None before the first Join."""
+    if s.membership.inc == 0:
+        return None
+    trainer, sync, account = s.trainer, s.sync, s.account
+    stands = trainer.alive and not sync.verdict and not s.trains_on
+    activity = ACTIVITY.get(sync.phase, Activity.INNER) if stands else Activity.INNER
+    sync.moving_at_heartbeat = moving_transfer(s)
+    return ClusterHeartbeat(
+        s.cluster,
+        s.membership.inc,
+        _name_state(trainer),
+        activity if trainer.alive else Activity.IDLE,
+        trainer.attempt,
+        trainer.inner_steps,
+        account.unsettled,
+        account.lost,
+        trainer.loss,
+        trainer.base,
+        *sync.moved,
+        sync.bytes_per_s,
+        s.pace.aligned_steps,
+        s.pace.step_s,
+        s.pace.since_push,
+        account.consumed,
+    )
+
+
+def _name_state(trainer: TrainerAttempt) -> TrainerState:
+    if not trainer.alive:
+        return TrainerState.DEAD
+    return TrainerState.STARTING if trainer.base is None else TrainerState.TRAINING
+
+
+def end_flight(s: AgentState) -> None:
+    """The heartbeat was answered, or failed: the next one may be sent, at once if that was asked for meanwhile."""
+    s.heartbeats.in_flight = False
+    s.heartbeats.due_at = min(s.heartbeats.due_at, s.now + s.settings.heartbeat_s)
+
+
+def on_answer(s: AgentState, inc: int, answer: ClusterHeartbeatAnswer) -> None:
+    """Take the answer to a heartbeat of incarnation `inc`."""
+    member = s.membership
+    end_pauses(s)
+    if inc != member.inc or answer.term < member.term or s.sync.phase is SyncPhase.JOINING:
+        return
+    member.term, member.unreachable_since = answer.term, None
+    s.update_progress(answer.progress)
+    s.pace.set_meeting(answer.push_in_s, s.now)
+    if answer.standing is ClusterStanding.LIVE:
+        halt_dropped(s, (answer.push, answer.pull))
+    if answer.standing is ClusterStanding.FENCED:
+        s.fail(StaleIncarnation(f"{s.cluster}/{inc} is fenced by a newer incarnation of the cluster"))
+    elif answer.standing is ClusterStanding.GONE:
+        rejoin(s)
+    elif s.sync.phase is SyncPhase.UNSURE:
+        give_back(s)
+        rest(s, "the master took up this incarnation again")

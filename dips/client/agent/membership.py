@@ -1,0 +1,108 @@
+"""The cluster's incarnation at the master: joined with a nonce, kept by heartbeats, ended by a lease that ran out.
+
+Must stay true: messages of an older term or incarnation change nothing; what a former incarnation earned is settled or
+lost there, and a trainer that goes on from it pulls before anything that it earns counts.
+"""
+
+from __future__ import annotations
+
+from dips.client.agent.account import NO_INCARNATION, Account, PastIncarnation, RangeQueue
+from dips.client.agent.actions import Channel
+from dips.client.agent.phases import SyncPhase
+from dips.client.agent.pulls import rest
+from dips.client.agent.questions import ask, close
+from dips.client.agent.state import AgentState
+from dips.client.agent.verdicts import give_verdict, train_on
+from dips.protocol.effects import Joined
+from dips.protocol.events import ClusterJoined, ClusterLeft
+
+
+def join(s: AgentState, reason: str) -> None:
+    """Begin a new incarnation; the one before, if there was one, ends by this."""
+    member = s.membership
+    if s.joined:
+        member.former, s.account = PastIncarnation(member.inc, s.account.consumed), Account()
+    member.nonce = s.new_nonce()
+    s.sync.phase, s.sync.reason, s.sync.grant = SyncPhase.JOINING, reason, None
+    who = s.settings.identity
+    event = ClusterJoined(0, who.cluster, member.nonce, who.run, member.manifest, who.config_digest)
+    ask(s, Channel.SYNC, event)
+
+
+def on_joined(s: AgentState, result: Joined) -> None:
+    """The master has a new incarnation for us: everything that is counted in one begins anew."""
+    member, sync = s.membership, s.sync
+    if result.term < member.term:
+        join(s, "a master answered that has a successor")
+        return
+    s.account.lose_carried()
+    s.account = Account(lost=s.account.lost + _take_unreported(s, result))
+    s.ranges = RangeQueue()
+    s.ranges.lease(result.ranges, False)
+    s.range_requests.seq, s.range_requests.claimed = 0, ()
+    close(s, Channel.RANGES)
+    member.term, member.inc, member.settled = result.term, result.inc, result.settled
+    sync.seq = sync.accepted_seq = 0
+    sync.pull_due = True
+    s.trainer.must_pull = s.trainer.base is not None  # what it trained under its former incarnation is overwritten
+    s.update_progress(result.progress)
+    s.mark("joined", inc=result.inc, head=str(result.head))
+    rest(s, f"joined as {s.cluster}/{member.inc}")
+
+
+def _take_unreported(s: AgentState, result: Joined) -> int:
+    """Tokens of the incarnation before that the master has not accounted for: they are lost, and reported now.
+
+    It never got those heartbeats, or got them and died without writing them down. A push whose Outcome never came is
+    lost here, and may be accepted there.
+
+    The master reports the incarnation right before this one. If that was not ours (two agents, an answer to Join that
+    was lost), it is unknown what it has of ours: tokens that were never reported to it stay so, none is reported twice.
+    """
+    former, s.membership.former = s.membership.former, NO_INCARNATION
+    ours = result.inc == former.inc + 1
+    return max(0, former.consumed - result.accounted) if ours else 0
+
+
+def rejoin(s: AgentState) -> None:
+    """The lease ran out: what was unsettled is lost, since the master has freed its ranges."""
+    s.account.lose_carried()
+    s.account.lose_frozen()
+    s.mark("life_ended", inc=s.membership.inc, tokens_lost=s.account.lost)
+    join(s, "its lease at the master ran out: it joins again")
+
+
+def leave(s: AgentState) -> ClusterLeft | None:
+    """The last message to the master; None if the cluster has no incarnation there."""
+    return ClusterLeft(0, s.cluster, s.membership.inc, s.account.consumed) if s.joined else None
+
+
+def past_incarnation(s: AgentState) -> PastIncarnation:
+    """What the next agent must know if this one dies now."""
+    if s.joined:
+        return PastIncarnation(s.membership.inc, s.account.consumed)
+    former = s.membership.former
+    return PastIncarnation(former.inc, former.consumed + s.account.consumed)
+
+
+def on_unreachable(s: AgentState, reason: str) -> None:
+    """The master does not answer: after `patience_s` the trainer trains on, the question goes on without it.
+
+    For a slot it does not wait at all (outer_sync.py).
+    """
+    member, sync = s.membership, s.sync
+    if member.unreachable_since is None:
+        member.unreachable_since = s.now
+    if sync.verdict is None:
+        sync.reason = reason
+    out_of_patience = s.now - member.unreachable_since >= s.settings.patience_s
+    if out_of_patience and _waits_in_vain(s):
+        sync.pull_due = False
+        give_verdict(s, train_on(s, reason))
+
+
+def _waits_in_vain(s: AgentState) -> bool:
+    """The trainer stands still, has parameters to train, and the ranks have nothing to do before the master answers."""
+    could_train = not s.settings.overlap and s.trainer.base is not None and not s.trainer.must_pull
+    masters_turn = s.sync.phase in (SyncPhase.FINISHING, SyncPhase.AWAITING, SyncPhase.ASKING_PULL)
+    return s.sync.waiting and could_train and masters_turn

@@ -1,0 +1,130 @@
+"""A pull: asked for, granted, moved, closed. Between two transfers the cluster rests; a due pull comes first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dips.client.agent.actions import Channel
+from dips.client.agent.phases import SyncPhase
+from dips.client.agent.questions import ask
+from dips.client.agent.state import AgentState
+from dips.client.agent.transfers import begin_transfer, record_moved
+from dips.client.agent.verdicts import conclude
+from dips.client.ipc.messages import PullMoved, PullWanted
+from dips.protocol.effects import Acknowledged, Dropped, Finished, Grant, Refused
+from dips.protocol.events import PullFinished, PullRequested
+
+PULL_TRIES = 3  # a pull that fails so often in a row is given up, unless the trainer cannot train without it
+RETRY_S = 0.5  # before a failed pull is asked for anew
+
+
+def rest(s: AgentState, reason: str, again: bool = False, delay_s: float = 0.0) -> None:
+    """The transfer is over: ask for the pull that a waiting trainer needs, or give it its verdict."""
+    sync = s.sync
+    sync.phase, sync.reason, sync.grant = SyncPhase.RESTING, reason, None
+    want_final_pull(s)
+    if sync.waiting and sync.pull_due:
+        ask_pull(s, delay_s)
+    elif sync.waiting:
+        conclude(s, reason, again)
+
+
+def want_final_pull(s: AgentState) -> None:
+    """A finished run's last version is worth one pull."""
+    finished = s.membership.progress.finished
+    if finished and s.trainer.base != finished and not s.sync.final_pull_tried:
+        s.sync.pull_due = s.sync.final_pull_tried = True
+
+
+def want_pull(s: AgentState, _: PullWanted) -> None:
+    """A trainer that begins has no parameters of the run."""
+    s.sync.pull_due = True
+    rest(s, "a pull is wanted")
+
+
+def ask_pull(s: AgentState, delay_s: float = 0.0) -> None:
+    sync = s.sync
+    sync.seq, sync.moved = sync.seq + 1, (0, 0)
+    sync.phase, sync.reason = SyncPhase.ASKING_PULL, sync.reason or "it asks for a pull"
+    ask(s, Channel.SYNC, PullRequested(0, s.pull_id, s.trainer.pull_ranks), delay_s)
+
+
+def on_pull_granted(s: AgentState, grant: Grant, after_push: bool = False) -> None:
+    """The ranks may move, if they still wait."""
+    sync = s.sync
+    if not sync.waiting:  # the trainer trains on, or died
+        close_pull(s, False)
+        return
+    sync.phase, sync.reason, sync.grant = SyncPhase.PULLING, f"pulls {grant.version}", grant
+    finished = s.membership.progress.finished
+    sync.merge = s.settings.overlap and after_push and not s.trainer.must_pull and not finished
+    begin_transfer(s)
+    s.mark("pull_begin", seq=sync.seq, version=str(grant.version))
+
+
+def on_pull_moved(s: AgentState, moved: PullMoved) -> None:
+    """All ranks have installed the version, or none has; a torn model has only some of its layers."""
+    sync, trainer = s.sync, s.trainer
+    assert sync.grant
+    version = sync.grant.version
+    s.mark(
+        "pull_end", seq=moved.seq, version=str(version), installed=moved.installed, nbytes=moved.nbytes,
+        reason=moved.reason,
+    )  # fmt: skip
+    if moved.installed:
+        _record_install(s, moved)
+        trainer.base, trainer.must_pull, sync.pull_due, sync.pull_failures = version, False, False, 0
+        sync.reason = f"trains on {version}"
+    else:
+        if moved.torn:
+            trainer.base = None  # it has no parameters of the run, until a pull succeeds
+            s.mark("torn", seq=moved.seq)
+        record_pull_failure(s, f"its pull failed: {moved.reason}")
+    close_pull(s, moved.installed)
+    want_final_pull(s)
+    if not sync.pull_due:  # it need not stand still while the pull is being closed
+        conclude(s, sync.reason)
+
+
+def _record_install(s: AgentState, moved: PullMoved) -> None:
+    record_moved(s, moved.nbytes, moved.nbytes)
+    s.tally.moved["pull"] += moved.nbytes
+    if not moved.merged:
+        s.ranges.take_back_unserved(s.account.lose_carried())  # work that the pull has overwritten
+
+
+def record_pull_failure(s: AgentState, reason: str) -> None:
+    """Try again, but for ever only if the trainer cannot train with what it has."""
+    sync = s.sync
+    sync.pull_failures, sync.reason = sync.pull_failures + 1, reason
+    sync.pull_due = s.trainer.must_pull or s.trainer.base is None or sync.pull_failures < PULL_TRIES
+    if not sync.pull_due:
+        sync.pull_failures = 0
+
+
+def close_pull(s: AgentState, installed: bool) -> None:
+    """Tell the master that the slaves need not keep the version for this cluster any longer."""
+    s.sync.phase, s.sync.grant = SyncPhase.CLOSING, None
+    ask(s, Channel.SYNC, PullFinished(0, s.pull_id, installed))
+
+
+def on_pull_refused(s: AgentState, result: Refused) -> None:
+    record_pull_failure(s, f"its pull was refused: {result.reason}")
+    rest(s, s.sync.reason, delay_s=result.retry_after_s)
+
+
+def on_pull_dropped(s: AgentState, result: Dropped) -> None:
+    record_pull_failure(s, f"its pull was dropped: {result.reason}")
+    rest(s, result.reason, delay_s=RETRY_S)
+
+
+def on_pull_after_end(s: AgentState, result: Finished) -> None:
+    """The run is finished, and its last version is not to be had any more."""
+    s.membership.progress = replace(s.membership.progress, finished=result.version)
+    s.sync.pull_due, s.sync.final_pull_tried = False, True
+    rest(s, "the run is finished")
+
+
+def on_closed(s: AgentState, _: Acknowledged | Dropped) -> None:
+    """The master has closed the pull, or the push that was aborted."""
+    rest(s, s.sync.reason, delay_s=RETRY_S)

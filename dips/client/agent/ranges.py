@@ -1,0 +1,115 @@
+"""Data ranges: leased from the master before they run out, served to the trainer one by one, settled with its pushes.
+
+At the end of the data the rest is pushed, so that every range is settled with what was trained on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dips.client.agent.account import NOTHING
+from dips.client.agent.actions import Channel
+from dips.client.agent.phases import SyncPhase
+from dips.client.agent.pushes import AGAIN_S
+from dips.client.agent.questions import ask, close, repeat
+from dips.client.agent.state import AgentState
+from dips.client.ipc.messages import Answer, AskAgain, RangeGiven, RangesEnded, RangeWanted
+from dips.protocol.effects import Finished, Pending, Ranges, Refused
+from dips.protocol.events import RangesRequested
+
+RANGES_AT_ONCE = 2  # leased together: the one needed, and one so that the next is here before it is asked for
+END_S = 600.0  # at the end of the data, the last push is tried for so long
+
+NONE_LEFT = "no data range is left to lease"
+
+
+def give_range(s: AgentState, message: RangeWanted) -> Answer:
+    """Use up the range before, and answer with the next one, the end, or AskAgain."""
+    if message.count != s.ranges.asked:
+        _use_up(s, message.count)
+    finished = s.membership.progress.finished
+    given = None if finished else s.ranges.serve()
+    if not s.ranges.waiting and not s.ranges.exhausted and not is_asked(s) and s.joined:
+        ask_ranges(s)
+    answer = _answer(s, given)
+    s.trainer.starved = isinstance(answer, AskAgain)
+    return answer
+
+
+def _use_up(s: AgentState, count: int) -> None:
+    used = s.ranges.finish(count)
+    if used is not None and s.trainer.must_pull:
+        s.ranges.take_back_unserved((used,))  # what was trained on it will be overwritten
+    elif used is not None:
+        s.account.use_up(used)
+
+
+def _answer(s: AgentState, given: int | None) -> Answer:
+    finished = s.membership.progress.finished
+    if given is not None:
+        s.range_requests.ended_at = None
+        return RangeGiven(given)
+    if finished:
+        return RangesEnded(f"the run is finished with {finished}", True)
+    if s.ranges.exhausted and not is_asked(s):
+        return _end_data(s)
+    return AskAgain("the master is asked for data ranges")
+
+
+def _end_data(s: AgentState) -> Answer:
+    """No range is left: have the rest pushed.
+
+    A rest that cannot be settled for END_S, because no slot is to be had or the master is away, is given up.
+    """
+    requests = s.range_requests
+    if s.account.frozen == NOTHING and s.account.carried == NOTHING:
+        return RangesEnded(NONE_LEFT, False)
+    if requests.ended_at is None:
+        requests.ended_at = s.now
+    if s.now - requests.ended_at >= END_S:
+        return _give_up_rest(s)
+    ours = s.sync.phase in (SyncPhase.RESTING, SyncPhase.PUSHING, SyncPhase.PULLING)  # else it is the master's turn
+    too_early = s.now < max(s.sync.backoff_until, requests.rest_again_at)
+    if not ours or too_early or s.membership.unreachable_since is not None:
+        return AskAgain(s.sync.reason)
+    requests.rest_again_at = s.now + AGAIN_S
+    return RangesEnded(NONE_LEFT, False, unsettled=True)
+
+
+def _give_up_rest(s: AgentState) -> Answer:
+    tokens, reason = s.account.unsettled, s.sync.reason
+    s.mark("rest_given_up", attempt=s.trainer.attempt, tokens=tokens, reason=reason)
+    rest = f"{tokens} tokens since the last push could not be settled in {END_S:g} s"
+    return RangesEnded(f"{NONE_LEFT}; {rest}: {reason}", False)
+
+
+def ask_ranges(s: AgentState, claims: tuple[int, ...] = ()) -> None:
+    """Ask for more data ranges, or for named ones."""
+    s.range_requests.seq += 1
+    count = len(claims) or RANGES_AT_ONCE
+    event = RangesRequested(0, s.cluster, s.membership.inc, s.range_requests.seq, count, claims)
+    ask(s, Channel.RANGES, event)
+
+
+def is_asked(s: AgentState) -> bool:
+    """The master has not answered the last question yet."""
+    return Channel.RANGES in s.questions
+
+
+def on_leased(s: AgentState, result: Ranges) -> None:
+    close(s, Channel.RANGES)
+    # named ranges that are not to be had say nothing about those that are
+    s.ranges.lease(result.ranges, result.exhausted and not s.range_requests.claimed)
+
+
+def on_no_more_ranges(s: AgentState, result: Finished) -> None:
+    close(s, Channel.RANGES)
+    s.membership.progress = replace(s.membership.progress, finished=result.version)
+
+
+def on_ranges_refused(s: AgentState, result: Refused) -> None:
+    repeat(s, Channel.RANGES, result.retry_after_s)
+
+
+def on_ranges_pending(s: AgentState, _: Pending) -> None:
+    repeat(s, Channel.RANGES)

@@ -1,0 +1,120 @@
+"""Serves the connections of ranks: every message of rank 0 goes to the core, and the core's answer back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from dips.client.agent.actions import Actions
+from dips.client.agent.core import AgentCore
+from dips.client.agent.signals import AgentSignals
+from dips.client.ipc.connection import Connection
+from dips.client.ipc.messages import (
+    Answer,
+    AskAgain,
+    Attached,
+    Detach,
+    ErrorReply,
+    Message,
+    Noted,
+    PullNow,
+    PushNow,
+)
+from dips.errors import Denied, DipsError, RemoteProtocolError
+from dips.protocol.effects import Grant
+from dips.telemetry.logs import Log
+
+MOST_REMOTE = 8192  # connections of ranks on other hosts, one each: ranks of the largest job
+
+
+class RankServer:
+    """Knows which attempt a connection belongs to; what is answered the core decides."""
+
+    def __init__(
+        self,
+        core: AgentCore,
+        hold_s: float,
+        perform: Callable[[Actions], None],
+        signals: AgentSignals,
+        rewrite: Callable[[Grant], Grant],
+        log: Log,
+    ) -> None:
+        """`hold_s`: a question is held open for an answer at most so long."""
+        self._core, self._hold_s, self._perform = core, hold_s, perform
+        self._signals, self._rewrite, self._log = signals, rewrite, log
+        self._remote = 0  # connections over the network
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a rank on this host."""
+        await self._converse(Connection(reader, writer))
+
+    def serve_with(self, token: bytes) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+        """What serves ranks that dial over the network, if they know the token."""
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if self._remote >= MOST_REMOTE:
+                self._log.warning("agent_line_full", connections=self._remote)
+                writer.close()
+                return
+            self._remote += 1
+            try:
+                await self._converse(await Connection.admit(reader, writer, token))
+            except (Denied, TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
+                peer = writer.get_extra_info("peername")
+                self._log.warning("agent_line_refused", peer=str(peer), error=str(error) or type(error).__name__)
+                writer.close()
+            finally:
+                self._remote -= 1
+
+        return serve
+
+    async def _converse(self, rank: Connection) -> None:
+        """Answer one connection until it ends; the end of rank 0's without Detach is the end of its attempt.
+
+        Ranks of other hosts that are not rank 0 send nothing: they hold the connection to notice our end (orphan.py).
+        """
+        attempt = 0
+        try:
+            while True:
+                message = await rank.read()
+                answer = await self._answer(message)
+                if isinstance(answer, Attached):
+                    attempt = answer.attempt
+                if answer is not None:
+                    await rank.write(answer)
+                if isinstance(message, Detach) and isinstance(answer, Noted):
+                    attempt = 0
+                    self._signals.detached.set()
+        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+            if attempt:
+                self._log.info("rank 0 hung up", attempt=attempt)
+        except RemoteProtocolError as error:
+            self._log.warning("rank 0 was not understood", error=str(error))
+        finally:
+            if attempt:
+                self._perform(self._core.on_hang_up(attempt, time.monotonic()))
+            rank.close()
+
+    async def _answer(self, message: Message) -> Answer | None:
+        """Ask the core again after each change, until it has an answer or `hold_s` is over."""
+        until = time.monotonic() + self._hold_s
+        while True:
+            change = self._signals.next_change()
+            answer, actions = self._core.on_message(message, time.monotonic())
+            self._perform(actions)
+            left_s = until - time.monotonic()
+            if isinstance(answer, PushNow | PullNow):
+                return self._route(answer)
+            if not isinstance(answer, AskAgain) or left_s <= 0 or getattr(message, "at_once", False):
+                return answer
+            with suppress(TimeoutError):
+                await asyncio.wait_for(change.wait(), left_s)
+
+    def _route(self, answer: PushNow | PullNow) -> Answer:
+        try:
+            return replace(answer, grant=self._rewrite(answer.grant))
+        except DipsError as error:
+            return ErrorReply(type(error).__name__, str(error))

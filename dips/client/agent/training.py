@@ -1,0 +1,58 @@
+"""What the trainer reports of its inner steps, and what the cluster's time goes to."""
+
+from __future__ import annotations
+
+from dips.client.agent.phases import STANDSTILL
+from dips.client.agent.state import AgentState
+from dips.client.ipc.messages import LossReported, Stepped
+
+MARK_EVERY_S = 0.5  # inner steps on the timeline, at most so often
+
+
+def record_step(s: AgentState, notice: Stepped) -> None:
+    """One inner step is done."""
+    trainer = s.trainer
+    trainer.inner_steps += 1
+    s.pace.record_step(s.now)
+    trainer.tokens += notice.tokens
+    s.tally.earn(notice.tokens, s.now)
+    trainer.loss = trainer.loss if notice.loss is None else notice.loss
+    s.account.earn(notice.tokens, notice.loss)
+    _check_loss(s, notice.finite)
+    if trainer.must_pull:  # its pull will overwrite this work
+        s.account.lose_carried()
+    if s.now - trainer.marked_at >= MARK_EVERY_S:
+        mark_inner_steps(s)
+
+
+def record_losses(s: AgentState, notice: LossReported) -> None:
+    """Losses of steps that were counted without one: rank 0 of a pipeline computes none."""
+    if notice.losses:
+        s.trainer.loss = notice.loss_sum / notice.losses
+    s.account.add_losses(notice.loss_sum, notice.losses)
+    _check_loss(s, notice.finite)
+
+
+def _check_loss(s: AgentState, finite: bool) -> None:
+    if not finite and not s.trainer.loss_not_finite:
+        s.trainer.loss_not_finite = True
+        s.mark("loss_not_finite", attempt=s.trainer.attempt, inner_steps=s.trainer.inner_steps)
+
+
+def mark_inner_steps(s: AgentState) -> None:
+    """Write the counters to the timeline."""
+    t = s.trainer
+    t.marked_at = s.now
+    s.mark("inner", attempt=t.attempt, inner_steps=t.inner_steps, tokens=t.tokens, loss=t.loss)
+
+
+def name_cause(s: AgentState) -> str:
+    """What the cluster's time goes to now (tally.CAUSES)."""
+    trainer = s.trainer
+    if not trainer.alive:
+        return "ended" if trainer.detached else "failure" if trainer.attempt else "start"
+    if s.sync.waiting and not s.trains_on:
+        return STANDSTILL[s.sync.phase]
+    if trainer.starved:
+        return "data"
+    return "start" if trainer.base is None else "inner"

@@ -1,0 +1,39 @@
+"""What pushes and pulls have in common: how far the ranks are, and how fast."""
+
+from __future__ import annotations
+
+from dips.client.agent.phases import SyncPhase
+from dips.client.agent.state import AgentState
+from dips.client.ipc.messages import Answer, Halt, Noted, TransferProgress
+from dips.ids import PullId, PushId
+
+
+def begin_transfer(s: AgentState) -> None:
+    """The ranks are about to move bytes."""
+    s.sync.moved, s.sync.halt, s.sync.moving_since = (0, 0), "", s.now
+
+
+def record_moved(s: AgentState, nbytes: int, total: int) -> None:
+    """So much of it has moved, over all ranks."""
+    s.sync.moved = (nbytes, total)
+    s.sync.bytes_per_s = nbytes / max(s.now - s.sync.moving_since, 1e-3)
+
+
+def on_transfer_progress(s: AgentState, message: TransferProgress) -> Answer:
+    """Take note; end a transfer that the master has dropped."""
+    record_moved(s, message.nbytes, message.total)
+    return Halt(s.sync.halt) if s.sync.halt else Noted()
+
+
+def moving_transfer(s: AgentState) -> PushId | PullId | None:
+    """The push or pull that the ranks are moving now."""
+    if s.sync.phase is SyncPhase.PUSHING:
+        return s.push_id
+    return s.pull_id if s.sync.phase is SyncPhase.PULLING else None
+
+
+def halt_dropped(s: AgentState, live: tuple[PushId | None, PullId | None]) -> None:
+    """A transfer that moved when the last heartbeat left, and that the master no longer lists, leads nowhere."""
+    moving = moving_transfer(s)
+    if moving is not None and moving == s.sync.moving_at_heartbeat and moving not in live:
+        s.sync.halt = f"the master has dropped {moving}"

@@ -1,0 +1,84 @@
+"""How messages between agent and rank 0 travel: a 4-byte big-endian length, then a msgpack map.
+
+The map holds the message's fields, and its class name as `kind`. Knows no socket and no clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from enum import Enum
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import msgpack
+
+from dips.client.ipc.messages import Answer, Message, Notice, Question
+from dips.errors import LocalProtocolError, RemoteProtocolError
+
+MOST_BYTES = 1 << 20  # of one message; the largest is Attach, with the manifest of the model
+LENGTH = struct.Struct(">I")
+
+MESSAGES: dict[str, type[Message]] = {
+    cls.__name__: cls for cls in (*get_args(Question), *get_args(Notice), *get_args(Answer))
+}
+
+
+def encode(message: Message) -> bytes:
+    """Encode a message, with its length in front; raise LocalProtocolError if it is too long."""
+    body: bytes = msgpack.packb({"kind": type(message).__name__, **dataclasses.asdict(message)})
+    if len(body) > MOST_BYTES:
+        raise LocalProtocolError(
+            f"{type(message).__name__} takes {len(body)} bytes, at most {MOST_BYTES} can travel to or from the agent"
+        )
+    return LENGTH.pack(len(body)) + body
+
+
+def body_length(head: bytes) -> int:
+    """Read the length in front of a message; raise RemoteProtocolError if it claims too much."""
+    length: int = LENGTH.unpack(head)[0]
+    if length > MOST_BYTES:
+        raise RemoteProtocolError(f"a local message claims {length} bytes, at most {MOST_BYTES} were expected")
+    return length
+
+
+def decode(body: bytes) -> Message:
+    """Read a message's body; raise RemoteProtocolError on anything that `encode` did not write."""
+    try:
+        fields = msgpack.unpackb(body)
+        kind = fields.pop("kind")
+        message: Message = _build(MESSAGES[kind], fields)
+    except (ValueError, KeyError, TypeError, AttributeError, msgpack.UnpackException) as error:
+        raise RemoteProtocolError(f"not a local message: {error!r} in {body[:80]!r}") from error
+    return message
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _build(cls: Any, fields: Any) -> Any:
+    hints = _hints(cls)
+    if set(fields) != set(hints):
+        raise ValueError(f"{cls.__name__} has {sorted(hints)}, got {sorted(fields)}")
+    return cls(**{name: _read(hint, fields[name]) for name, hint in hints.items()})
+
+
+def _read(hint: Any, value: Any) -> Any:
+    """Turn what msgpack gives into what the annotation names; raise TypeError if it is something else."""
+    if get_origin(hint) in (Union, UnionType):
+        options = [h for h in get_args(hint) if h is not NoneType]
+        return None if value is None else _read(options[0], value)
+    if get_origin(hint) is tuple:
+        return tuple(_read(get_args(hint)[0], item) for item in value)
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value)
+    if issubclass(hint, Enum):
+        return hint(value)
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise TypeError(f"expected {hint.__name__}, got {value!r}")
+    return value

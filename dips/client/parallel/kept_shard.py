@@ -1,0 +1,53 @@
+"""This rank's shard as it was when it was pushed, kept for the merge that follows under `overlap: full`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from dips.client.parallel.devices import Device
+
+
+@dataclass(frozen=True, eq=False)
+class ShardCopy:
+    """One copy from host memory to a tensor of the framework."""
+
+    name: str  # of the parameter
+    view: torch.Tensor  # the framework's
+    host: torch.Tensor
+
+
+class KeptShard:
+    """Copies of the framework's tensors in host memory, allocated at the first `keep` and reused."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._kept: dict[ShardCopy, torch.Tensor] = {}
+
+    def keep(self, copies: Iterable[ShardCopy]) -> None:
+        """Copy what the tensors of `copies` hold now."""
+        if not self._kept:
+            self._kept = {copy: self._device.allocate_host(copy.view.numel()) for copy in copies}
+        with self._device.ordered_copies():
+            for copy, kept in self._kept.items():
+                kept.view(copy.view.shape).copy_(copy.view, non_blocking=True)
+            self._device.synchronize()
+
+    def is_finite(self) -> bool:
+        """Whether neither the tensors nor what was kept of them hold a NaN or an infinity."""
+        return all(
+            bool(torch.isfinite(copy.view).all()) and bool(torch.isfinite(kept).all())
+            for copy, kept in self._kept.items()
+        )
+
+    def difference(self, copy: ShardCopy) -> torch.Tensor:
+        """What was pulled less what was kept, on the device of the framework's tensor."""
+        kept = self._kept[copy].view(copy.view.shape)
+        return (copy.host - kept).to(copy.view.device)
+
+    def difference_on_device(self, copy: ShardCopy) -> torch.Tensor:
+        """As `difference`, subtracted on the device so that the calling thread does not wait for the copies."""
+        kept, device = self._kept[copy].view(copy.view.shape), copy.view.device
+        return copy.host.to(device, non_blocking=True) - kept.to(device, non_blocking=True)

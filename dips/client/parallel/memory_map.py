@@ -1,0 +1,68 @@
+"""Where the blocks and pieces of a rank lie in its host buffer: offsets in elements, computed once. Pure: no torch.
+
+A piece that one block holds as one run shares that block's memory, so nothing is copied between the two. A parameter
+for which that is impossible (shards along an inner dim) has one stretch of memory that is read either as its pieces or
+as its blocks, never as both at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dips.client.parallel.rect import Rect
+from dips.wire.chunks import Range
+
+
+@dataclass(slots=True)
+class MemoryMap:
+    """Offsets of everything in the buffer, and the buffer's size."""
+
+    piece_at: dict[int, int] = field(default_factory=dict)  # by number of the piece in the plan
+    block_at: dict[tuple[int, int, int], int] = field(default_factory=dict)  # by layer, parameter, block
+    size: int = 0
+
+
+# Of one layer: for each parameter the rectangles of its blocks that are written.
+LayerBlocks = Sequence[Sequence[Rect]]
+
+
+def map_memory(layers: Sequence[LayerBlocks], pieces: Sequence[Range], *, one_layer: bool) -> MemoryMap:
+    """Lay out a buffer for all layers, one behind the other; with `one_layer` they share the memory of the largest."""
+    found, begin = MemoryMap(), 0
+    for number, blocks in enumerate(layers):
+        own = {n: piece for n, piece in enumerate(pieces) if piece.layer == number}
+        end = _map_layer(found, number, blocks, own, begin)
+        found.size = max(found.size, end)
+        begin = 0 if one_layer else end
+    return found
+
+
+def _map_layer(found: MemoryMap, layer: int, blocks: LayerBlocks, pieces: Mapping[int, Range], begin: int) -> int:
+    """Place one layer from `begin` on; return where it ends."""
+    shared = {piece.param for piece in pieces.values() if find_block(blocks[piece.param], piece) is None}
+    numbered = [((layer, k, b), rect.numel) for k, rects in enumerate(blocks) for b, rect in enumerate(rects)]
+    at = begin
+    for key, numel in numbered:
+        if key[1] not in shared:
+            found.block_at[key], at = at, at + numel
+    for number, piece in pieces.items():
+        block = find_block(blocks[piece.param], piece)
+        if piece.param not in shared and block is not None:
+            found.piece_at[number] = found.block_at[layer, piece.param, block[0]] + block[1]
+    pieces_end = blocks_end = at
+    for number, piece in pieces.items():
+        if piece.param in shared:
+            found.piece_at[number], pieces_end = pieces_end, pieces_end + piece.length
+    for key, numel in numbered:
+        if key[1] in shared:
+            found.block_at[key], blocks_end = blocks_end, blocks_end + numel
+    return max(pieces_end, blocks_end)
+
+
+def find_block(blocks: Sequence[Rect], piece: Range) -> tuple[int, int] | None:
+    """The block that holds the piece as one run, and the piece's offset in it; None if no block does."""
+    for index, rect in enumerate(blocks):
+        if rect.is_run and rect.first <= piece.offset and piece.offset + piece.length <= rect.end:
+            return index, piece.offset - rect.first
+    return None

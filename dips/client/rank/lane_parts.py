@@ -1,0 +1,69 @@
+"""Deals a rank's pieces to the lanes of the slaves that hold their layers, one stream for each lane. No torch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import zmq
+
+from dips.client.rank.transfer_types import LayerOrder
+from dips.errors import LocalProtocolError
+from dips.protocol.effects import SlaveAddress
+from dips.transport import curve
+from dips.transport.intake import Intake
+from dips.transport.shares import Share, check, deal
+from dips.transport.stream import Stream
+from dips.wire.codecs import Codec
+from dips.wire.streams import StreamName
+
+
+@dataclass(eq=False, slots=True)
+class LanePart:
+    """This rank's share at one lane of one slave."""
+
+    slave: SlaveAddress
+    share: Share
+    nbytes: int  # of the share, on the wire
+    stream: Stream
+    intake: Intake | None = None  # pull: from the first WELCOME on
+    posted: int = 0  # push: bytes that were sent
+    done: bool = False
+
+
+def check_order(order: LayerOrder, name: str) -> None:
+    """Raise LocalProtocolError unless the grant has a slave for each piece, and an order of slaves for the rank."""
+    grant, rank = order.grant, order.base.rank
+    for piece in order.pieces:
+        check(piece)
+    strays = sorted({p.layer for p in order.pieces} - {layer for slave in grant.slaves for layer in slave.layers})
+    if strays:
+        raise LocalProtocolError(f"{name}: no slave of the grant holds layers {strays}")
+    slaves = grant.order[rank] if rank < len(grant.order) else ()
+    if sorted(slaves) != list(range(len(grant.slaves))):
+        raise LocalProtocolError(f"{name}: expected an order of all {len(grant.slaves)} slaves, got {slaves}")
+
+
+def open_parts(
+    order: LayerOrder, kind: str, codec: Codec, context: zmq.Context[zmq.Socket[bytes]]
+) -> Iterator[LanePart]:
+    """Open the streams of a transfer, in the order of the grant; a push has one to every lane, even without pieces."""
+    grant, base, rng = order.grant, order.base, random.Random()
+    version = str(grant.version) if kind == "pull" else ""
+    own_keys = curve.new()  # anonymous, for this transfer only
+    for index in grant.order[base.rank]:
+        slave = grant.slaves[index]
+        hands = deal((p for p in order.pieces if p.layer in slave.layers and p.length), len(slave.lanes))
+        for lane, pieces in enumerate(hands):
+            share = Share(pieces)
+            name = StreamName(
+                base.run, kind, base.cluster, base.inc, base.seq, base.rank, slave.name, slave.sinc,
+                order.first_epoch, version, lane,
+            )  # fmt: skip
+            keys = (own_keys, slave.key) if slave.key else None
+            stream = Stream(context, slave.lanes[lane], name, share.ranges, order.stall_s, rng, keys)
+            stream.waits = False
+            if share.nbytes or kind == "push":
+                nbytes = sum(piece.nbytes for piece in codec.ranges(share.ranges))
+                yield LanePart(slave, share, nbytes, stream)

@@ -1,0 +1,38 @@
+"""The outer loop's part of a cluster's checkpoint, as a state_dict. Knows no agent and no collective."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+import torch
+
+from dips.client.ipc.messages import Saved
+from dips.errors import LocalProtocolError
+
+STATE_FORMAT = 1  # of state_dict; another number is refused, never guessed at
+
+
+def make_state(saved: Saved, inner_steps: int, rank: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Build the state_dict; the names of this rank's own tensors end with its rank."""
+    own = {f"{name}.rank{rank}": tensor for name, tensor in tensors.items()}
+    return {"format": STATE_FORMAT, "inner_steps": inner_steps, **asdict(saved), **own}
+
+
+def read_saved(state: Mapping[str, Any]) -> Saved:
+    """Read the agent's part; raise LocalProtocolError for another format."""
+    if state.get("format") != STATE_FORMAT:
+        raise LocalProtocolError(f"expected an outer state of format {STATE_FORMAT}, got {state.get('format')!r}")
+    return Saved(**{f.name: _restore_tuple(state[f.name]) for f in fields(Saved)})
+
+
+def read_tensors(state: Mapping[str, Any], rank: int) -> dict[str, torch.Tensor]:
+    """Read the tensors of one rank, by the names that `make_state` was given."""
+    suffix = f".rank{rank}"
+    return {name.removesuffix(suffix): tensor for name, tensor in state.items() if name.endswith(suffix)}
+
+
+def _restore_tuple(value: Any) -> Any:
+    """Turn lists into the tuples that were saved: torch.distributed.checkpoint gives back lists."""
+    return tuple(int(v) for v in value) if isinstance(value, list | tuple) else value

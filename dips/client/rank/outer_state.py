@@ -1,0 +1,49 @@
+"""What a rank knows of the outer loop: plain data, the same on all ranks, changed by outer_steps.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dips.client.ipc.messages import PullMoved, PullNow, PullWanted, PushMoved, PushNow, PushWanted
+from dips.client.rank.background_transfer import BackgroundTransfer
+from dips.ids import VersionId
+
+OuterRequest = PushWanted | PushMoved | PullWanted | PullMoved
+
+
+@dataclass(slots=True)
+class OuterState:
+    """Where the cluster stands in the run."""
+
+    attempt: int  # of the trainer, given by the agent
+    progress: float  # accepted tokens over the run's target
+    version: VersionId | None = None  # that was installed last; None until the first pull
+    finished: bool = False  # the run is
+    torn: bool = False  # the model mixes two versions: a pull failed after its first layer was installed
+    steps_until_poll: int = 0  # inner steps until the ranks ask the agent what is due
+    last_request: int = 0  # number of it
+
+    def next_request(self) -> int:
+        """Number the next request; the agent answers a repeated number as it did before."""
+        self.last_request += 1
+        return self.last_request
+
+
+@dataclass(slots=True)
+class InnerState:
+    """Where this trainer stands in its inner steps."""
+
+    steps: int = 0  # taken since the OuterLoop was made, or since what a checkpoint continues
+    warming_up: bool = False  # it joined a run under way with an empty optimizer
+
+    def lr_scale(self, warmup_steps: int) -> float:
+        """The factor of the inner learning rate: rises to 1 over the warm-up."""
+        return min(1.0, (self.steps + 1) / max(1, warmup_steps)) if self.warming_up else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTransfer:
+    """A transfer that was begun, and the order of the agent that asked for it."""
+
+    order: PushNow | PullNow
+    transfer: BackgroundTransfer

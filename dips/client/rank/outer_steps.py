@@ -1,0 +1,182 @@
+"""A rank's part in outer steps: begins what the agent orders, moves it, and puts what was pulled into the model.
+
+A request to the agent is answered by an order to push or to pull, or by "train on". When the transfer is over its
+result is the next request, until the answer is to train on:
+
+    request ── ask ──▶ PushNow, PullNow ── begin ──▶ OpenTransfer ── wait or poll ──▶ complete: the next request
+                  └──▶ TrainOn, Over
+
+Training either pauses for all of it (`run`), or goes on and the ranks poll what is in flight now and then (under
+`overlap: full`; why.md 36). Every method is collective: what they decide is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from dips.client.ipc.messages import (
+    Answer,
+    AskAgain,
+    Over,
+    PullMoved,
+    PullNow,
+    PullWanted,
+    PushMoved,
+    PushNow,
+    PushWanted,
+    TrainOn,
+)
+from dips.client.rank.agent_client import AgentClient
+from dips.client.rank.background_transfer import TransferResult
+from dips.client.rank.outer_state import OpenTransfer, OuterRequest, OuterState
+from dips.client.rank.shard_transfer import ShardTransfer, TransferRequest
+from dips.client.rank.transfer_types import TransferIdentity
+from dips.config import ClusterFile
+from dips.errors import LocalProtocolError
+
+
+class OuterSteps:
+    """Carries out outer steps, and owns the one that is in flight."""
+
+    def __init__(
+        self, config: ClusterFile, state: OuterState, agent_client: AgentClient, shard_transfer: ShardTransfer
+    ) -> None:
+        self._config, self._state = config, state
+        self._agent_client, self._shard_transfer = agent_client, shard_transfer
+        self._overlaps = config.overlap == "full"
+        # Under `overlap: full`: a transfer that moves, or a request that the agent has not answered.
+        self._in_flight: OpenTransfer | OuterRequest | None = None
+        self._poll_steps = 1  # inner steps between two polls of what is in flight
+        self._on_answer: dict[type[Any], Callable[[Any], OpenTransfer | None]] = {
+            PushNow: self._begin_push,
+            PullNow: self._begin_pull,
+            TrainOn: self._train_on,
+            Over: self._end_run,
+        }
+        self._on_result: dict[type[Any], Callable[[Any, TransferResult], OuterRequest]] = {
+            PushNow: self._report_push,
+            PullNow: self._install_pulled,
+        }
+
+    @property
+    def in_flight(self) -> bool:
+        """Under `overlap: full`: a push or pull of this cluster is in flight, and training goes on beside it."""
+        return self._in_flight is not None
+
+    def pull_newest(self) -> None:
+        """Pull the run's newest version and install all of it."""
+        self._run(PullWanted(self._state.attempt, self._state.next_request()))
+        self._shard_transfer.finish_install()
+
+    def push(self, demanded: bool) -> None:
+        """Take part in an outer step if one is due or `demanded`; training is paused until it is over."""
+        self._run(PushWanted(self._state.attempt, self._state.next_request(), demanded))
+
+    def poll(self, demanded: bool) -> None:
+        """Take part in an outer step if one is due or `demanded`, or go on with the one that is in flight."""
+        if self._overlaps:
+            self._poll_in_flight(demanded)
+        else:
+            self.push(demanded)
+
+    def settle(self) -> None:
+        """Wait until nothing is in flight."""
+        if isinstance(self._in_flight, OpenTransfer):
+            self._in_flight = self._wait(self._in_flight)
+        if self._in_flight is not None:
+            request, self._in_flight = self._in_flight, None
+            self._run(request)
+
+    def cancel(self) -> None:
+        """End what is in flight on this rank, whatever the others do."""
+        if isinstance(self._in_flight, OpenTransfer):
+            self._in_flight.transfer.cancel()
+
+    # ---- with training paused, and beside it -------------------------------------------------------------------------
+
+    def _run(self, request: OuterRequest) -> None:
+        """Carry out what the agent orders until it answers to train on."""
+        while (begun := self._begin(self._agent_client.ask_until_answered(request))) is not None:
+            request = self._wait(begun)
+
+    def _wait(self, begun: OpenTransfer) -> OuterRequest:
+        return self._complete(begun, begun.transfer.wait(self._config.poll_s))
+
+    def _poll_in_flight(self, demanded: bool) -> None:
+        """Go on with what is in flight, or ask the agent what is due; wait for neither."""
+        if isinstance(self._in_flight, OpenTransfer):
+            result = self._in_flight.transfer.poll()
+            if result is None:
+                self._state.steps_until_poll = self._poll_steps
+                return
+            self._in_flight = self._complete(self._in_flight, result)
+        if self._in_flight is None:
+            self._in_flight = PushWanted(self._state.attempt, self._state.next_request(), demanded)
+        answer = self._agent_client.ask(replace(self._in_flight, at_once=True))
+        if isinstance(answer, AskAgain):
+            self._state.steps_until_poll = self._poll_steps = answer.steps
+            return
+        self._in_flight = None
+        begun = self._begin(answer)
+        if begun is None:
+            return
+        if isinstance(begun.order, PullNow) and not begun.order.merge:  # an inner step before it would be lost
+            self._run(self._wait(begun))
+        else:
+            self._in_flight, self._state.steps_until_poll = begun, self._poll_steps
+
+    # ---- by the agent's answer ---------------------------------------------------------------------------------------
+
+    def _begin(self, answer: Answer) -> OpenTransfer | None:
+        """Begin the transfer that the agent ordered; None if training goes on, or the run is over."""
+        on_answer = self._on_answer.get(type(answer))
+        if on_answer is None:
+            raise LocalProtocolError(f"expected an order from the agent, got {answer!r}")
+        return on_answer(answer)
+
+    def _begin_push(self, order: PushNow) -> OpenTransfer:
+        return OpenTransfer(order, self._shard_transfer.begin_push(self._request_for(order), keep=self._overlaps))
+
+    def _begin_pull(self, order: PullNow) -> OpenTransfer:
+        return OpenTransfer(order, self._shard_transfer.begin_pull(self._request_for(order)))
+
+    def _train_on(self, answer: TrainOn) -> None:
+        self._state.progress, self._state.steps_until_poll = answer.progress, answer.steps
+
+    def _end_run(self, answer: Over) -> None:
+        self._shard_transfer.finish_install()  # there is no further forward that would do it
+        self._state.progress, self._state.finished = answer.progress, True
+
+    def _request_for(self, order: PushNow | PullNow) -> TransferRequest:
+        config = self._config
+        identity = TransferIdentity(config.shared.run, config.cluster, order.inc, order.seq, self._shard_transfer.rank)
+        report_progress = partial(self._agent_client.report_progress, self._state.attempt)
+        return TransferRequest(order.grant, identity, report_progress, order.accepted)
+
+    # ---- by the order that was carried out ---------------------------------------------------------------------------
+
+    def _complete(self, begun: OpenTransfer, result: TransferResult) -> OuterRequest:
+        """Install what was pulled on all ranks, and return the request that reports the result."""
+        return self._on_result[type(begun.order)](begun.order, result)
+
+    def _report_push(self, order: PushNow, result: TransferResult) -> PushMoved:
+        state = self._state
+        return PushMoved(state.attempt, state.next_request(), order.seq, result.ok, result.reason, result.nbytes)
+
+    def _install_pulled(self, order: PullNow, result: TransferResult) -> PullMoved:
+        state, version, merged = self._state, order.grant.version, False
+        # A model that was torn before stays so, unless all of it was pulled now.
+        state.torn = result.torn or (state.torn and not result.ok)
+        if result.ok:
+            if order.merge:
+                merged = self._shard_transfer.merge_version(version)
+            else:
+                self._shard_transfer.install_version(version)
+            state.version, state.progress = version, order.progress
+        return PullMoved(
+            state.attempt, state.next_request(), order.seq, result.ok, result.reason, result.nbytes, state.torn,
+            merged=merged,
+        )  # fmt: skip

@@ -1,0 +1,69 @@
+"""What goes into and comes out of one rank's transfer. No torch, no socket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dips.errors import DipsError
+from dips.protocol.effects import Grant
+from dips.protocol.heartbeats import remaining_s
+from dips.transport.shares import Piece
+from dips.wire.chunks import Range
+from dips.wire.frame import Buffer
+
+EncodeChunk = Callable[[Range, memoryview], Buffer]  # a chunk and its elements in the caller's array → its body
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRate:
+    """How far a transfer is."""
+
+    nbytes: int
+    total: int
+    bytes_per_s: float  # over the last seconds
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until all is moved at this rate; infinite while nothing moves."""
+        return remaining_s(self.nbytes, self.total, self.bytes_per_s)
+
+
+Progress = Callable[[TransferRate], None]  # called on the caller's thread
+
+
+class TransferCancelled(DipsError):
+    """The caller's `cancel` was set."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferIdentity:
+    """Who transfers: the part of every stream's name that is the same for all slaves."""
+
+    run: str
+    cluster: str
+    inc: int
+    seq: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """What a transfer moved."""
+
+    nbytes: int  # on the wire: a lossy push has fewer than its pieces
+    seconds: float
+    connections: int  # 1 for each stream, and 1 more for each resume
+    last_epoch: int = 1  # of any of its streams
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOrder:
+    """What is to be moved, and how long a silent slave is waited for."""
+
+    grant: Grant
+    base: TransferIdentity
+    pieces: Sequence[Piece]
+    stall_s: float
+    clock: Callable[[], float]
+    first_epoch: int = 1  # of its streams

@@ -1,0 +1,24 @@
+"""Which elements of a model a rank holds: the pieces that its streams carry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dips.wire.chunks import Layout, Range
+
+
+def share(size: int, rank: int, ranks: int) -> slice:
+    """The elements of a flat layer that one rank holds, as FSDP shards dimension 0."""
+    return slice(size * rank // ranks, size * (rank + 1) // ranks)
+
+
+def pieces_of(layout: Layout, layers: Iterable[int], rank: int, ranks: int) -> list[Range]:
+    """A rank's share of each layer, as pieces of parameters; one without elements does not travel."""
+    found = []
+    for (layer, param), field in layout.fields.items():
+        if layer in layers:
+            held = share(layout.numel[layer], rank, ranks)
+            begin, end = max(held.start, field.start), min(held.stop, field.start + field.numel)
+            if begin < end:
+                found.append(Range(layer, param, begin - field.start, end - begin))
+    return found

@@ -1,0 +1,116 @@
+"""The rank's end of a pull: it asks for chunks and keeps what arrives.
+
+A chunk's bytes are read when the last of them leaves the slave; libzmq may hold its buffer for longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from dips.ids import PullId, VersionId
+from dips.protocol.effects import Grant, SlaveAddress
+from dips.sim.data_links import DataLinks
+from dips.sim.flow import CHUNK_BYTES, SimFlow, SimTracker
+from dips.sim.streams import STALL_S, SimStream, SimTransfer
+from dips.slave.ports import F32
+from dips.slave.sender import ChunkSend
+from dips.wire.chunks import Range, split
+from dips.wire.frame import Kind
+
+
+class Pulled:
+    """What one rank has received into host memory: pieces, and the versions that they said they were of."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.whole = True
+        self.versions: list[VersionId] = []
+        self.pieces: list[tuple[int, slice, F32]] = []
+
+
+class PullStream(SimStream):
+    """One rank's pieces on their way from one slave."""
+
+    kind = "pull"
+
+    def __init__(
+        self,
+        net: DataLinks,
+        moving: SimTransfer,
+        pull: PullId,
+        grant: Grant,
+        address: SlaveAddress,
+        pulled: Pulled,
+        ranks: int,
+        ended: Callable[[], None],
+    ) -> None:
+        super().__init__(net, moving, pull, address, str(grant.version), pulled.rank, ranks)
+        self.pulled, self.ended, self._granted = pulled, ended, grant.version
+        self._missing = dict.fromkeys(split(self.pieces, CHUNK_BYTES))
+
+    def _on_message(self, kind: Kind, body: bytes) -> None:
+        assert kind is Kind.WELCOME, kind
+        self._want(tuple(self._missing))
+        self._end_if_whole()
+
+    def _want(self, chunks: tuple[Range, ...]) -> None:
+        flow = self._flow
+        assert flow is not None
+        for send, tracker in flow.want(self._peer, self._stream, chunks) if chunks else ():
+            self._carry(flow, send, tracker)
+
+    def _carry(self, flow: SimFlow, send: ChunkSend, tracker: SimTracker) -> None:
+        """One chunk on its way: its bytes are read when the last of them has left."""
+        net, epoch = self.net, self.epoch
+        rng, links, what = net.rng, net.links, f"chunk {self.label}"
+        broken, corrupt = rng.random() < links.broken_share, rng.random() < links.corrupt_share
+        passes = self._passes()
+        held_s = links.held_s * rng.random() if rng.random() < links.held_share else 0.0
+
+        def leave() -> None:
+            body = bytes(send.body)
+            if held_s:
+                net.heap.after(held_s, f"libzmq lets go of a {what}", let_go)
+            else:
+                let_go()
+            self.moving.gate.pass_on(lambda: arrive(body) if self._lives(epoch) else None)
+
+        def let_go() -> None:
+            tracker.done = True
+            flow.left()
+
+        def arrive(body: bytes) -> None:
+            if broken or not passes or self.net.flows.flow(self.address.name) is not flow:
+                self._broke(epoch)
+            elif corrupt:
+                net.flows.frame_refused("checksum")
+                self._want((send.chunk,))
+            else:
+                self._arrive(send.chunk, body)
+
+        delay_s = net.chunk_delay(self.moving.cluster) if passes else STALL_S
+        net.heap.after(delay_s, what, leave)
+
+    def _arrive(self, chunk: Range, body: bytes) -> None:
+        if chunk not in self._missing:
+            return
+        self._heard_at = self.net.heap.now
+        del self._missing[chunk]
+        begin, end = self.net.layout.place(chunk)
+        self.pulled.versions.append(self._granted)
+        self.pulled.pieces.append((chunk.layer, slice(begin, end), np.frombuffer(body, np.float32)))
+        self.moving.meter.nbytes += len(body)
+        self._end_if_whole()
+
+    def _end_if_whole(self) -> None:
+        if not self._missing:
+            assert self._flow is not None
+            self._flow.done(self._peer, self._stream)
+            self._finish()
+            self.ended()
+
+    def _give_up(self) -> None:
+        self.pulled.whole = False
+        self.ended()

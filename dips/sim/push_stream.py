@@ -1,0 +1,104 @@
+"""The rank's end of a push: it sends the chunks that the slave asks for.
+
+What the network keeps of a chunk may arrive again long after: the slave must refuse it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import xxhash
+
+from dips.ids import PushId
+from dips.protocol.effects import Grant, SlaveAddress
+from dips.sim.data_links import DataLinks
+from dips.sim.streams import SimStream, SimTransfer
+from dips.wire import codecs
+from dips.wire.chunks import Range
+from dips.wire.frame import Buffer, Header, Kind
+from dips.wire.streams import decode_want
+
+Spell = Callable[[int, Range], Buffer]  # (rank, chunk) → its body
+
+
+class PushStream(SimStream):
+    """One rank's pieces on the way to one slave."""
+
+    kind = "push"
+
+    def __init__(
+        self,
+        net: DataLinks,
+        moving: SimTransfer,
+        push: PushId,
+        grant: Grant,
+        address: SlaveAddress,
+        rank: int,
+        ranks: int,
+        spell: Spell,
+        ended: Callable[[bool], None],
+    ) -> None:
+        super().__init__(net, moving, push, address, "", rank, ranks)
+        self.spell, self.ended, self._dtype = spell, ended, codecs.named(grant.codec).dtype
+
+    def _on_message(self, kind: Kind, body: bytes) -> None:
+        if kind is Kind.WANT:
+            for chunk in decode_want(body):
+                self._send(chunk)
+        elif kind is Kind.DONE:
+            self._done()
+
+    def _send(self, chunk: Range) -> None:
+        net, epoch, peer = self.net, self.epoch, self._peer
+        rng, links = net.rng, net.links
+        body = self.spell(self.rank, chunk)
+        broken, corrupt = rng.random() < links.broken_share, rng.random() < links.corrupt_share
+        late = rng.random() < links.late_share
+        checksum = xxhash.xxh3_64_intdigest(body) ^ corrupt
+        header = Header(
+            Kind.CHUNK,
+            net.run_id,
+            self._stream,
+            len(body),
+            checksum,
+            chunk.layer,
+            chunk.param,
+            chunk.offset,
+            self._dtype,
+        )
+        what = f"chunk {self.label}"
+        if broken:
+            self._say(f"broken {what}", lambda: self._broke(epoch))
+        else:
+            self._say(what, lambda: self._arrive(header, body))
+        if late:
+            delay_s = net.chunk_delay(self.moving.cluster) + links.late_s * rng.random()
+            net.heap.after(delay_s, f"late {what}", lambda: self._arrive_again(peer, header, body))
+
+    def _arrive(self, header: Header, body: Buffer) -> None:
+        flow = self.net.flows.flow(self.address.name)
+        if flow is None or flow is not self._flow:
+            self._broke(self.epoch)
+            return
+        self._heard_at = self.net.heap.now
+        refused = flow.chunk(self._peer, header, body)
+        if not refused:
+            self.moving.meter.nbytes += len(body)
+        elif refused != "body_checksum":  # that one is asked for again; any other: nobody wants this stream
+            self._broke(self.epoch)
+
+    def _arrive_again(self, peer: bytes, header: Header, body: Buffer) -> None:
+        """A copy that the network kept: whoever sent it may be dead, and whoever takes it another process."""
+        flow = self.net.flows.flow(self.address.name)
+        if flow is not None:
+            flow.chunk(peer, header, body)
+
+    def _done(self) -> None:
+        if self.net.rng.random() < self.net.links.unheard_share:
+            self._broke(self.epoch)
+        else:
+            self._finish()
+            self.ended(True)
+
+    def _give_up(self) -> None:
+        self.ended(False)

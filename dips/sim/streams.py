@@ -1,0 +1,174 @@
+"""The rank's end of a stream: HELLO with ever higher epochs, until all is moved or the rank gives up.
+
+A transfer is ranks × slaves streams, each with HELLO, WANT, chunks and DONE as on the wire; the slave's end is real
+(flow.py). What a push and a pull do with their messages stands in push_stream.py and pull_stream.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dips.ids import PullId, PushId
+from dips.protocol.effects import SlaveAddress
+from dips.sim.data_links import DataLinks
+from dips.sim.fiber import Gate
+from dips.sim.flow import SimFlow
+from dips.sim.heap import Timer
+from dips.wire.frame import Kind
+from dips.wire.streams import StreamName, decode_error
+
+STALL_S = 2.0  # without a byte: the stream counts as broken
+GIVEN_UP = frozenset({"refused", "ranges", "invalid"})  # codes of an ERROR after which a rank does not try again
+
+
+@dataclass
+class Meter:
+    """What a cluster's present or last transfer has moved."""
+
+    began: float
+    nbytes: int = 0
+    total: int = 0
+    ended: float | None = None
+
+
+class SimTransfer:
+    """One transfer under way: its owner may end it, stand still, or lose ranks of it."""
+
+    def __init__(self, cluster: str, meter: Meter, gate: Gate) -> None:
+        self.cluster, self.meter, self.gate = cluster, meter, gate
+        self._over = False
+        self._gone: list[int] = []
+
+    def cancel(self) -> None:
+        """Nothing more is sent or received; what is on its way arrives."""
+        self._over = True
+
+    def lose(self, rank: int) -> None:
+        """A rank died; the others do not know it yet."""
+        self._gone.append(rank)
+
+    def runs(self, rank: int) -> bool:
+        return not self._over and rank not in self._gone
+
+
+class SimStream(ABC):
+    """The rank's end of one stream: its epochs, and chunks that arrive, break, or vanish on a parted link."""
+
+    kind = ""
+
+    def __init__(
+        self,
+        net: DataLinks,
+        moving: SimTransfer,
+        name: PushId | PullId,
+        address: SlaveAddress,
+        version: str,
+        rank: int,
+        ranks: int,
+    ) -> None:
+        self.net, self.moving, self.address, self.rank = net, moving, address, rank
+        self.label = f"{self.kind} {name} rank {rank} at {address.name}"
+        self.pieces = net.pieces(address.layers, rank, ranks)
+        self.epoch = 0
+        self.over = False
+        self._transfer, self._version = name, version
+        self._peer = b""
+        self._stream = 0
+        self._flow: SimFlow | None = None
+        self._heard_at = 0.0
+        self._timer: Timer | None = None
+
+    def begin(self) -> None:
+        """Say HELLO with the next epoch, on a new connection."""
+        if self._flow is not None:
+            self._flow.disconnect(self._peer)
+        self.epoch += 1
+        self._heard_at = self.net.heap.now
+        self._say(f"hello {self.label}", self._hello)
+        if self._timer is None:
+            self._watch_for_stall(self.net.stall_s)
+
+    def take(self, peer: bytes, kind: Kind, body: bytes) -> None:
+        """A message of the slave arrives; one of an older connection, or of a stream that is over, says nothing."""
+        if peer != self._peer or not self._lives(self.epoch):
+            return
+        self._heard_at = self.net.heap.now
+        if kind is not Kind.ERROR:
+            self._on_message(kind, body)
+        elif decode_error(body).code in GIVEN_UP:
+            self._finish()
+            self._give_up()
+        else:
+            self._broke(self.epoch)
+
+    @abstractmethod
+    def _on_message(self, kind: Kind, body: bytes) -> None:
+        """WELCOME, WANT or DONE."""
+
+    @abstractmethod
+    def _give_up(self) -> None:
+        """The stream has failed for good."""
+
+    def _hello(self) -> None:
+        flow = self._flow = self.net.flows.flow(self.address.name)
+        if flow is None:
+            self._broke(self.epoch)
+            return
+        t, rank = self._transfer, self.rank
+        slave, sinc = self.address.name, self.address.sinc
+        name = StreamName(
+            self.net.run, self.kind, t.cluster, t.inc, t.seq, rank, slave, sinc, self.epoch, self._version
+        )
+        self._peer, self._stream = self.net.connect(), name.id
+        flow.hello(self._peer, self, name, self.pieces)
+
+    def _say(self, what: str, arrive: Callable[[], None]) -> None:
+        """Both directions are needed: nothing travels that its receiver did not ask for."""
+        net, epoch, cluster = self.net, self.epoch, self.moving.cluster
+
+        def arrives() -> None:
+            self.moving.gate.pass_on(lambda: arrive() if self._lives(epoch) else None)
+
+        if self._passes():
+            net.heap.after(net.chunk_delay(cluster), what, arrives)
+        else:
+            net.heap.after(STALL_S, f"{what} stalls", lambda: self._broke(epoch))
+
+    def _passes(self) -> bool:
+        cluster, slave = self.moving.cluster, self.address.name
+        return self.net.passes(cluster, slave) and self.net.passes(slave, cluster)
+
+    def _lives(self, epoch: int) -> bool:
+        return self.epoch == epoch and not self.over and self.moving.runs(self.rank)
+
+    def _broke(self, epoch: int) -> None:
+        """The first chunk of an epoch that breaks breaks it; again with a higher one, or never."""
+        if not self._lives(epoch):
+            return
+        if self.epoch < self.net.links.epochs:
+            self.begin()
+        else:
+            self._finish()
+            self._give_up()
+
+    def _finish(self) -> None:
+        self.over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._flow is not None:
+            self._flow.disconnect(self._peer)
+
+    def _watch_for_stall(self, delay_s: float) -> None:
+        """A slave that dropped the transfer says nothing: without a message for `stall_s` the stream is begun anew."""
+        self._timer = self.net.heap.after(delay_s, f"{self.label} waits", self._look)
+
+    def _look(self) -> None:
+        if self.over or not self.moving.runs(self.rank):
+            return
+        left_s = self._heard_at + self.net.stall_s - self.net.heap.now
+        if left_s <= 0.0:
+            self._broke(self.epoch)
+        if not self.over:
+            self._watch_for_stall(left_s if left_s > 0.0 else self.net.stall_s)

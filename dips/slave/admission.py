@@ -1,0 +1,49 @@
+"""Which streams of ranks a slave takes: a HELLO must be meant for this run, slave and incarnation, then it is the
+receiver's or the sender's. Pure; used by the ZeroMQ flow and by the simulated one.
+"""
+
+from __future__ import annotations
+
+from dips.slave.moves import Move, error
+from dips.slave.receiver import Receiver
+from dips.slave.sender import Sender
+from dips.wire.chunks import Range
+from dips.wire.frame import BadFrame
+from dips.wire.streams import StreamName
+
+
+class Admission:
+    """The door to a receiver and a sender; `start` comes before any HELLO."""
+
+    def __init__(self, run: str, slave: str, receiver: Receiver, sender: Sender) -> None:
+        self._run, self._slave, self._receiver, self._sender = run, slave, receiver, sender
+        self.sinc = -1
+
+    def start(self, sinc: int) -> None:
+        """Take streams of incarnation `sinc`; a new one drops every push and pull of the last."""
+        changed, first = sinc != self.sinc, self.sinc == -1
+        self.sinc = sinc
+        if changed and not first:
+            self._receiver.drop_all()
+            self._sender.close_all(f"slave {self._slave} has incarnation {sinc} now")
+
+    def hello(
+        self, lane: int, peer: bytes, stream: int, name: StreamName, pieces: tuple[Range, ...], now: float
+    ) -> list[Move]:
+        """A rank begins a stream, numbered `stream` in its header; raise BadFrame if that is not the name's number."""
+        if name.id != stream or name.run != self._run:
+            raise BadFrame("message", f"the HELLO of {name} bears another stream's number")
+        refusal = self._misdirected(name)
+        if refusal is not None:
+            return [error(lane, peer, name.id, *refusal)]
+        if name.kind == "push":
+            return self._receiver.hello(lane, peer, name, pieces, now)
+        return self._sender.hello(lane, peer, name, pieces, now)
+
+    def _misdirected(self, name: StreamName) -> tuple[str, str] | None:
+        if name.slave != self._slave:
+            return "invalid", f"this is slave {self._slave}, the HELLO is for {name.slave}"
+        if name.sinc != self.sinc:
+            text = f"slave {self._slave} has incarnation {self.sinc}, the HELLO is for {name.sinc}"
+            return "stale_incarnation", text
+        return None

@@ -1,0 +1,50 @@
+"""What a data flow counts for metrics: bytes by cluster, in a bounded number of names, and refused frames by reason."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+MOST_CLUSTERS = 1000  # counted by name; those that come after them are counted together
+OTHERS = "others"
+
+
+class ByCluster:
+    """Counts bytes since the start of the process; its owner serialises the calls."""
+
+    def __init__(self) -> None:
+        self._bytes: Counter[str] = Counter()
+
+    def add(self, cluster: str, nbytes: int) -> None:
+        known = cluster in self._bytes or len(self._bytes) < MOST_CLUSTERS
+        self._bytes[cluster if known else OTHERS] += nbytes
+
+    def snapshot(self) -> dict[str, int]:
+        return dict(self._bytes)
+
+
+class FrameCounters:
+    """What came in, from any of the flow's threads, since the start of the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._refused: Counter[str] = Counter()
+        self._received = ByCluster()
+        self.bytes_in = 0
+
+    def add_refused(self, reason: str) -> None:
+        with self._lock:
+            self._refused[reason] += 1
+
+    def add_received(self, cluster: str, nbytes: int) -> None:
+        with self._lock:
+            self.bytes_in += nbytes
+            self._received.add(cluster, nbytes)
+
+    def refused_by_reason(self) -> Counter[str]:
+        with self._lock:
+            return self._refused.copy()
+
+    def received_by_cluster(self) -> dict[str, int]:
+        with self._lock:
+            return self._received.snapshot()

@@ -1,0 +1,143 @@
+"""One open push as its receiver knows it: which ranks bring what, over which streams, and how far it is.
+
+Pure bookkeeping under the receiver's lock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from dips.ids import PushId
+from dips.slave.moves import Say
+from dips.slave.ports import Arrays
+from dips.transport.intake import Intake
+from dips.transport.rate import Rate
+from dips.wire import streams
+from dips.wire.chunks import Layout, Range, uncovered
+from dips.wire.codecs import Codec
+from dips.wire.frame import Buffer, Header, Kind
+from dips.wire.streams import StreamName
+
+SLOW_S = 1.0  # silence after which a stream that was asked loses its turn to others
+
+Key = tuple[PushId, int]  # a stream's place in the turns of its lane: push and rank
+
+
+class PushPhase(Enum):
+    """A push: gathering HELLOs → moving → frozen; refused from the first two; over when dropped."""
+
+    GATHERING = "waits for HELLOs"
+    MOVING = "moving"
+    FROZEN = "staged"
+    REFUSED = "refused"
+    OVER = "dropped"
+
+
+@dataclass(eq=False, slots=True)
+class InStream:
+    """One rank's stream on one lane; its epochs come and go, its chunks stay."""
+
+    push: IncomingPush
+    rank: int
+    lane: int
+    pieces: tuple[Range, ...]
+    intake: Intake
+    epoch: int
+    stream: int
+    peer: bytes
+
+    @property
+    def key(self) -> Key:
+        return (self.push.push, self.rank)
+
+    def is_slow(self, now: float) -> bool:
+        """It was asked, and nothing comes."""
+        return self.intake.in_flight > 0 and now - self.intake.heard_at > SLOW_S
+
+    def done(self) -> Say:
+        """Tell the rank that all of it is here."""
+        return Say(self.lane, self.peer, Kind.DONE, self.stream, streams.encode_done(self.intake.total))
+
+
+@dataclass(eq=False, slots=True)
+class IncomingPush:
+    """One open push."""
+
+    push: PushId
+    places: dict[int, int]  # rank → its place in the line of all pushes
+    targets: Arrays  # layer → its buffer; empty once nothing may be written
+    codec: Codec
+    total: int  # bytes that travel; until all ranks are here, as if they cut no block in two
+    deadline_at: float
+    moved_at: float  # when a byte last came, or when nothing was owed to us
+    rate: Rate
+    phase: PushPhase = PushPhase.GATHERING
+    reason: str = ""
+    copying: int = 0  # threads that may be writing into a target
+    streams: dict[tuple[int, int], InStream] = field(default_factory=dict)  # (rank, lane)
+
+    @property
+    def live(self) -> bool:
+        return self.phase in (PushPhase.GATHERING, PushPhase.MOVING)
+
+    @property
+    def here(self) -> int:
+        """Bytes in their place."""
+        return sum(s.intake.total - s.intake.left for s in self.streams.values())
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank's stream has brought all of its ranges."""
+        return all(s.intake.complete for s in self.streams.values())
+
+    @property
+    def waits_for_us(self) -> bool:
+        """Nothing is owed to us: each unfinished stream waits for its turn or for the pool."""
+        return self.phase is PushPhase.MOVING and not any(s.intake.busy for s in self.streams.values())
+
+    def refusal(self, lane: int, name: StreamName, pieces: tuple[Range, ...]) -> tuple[str, str] | None:
+        """Code and message if this HELLO may not join, else None."""
+        if self.phase is PushPhase.REFUSED:
+            return "refused", f"push {self.push} was refused: {self.reason}"
+        if name.rank not in self.places or name.lane != lane or name.version:
+            return "invalid", f"push {self.push} has ranks {sorted(self.places)}, got {name} on lane {lane}"
+        known = self.streams.get((name.rank, lane))
+        if known is None:
+            return None
+        if name.epoch <= known.epoch:
+            return "stale_push", f"epoch {name.epoch} of rank {name.rank} is over, {known.epoch} is the last"
+        if pieces != known.pieces:
+            return "invalid", f"rank {name.rank} names other ranges than before its connection broke"
+        return None
+
+    def problems(self, layout: Layout) -> list[str]:
+        """Say where the ranges of all ranks overlap, leave gaps or lie outside; [] if each element has one owner."""
+        claims: dict[str, list[Range]] = {}
+        for (rank, _), stream in sorted(self.streams.items()):
+            outside = layout.outside(stream.pieces)
+            if outside:
+                return [f"rank {rank}: {outside}"]
+            claims.setdefault(f"rank {rank}", []).extend(stream.pieces)
+        return uncovered(layout, claims)
+
+    def missing(self) -> str:
+        """Say what has not come, for a person."""
+        silent = sorted(set(self.places) - {rank for rank, _ in self.streams})
+        if silent:
+            return f"ranks {silent} never said HELLO"
+        return ", ".join(
+            f"rank {rank} brought {s.intake.total - s.intake.left} of {s.intake.total} bytes"
+            for (rank, _), s in sorted(self.streams.items())
+            if not s.intake.complete
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimedChunk:
+    """A chunk that was asked for and came; its checksum is still to be believed."""
+
+    stream: InStream
+    chunk: Range
+    header: Header
+    body: Buffer

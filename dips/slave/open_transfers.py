@@ -1,0 +1,242 @@
+"""The pushes and pulls that are open on a slave: who holds a slot, what is staged, who reads, what is over for good.
+
+What must stay true: no slot without a live push, no pin without a live pull; what was closed is never opened again
+(one tombstone a cluster, for pushes and for pulls); a slot is freed only after the flow has stopped writing into it, a
+pin ends only when the flow says `released`, and a bank that a slow reader leaves for a file is free only when the flow
+says `moved`. It does not know rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dips.errors import LocalProtocolError, StalePush, StaleVersion
+from dips.ids import PullId, PushId, VersionId
+from dips.outer.versions import Versions
+from dips.protocol.effects import OpenPull, OpenPush
+from dips.slave.ports import Arrays, Disk, Flow
+
+Opened = tuple[int, int]  # (term, number) of the order that opened a transfer
+Closed = dict[str, tuple[int, int]]  # cluster → the highest closed (incarnation, seq)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedReport:
+    """The master is to be told that all of a push is here."""
+
+    push: PushId
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedReport:
+    """The master is to be told that a push was refused here."""
+
+    push: PushId
+    reason: str
+
+
+Report = StagedReport | RefusedReport
+
+
+@dataclass(slots=True)
+class Receiving:
+    """An open push: its bytes come in, or lie here until they are folded."""
+
+    opened: Opened
+    codec: str
+    base: VersionId | None  # what the slot held at first, if differences are added to it
+    nbytes: int | None = None  # None while it moves, its bytes once it is staged
+    measured: int | None = None  # the round in which it was measured against the version that is served
+
+
+@dataclass(slots=True)
+class OpenTransfers:
+    """All open transfers of one slave, pushes in order of opening; implements ports.FlowEvents."""
+
+    versions: Versions
+    flow: Flow
+    disk: Disk
+    pushes: dict[PushId, Receiving] = field(default_factory=dict)
+    pulls: dict[PullId, Opened] = field(default_factory=dict)
+    closed_pushes: Closed = field(default_factory=dict)
+    closed_pulls: Closed = field(default_factory=dict)
+    reports: list[Report] = field(default_factory=list)
+
+    def staged_pushes(self) -> tuple[PushId, ...]:
+        """Return the pushes that are full and not measured: every beat names them."""
+        return tuple(p for p, r in self.pushes.items() if r.nbytes is not None and r.measured is None)
+
+    # ---- pushes --------------------------------------------------------------------------------
+
+    def open_push(self, order: OpenPush, opened: Opened) -> None:
+        """Reserve a slot and let it fill; one that is open already stays as it is; if staged, it is told again.
+
+        A lossy push's slot begins as θ of its base: no pin is needed, so no head that flips meanwhile waits for it.
+        Raise StalePush if it is open with another codec or base: a new master did not know what the old one granted.
+        """
+        push = order.push
+        if push in self.pushes:
+            known = self.pushes[push]
+            if (known.codec, known.base) != (order.codec, order.base):
+                raise StalePush(f"{push} is open as {known.codec} on {known.base}, not {order.codec} on {order.base}")
+            known.opened = opened
+            if known.nbytes is not None:
+                self.reports.append(StagedReport(push, known.nbytes))
+            return
+        _refuse_closed(self.closed_pushes, push)
+        buffers = self.versions.open_slot(push, order.base)
+        try:
+            self.flow.open_push(push, order.order, buffers, order.deadline_s, order.codec)
+        except BaseException:
+            self.versions.free_slot(push)
+            raise
+        self.pushes[push] = Receiving(opened, order.codec, order.base)
+
+    def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
+        """Another push has joined: a new order of asking, while it moves; nothing for one that is here or gone."""
+        known = self.pushes.get(push)
+        if known is not None and known.nbytes is None:
+            self.flow.reorder(push, places)
+
+    def drop_push(self, push: PushId) -> None:
+        """Free the slot and set the tombstone, also of a push that never came: its OpenPush may still be on its way."""
+        _close(self.closed_pushes, push)
+        if push in self.pushes:
+            self.flow.drop_push(push)
+            self.versions.free_slot(push)
+            del self.pushes[push]
+
+    def forget_push(self, push: PushId) -> None:
+        """Forget a push that was folded, or half folded: its slot is free or acc, and nobody may open it again."""
+        _close(self.closed_pushes, push)
+        if push in self.versions.open_pushes:
+            self.versions.free_slot(push)
+        del self.pushes[push]
+
+    def staged(self, push: PushId, nbytes: int) -> None:
+        """All of it is here; a push that was dropped meanwhile is none of ours any more."""
+        known = self.pushes.get(push)
+        if known is not None and known.nbytes is None:
+            known.nbytes = nbytes
+            self.reports.append(StagedReport(push, nbytes))
+
+    def refused(self, push: PushId, reason: str) -> None:
+        """It cannot be completed: free its slot and tell the master."""
+        if push in self.pushes:
+            self.drop_push(push)
+            self.reports.append(RefusedReport(push, reason))
+
+    def full(self, push: PushId) -> Receiving:
+        """Return a staged push; raise StalePush if it is not open, LocalProtocolError if it still moves."""
+        if push not in self.pushes:
+            raise StalePush(f"push {push} is not open; open: {', '.join(map(str, self.pushes)) or 'none'}")
+        known = self.pushes[push]
+        if known.nbytes is None:
+            raise LocalProtocolError(f"push {push} is still moving; it was never reported staged")
+        return known
+
+    def unmeasure(self) -> None:
+        """The θ that was measured against is being left, or its round is over."""
+        for known in self.pushes.values():
+            known.measured = None
+
+    # ---- pulls --------------------------------------------------------------------------------
+
+    def open_pull(self, order: OpenPull, opened: Opened) -> None:
+        """Pin a version and serve it; a pull that is already open on that version stays as it is."""
+        pull = order.pull
+        pinned = self.versions.pins.get(pull)
+        if pull in self.pulls and pinned == order.version:
+            self.pulls[pull] = opened
+            return
+        _refuse_closed(self.closed_pulls, pull)
+        source = self._pin(pull, order.version)
+        try:
+            self.flow.open_pull(pull, order.version, source, order.deadline_s)
+        except BaseException:
+            self.versions.unpin(pull)
+            raise
+        self.pulls[pull] = opened
+
+    def _pin(self, pull: PullId, version: VersionId) -> Arrays:
+        """Pin a version in memory, or an older one in its snapshot file: a late reader costs no bank."""
+        memory = self.versions.memory
+        try:
+            return self.versions.pin(pull, version)
+        except StaleVersion:
+            source = self.disk.map(version) if memory and version.version < memory.version else None
+            if source is None:
+                raise
+        self.versions.pin_file(pull, version)
+        return source
+
+    def relieve(self) -> None:
+        """Move the readers of older versions beyond the pinned ones to their snapshot files, the oldest first.
+
+        One whose snapshot is gone, or was never written (v0@r0), keeps its bank as long as its readers last.
+        """
+        excess = self.versions.excess
+        for version in self.versions.older if excess else ():
+            source = self.disk.map(version) if excess else None
+            if source is None:
+                continue
+            excess -= 1
+            for pull in self.versions.move(version):
+                self.flow.move_pull(pull, source)
+
+    def moved(self, pull: PullId) -> None:
+        """It reads from its file only."""
+        self.versions.moved(pull)
+
+    def open_pulls(self, pulls: Sequence[PullId], version: VersionId, deadline_s: float, opened: Opened) -> None:
+        """Open what Commit names; what is open or closed already is passed over: a Commit may be repeated."""
+        for pull in pulls:
+            if pull not in self.pulls and pull not in self.versions.pins and not _is_closed(self.closed_pulls, pull):
+                self.open_pull(OpenPull(pull, version, deadline_s), opened)
+
+    def close_pull(self, pull: PullId) -> None:
+        """Serve it no further and set the tombstone; the pin ends with the flow's `released`."""
+        _close(self.closed_pulls, pull)
+        if self.pulls.pop(pull, None) is not None:
+            self.flow.close_pull(pull)
+
+    def released(self, pull: PullId, reason: str) -> None:
+        """Nobody reads for it any more, libzmq included."""
+        self.pulls.pop(pull, None)
+        self.versions.unpin(pull)
+
+    # ---- both --------------------------------------------------------------------------------
+
+    def heal(self, live_pushes: Sequence[PushId], live_pulls: Sequence[PullId], as_of: Opened) -> list[str]:
+        """Drop what is not live and was opened by an order that the list knows; return what was dropped."""
+        pushes = [p for p, known in self.pushes.items() if known.opened <= as_of and p not in live_pushes]
+        pulls = [p for p, opened in self.pulls.items() if opened <= as_of and p not in live_pulls]
+        for push in pushes:
+            self.drop_push(push)
+        for pull in pulls:
+            self.close_pull(pull)
+        return [*map(str, pushes), *map(str, pulls)]
+
+    def drop_all(self) -> None:
+        """Drop every push and close every pull: another version, or another life, begins here."""
+        for push in list(self.pushes):
+            self.drop_push(push)
+        for pull in list(self.pulls):
+            self.close_pull(pull)
+
+
+def _is_closed(closed: Closed, transfer: PushId | PullId) -> bool:
+    return (transfer.inc, transfer.seq) <= closed.get(transfer.cluster, (-1, -1))
+
+
+def _refuse_closed(closed: Closed, transfer: PushId | PullId) -> None:
+    if _is_closed(closed, transfer):
+        inc, seq = closed[transfer.cluster]
+        raise StalePush(f"{transfer} is at or below the highest closed one of {transfer.cluster}: {inc}/{seq}")
+
+
+def _close(closed: Closed, transfer: PushId | PullId) -> None:
+    highest = closed.get(transfer.cluster, (-1, -1))
+    closed[transfer.cluster] = max(highest, (transfer.inc, transfer.seq))

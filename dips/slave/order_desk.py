@@ -1,0 +1,125 @@
+"""A slave's handling of orders, from their arrival to their answers: what waits, and what runs beside what.
+
+Pure. An order that finds no free slot or bank has changed nothing, so it is tried again until shortly before its
+deadline, and holds up no other: what it waits for may be a reader that is about to finish, or a DropPush behind it. The
+snapshot of the version that is served is written beside other orders, one snapshot after another, so that a repeated
+Persist finds the first one done. What an order means, and that a repetition gets the same answer, the shard decides.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+from dips.errors import Busy, DipsError
+from dips.protocol.effects import Order, Persist
+from dips.protocol.events import Answer
+from dips.slave.actions import (
+    Actions,
+    AnswerOrder,
+    BeginPersist,
+    EndPersist,
+    ExecuteOrder,
+    Ticket,
+    WriteLog,
+    WriteSnapshot,
+)
+from dips.slave.standing import SlaveTiming
+
+ANSWER_SHARE = 0.8  # of an order's deadline is ours to try; the rest brings the answer home
+
+
+@dataclass(slots=True)
+class OpenOrder:
+    """An order that came and is not answered."""
+
+    order: Order
+    until: float  # it is tried again when Busy
+    again_at: float | None = None
+
+
+class OrderDesk:
+    """All orders that are not answered, by ticket."""
+
+    def __init__(self, timing: SlaveTiming) -> None:
+        self._timing = timing
+        self._open: dict[Ticket, OpenOrder] = {}
+        self._persists: deque[Ticket] = deque()  # the first is being carried out
+
+    def next_deadline(self) -> float:
+        return min((o.again_at for o in self._open.values() if o.again_at is not None), default=inf)
+
+    def take(self, ticket: Ticket, order: Order, now: float) -> Actions:
+        """An order came; exactly one AnswerOrder with this ticket will follow, unless it is dropped."""
+        self._open[ticket] = OpenOrder(order, now + ANSWER_SHARE * order.deadline_s)
+        return self._begin(ticket)
+
+    def drop(self, ticket: Ticket) -> None:
+        """Nobody waits for the answer any more: do not try again. What is being carried out goes on."""
+        found = self._open.get(ticket)
+        if found is not None and found.again_at is not None:
+            del self._open[ticket]
+
+    def tick(self, now: float) -> Actions:
+        """Try the orders again whose time has come, in the order in which they came."""
+        due = [t for t, o in self._open.items() if o.again_at is not None and o.again_at <= now]
+        return [action for ticket in due for action in self._begin(ticket)]
+
+    def _begin(self, ticket: Ticket) -> Actions:
+        found = self._open[ticket]
+        found.again_at = None
+        if not isinstance(found.order.body, Persist):
+            return [ExecuteOrder(ticket, found.order)]
+        self._persists.append(ticket)
+        return self._begin_persist() if len(self._persists) == 1 else []
+
+    def on_executed(self, ticket: Ticket, result: Answer | Exception, now: float) -> Actions:
+        """The shard has carried out an order, or refuses it."""
+        found = self._open[ticket]
+        again_at = now + self._timing.busy_retry_s
+        if isinstance(result, Busy) and again_at <= found.until:
+            found.again_at = again_at
+            return []
+        return self._answer(ticket, result)
+
+    def _answer(self, ticket: Ticket, result: Answer | Exception) -> Actions:
+        order = self._open.pop(ticket).order
+        actions: Actions = [AnswerOrder(ticket, result)]
+        if isinstance(result, DipsError):
+            kind, error = type(order.body).__name__, type(result).__name__
+            fields = {"kind": kind, "number": order.number, "error": error, "why": str(result)}
+            actions.append(WriteLog("warning", "order_refused", fields))
+        return actions
+
+    # ---- snapshots -------------------------------------------------------------------------------------------------
+
+    def _begin_persist(self) -> Actions:
+        if not self._persists:
+            return []
+        ticket = self._persists[0]
+        return [BeginPersist(ticket, self._open[ticket].order)]
+
+    def on_persist_begun(self, ticket: Ticket, result: Answer | Callable[[], str] | Exception, now: float) -> Actions:
+        """The shard has carried out a Persist, or says what writes the snapshot."""
+        if callable(result):
+            return [WriteSnapshot(ticket, self._open[ticket].order, result)]
+        return self._end_persist(ticket, result, now)
+
+    def on_written(self, ticket: Ticket, result: str | Exception) -> Actions:
+        """The writer has ended."""
+        order = self._open[ticket].order
+        if isinstance(result, Exception):
+            return [EndPersist(ticket, order, None, result)]
+        return [EndPersist(ticket, order, result, None)]
+
+    def on_persist_ended(self, work: EndPersist, result: Answer | Exception | None, now: float) -> Actions:
+        """The shard knows that its snapshot is no longer being written."""
+        answer = work.error or result
+        assert answer is not None, "a writer that has not failed has a digest, so the shard answers"
+        return self._end_persist(work.ticket, answer, now)
+
+    def _end_persist(self, ticket: Ticket, result: Answer | Exception, now: float) -> Actions:
+        self._persists.popleft()
+        return [*self.on_executed(ticket, result, now), *self._begin_persist()]

@@ -1,0 +1,63 @@
+"""What keeps yesterday's orders out and makes a repeated order harmless.
+
+Three fences: the master's term (highest seen), this slave's incarnation, and the order's number, under which the
+answer is remembered. It does not know what an order does.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from dips.errors import LocalProtocolError, RemoteProtocolError, StaleIncarnation, StaleTerm
+from dips.protocol.effects import Order, OrderBody
+from dips.protocol.events import Answer
+
+REMEMBERED = 4096  # answers of a term; more than a master ever has under way at one slave
+
+
+class OrderFences:
+    """The term and incarnation of one slave, and the answers that it gave in this term."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.term = 0
+        self.sinc = 0  # 0: not yet registered
+        self._answers: OrderedDict[int, tuple[OrderBody, Answer]] = OrderedDict()
+        self._forgotten = -1  # the highest number whose answer is no longer remembered
+
+    def see_term(self, term: int, whose: str) -> None:
+        """Take note of a master's term; raise StaleTerm if it has a successor."""
+        if term < self.term:
+            raise StaleTerm(f"{whose} bears term {term}; {self._name} has seen term {self.term}")
+        if term > self.term:
+            self.term = term
+            self._answers.clear()
+            self._forgotten = -1
+
+    def admit(self, order: Order) -> Answer | None:
+        """Let a new order pass (None) or return the answer that it already got; raise if it is not for this life."""
+        what = f"order {order.number} ({type(order.body).__name__})"
+        if order.slave != self._name:
+            raise RemoteProtocolError(f"{what} is for {order.slave}, and came to {self._name}")
+        self.see_term(order.term, what)
+        if order.sinc != self.sinc:
+            raise StaleIncarnation(f"{what} is for incarnation {order.sinc} of {self._name}, this is {self.sinc}")
+        if order.number in self._answers:
+            body, answer = self._answers[order.number]
+            if body != order.body:
+                raise LocalProtocolError(f"{what} was {body} before and is {order.body} now")
+            return answer
+        if order.number <= self._forgotten:
+            raise StaleTerm(f"{what} is older than the last {REMEMBERED} answers of term {self.term}")
+        return None
+
+    def has_answered(self, number: int) -> bool:
+        """Whether the answer of an order of this term is remembered."""
+        return number in self._answers
+
+    def remember(self, order: Order, answer: Answer) -> None:
+        """Keep the answer for repetitions."""
+        self._answers[order.number] = (order.body, answer)
+        if len(self._answers) > REMEMBERED:
+            number, _ = self._answers.popitem(last=False)
+            self._forgotten = max(self._forgotten, number)

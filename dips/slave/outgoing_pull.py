@@ -1,0 +1,91 @@
+"""One open pull as its sender knows it: which bytes it is served from, over which streams, and what is in flight.
+
+Pure bookkeeping under the sender's lock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dips.ids import PullId, VersionId
+from dips.transport.rate import Rate
+from dips.wire.streams import StreamName
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Tracker(Protocol):
+    """What libzmq says of a body that was sent without a copy."""
+
+    @property
+    def done(self) -> bool: ...
+
+
+@dataclass(eq=False, slots=True)
+class PullSource:
+    """The bytes that a pull is served from, and how many chunks of them are asked and not let go by libzmq."""
+
+    views: dict[int, Bytes]
+    in_flight: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class OutStream:
+    """One rank's stream on one lane, in its present epoch."""
+
+    pull: OutgoingPull
+    lane: int
+    peer: bytes
+    epoch: int
+    stream: int
+    named: int  # bytes of the ranges that its HELLO named
+    held: deque[tuple[Tracker, int, PullSource]] = field(default_factory=deque)  # libzmq may read it still
+    queued: int = 0  # bytes asked and not handed to libzmq
+    jobs: int = 0  # chunks asked and not handed to libzmq
+    over: bool = False  # DONE, superseded by a later epoch, or unreachable
+
+    def reap(self) -> int:
+        """Forget trackers that are done; return how many bytes they held."""
+        freed = 0
+        while self.held and self.held[0][0].done:
+            _, nbytes, source = self.held.popleft()
+            source.in_flight -= 1
+            freed += nbytes
+        return freed
+
+
+@dataclass(eq=False, slots=True)
+class OutgoingPull:
+    """One open pull."""
+
+    pull: PullId
+    version: VersionId
+    source: PullSource
+    deadline_at: float
+    moved_at: float
+    rate: Rate
+    closed: str = ""  # the reason, once nothing more is served
+    streams: list[OutStream] = field(default_factory=list)  # superseded ones too, while libzmq reads for them
+    out: int = 0  # bytes that left libzmq
+    former: list[PullSource] = field(default_factory=list)  # sources before the present one, while chunks are in flight
+
+    @property
+    def idle(self) -> bool:
+        return not any(s.jobs or s.held for s in self.streams)
+
+    def refusal(self, latest: OutStream | None, lane: int, name: StreamName) -> tuple[str, str] | None:
+        """Code and message if this HELLO may not join, else None; `latest` is the rank's newest stream."""
+        if self.closed:
+            return "stale_push", f"pull {self.pull} is over: {self.closed}"
+        if name.version != str(self.version):
+            return "stale_version", f"pull {self.pull} is open on {self.version}, got {name.version!r}"
+        if name.lane != lane:
+            return "invalid", f"{name} came on lane {lane}"
+        if latest is not None and name.epoch <= latest.epoch:
+            return "stale_push", f"epoch {name.epoch} of rank {name.rank} is over, {latest.epoch} is the last"
+        return None

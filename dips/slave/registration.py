@@ -1,0 +1,231 @@
+"""A slave's registration with its master, and the heartbeats that keep it: register until Hold, then prove life.
+
+Pure: `now` is an argument, what is to be done is returned (actions.py). A master that does not answer is asked again
+for ever, with backoff. What must stay true: the answer to a heartbeat is believed only about the registration under
+which it was sent (a slave that registers again loses its open round); heartbeats go on whatever the shard is busy with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from math import inf
+from random import Random
+
+from dips.errors import Busy, Stale, Unavailable
+from dips.protocol.effects import Registered, RegisterLater
+from dips.protocol.events import SlaveRegistered
+from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer, Transfer
+from dips.slave.actions import (
+    Actions,
+    CallMaster,
+    DescribeShard,
+    EndSlave,
+    FollowRegistration,
+    HealTransfers,
+    WelcomeShard,
+    WriteLog,
+)
+from dips.slave.shard_registration import Followed, Unfollowed
+from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming, Standing
+from dips.transport.backoff import Backoff
+
+RETRIED = (Unavailable, Busy, Stale, OSError)  # by a Register; OSError: our disk cannot be listed now
+
+
+class RegistrationPhase(Enum):
+    """PAUSED → ASKING → (PAUSED → ASKING)* → SERVING; and again from PAUSED whenever a heartbeat's answer says so."""
+
+    PAUSED = "will register"
+    ASKING = "registers, or does what it was told"
+    SERVING = "was told Hold"
+
+
+class Registration:
+    """When to register, and what each answer means."""
+
+    def __init__(
+        self, identity: SlaveIdentity, timing: SlaveTiming, prepare: Callable[[Registered], None], rng: Random
+    ) -> None:
+        """`prepare(registered)` runs on the shard's thread before the shard is welcomed: it may refuse, for good."""
+        self._identity, self._timing, self._prepare = identity, timing, prepare
+        self.phase = RegistrationPhase.PAUSED
+        self.number = 0  # of this registration: rises whenever one begins
+        self._registered: Registered | None = None
+        self._again_at = 0.0  # while PAUSED
+        self._backoff = Backoff(*timing.backoff_s, rng)
+
+    def next_deadline(self) -> float:
+        return self._again_at if self.phase is RegistrationPhase.PAUSED else inf
+
+    def tick(self, now: float) -> Actions:
+        """Register, if it is time."""
+        if now < self.next_deadline():
+            return []
+        self.phase = RegistrationPhase.ASKING
+        self.number += 1
+        return [DescribeShard(self._identity)]
+
+    def request(self, number: int, now: float) -> Actions:
+        """Register again, unless that has happened, or begun, since registration `number` was the present one."""
+        if number != self.number or self.phase is not RegistrationPhase.SERVING:
+            return []
+        self._sleep(0.0, now)
+        return self.tick(now)
+
+    def on_described(self, described: SlaveRegistered | Exception, now: float) -> Actions:
+        """The shard has said what it holds."""
+        if isinstance(described, Exception):
+            return self._fail(described, now)
+        return [CallMaster(described, self._timing.call_s)]
+
+    def on_registered(self, registered: Registered | Exception, now: float) -> Actions:
+        """The master has answered a Register, or has not."""
+        if isinstance(registered, Exception):
+            return self._fail(registered, now)
+        self._registered = registered
+        return [WelcomeShard(registered, self._prepare)]
+
+    def on_welcomed(self, error: Exception | None, now: float) -> Actions:
+        """The shard has taken term, incarnation and layers, or could not: Stale is the answer of an old master."""
+        if error is not None:
+            return self._fail(error, now)
+        assert self._registered is not None
+        return [FollowRegistration(self._registered.order)]
+
+    def on_followed(self, followed: Followed | Unfollowed | Exception, now: float) -> Actions:
+        """The shard has done what the answer ordered, or says why it could not."""
+        if isinstance(followed, Exception):
+            return self._fail(followed, now)
+        registered = self._registered
+        assert registered is not None
+        self._backoff.reset()
+        if isinstance(followed, Unfollowed):
+            again_s = self._timing.backoff_s[1]
+            self._sleep(again_s, now)
+            return [WriteLog("error", "register_order_failed", {"why": followed.reason, "again_in_s": again_s})]
+        if followed is Followed.SERVES:
+            self.phase = RegistrationPhase.SERVING
+            fields = {"sinc": registered.sinc, "term": registered.term, "version": str(registered.head)}
+            return [WriteLog("info", "ready", fields)]
+        order = registered.order
+        if isinstance(order, RegisterLater):
+            self._sleep(order.retry_after_s, now)
+            fields = {"why": order.reason, "again_in_s": order.retry_after_s}
+            return [WriteLog("info", "register_waits", fields)]
+        self._sleep(0.0, now)
+        return [WriteLog("info", "register_order_done", {"order": str(order)}), *self.tick(now)]
+
+    def _fail(self, error: Exception, now: float) -> Actions:
+        if not isinstance(error, RETRIED):
+            return [EndSlave(error)]
+        pause_s = self._backoff.next_pause_s()
+        self._sleep(pause_s, now)
+        fields = {"master": self._identity.master, "why": str(error), "again_in_s": pause_s}
+        return [WriteLog("warning", "register_failed", fields)]
+
+    def _sleep(self, seconds: float, now: float) -> None:
+        self.phase, self._again_at = RegistrationPhase.PAUSED, now + seconds
+
+
+class Heartbeats:
+    """Sends one every `heartbeat_s`, at most one at a time, and does what the answers say."""
+
+    def __init__(
+        self,
+        identity: SlaveIdentity,
+        timing: SlaveTiming,
+        registration: Registration,
+        standing: Callable[[], Standing],
+        transfers: Callable[[], tuple[Transfer, ...]],
+        meters: Callable[[], Meters],
+    ) -> None:
+        self._identity, self._timing, self._registration = identity, timing, registration
+        self._standing, self._transfers, self._meters = standing, transfers, meters
+        self._due_at: float | None = None
+        self._under_way = False
+        self._sent: tuple[int, int] = (0, 0)  # registration number and sinc of the one under way
+        self._answered = True
+        self._healing = False
+        self._live: SlaveHeartbeatAnswer | None = None  # the newest list of what is live, not yet acted upon
+
+    def next_deadline(self) -> float:
+        return inf if self._under_way or self._due_at is None else self._due_at
+
+    def tick(self, now: float) -> Actions:
+        """Send a heartbeat if one is due; none before the first registration, which gives the slave its name."""
+        if self._due_at is None:
+            self._due_at = now + self._timing.heartbeat_s
+        if now < self.next_deadline():
+            return []
+        self._due_at = now + self._timing.heartbeat_s
+        standing = self._standing()
+        if standing.sinc == 0:
+            return []
+        self._under_way = True
+        self._sent = (self._registration.number, standing.sinc)
+        return [CallMaster(self._describe(standing), max(self._timing.heartbeat_s, 1.0))]
+
+    def _describe(self, standing: Standing) -> SlaveHeartbeat:
+        meters = self._meters()
+        return SlaveHeartbeat(
+            slave=self._identity.slave,
+            sinc=standing.sinc,
+            term=standing.term,
+            memory=standing.memory,
+            staged=standing.staged,
+            transfers=self._transfers(),
+            pool_used=standing.pool_used,
+            pool_limit=standing.pool_limit,
+            bytes_in=meters.bytes_in,
+            bytes_out=meters.bytes_out,
+            persist_s=meters.persist_s,
+            apply_s=meters.apply_s,
+        )
+
+    def on_answer(self, answer: SlaveHeartbeatAnswer | Exception, now: float) -> Actions:
+        """The master has answered, or has not."""
+        self._under_way = False
+        if self._due_at is not None:
+            self._due_at = max(self._due_at, now)
+        if isinstance(answer, Exception):
+            return self._on_failure(answer, now)
+        actions: Actions = []
+        if not self._answered:
+            self._answered = True
+            actions.append(WriteLog("info", "master_back", {"master": self._identity.master}))
+        number, sinc = self._sent
+        standing = self._standing()
+        if answer.register or answer.term > standing.term:
+            # Also with a master of a lower term: so it learns which term was seen.
+            return actions + self._registration.request(number, now)
+        if answer.term == standing.term and sinc == standing.sinc:
+            self._live = answer
+            return actions + self._heal()
+        return actions
+
+    def _on_failure(self, error: Exception, now: float) -> Actions:
+        if isinstance(error, Stale):
+            refused = WriteLog("warning", "beat_refused", {"why": str(error)})
+            return [refused, *self._registration.request(self._sent[0], now)]
+        if not isinstance(error, Unavailable | Busy):
+            return [EndSlave(error)]
+        silent, self._answered = self._answered, False
+        fields = {"master": self._identity.master, "why": str(error)}
+        return [WriteLog("warning", "master_silent", fields)] if silent else []
+
+    def _heal(self) -> Actions:
+        """Apart from the heartbeats, since it needs a turn of the shard's thread, which may be busy for minutes."""
+        if self._healing or self._live is None:
+            return []
+        answer, self._live, self._healing = self._live, None, True
+        return [HealTransfers(answer)]
+
+    def on_healed(self, dropped: list[str] | Exception) -> Actions:
+        """The shard has dropped what is not live."""
+        self._healing = False
+        if isinstance(dropped, Exception):
+            return [EndSlave(dropped)]
+        fields = {"dropped": dropped, "why": "open here, and not live at the master"}
+        told: Actions = [WriteLog("warning", "healed", fields)] if dropped else []
+        return told + self._heal()

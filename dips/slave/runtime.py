@@ -1,0 +1,162 @@
+"""Runs a slave's core in the daemon: gives it the clock, the shard's thread and the calls to the master.
+
+Decides nothing (core.py does). Everything here runs on the event loop; the shard's thread and the snapshot writer hand
+their results over to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from math import inf
+from typing import Any
+
+from dips.errors import UnavailableMaster
+from dips.protocol.effects import Acknowledged, Order, Registered
+from dips.protocol.events import Answer, PushRefused, PushStaged, SlaveRegistered
+from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
+from dips.slave.actions import Actions, AnswerOrder, CallMaster, EndSlave, ShardWork, WriteLog, WriteSnapshot
+from dips.slave.core import SlaveCore
+from dips.slave.open_transfers import Report
+from dips.slave.shard_thread import ShardThread
+from dips.telemetry.logs import Log
+from dips.transport.control import call
+from dips.wire.messages import from_proto, to_proto
+
+
+class SlaveRuntime:
+    """One life of a slave; `stub` and `heartbeat_stub` are SlaveService stubs on channels of their own."""
+
+    def __init__(
+        self, core: SlaveCore, thread: ShardThread, stub: Any, heartbeat_stub: Any, master: str, log: Log
+    ) -> None:
+        self._core, self._thread, self._log = core, thread, log
+        self._peer = f"the master at {master}"
+        self._calls: dict[type, tuple[Any, type]] = {
+            SlaveRegistered: (stub.Register, Registered),
+            SlaveHeartbeat: (heartbeat_stub.Beat, SlaveHeartbeatAnswer),
+            PushStaged: (stub.Staged, Acknowledged),
+            PushRefused: (stub.Refused, Acknowledged),
+        }
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._tickets = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Live until cancelled; raise DipsError if the master refuses this slave for good."""
+        self._thread.on_reports = self._pass_reports
+        self._step(self._core.tick)
+        try:
+            await self._ended
+        finally:
+            self._stop()
+
+    async def execute(self, order: Order) -> Answer:
+        """Have an order carried out, as servicer.py was asked; raise what it raised."""
+        self._tickets += 1
+        ticket = self._tickets
+        self._answers[ticket] = self._loop.create_future()
+        self._step(partial(self._core.take_order, ticket, order))
+        try:
+            return await self._answers[ticket]
+        finally:
+            del self._answers[ticket]
+            self._core.drop_order(ticket)
+
+    def _stop(self) -> None:
+        self._thread.on_reports = lambda reports: None  # the loop may end before the shard's thread
+        if not self._ended.done():
+            self._ended.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+
+    # ---- doing what the core wants -----------------------------------------------------------------------------------
+
+    def _step(self, handle: Callable[[float], Actions]) -> None:
+        """Tell the core something and do what it wants; our own fault in it ends the process, loudly."""
+        if self._ended.done():
+            return
+        try:
+            for action in handle(self._loop.time()):
+                self._do(action)
+            self._plan_tick()
+        except Exception as error:  # noqa: BLE001 (whatever it is, run() raises it)
+            self._end(error)
+
+    def _do(self, action: object) -> None:
+        match action:
+            case AnswerOrder(ticket, answer):
+                self._answer(ticket, answer)
+            case CallMaster():
+                task = self._loop.create_task(self._call(action))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            case WriteSnapshot(_, _, write):
+                written = self._loop.run_in_executor(None, write)
+                written.add_done_callback(partial(self._on_done, action))
+            case WriteLog(level, event, fields):
+                getattr(self._log, level)(event, **fields)
+            case EndSlave(error):
+                self._end(error)
+            case _:
+                self._perform(action)  # type: ignore[arg-type]  # all that is left is work on the shard
+
+    def _perform(self, work: ShardWork) -> None:
+        done = asyncio.wrap_future(self._thread.perform(work), loop=self._loop)
+        done.add_done_callback(partial(self._on_done, work))
+
+    def _on_done(self, work: ShardWork | WriteSnapshot, done: asyncio.Future[Any] | Future[Any]) -> None:
+        if done.cancelled():
+            return
+        result = done.exception() or done.result()
+        self._step(partial(self._core.on_done, work, result))
+
+    async def _call(self, action: CallMaster) -> None:
+        method, kind = self._calls[type(action.message)]
+        reply: object
+        try:
+            raw = await call(
+                method,
+                to_proto(action.message),
+                deadline_s=action.deadline_s,
+                peer=self._peer,
+                unavailable=UnavailableMaster,
+            )
+            reply = from_proto(raw, kind)
+        except Exception as error:  # noqa: BLE001 (the core decides by its class what it means)
+            reply = error
+        self._step(partial(self._core.on_reply, action, reply))
+
+    def _answer(self, ticket: int, answer: Answer | Exception) -> None:
+        waiting = self._answers.get(ticket)
+        if waiting is None or waiting.done():
+            return  # who gave the order has hung up
+        if isinstance(answer, Exception):
+            waiting.set_exception(answer)
+        else:
+            waiting.set_result(answer)
+
+    def _end(self, error: Exception) -> None:
+        if not self._ended.done():
+            self._ended.set_exception(error)
+
+    def _plan_tick(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        due = self._core.next_deadline()
+        self._timer = self._loop.call_at(due, self._step, self._core.tick) if due < inf else None
+
+    def _pass_reports(self, reports: list[Report]) -> None:
+        """On the shard's thread."""
+        handle = partial(self._add_reports, reports)
+        self._loop.call_soon_threadsafe(self._step, handle)
+
+    def _add_reports(self, reports: list[Report], now: float) -> Actions:
+        return self._core.add_reports(reports)

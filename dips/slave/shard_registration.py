@@ -1,0 +1,57 @@
+"""What a shard does with the order that it gets when it registers: Hold, Load, Commit, Abort.
+
+Functions, called on the thread that owns the shard. What cannot be done is told as the reason of the next Register;
+what was held is held on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from dips.errors import Busy, Corrupt, LocalProtocolError, Stale
+from dips.protocol.effects import AbortVersion, CommitVersion, Hold, LoadVersion, RegisterLater, SlaveOrder
+from dips.slave.shard_round import ShardRound
+
+
+class Followed(Enum):
+    """What an order that was followed leads to."""
+
+    SERVES = "it was told Hold"
+    WAITS = "there was nothing to do: register again later"
+    DONE = "it holds something else now: register again at once"
+
+
+@dataclass(frozen=True, slots=True)
+class Unfollowed:
+    """The order could not be followed."""
+
+    reason: str
+
+
+def follow(rounds: ShardRound, order: SlaveOrder) -> Followed | Unfollowed:
+    """Do what the master said to a Register."""
+    if isinstance(order, Hold):
+        return Followed.SERVES
+    if isinstance(order, RegisterLater):
+        return Followed.WAITS
+    try:
+        _obey(rounds, order)
+    except (Busy, Corrupt, Stale, OSError) as error:
+        return Unfollowed(f"{type(order).__name__} {order.version}: {error}")
+    return Followed.DONE
+
+
+def _obey(rounds: ShardRound, order: LoadVersion | CommitVersion | AbortVersion) -> None:
+    prepared, memory = rounds.versions.prepared, rounds.versions.memory
+    if isinstance(order, AbortVersion):
+        if memory == order.version:
+            raise LocalProtocolError(f"{order.version} is committed and served here, and was to be aborted")
+        if prepared == order.version:
+            rounds.end_round()
+    elif prepared == order.version:
+        rounds.flip(order.version)
+    elif memory == order.version:
+        rounds.end_round()
+    else:
+        rounds.load(order.version)

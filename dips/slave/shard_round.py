@@ -1,0 +1,157 @@
+"""The outer step of one shard: the round that is open, from its first Measure to its Commit or Abort.
+
+What must stay true: a version is served only after its Commit; an order that fails half-way poisons its round, and then
+only Abort is legal. The first order of a later round proves that the one before ended without a row (its Abort was
+lost): presumed abort. Synchronous; it does not know fences and repetitions (shard.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import isfinite
+
+from dips.errors import Busy, DipsError, LocalProtocolError, Stale, StaleVersion
+from dips.ids import GENESIS, VersionId
+from dips.outer.versions import Versions
+from dips.protocol.effects import Abort, Apply, Commit, Fold, Measure
+from dips.protocol.events import Answer, Done, Folded, Measured, Prepared
+from dips.protocol.manifest import BYTES_PER_PARAMETER
+from dips.slave.open_transfers import Opened, OpenTransfers
+from dips.slave.ports import Disk, Flow
+from dips.slave.shard_snapshots import ShardSnapshots
+
+
+class ShardRound:
+    """The open round of one shard, and the versions that it takes from and to."""
+
+    def __init__(
+        self,
+        name: str,
+        versions: Versions,
+        disk: Disk,
+        flow: Flow,
+        transfers: OpenTransfers,
+        snapshots: ShardSnapshots,
+    ) -> None:
+        self.versions = versions
+        self.number: int | None = None  # None between rounds
+        self.poison: str | None = None  # why only Abort of it is legal
+        self._name, self._disk, self._flow = name, disk, flow
+        self._transfers, self._snapshots = transfers, snapshots
+        self._last = 0
+
+    def measure(self, order: Measure, opened: Opened) -> Answer:
+        """Legal for a staged push when θ is at the order's version and nothing is prepared; begins the round."""
+        self._enter(order.round)
+        if self.versions.memory != order.version:
+            raise StaleVersion(f"expected to measure against {self.versions.memory}, got {order.version}")
+        known = self._transfers.full(order.push)
+        with self._work(f"Measure of {order.push}"):
+            layer_sq = self.versions.measure(order.push)
+        known.measured = order.round
+        return Measured(layer_sq, all(map(isfinite, layer_sq)))
+
+    def fold(self, order: Fold, opened: Opened) -> Answer:
+        """Legal once for a push measured in this round; frees its slot."""
+        self._enter(order.round)
+        known = self._transfers.full(order.push)
+        if known.measured != order.round:
+            raise LocalProtocolError(f"push {order.push} was not measured in round {order.round}")
+        with self._work(f"Fold of {order.push}"):
+            self._flow.drop_push(order.push)
+            try:
+                return Folded(self.versions.fold(order.push, order.weight))
+            finally:
+                self._transfers.forget_push(order.push)
+
+    def apply(self, order: Apply, opened: Opened) -> Answer:
+        """Legal when something is folded; makes θ′, m′ beside θ, m. Busy while readers leave the bank of θ′.
+
+        The snapshot's room is taken before anything is computed: a full disk is found while nothing is lost.
+        """
+        self._enter(order.round)
+        memory = self.versions.memory
+        if memory is None or order.version != VersionId(memory.version + 1, order.round):
+            raise LocalProtocolError(f"Apply of {order.version} in round {order.round} cannot follow {memory}")
+        if not self.versions.folded:
+            raise LocalProtocolError(f"Apply of {order.version}: no push is folded in round {order.round}")
+        self._snapshots.require_idle(f"Apply of {order.version}")
+        if order.reserve:
+            self._snapshots.reserve(order.version, 2 * BYTES_PER_PARAMETER * self.versions.numel)  # θ and m
+        self._transfers.relieve()
+        with self._work(f"Apply of {order.version}"):
+            self.versions.prepare(order.version, order.scale, order.lr, order.momentum)
+        self._transfers.unmeasure()
+        return Prepared(order.version)
+
+    def commit(self, order: Commit, opened: Opened) -> Answer:
+        """Legal for what is prepared or served already; serves it and opens the pulls."""
+        self.flip(order.version)
+        self._transfers.open_pulls(order.pulls, order.version, order.pull_deadline_s, opened)
+        return Done()
+
+    def abort(self, order: Abort, opened: Opened) -> Answer:
+        """Legal for any round without a row; a round before the open one is over already."""
+        memory = self.versions.memory
+        if memory is not None and memory != GENESIS and memory.round == order.round:
+            raise LocalProtocolError(f"Abort of round {order.round}, which is committed as {memory}")
+        if self.number is None or order.round >= self.number:
+            self.end_round()
+        self._last = max(self._last, order.round)
+        return Done()
+
+    def _enter(self, round_: int) -> None:
+        """Be in `round_`; a later one than the open one presumes that one aborted, unless it is in doubt."""
+        if self.versions.prepared is not None:
+            raise LocalProtocolError(
+                f"round {round_}: {self.versions.prepared} is prepared, neither committed nor aborted"
+            )
+        if round_ < self._last or (round_ == self._last and self.number is None):
+            raise Stale(f"round {round_} is over; the last one at {self._name} was {self._last}")
+        if round_ != self.number:
+            self.end_round()
+            self.number = self._last = round_
+        if self.poison is not None:
+            raise LocalProtocolError(f"round {round_}: {self.poison}; only Abort is legal")
+
+    def end_round(self) -> None:
+        """Forget the open round and what was prepared in it: presumed abort."""
+        self._snapshots.release(unless=self.versions.memory)
+        self.versions.abort()
+        self._transfers.unmeasure()
+        self.number = self.poison = None
+
+    def flip(self, version: VersionId) -> None:
+        """Serve what was prepared; nothing if it is served already."""
+        if self.versions.memory == version:
+            return
+        if self.versions.prepared != version:
+            raise StaleVersion(
+                f"Commit of {version}: {self._name} serves {self.versions.memory}, prepared is {self.versions.prepared}"
+            )
+        self._snapshots.require_idle(f"Commit of {version}")
+        self.versions.flip(version)
+        self.end_round()
+        self._transfers.relieve()  # now, so that the next Apply finds its bank free
+
+    def load(self, version: VersionId) -> None:
+        """Serve a version from its snapshot; every push is dropped and every pull closed."""
+        self._snapshots.require_idle(f"Load of {version}")
+        self.end_round()
+        self._transfers.drop_all()
+        self._transfers.relieve()
+        self.versions.load(version, lambda theta, momentum: self._disk.read(version, theta, momentum))
+
+    @contextmanager
+    def _work(self, what: str) -> Iterator[None]:
+        """Whatever fails inside may have left half of it done, so the round is poisoned; Busy is said before any."""
+        try:
+            yield
+        except Busy:
+            raise
+        except Exception as error:
+            self.poison = f"{what} failed: {error!r}"
+            if isinstance(error, DipsError):
+                raise
+            raise LocalProtocolError(f"{self._name}: {self.poison}") from error

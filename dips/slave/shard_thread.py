@@ -1,0 +1,117 @@
+"""The one thread that owns the shard, seen from everywhere else: work goes in, in order; a standing comes out.
+
+Orders, news of the data flow and healing all run here, one after another, so the shard needs no lock. Heartbeats must
+not wait for an Apply of minutes: they read `standing`, which is replaced as a whole after each piece of work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import TypeVar
+
+from dips.ids import PullId, PushId
+from dips.protocol.effects import Apply, Order, Persist
+from dips.slave.actions import BeginPersist, EndPersist, ExecuteOrder, ShardWork
+from dips.slave.open_transfers import Report
+from dips.slave.shard import Shard
+from dips.slave.standing import Standing
+from dips.telemetry.logs import Log
+
+T = TypeVar("T")
+
+
+class ShardThread:
+    """Gives a shard its thread; also the inbox (`ports.FlowEvents`) into which the data flow reports.
+
+    `thread` is an executor of exactly one thread; `on_reports` is called, in that thread, with what a piece of work
+    has left to tell the master.
+    """
+
+    def __init__(self, thread: Executor, clock: Callable[[], float], log: Log) -> None:
+        self._thread, self._clock, self._log = thread, clock, log
+        self._shard: Shard | None = None
+        self._persist_began = 0.0
+        self.on_reports: Callable[[list[Report]], None] = lambda reports: None
+        self.standing = Standing(0, 0, None, (), 0, 0)
+        self.apply_s = 0.0  # what the last Apply took
+        self.persist_s = 0.0  # what the last snapshot took
+        self.spent: dict[str, tuple[float, int]] = {}  # seconds and number of orders, by kind
+
+    def own(self, shard: Shard) -> None:
+        """Own `shard` from now on; called once, before anything else."""
+        self._shard = shard
+        self.standing = Standing.of(shard)
+
+    def submit(self, job: Callable[[Shard], T]) -> Future[T]:
+        """Do `job` on the shard's thread, after everything that was given before."""
+        return self._thread.submit(self._do, job)
+
+    def perform(self, work: ShardWork) -> Future[object]:
+        """Do what the core asked for; orders are timed."""
+        return self.submit(lambda shard: self._timed(work, shard))
+
+    # ---- what the data flow reports, from its own threads --------------------------------------------
+
+    def staged(self, push: PushId, nbytes: int) -> None:
+        """Pass on that a push is whole."""
+        self._later("staged", lambda shard: shard.transfers.staged(push, nbytes))
+
+    def refused(self, push: PushId, reason: str) -> None:
+        """Pass on that a push cannot be completed."""
+        self._log.warning("push_refused", push=str(push), reason=reason)
+        self._later("refused", lambda shard: shard.transfers.refused(push, reason))
+
+    def released(self, pull: PullId, reason: str) -> None:
+        """Pass on that nobody reads for a pull any more."""
+        self._later("released", lambda shard: shard.transfers.released(pull, reason))
+
+    def moved(self, pull: PullId) -> None:
+        """Pass on that nobody reads a pull's former source any more."""
+        self._later("moved", lambda shard: shard.transfers.moved(pull))
+
+    # ---- on the shard's thread -----------------------------------------------------------------------
+
+    def _later(self, what: str, job: Callable[[Shard], None]) -> None:
+        def logged() -> None:
+            try:
+                self._do(job)
+            except Exception:  # nobody waits for this job's result, so the log must tell of it
+                self._log.exception("flow_event_failed", what=what)
+                raise
+
+        self._thread.submit(logged)
+
+    def _do(self, job: Callable[[Shard], T]) -> T:
+        shard = self._shard
+        assert shard is not None, "own() comes first"
+        try:
+            return job(shard)
+        finally:
+            self.standing = Standing.of(shard)
+            reports = shard.take_reports()
+            if reports:
+                self.on_reports(reports)
+
+    def _timed(self, work: ShardWork, shard: Shard) -> object:
+        began = self._clock()
+        result = work.run_on(shard)
+        if isinstance(work, ExecuteOrder):
+            self._record(work.order, self._clock() - began)
+        elif isinstance(work, BeginPersist):
+            self._persist_began = began
+            if not callable(result):
+                self._record(work.order, self._clock() - began)
+        elif isinstance(work, EndPersist) and work.error is None:
+            self._record(work.order, self._clock() - self._persist_began)
+        return result
+
+    def _record(self, order: Order, took_s: float) -> None:
+        if isinstance(order.body, Apply):
+            self.apply_s = took_s
+        elif isinstance(order.body, Persist):
+            self.persist_s = took_s
+        kind = type(order.body).__name__
+        seconds, count = self.spent.get(kind.lower(), (0.0, 0))
+        self.spent = {**self.spent, kind.lower(): (seconds + took_s, count + 1)}  # replaced as a whole: others read it
+        self._log.info("order", kind=kind, number=order.number, term=order.term, took_s=took_s)

@@ -1,0 +1,115 @@
+"""Checkpoints of a cluster, as its agent resumes from them: exactly, or by a pull."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dips.client.agent.actions import Channel
+from dips.client.ipc.messages import (
+    AskAgain,
+    ErrorReply,
+    Healed,
+    RangeGiven,
+    RangeWanted,
+    Resume,
+    Resumed,
+    Saved,
+    SaveWanted,
+)
+from dips.ids import GENESIS
+from dips.protocol.effects import Joined, Ranges
+from dips.protocol.events import RangesRequested
+from tests.unit.client.agent.play import NONE_YET, H, Play
+
+
+def saved_in(play: Play) -> Saved:
+    found = play.send(SaveWanted(play.s.trainer.attempt))
+    assert isinstance(found, Saved)
+    return found
+
+
+@pytest.fixture
+def play() -> Play:
+    """A cluster in the middle of range 6, four steps after its last push."""
+    found = Play()
+    found.begin(ranges=(5, 6, 7))
+    assert found.send(RangeWanted(1, 1)) == RangeGiven(5)
+    found.step(3)
+    assert found.send(RangeWanted(1, 2)) == RangeGiven(6)
+    found.step(1)
+    return found
+
+
+def test_what_is_saved(play: Play) -> None:
+    """Base, progress since the last freeze, used-up ranges and those ahead, the half-trained one first."""
+    found = saved_in(play)
+    assert (found.base, found.tokens, found.inner_steps, found.since_push) == (str(GENESIS), 40, 4, 4)
+    assert (found.ranges, found.ahead, found.pending, found.settled) == ((5,), (6, 7), False, 0)
+
+
+def test_resumed_in_the_same_life(play: Play) -> None:
+    """The trainer crashed after the checkpoint: nothing is lost but what came after it."""
+    found = saved_in(play)
+    play.step(2)
+    play.do(play.core.on_trainer_gone("killed", play.now))
+    play.send(play.attach(launch=2, pid=8))
+    play.pull(GENESIS)
+    answer = play.send(Resume(2, found))
+    assert isinstance(answer, Resumed) and answer.steps == H - 4
+    assert play.s.account.carried.tokens == 40 and play.s.account.lost == 20
+    play.check_consumed(60)
+    assert play.send(RangeWanted(2, 1)) == RangeGiven(6), "the half-trained range first, the used-up one not again"
+
+
+def test_resumed_in_a_new_life(play: Play) -> None:
+    """The agent was started anew: the checkpoint's ranges are claimed by name."""
+    found, other = saved_in(play), Play()
+    other.begin(inc=2)
+    assert isinstance(other.send(Resume(1, found)), AskAgain)
+    asked = other.asked(RangesRequested, Channel.RANGES)
+    assert asked.claims == (5, 6, 7) and asked.count == 3
+    other.reply(Ranges((5, 6, 7), False), Channel.RANGES)
+    assert isinstance(other.send(Resume(1, found)), Resumed)
+    assert other.s.account.carried.ranges == (5,)
+    assert other.send(RangeWanted(1, 1)) == RangeGiven(6)
+
+
+def test_ranges_that_others_were_given_heal_it(play: Play) -> None:
+    """What was got of them is kept for training; the model is pulled."""
+    found, other = saved_in(play), Play()
+    other.begin(inc=2)
+    other.send(Resume(1, found))
+    other.reply(Ranges((7,), False), Channel.RANGES)
+    answer = other.send(Resume(1, found))
+    assert isinstance(answer, Healed) and "(5, 6)" in answer.reason
+    assert other.send(RangeWanted(1, 1)) == RangeGiven(7)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"pending": True}, "while a push was out"), ({"settled": 3}, "settled since"), ({"cluster": "east"}, "east")],
+)
+def test_an_overtaken_checkpoint_is_healed(play: Play, change: dict[str, object], why: str) -> None:
+    """Saved while a push was out, before a push was settled, or by another cluster: the head is pulled."""
+    found, other = replace(saved_in(play), **change), Play()  # type: ignore[arg-type]
+    other.begin(inc=2)
+    answer = other.send(Resume(1, found))
+    assert isinstance(answer, Healed) and why in answer.reason
+    other.pull(GENESIS)
+
+
+def test_not_after_an_inner_step(play: Play) -> None:
+    """A trainer that has begun cannot become another one."""
+    assert isinstance(play.send(Resume(1, saved_in(play))), ErrorReply)
+
+
+def test_the_master_counts_what_was_settled_in_all_lives() -> None:
+    """Joined tells how many pushes of this cluster were settled before this life."""
+    play = Play()
+    play.send(play.attach())
+    play.reply(Joined(3, 2, GENESIS, NONE_YET, (), settled=17))
+    play.send(play.attach())
+    play.pull(GENESIS)
+    assert saved_in(play).settled == 17

@@ -1,0 +1,153 @@
+"""The end of the data, as the agent decides it: what was trained since the last push is pushed, and settled."""
+
+from __future__ import annotations
+
+import pytest
+
+from dips.client.agent.actions import Channel
+from dips.client.agent.pushes import AGAIN_S
+from dips.client.agent.ranges import END_S
+from dips.client.ipc.messages import (
+    AskAgain,
+    PullMoved,
+    PullNow,
+    PushMoved,
+    PushNow,
+    RangeGiven,
+    RangesEnded,
+    RangeWanted,
+)
+from dips.ids import GENESIS
+from dips.protocol.effects import Acknowledged, Committed, Finished, Ranges, Refused
+from dips.protocol.enums import OutcomeKind
+from dips.protocol.events import ClusterLeft, PushFinished, RangesRequested
+from tests.unit.client.agent.play import V1, Play, outcome
+
+ENDED = RangesEnded("no data range is left to lease", False)
+UNSETTLED = RangesEnded(ENDED.reason, False, unsettled=True)
+
+
+def last_range_of(play: Play, steps: int) -> None:
+    """Lease one range, the last; train it."""
+    play.begin(ranges=(7,))
+    assert play.send(RangeWanted(1, 1)) == RangeGiven(7)
+    assert play.asked(RangesRequested, Channel.RANGES).seq == 1
+    play.reply(Ranges((), True), Channel.RANGES)
+    play.step(steps)
+
+
+def settle(play: Play, moved: PushMoved, kind: OutcomeKind) -> None:
+    """The push is committed and settled, and what it brings is pulled."""
+    assert isinstance(play.send(moved), AskAgain)
+    play.reply(Committed())
+    play.reply(outcome(kind))
+    verdict = play.send(moved)
+    assert isinstance(verdict, PullNow)
+    play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 9))
+    play.reply(Acknowledged())
+
+
+def push(play: Play) -> PushFinished:
+    """Push all that is carried, until it is settled."""
+    verdict = play.push_until_granted()
+    moved = PushMoved(1, next(play.number), verdict.seq, True, "", 100)
+    play.send(moved)
+    told = play.asked(PushFinished)
+    settle(play, moved, OutcomeKind.ACCEPTED if told.tokens else OutcomeKind.GATED)
+    return told
+
+
+def test_the_rest_is_pushed_with_its_range() -> None:
+    """Three steps after the last push: they are pushed with the range that they used up, and nothing is lost."""
+    play = Play()
+    last_range_of(play, 3)
+    assert play.send(RangeWanted(1, 2)) == UNSETTLED
+    told = push(play)
+    assert (told.tokens, told.ranges) == (30, (7,))
+    assert play.send(RangeWanted(1, 2)) == ENDED
+    assert play.core.leave() == ClusterLeft(0, "west", 1, 30) and play.s.account.lost == 0
+
+
+def test_a_last_range_of_exactly_h_steps_is_settled() -> None:
+    """Its last step pushed all of its tokens before the range was known to be used up: a push of none settles it."""
+    play = Play()
+    last_range_of(play, 3)
+    assert push(play).ranges == ()
+    assert play.send(RangeWanted(1, 2)) == UNSETTLED
+    told = push(play)
+    assert (told.tokens, told.ranges) == (0, (7,))
+    assert play.send(RangeWanted(1, 2)) == ENDED
+    play.do(play.core.on_trainer_gone("it ended", play.now))
+    play.send(play.attach(launch=2, pid=8))
+    play.pull(V1)
+    assert isinstance(play.send(RangeWanted(2, 1)), AskAgain)
+    play.reply(Ranges((), True), Channel.RANGES)
+    assert play.send(RangeWanted(2, 1)) == ENDED, "after a restart it is not trained again"
+
+
+def test_a_last_push_that_comes_to_nothing_is_tried_again() -> None:
+    """A skipped round and a busy slave: the rest is pushed again, not before the time that was named."""
+    play = Play()
+    last_range_of(play, 3)
+    assert play.send(RangeWanted(1, 2)) == UNSETTLED
+    moved = play.push_until_committed()
+    play.reply(outcome(OutcomeKind.SKIPPED, None, pull=False))
+    play.send(moved)
+    assert isinstance(play.send(RangeWanted(1, 2)), AskAgain)
+    play.now += AGAIN_S
+    assert play.send(RangeWanted(1, 2)) == UNSETTLED
+    play.send(play.want_push())
+    play.reply(Refused(5.0, "all 2 slots are in use"))
+    play.now += 4.9
+    assert isinstance(play.send(RangeWanted(1, 2)), AskAgain)
+    play.now += 0.2
+    assert play.send(RangeWanted(1, 2)) == UNSETTLED
+    assert push(play).tokens == 30
+    assert play.send(RangeWanted(1, 2)) == ENDED
+
+
+def test_a_push_that_is_still_being_settled_is_waited_for() -> None:
+    """The master was away after the commit: the outcome of that push comes before another is asked for."""
+    play = Play()
+    last_range_of(play, 3)
+    play.push_until_committed()
+    play.lose_master(0.0)
+    play.lose_master(1000.0)
+    play.now = 1000.0
+    assert isinstance(play.send(RangeWanted(1, 2)), AskAgain)
+    play.reply(outcome(OutcomeKind.ACCEPTED, pull=False))
+    assert play.send(RangeWanted(1, 2)) == UNSETTLED, "the range was not known to be used up when it was frozen"
+    assert push(play).ranges == (7,)
+
+
+def test_a_push_under_way_is_ended_first() -> None:
+    """With `overlap: full` the ranks must come for it: they are not told to wait for themselves."""
+    play = Play(overlap=True)
+    last_range_of(play, 3)
+    assert isinstance(play.push_until_granted(), PushNow)
+    assert play.send(RangeWanted(1, 2)) == UNSETTLED
+
+
+def test_a_rest_that_nobody_takes_is_given_up() -> None:
+    """After END_S the loop ends, and the reason says how much is lost."""
+    play = Play()
+    last_range_of(play, 3)
+    assert play.send(RangeWanted(1, 2)) == UNSETTLED
+    play.send(play.want_push())
+    play.reply(Refused(2 * END_S, "all 2 slots are in use"))
+    assert isinstance(play.send(RangeWanted(1, 2)), AskAgain)
+    play.now += END_S
+    answer = play.send(RangeWanted(1, 2))
+    assert isinstance(answer, RangesEnded) and not answer.unsettled
+    assert "30 tokens" in answer.reason and "all 2 slots are in use" in answer.reason
+    assert [fields["tokens"] for kind, fields in play.marks if kind == "rest_given_up"] == [30]
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_finished_run_takes_no_rest(steps: int) -> None:
+    """The run ended meanwhile: its final version is pulled instead."""
+    play = Play()
+    last_range_of(play, steps)
+    play.send(play.want_push())
+    play.reply(Finished(GENESIS))
+    assert play.send(RangeWanted(1, 2)) == RangesEnded(f"the run is finished with {GENESIS}", True)

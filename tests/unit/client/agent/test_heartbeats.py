@@ -1,0 +1,187 @@
+"""What heartbeats report, and what their answers mean."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from dips.client.agent.account import PastIncarnation
+from dips.client.agent.actions import Channel
+from dips.client.agent.heartbeats import build_heartbeat
+from dips.client.ipc.messages import (
+    AskAgain,
+    ErrorReply,
+    Halt,
+    Noted,
+    PullMoved,
+    PullNow,
+    PushMoved,
+    RangeWanted,
+    TrainOn,
+    TransferProgress,
+)
+from dips.errors import StaleIncarnation
+from dips.ids import PushId
+from dips.protocol.effects import Acknowledged, Joined
+from dips.protocol.enums import ClusterStanding
+from dips.protocol.events import ClusterJoined, ClusterLeft, PullRequested
+from dips.protocol.heartbeats import ClusterHeartbeatAnswer
+from tests.unit.client.agent.play import HEARTBEAT_S, NONE_YET, V1, Play, grant
+
+
+@pytest.fixture
+def play() -> Play:
+    return Play()
+
+
+def test_a_push_that_the_master_has_dropped_is_halted(play: Play) -> None:
+    """A beat that left while the push moved, answered without it, ends it; one from before the grant does not."""
+    play.begin()
+    play.step()
+    assert build_heartbeat(play.s) is not None
+    verdict = play.push_until_granted()
+    nothing = ClusterHeartbeatAnswer(3, 10.0, ClusterStanding.LIVE, None, None, NONE_YET)
+    moving = TransferProgress(play.s.trainer.attempt, 10, 100)
+    play.do(play.core.on_heartbeat_reply(play.s.membership.inc, nothing, play.now))
+    assert play.send(moving) == Noted()
+    assert build_heartbeat(play.s) is not None
+    play.do(
+        play.core.on_heartbeat_reply(
+            play.s.membership.inc, replace(nothing, push=PushId("west", 1, verdict.seq)), play.now
+        )
+    )
+    assert play.send(moving) == Noted()
+    assert build_heartbeat(play.s) is not None
+    play.do(play.core.on_heartbeat_reply(play.s.membership.inc, nothing, play.now))
+    assert isinstance(play.send(moving), Halt)
+    moved = PushMoved(play.s.trainer.attempt, next(play.number), verdict.seq, False, "the master has dropped it", 10)
+    assert isinstance(play.send(moved), TrainOn)
+    play.reply(Acknowledged())
+    play.check_consumed(10)
+    play.push_until_granted()
+    assert play.send(moving) == Noted()
+
+
+def test_a_heartbeat_reports_the_rate_of_the_present_or_last_transfer(play: Play) -> None:
+    """Bytes over the time since the grant, while they move and after; a transfer shorter than a beat counts too."""
+    play.begin()
+    play.step()
+    play.now = 10.0
+    verdict = play.push_until_granted()
+    play.now = 12.0
+    play.send(TransferProgress(play.s.trainer.attempt, 100, 400))
+    beat = build_heartbeat(play.s)
+    assert beat is not None and (beat.bytes_moved, beat.bytes_total, beat.bytes_per_s) == (100, 400, 50.0)
+    play.now = 14.0
+    play.send(PushMoved(play.s.trainer.attempt, next(play.number), verdict.seq, True, "", 400))
+    play.now = 60.0
+    beat = build_heartbeat(play.s)
+    assert beat is not None and (beat.bytes_moved, beat.bytes_per_s) == (400, 100.0)
+
+
+def test_gone_joins_again_and_pulls_before_anything_counts(play: Play) -> None:
+    """The lease ran out: what was unsettled is lost, a new life begins with a new nonce, the trainer pulls the head."""
+    play.begin(ranges=(5,))
+    play.send(RangeWanted(1, 1))
+    play.step(3)
+    play.answer_heartbeat(ClusterStanding.LIVE)
+    play.step(1)
+    play.answer_heartbeat(ClusterStanding.GONE)
+    assert play.asked(ClusterJoined).nonce == "nonce2"
+    play.reply(Joined(3, 2, V1, NONE_YET, (), accounted=30))
+    assert play.s.account.lost == 10  # the master wrote off the 30 that it was told
+    play.step(2)
+    assert play.s.account.lost == 30
+    want = play.want_push()
+    play.send(want)
+    assert play.asked(PullRequested).pull.inc == 2
+    play.reply(grant(V1))
+    verdict = play.send(want)
+    assert isinstance(verdict, PullNow)
+    play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 1))
+    play.step(1)
+    assert play.s.account.carried.tokens == 10
+    left = play.core.leave()
+    assert left == ClusterLeft(0, "west", 2, 40)
+
+
+def test_fenced_stops_with_75(play: Play) -> None:
+    """Only a new process joins again: two agents would fence each other for ever."""
+    play.begin()
+    play.answer_heartbeat(ClusterStanding.FENCED)
+    assert [stop.code for stop in play.stops] == [75]
+    failure = play.send(play.want_push())
+    assert isinstance(failure, ErrorReply) and "fenced" in failure.message
+
+
+def test_stale_incarnation_waits_for_the_heartbeat(play: Play) -> None:
+    """A question of a life that is not live says nothing about why; the next beat does, and it is hurried."""
+    play.begin()
+    play.step()
+    want = play.want_push()
+    play.send(want)
+    play.do(play.core.on_error(play.asks[Channel.SYNC], StaleIncarnation("west/1 is gone"), 1.0))
+    assert len(play.heartbeats) == 1 and isinstance(play.send(want), AskAgain)
+    play.answer_heartbeat(ClusterStanding.GONE)
+    play.asked(ClusterJoined)
+
+
+def test_the_answer_of_an_older_term_changes_nothing(play: Play) -> None:
+    """A master that has a successor neither ends the incarnation nor fences it."""
+    play.begin()
+    for standing in (ClusterStanding.GONE, ClusterStanding.FENCED):
+        play.answer_heartbeat(standing, term=2)
+    assert play.s.joined and not play.stops
+    play.answer_heartbeat(ClusterStanding.GONE, term=4)
+    assert not play.s.joined
+
+
+def test_the_answer_to_a_former_incarnation_changes_nothing(play: Play) -> None:
+    """It was sent before the cluster joined again: what became of that incarnation is known."""
+    play.begin()
+    play.answer_heartbeat(ClusterStanding.GONE)
+    play.reply(Joined(3, 2, V1, NONE_YET, ()))
+    for standing in (ClusterStanding.GONE, ClusterStanding.FENCED):
+        play.answer_heartbeat(standing, inc=1)
+    assert play.s.joined and play.s.membership.inc == 2 and not play.stops
+
+
+def test_while_it_joins_no_answer_counts(play: Play) -> None:
+    """The Join under way ends the incarnation that asked: a second one would fence the first."""
+    play.begin()
+    play.answer_heartbeat(ClusterStanding.GONE)
+    nonce = play.asked(ClusterJoined).nonce
+    play.answer_heartbeat(ClusterStanding.GONE)
+    assert play.asked(ClusterJoined).nonce == nonce
+
+
+def test_one_heartbeat_is_out_at_a_time(play: Play) -> None:
+    """The next one leaves HEARTBEAT_S after the answer, or at once if it was needed meanwhile."""
+    play.begin()
+    play.now = HEARTBEAT_S
+    play.do(play.core.tick(play.now))
+    assert len(play.heartbeats) == 1 and play.core.next_deadline() == inf
+    play.now += 5.0
+    play.do(play.core.tick(play.now))
+    assert len(play.heartbeats) == 1
+    play.answer_heartbeat(ClusterStanding.LIVE)
+    assert play.core.next_deadline() == play.now + HEARTBEAT_S
+    play.now += HEARTBEAT_S
+    play.do(play.core.tick(play.now))
+    assert len(play.heartbeats) == 2
+    play.send(play.want_push())
+    play.do(play.core.on_error(play.asks[Channel.SYNC], StaleIncarnation("west/1 is gone"), play.now))
+    assert len(play.heartbeats) == 2
+    play.answer_heartbeat(ClusterStanding.LIVE)
+    assert len(play.heartbeats) == 3
+
+
+def test_each_heartbeat_saves_what_was_consumed(play: Play) -> None:
+    """The next agent in this directory knows what the master may have been told, and a little more."""
+    play.begin()
+    play.step(3)
+    play.now = HEARTBEAT_S
+    play.do(play.core.tick(play.now))
+    assert play.saved[-1] == PastIncarnation(1, 30)

@@ -1,0 +1,129 @@
+"""Joining, leaving, and a master that cannot be reached."""
+
+from __future__ import annotations
+
+import pytest
+
+from dips.client.agent.account import PastIncarnation
+from dips.client.agent.actions import Channel
+from dips.client.agent.membership import past_incarnation
+from dips.client.ipc.messages import AskAgain, Detach, ErrorReply, PullMoved, PullNow, PushNow, TrainOn
+from dips.errors import CorruptManifest
+from dips.protocol.effects import Acknowledged, Joined
+from dips.protocol.enums import ClusterStanding, OutcomeKind
+from dips.protocol.events import ClusterJoined, ClusterLeft, PullFinished
+from tests.unit.client.agent.play import NONE_YET, V1, Play, grant, outcome
+
+
+@pytest.fixture
+def play() -> Play:
+    return Play()
+
+
+def test_a_new_incarnation_has_no_accepted_push(play: Play) -> None:
+    """Its seq begins anew, so the old life's numbers must settle nothing [invariant 5]."""
+    play.begin()
+    moved = play.push_until_committed()
+    play.reply(outcome(OutcomeKind.ACCEPTED))
+    old = play.send(moved)
+    assert isinstance(old, PullNow) and old.accepted == moved.seq
+    play.answer_heartbeat(ClusterStanding.GONE)
+    play.reply(Joined(3, 2, V1, NONE_YET, ()))
+    failed = PullMoved(1, next(play.number), old.seq, False, "the pull is over", 1)
+    play.send(failed)
+    play.reply(grant(V1))
+    verdict = play.send(failed)
+    assert isinstance(verdict, PullNow) and (verdict.inc, verdict.accepted) == (2, 0)
+
+
+def test_what_the_master_has_of_another_incarnation_is_not_taken_for_ours(play: Play) -> None:
+    """Between our lives 1 and 3 somebody else lived: nothing of life 1 is told again (seeds 86 and 233)."""
+    play.begin()
+    play.step(3)
+    play.answer_heartbeat(ClusterStanding.GONE)
+    play.reply(Joined(3, 3, V1, NONE_YET, (), accounted=0))
+    assert play.s.account.lost == 0
+
+
+@pytest.mark.parametrize(
+    ("inc", "lost", "why"),
+    [(2, 20, "the master knows of 30 of its 50 tokens"), (3, 0, "another agent lived between, elsewhere")],
+)
+def test_what_the_agent_before_consumed_is_reported_by_the_next(inc: int, lost: int, why: str) -> None:
+    """It died, and so did the master that had heard its beats: the next one in its directory tells what is missing."""
+    play = Play(former=PastIncarnation(1, 50))
+    assert isinstance(play.send(play.attach()), AskAgain)
+    play.asked(ClusterJoined)
+    assert past_incarnation(play.s) == PastIncarnation(1, 50)
+    play.reply(Joined(3, inc, V1, NONE_YET, (), accounted=30))
+    assert play.s.account.lost == lost, why
+    assert past_incarnation(play.s) == PastIncarnation(inc, lost)
+
+
+def test_a_wrong_model_fails_the_trainer_and_stops(play: Play) -> None:
+    """A manifest that differs ends agent and trainer with the master's list of differences."""
+    play.send(play.attach())
+    error = CorruptManifest("this model is not the run's: norm.weight: expected shape (4,), got (8,)")
+    play.do(play.core.on_error(play.asks[Channel.SYNC], error, 0.0))
+    assert play.send(play.attach()) == ErrorReply("CorruptManifest", str(error))
+    assert play.stops[0].code == 65
+
+
+def test_leaving_loses_what_was_not_pushed(play: Play) -> None:
+    """Tokens after the last push are told as lost when the cluster leaves."""
+    play.begin()
+    play.step(3)
+    play.send(Detach(1))
+    assert play.core.leave() == ClusterLeft(0, "west", 1, 30)
+
+
+def test_an_unreachable_master_holds_nobody_who_asks_for_a_push(play: Play) -> None:
+    """The trainer trains on from the first failure; the question goes on, and the look after its grant freezes."""
+    play.begin()
+    play.step()
+    want = play.want_push()
+    assert isinstance(play.send(want), AskAgain)
+    play.lose_master(0.0)
+    assert play.send(want) == TrainOn("no answer", 1, 0.0)
+    play.step()
+    assert play.send(play.want_push()) == TrainOn("no answer", 1, 0.0)
+    assert play.s.account.carried.tokens == 20
+    play.now = 60.0
+    play.lose_master(60.0)
+    play.reply(grant())
+    assert isinstance(play.send(play.want_push()), PushNow)
+    assert play.s.account.frozen.tokens == 20
+
+
+def test_a_trainer_with_parameters_does_not_wait_for_an_absent_master_to_close_its_last_pull(play: Play) -> None:
+    """It pulled, and the answer to FinishPull is lost with the master: the next push waits for him, the trainer not."""
+    play.begin()
+    moved = play.push_until_committed()
+    play.reply(outcome(OutcomeKind.ACCEPTED))
+    verdict = play.send(moved)
+    assert isinstance(verdict, PullNow)
+    play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 9))
+    play.step()
+    assert isinstance(play.send(play.want_push()), AskAgain), "he answers: it is a matter of milliseconds"
+    play.lose_master(0.0)
+    assert isinstance(play.send(play.want_push()), TrainOn)
+    play.reply(Acknowledged())
+    play.step()
+    assert play.push_until_granted().seq == 3
+
+
+def test_unreachable_master_after_commit_settles_later(play: Play) -> None:
+    """The trainer trains on; the Outcome that comes later settles the push, and its pull is closed unread."""
+    play.begin()
+    play.step(2)
+    moved = play.push_until_committed()
+    play.lose_master(0.0)
+    play.now = 10.0
+    play.lose_master(10.0)
+    assert isinstance(play.send(moved), TrainOn)
+    play.step(1)
+    play.reply(outcome(OutcomeKind.ACCEPTED))
+    assert not play.asked(PullFinished).installed
+    play.reply(Acknowledged())
+    assert (play.s.account.accepted, play.s.account.carried.tokens) == (20, 10)
+    play.push_until_granted()

@@ -1,0 +1,171 @@
+"""The agent under `overlap: full`: the trainer trains on while push and pull move (why.md 36)."""
+
+from __future__ import annotations
+
+import pytest
+
+from dips.client.ipc.messages import (
+    AskAgain,
+    PullMoved,
+    PullNow,
+    PushMoved,
+    PushNow,
+    PushWanted,
+    RangeGiven,
+    RangeWanted,
+    TrainOn,
+)
+from dips.protocol.effects import Acknowledged, Committed, Finished, Outcome, Progress, Refused
+from dips.protocol.enums import OutcomeKind
+from dips.protocol.events import PullFinished, PushFinished, PushRequested
+from tests.unit.client.agent.play import V1, H, Play, grant, outcome
+
+
+@pytest.fixture
+def play() -> Play:
+    found = Play(overlap=True)
+    found.begin()
+    return found
+
+
+def want(play: Play) -> PushWanted:
+    return PushWanted(play.s.trainer.attempt, next(play.number), at_once=True)
+
+
+def pushed(play: Play, steps: int) -> tuple[PushNow, PushMoved]:
+    """Train until a push is due, and until it is granted; `steps` more are taken before it has moved."""
+    play.step(H)
+    asked = want(play)
+    assert isinstance(play.send(asked), AskAgain), "the trainer is answered at once and trains on"
+    play.asked(PushRequested)
+    play.step(2)  # while the slots are reserved
+    play.reply(grant())
+    play.step(1)  # granted, and not yet heard of
+    verdict = play.send(asked)
+    assert isinstance(verdict, PushNow)
+    play.step(steps)
+    return verdict, PushMoved(play.s.trainer.attempt, next(play.number), verdict.seq, True, "", 100, at_once=True)
+
+
+def test_progress_is_cut_where_the_ranks_freeze(play: Play) -> None:
+    """Steps up to the freeze go with the push, later ones with the next."""
+    _, moved = pushed(play, steps=5)
+    assert isinstance(play.send(moved), AskAgain)
+    asked = play.asked(PushFinished)
+    assert (asked.inner_steps, asked.tokens) == (H + 3, (H + 3) * 10)
+    assert play.s.account.carried.inner_steps == 5
+
+
+@pytest.mark.parametrize("kind", [OutcomeKind.ACCEPTED, OutcomeKind.GATED])
+def test_what_was_trained_meanwhile_is_merged_and_carried(play: Play, kind: OutcomeKind) -> None:
+    """Accepted and gated: the pull is merged, and the tokens since the freeze are the next push's."""
+    _, moved = pushed(play, steps=5)
+    play.send(moved)
+    play.reply(Committed())
+    assert isinstance(play.send(moved), AskAgain)
+    play.step(7)
+    play.reply(outcome(kind))
+    verdict = play.send(moved)
+    assert isinstance(verdict, PullNow) and verdict.merge
+    play.step(4)
+    told = play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 9, at_once=True, merged=True))
+    assert play.s.trainer.base == V1
+    assert play.s.account.carried.inner_steps == 16
+    assert isinstance(told, TrainOn) and told.steps == H - 16, "the pace began anew at the freeze"
+    play.check_consumed((H + 3 + 16) * 10)
+    assert play.asked(PullFinished).installed
+
+
+def test_a_skipped_round_discards_the_frozen_copy(play: Play) -> None:
+    """The base stays, everything is carried by the next push."""
+    _, moved = pushed(play, steps=5)
+    play.send(moved)
+    play.reply(Committed())
+    play.reply(outcome(OutcomeKind.SKIPPED, None, pull=False))
+    told = play.send(moved)
+    assert isinstance(told, TrainOn)
+    assert play.s.account.carried.inner_steps == H + 8
+    play.check_consumed((H + 8) * 10)
+
+
+def test_no_second_push_while_one_is_out(play: Play) -> None:
+    """An Outcome that is late is waited for; the trainer is not held up by it."""
+    _, moved = pushed(play, steps=2 * H)
+    play.send(moved)
+    play.reply(Committed())
+    for _ in range(3):
+        play.step(H)
+        assert isinstance(play.send(moved), AskAgain)
+    assert play.s.account.carried.inner_steps == 5 * H
+
+
+def test_a_busy_slave_is_asked_again_at_the_next_boundary(play: Play) -> None:
+    play.step(H)
+    asked = want(play)
+    play.send(asked)
+    play.reply(Refused(2.0, "all 2 slots are in use"))
+    told = play.send(asked)
+    assert isinstance(told, TrainOn) and told.steps == 1
+
+
+def test_a_master_that_is_away_holds_nobody_up(play: Play) -> None:
+    """The open push stays open: when the master is back, its Outcome is merged as ever."""
+    _, moved = pushed(play, steps=1)
+    play.send(moved)
+    play.reply(Committed())
+    play.lose_master(0.0)
+    play.lose_master(1000.0)
+    assert isinstance(play.send(moved), AskAgain)
+    play.reply(outcome(OutcomeKind.ACCEPTED))
+    verdict = play.send(moved)
+    assert isinstance(verdict, PullNow) and verdict.merge
+
+
+def test_the_final_version_is_installed_not_merged(play: Play) -> None:
+    """A run that is over leaves the same theta on every cluster."""
+    _, moved = pushed(play, steps=1)
+    play.send(moved)
+    play.reply(Committed())
+    play.reply(Outcome(OutcomeKind.ACCEPTED, V1, "", grant(V1), Progress(1000, 1000, V1)))
+    verdict = play.send(moved)
+    assert isinstance(verdict, PullNow) and not verdict.merge
+
+
+def test_a_trainer_that_dies_meanwhile_loses_what_it_carried(play: Play) -> None:
+    """What is frozen and committed counts; what came after the freeze dies with the trainer."""
+    _, moved = pushed(play, steps=6)
+    play.send(moved)
+    play.reply(Committed())
+    play.do(play.core.on_trainer_gone("killed", play.now))
+    play.reply(outcome(OutcomeKind.ACCEPTED))
+    assert play.s.account.accepted == (H + 3) * 10
+    assert play.s.account.lost == 60
+    play.asked(PullFinished)
+    play.reply(Acknowledged())
+    play.check_consumed((H + 9) * 10)
+
+
+def test_a_finished_run_is_said_at_the_next_look(play: Play) -> None:
+    play.step(H)
+    asked = want(play)
+    play.send(asked)
+    play.reply(Finished(V1))
+    assert isinstance(play.send(asked), AskAgain), "the final version is pulled first"
+
+
+def test_what_was_not_merged_is_lost_and_its_ranges_are_served_again() -> None:
+    """The ranks' parameters were not finite: they installed the version as it is, and begin anew from it."""
+    play = Play(overlap=True)
+    play.begin(ranges=(5, 6, 7))
+    assert play.send(RangeWanted(1, 1)) == RangeGiven(5)
+    _, moved = pushed(play, steps=5)
+    assert play.send(RangeWanted(1, 2)) == RangeGiven(6)
+    play.send(moved)
+    play.reply(Committed())
+    play.reply(outcome(OutcomeKind.GATED))
+    verdict = play.send(moved)
+    assert isinstance(verdict, PullNow) and verdict.merge
+    play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 9, at_once=True, merged=False))
+    assert (play.s.account.carried.inner_steps, play.s.account.lost) == (0, 50)
+    assert play.send(RangeWanted(1, 3)) == RangeGiven(5)
+    play.check_consumed((H + 8) * 10)

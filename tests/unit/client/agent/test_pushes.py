@@ -1,0 +1,214 @@
+"""A push from its question to its outcome, with rank 0 on one side and the master on the other."""
+
+from __future__ import annotations
+
+import pytest
+
+from dips.client.agent.account import PastIncarnation
+from dips.client.agent.actions import AskMaster, Channel, SaveIncarnation
+from dips.client.agent.phases import SyncPhase
+from dips.client.ipc.messages import AskAgain, PullMoved, PullNow, PushMoved, PushNow, RangeGiven, RangeWanted, TrainOn
+from dips.errors import StalePush
+from dips.protocol.effects import Acknowledged, Dropped, Refused, Result
+from dips.protocol.enums import OutcomeKind
+from dips.protocol.events import PullFinished, PushAborted, PushFinished, PushRequested
+from tests.unit.client.agent.play import V1, H, Play, grant, outcome
+
+
+@pytest.fixture
+def play() -> Play:
+    return Play()
+
+
+def test_whole_round(play: Play) -> None:
+    """A push is asked, moved, committed, accepted; its pull is installed; the tokens are settled once."""
+    play.begin()
+    play.step(4)
+    moved = play.push_until_committed()
+    play.reply(outcome(OutcomeKind.ACCEPTED))
+    verdict = play.send(moved)
+    assert isinstance(verdict, PullNow) and verdict.grant.version == V1 and verdict.progress == 0.04
+    told = play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 9))
+    assert told == TrainOn("trains on v1@r1", H, 0.04)
+    assert play.s.trainer.base == V1
+    assert (play.s.account.accepted, play.s.account.unsettled) == (40, 0)
+    kinds = [kind for kind, _ in play.marks]
+    wanted = ["push_begin", "push_end", "window_begin", "window_end", "outcome", "pull_begin", "pull_end"]
+    assert [k for k in kinds if k in wanted][-7:] == wanted
+
+
+def test_a_push_carries_what_was_earned_up_to_its_freeze(play: Play) -> None:
+    """FinishPush carries tokens, inner steps, mean loss and used-up ranges since the last settled freeze."""
+    play.begin(ranges=(5, 6))
+    assert play.send(RangeWanted(1, 1)) == RangeGiven(5)
+    play.step(3)
+    assert play.send(RangeWanted(1, 2)) == RangeGiven(6)
+    play.step(1)
+    play.push_until_granted()
+    play.send(PushMoved(1, next(play.number), 2, True, "", 1))
+    asked = play.asked(PushFinished)
+    assert (asked.tokens, asked.inner_steps, asked.ranges, asked.loss) == (40, 4, (5,), 2.0)
+
+
+@pytest.mark.parametrize("answer", [outcome(OutcomeKind.SKIPPED, None, pull=False), Dropped("its round died")])
+def test_a_round_that_breaks_gives_the_progress_back(play: Play, answer: Result) -> None:
+    """Skipped or dropped: the cluster trains on, and the next push carries both portions."""
+    play.begin()
+    play.step(2)
+    moved = play.push_until_committed()
+    play.reply(answer)
+    told = play.send(moved)
+    assert isinstance(told, TrainOn) and told.steps == H
+    play.step(2)
+    verdict = play.push_until_granted()
+    play.send(PushMoved(1, next(play.number), verdict.seq, True, "", 1))
+    assert play.asked(PushFinished).tokens == 40
+    play.check_consumed(40)
+
+
+def test_gated_settles_and_pulls(play: Play) -> None:
+    """A gated push's tokens never come back, and its cluster pulls like the others."""
+    play.begin()
+    play.step(2)
+    moved = play.push_until_committed()
+    play.reply(outcome(OutcomeKind.GATED))
+    assert isinstance(play.send(moved), PullNow)
+    assert (play.s.account.gated, play.s.account.unsettled) == (20, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settles"), [(OutcomeKind.ACCEPTED, True), (OutcomeKind.GATED, False), (OutcomeKind.SKIPPED, False)]
+)
+def test_the_next_transfer_names_the_last_accepted_push(play: Play, kind: OutcomeKind, settles: bool) -> None:
+    """Before a host buffer is overwritten every rank knows whether what it froze is in a version (error feedback)."""
+    play.begin()
+    moved = play.push_until_committed()
+    seq = moved.seq
+    play.reply(outcome(kind, None if kind is OutcomeKind.SKIPPED else V1, pull=kind is not OutcomeKind.SKIPPED))
+    told = play.send(moved)
+    verdict = told if isinstance(told, PullNow) else play.push_until_granted()
+    assert verdict.accepted == (seq if settles else 0)
+
+
+def test_an_outcome_that_the_trainer_did_not_wait_for_comes_with_its_next_push(play: Play) -> None:
+    """It trained on while the master was away; what it froze lies in the host buffer until the next freeze."""
+    play.begin()
+    moved = play.push_until_committed()
+    play.lose_master(1.0)
+    play.now = 20.0
+    play.lose_master(play.now)
+    assert isinstance(play.send(moved), TrainOn)
+    play.reply(outcome(OutcomeKind.ACCEPTED))
+    play.asked(PullFinished)
+    play.reply(Acknowledged())
+    assert play.push_until_granted().accepted == moved.seq
+
+
+def test_busy_trains_on_and_asks_again_at_a_later_boundary(play: Play) -> None:
+    """Refused: train on; until the time is over every question is answered at once, without the master."""
+    play.begin()
+    play.step()
+    want = play.want_push()
+    play.send(want)
+    play.reply(Refused(2.0, "all 2 slots are in use"))
+    assert play.send(want) == TrainOn("all 2 slots are in use", 1, 0.0)
+    before = play.asks[Channel.SYNC].number
+    assert play.send(play.want_push()) == TrainOn("all 2 slots are in use", 1, 0.0)
+    assert play.asks[Channel.SYNC].number == before
+    play.now = 2.0
+    assert isinstance(play.send(play.want_push()), AskAgain)
+    assert play.asked(PushRequested).push.seq == 3
+
+
+def test_a_failed_transfer_is_aborted_and_its_progress_carried(play: Play) -> None:
+    """A rank that could not push ends the push for all; the trainer does not wait for the abort."""
+    play.begin()
+    play.step(2)
+    verdict = play.push_until_granted()
+    told = play.send(PushMoved(1, next(play.number), verdict.seq, False, "UnavailableSlave: gone", 0))
+    assert isinstance(told, TrainOn) and told.steps == H
+    assert "UnavailableSlave" in play.asked(PushAborted).reason
+    play.reply(Acknowledged())
+    assert play.s.sync.phase is SyncPhase.RESTING and play.s.account.carried.tokens == 20
+
+
+def test_stale_push_trains_on(play: Play) -> None:
+    """A seq that the master has closed is dropped; its progress is carried."""
+    play.begin()
+    play.step()
+    want = play.want_push()
+    play.send(want)
+    play.do(play.core.on_error(play.asks[Channel.SYNC], StalePush("expected a seq above 9"), 1.0))
+    assert isinstance(play.send(want), TrainOn)
+    assert play.s.account.carried.tokens == 10
+
+
+def test_a_slot_that_is_long_in_coming_holds_nobody_up(play: Play) -> None:
+    """A slave that does not answer costs the asker a second: it trains on, and freezes when the grant is there."""
+    play.begin()
+    play.step(4)
+    want = play.want_push()
+    assert isinstance(play.send(want), AskAgain)
+    play.now += 1.0
+    told = play.send(want)
+    assert isinstance(told, TrainOn) and told.steps == 1
+    play.step(3)
+    assert isinstance(play.send(play.want_push()), TrainOn), "the question at the master is the same: no second stand"
+    play.reply(grant())
+    play.step(1)
+    assert isinstance(play.send(play.want_push()), PushNow)
+    assert play.s.account.frozen.inner_steps == 8
+    play.send(PushMoved(1, next(play.number), 2, True, "", 1))
+    assert play.asked(PushFinished).inner_steps == 8
+
+
+def test_a_grant_that_comes_while_it_trains_is_taken_at_the_next_look(play: Play) -> None:
+    """What is trained until then goes with the push."""
+    play.begin()
+    play.step(1)
+    want = play.want_push()
+    play.send(want)
+    play.now += 1.0
+    assert isinstance(play.send(want), TrainOn)
+    play.reply(grant())
+    play.step(5)
+    assert isinstance(play.send(play.want_push()), PushNow)
+    assert play.s.account.frozen.inner_steps == 6
+
+
+def test_a_push_dropped_while_it_is_opened_is_asked_for_again_soon(play: Play) -> None:
+    """A slave was lost: the first boundary after a second asks anew, not after another H; none before stands still."""
+    play.begin()
+    play.step(1)
+    want = play.want_push()
+    play.send(want)
+    play.reply(Dropped("ps1 was lost"))
+    assert play.send(want) == TrainOn("ps1 was lost", 1, 0.0)
+    play.step(1)
+    assert play.send(play.want_push()) == TrainOn("ps1 was lost", 1, 0.0)
+    play.now += 1.0
+    play.step(1)
+    assert play.push_until_granted().seq == 3
+    assert play.s.account.frozen.inner_steps == 3
+
+
+def test_what_an_older_push_moved_is_not_taken_for_the_present_one(play: Play) -> None:
+    """A report under an old seq commits nothing, and gives nothing back."""
+    play.begin()
+    play.step(2)
+    verdict = play.push_until_granted()
+    asked = play.asks[Channel.SYNC]
+    for ok in (True, False):
+        assert play.send(PushMoved(1, next(play.number), verdict.seq - 1, ok, "", 100)) == verdict
+    assert play.s.account.frozen.tokens == 20 and play.asks[Channel.SYNC] is asked
+
+
+def test_the_incarnation_is_saved_before_a_push_can_be_settled(play: Play) -> None:
+    """What the next agent reports as missing is never too little: it is on disk before FinishPush leaves."""
+    play.begin()
+    play.step(2)
+    verdict = play.push_until_granted()
+    _, actions = play.core.on_message(PushMoved(1, next(play.number), verdict.seq, True, "", 100), play.now)
+    kinds = [type(action) for action in actions]
+    assert kinds.index(SaveIncarnation) < kinds.index(AskMaster)
+    assert actions[kinds.index(SaveIncarnation)] == SaveIncarnation(PastIncarnation(1, 20))

@@ -1,0 +1,60 @@
+"""What the trainer reports of its steps, and where its time goes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dips.client.ipc.messages import LossReported, PullMoved, PushMoved, Stepped
+from dips.protocol.effects import Committed
+from dips.protocol.enums import OutcomeKind
+from dips.protocol.events import PushFinished, RoundAwaited
+from tests.unit.client.agent.play import Play, outcome
+
+
+@pytest.fixture
+def play() -> Play:
+    return Play()
+
+
+def test_time_is_counted_by_cause(play: Play) -> None:
+    """Slot, push, window, update and pull are told apart; a trainer that died is the cluster's own failure."""
+    play.begin()
+    begun = play.now
+    play.step(4)
+    play.now += 10
+    verdict = play.push_until_granted()  # at once
+    play.now += 3
+    moved = PushMoved(play.s.trainer.attempt, next(play.number), verdict.seq, True, "", 100)
+    play.send(moved)
+    play.reply(Committed())
+    play.asked(RoundAwaited)
+    play.now += 5
+    play.reply(replace(outcome(OutcomeKind.ACCEPTED), update_s=2.0))
+    verdict = play.send(moved)
+    play.now += 4
+    play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 9))
+    play.now += 7
+    play.do(play.core.on_trainer_gone("killed", play.now))
+    play.now += 6
+    spent = play.s.tally.spent(play.now)
+    told = {cause: seconds for cause, seconds in spent.items() if seconds and cause not in ("start", "join")}
+    assert told == {"inner": 17, "push": 3, "window": 3, "update": 2, "pull": 4, "failure": 6}
+    assert sum(told.values()) == play.now - begun
+    assert play.s.tally.moved == {"push": 100, "pull": 100 + 9}
+
+
+def test_a_pipelines_loss_comes_from_another_rank(play: Play) -> None:
+    """Rank 0 tells steps without one; what it heard at the look is the loss of the push that follows."""
+    play.begin()
+    for _ in range(2):
+        play.send(Stepped(1, 10, None))
+    assert play.send(LossReported(1, 5.0, 2)) is None
+    assert play.s.trainer.loss == 2.5
+    verdict = play.push_until_granted()
+    play.send(PushMoved(1, next(play.number), verdict.seq, True, "", 100))
+    finished = play.asked(PushFinished)
+    assert (finished.loss, finished.tokens, finished.inner_steps) == (2.5, 20, 2)
+    assert play.send(LossReported(1, 0.0, 0, finite=False)) is None
+    assert [kind for kind, _ in play.marks].count("loss_not_finite") == 1

@@ -1,0 +1,69 @@
+"""Messages between the agent and rank 0 survive the socket, and nothing else passes for one."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import msgpack
+import pytest
+
+from dips.client.ipc import encoding
+from dips.client.ipc.messages import AskAgain, Attach, LossReported, Message, PullNow, Stepped
+from dips.errors import LocalProtocolError, RemoteProtocolError
+from dips.ids import VersionId
+from dips.protocol.effects import Grant, SlaveAddress
+
+GRANT = Grant(VersionId(3, 4), (SlaveAddress("ps0", 2, ("127.0.0.1:1",), (0, 2)),), ((0,), (0,)), 60.0)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        PullNow(1, 2, GRANT, 0.5),
+        Stepped(1, 4096, None),
+        Stepped(1, 4096, 2.5),
+        LossReported(1, 7.5, 3),
+        AskAgain("äöü"),
+        Attach(1, 0, "9", "{}", 1, 2),
+    ],
+)
+def test_a_message_comes_back_equal(message: Message) -> None:
+    """What was encoded is decoded to an equal message, nested grants included."""
+    wire = encoding.encode(message)
+    assert encoding.body_length(wire[:4]) == len(wire) - 4
+    assert encoding.decode(wire[4:]) == message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xc1",
+        msgpack.packb(7),
+        msgpack.packb({"reason": "no kind"}),
+        msgpack.packb({"kind": "Exit"}),
+        msgpack.packb({"kind": "AskAgain"}),
+        msgpack.packb({"kind": "AskAgain", "reason": 7}),
+        msgpack.packb({"kind": "AskAgain", "reason": "", "more": 1}),
+        msgpack.packb({"kind": "Detach", "attempt": True}),
+        encoding.encode(PullNow(1, 2, GRANT, 0.5))[4:].replace(b"fp32", b"fp31"),
+    ],
+)
+def test_anything_else_is_refused(body: bytes) -> None:
+    """Foreign bytes, unknown kinds, missing, excess and mistyped fields raise RemoteProtocolError."""
+    with pytest.raises(RemoteProtocolError):
+        encoding.decode(body)
+
+
+def test_length_is_bounded_both_ways() -> None:
+    """A message above 1 MiB is neither sent nor believed."""
+    with pytest.raises(RemoteProtocolError, match="claims"):
+        encoding.body_length(encoding.LENGTH.pack(encoding.MOST_BYTES + 1))
+    with pytest.raises(LocalProtocolError, match="Attach takes"):
+        encoding.encode(Attach(1, 0, "9", "x" * encoding.MOST_BYTES, 1, 1))
+
+
+def test_every_message_is_in_the_table() -> None:
+    """Names are unique, and every message has only fields that the codec can read."""
+    assert len(encoding.MESSAGES) == 26
+    for cls in encoding.MESSAGES.values():
+        assert all(f.name != "kind" for f in fields(cls))

@@ -1,0 +1,330 @@
+"""Which forward reads what, who else is served, and what is refused: `install: lazy` on one rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dips.client.parallel import LazyMemory, lay_out, lazy
+from dips.client.parallel.read_groups import find_read_groups
+from dips.client.rank.collectives import JobCollectives
+from dips.errors import ConfigError, LocalProtocolError
+
+
+class Layer(nn.Module):
+    """Reads a weight of a module that it does not call, as nn.MultiheadAttention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.beside = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.inner(x), self.beside.weight, self.beside.bias)
+
+
+class Model(nn.Module):
+    """Parameters of its own, a list of layers, an output that is tied to the embedding."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.embed = nn.Embedding(7, 4)
+        self.layers = nn.ModuleList([Layer() for _ in range(3)])
+        self.outputs = nn.ModuleDict({"words": nn.Linear(4, 7, bias=False)})
+        self.outputs["words"].weight = self.embed.weight
+        self.to(dtype)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        return self.outputs["words"](x)
+
+
+class Peeping(Model):
+    """Reads a layer's weight without calling it or anything in it."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + (self.layers[2].beside.weight ** 2).sum()
+
+
+TOKENS = torch.arange(6).reshape(1, 6)
+
+
+def laid(model: nn.Module) -> LazyMemory:
+    collectives = JobCollectives()
+    layout = lay_out(model, collectives)
+    return LazyMemory(layout.adapter, layout.held, layout.plan, collectives)
+
+
+def land(memory: LazyMemory, number: float) -> None:
+    """A version all of whose elements are `number` lies in host memory."""
+    memory.finish_install()
+    for piece in memory.pieces:
+        piece.array[:] = number
+    memory.scatter_pieces()
+    memory.install_shard()
+
+
+def at(model: nn.Module, number: float) -> set[str]:
+    return {name for name, p in model.named_parameters() if bool((p == number).all())}
+
+
+def test_a_read_group_is_what_is_read_together() -> None:
+    """The rest of the model, each layer, and what is tied in both places where it stands."""
+    model = Model()
+    found = find_read_groups(model, {p: name for name, p in model.named_parameters()})
+    layers = [
+        {f"layers.{i}.{part}.{kind}" for part in ("inner", "beside") for kind in ("weight", "bias")} for i in range(3)
+    ]
+    assert [set(group.reads) for group in found] == [{"scale", "embed.weight"}, *layers, {"embed.weight"}]
+    assert model.layers[1].beside in found[2].modules and model.embed in found[0].modules
+
+
+def test_frozen_parameters_are_in_no_read_group() -> None:
+    """What is not pulled is not installed."""
+    model = Model()
+    model.layers.requires_grad_(False)
+    memory = laid(model)
+    land(memory, 2.0)
+    model(TOKENS)
+    assert at(model, 2.0) == {"scale", "embed.weight"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_layer_is_written_when_the_forward_comes_to_it(dtype: torch.dtype) -> None:
+    """Before its first module computes, all of it, and nothing of the layers behind it."""
+    model = Model(dtype)
+    memory = laid(model)
+    seen: dict[str, set[str]] = {}
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(lambda _, __, name=name: seen.update({name: at(model, 0.5)}))
+    land(memory, 0.5)
+    assert at(model, 0.5) == set()
+    model(TOKENS)
+    names = {name for name, _ in model.named_parameters()}
+    assert seen["embed"] == {"scale", "embed.weight"}
+    assert seen["layers.0"] == seen["embed"] | {n for n in names if n.startswith("layers.0.")}
+    assert seen["layers.1"] == names - {n for n in names if n.startswith("layers.2.")}
+    assert seen["outputs.words"] == at(model, 0.5) == names
+    seen.clear()
+    memory.on_inner_step()
+    assert memory._handles == [] and memory._pending == {}
+
+
+class Queue:
+    """A device whose copies come when somebody waits for them, in order: what a stream of its own is."""
+
+    accelerated = True
+
+    def __init__(self) -> None:
+        self.asked: list[Callable[[], Any]] = []
+        self.waits: list[tuple[int, bool]] = []
+        self._done = 0
+
+    def background_copies(self) -> Any:
+        return nullcontext()
+
+    def ordered_copies(self) -> Any:
+        return nullcontext()
+
+    def record_event(self) -> Any:
+        return [len(self.asked)]
+
+    def wait_for_event(self, event: list[int], *, all_streams: bool) -> None:
+        self.waits.append((event[0], all_streams))
+        self._arrive(event[0])
+
+    def synchronize(self) -> None:
+        self._arrive(len(self.asked))
+
+    def _arrive(self, end: int) -> None:
+        for copy_it in self.asked[self._done : end]:
+            copy_it()
+        self._done = max(self._done, end)
+
+
+@torch.no_grad()
+def test_a_read_group_waits_for_its_own_copies_and_for_no_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are asked for when the version has landed; each forward finds its own arrived, in the order of the calls."""
+    model, queue = Model(), Queue()
+    memory = laid(model)
+    monkeypatch.setattr(lazy, "_write_pulled", lambda one: queue.asked.append(lambda: one.view.copy_(one.host)))
+    monkeypatch.setattr(memory, "_device", queue)
+    land(memory, 0.5)
+    assert len(queue.asked) == 2 + 3 * 4 and at(model, 0.5) == set()
+    ends: list[int] = []
+    for module in (model.embed, *model.layers, model.outputs["words"]):
+        module.register_forward_pre_hook(lambda *_: ends.append(len(at(model, 0.5))))
+    model(TOKENS)
+    assert queue.waits == [(2, False), (6, False), (10, False), (14, False)]
+    assert ends == [2, 6, 10, 14, 14]
+    land(memory, 0.75)
+    model.layers[0](torch.zeros(1, 4))
+    memory.finish_install()  # before the next transfer writes into the host memory
+    assert len(at(model, 0.75)) == 14 and queue.waits[-1] == (28, True)
+
+
+def test_a_module_called_by_itself_installs_all_of_its_read_group() -> None:
+    """A model whose forward calls the parts of its layers, not the layers."""
+    model = Model()
+    memory = laid(model)
+    land(memory, 3.0)
+    model.layers[1].inner(torch.zeros(1, 4))
+    assert at(model, 3.0) == {n for n, _ in model.named_parameters() if n.startswith("layers.1.")}
+    model.outputs["words"](torch.zeros(1, 4))
+    assert "embed.weight" in at(model, 3.0) and "scale" not in at(model, 3.0)
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        lambda model, memory: model.state_dict(),
+        lambda model, memory: model.layers[0].state_dict(),
+        lambda model, memory: memory.gather_pieces(),
+        lambda model, memory: memory.finish_install(),
+    ],
+)
+def test_whoever_reads_otherwise_has_all_of_it(reader: Any) -> None:
+    """A checkpoint, of the model or of a part; a push; who asks for it."""
+    model = Model()
+    memory = laid(model)
+    land(memory, 3.0)
+    reader(model, memory)
+    assert at(model, 3.0) == {name for name, _ in model.named_parameters()}
+    assert not any(m._forward_pre_hooks or m._state_dict_pre_hooks for m in model.modules())
+
+
+def test_what_a_checkpoint_brings_is_not_written_over() -> None:
+    """Loaded after a pull: what was left of the pull comes before it."""
+    model = Model()
+    memory = laid(model)
+    other = {name: torch.full_like(p, 9.0) for name, p in model.state_dict().items()}
+    land(memory, 3.0)
+    model.load_state_dict(other)
+    model(TOKENS)
+    memory.finish_install()
+    assert at(model, 9.0) == {name for name, _ in model.named_parameters()}
+
+
+def test_an_optimizer_finds_all_of_it() -> None:
+    """What no forward came to is installed before the step; another model's optimizer is none of its business."""
+    model, other = Model(), nn.Linear(2, 2)
+    memory = laid(model)
+    land(memory, 3.0)
+    torch.optim.SGD(other.parameters(), lr=1.0).step()
+    assert at(model, 3.0) == set()
+    model.embed(TOKENS).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert at(model, 3.0) == {name for name, _ in model.named_parameters()} - {"embed.weight"}
+
+
+def test_an_optimizer_with_a_closure_has_the_forward_still_before_it() -> None:
+    """LBFGS calls the model within its step: all of it is installed before."""
+    model = Model()
+    memory = laid(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    land(memory, 3.0)
+    optimizer.step(lambda: float(model(TOKENS).detach().sum()))
+    assert at(model, 3.0) == {name for name, _ in model.named_parameters()}
+
+
+def test_a_step_on_the_former_version_is_refused() -> None:
+    """Nothing of the model was called: its gradients, or what was written by hand, are of what is replaced."""
+    model = Model()
+    memory = laid(model)
+    land(memory, 3.0)
+    model.embed.forward(TOKENS).sum().backward()  # who calls this, and not the module, calls no hook
+    with pytest.raises(LocalProtocolError, match=r"no module of the model was called.*use install: whole"):
+        memory.on_inner_step()
+
+
+def test_a_parameter_that_was_read_in_passing_is_noticed() -> None:
+    """Its layer had not been called when it was read, and never is: it has a gradient of the former version."""
+    model = Peeping()
+    memory = laid(model)
+    land(memory, 3.0)
+    (model.scale * model.embed(TOKENS) + model.layers[2].beside.weight.sum()).sum().backward()
+    with pytest.raises(LocalProtocolError, match=r"layers\.2\.beside\.weight: has a gradient, and no module"):
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
+def test_an_install_that_breaks_off_leaves_a_torn_model() -> None:
+    """Two tensors of a layer, the second of which cannot be written: nobody computes with it, nobody saves it."""
+    model = Model()
+    memory = laid(model)
+    land(memory, 3.0)
+    write, count = memory._write_copy, [0]
+
+    def breaks(one: Any) -> None:
+        count[0] += 1
+        if count[0] == 2:
+            raise MemoryError("of the device")
+        write(one)
+
+    memory._write_copy = breaks
+    with pytest.raises(MemoryError):
+        model(TOKENS)
+    assert memory.torn
+    for reader in (
+        lambda: model(TOKENS),
+        model.state_dict,
+        memory.gather_pieces,
+        memory.finish_install,
+        memory.on_inner_step,
+    ):
+        with pytest.raises(LocalProtocolError, match="the model is torn"):
+            reader()
+
+
+def test_a_copy_of_the_model_takes_nothing_of_it_along() -> None:
+    """deepcopy while something is left: no host memory is copied, a call of the copy installs nothing anywhere."""
+    model = Model()
+    memory = laid(model)
+    land(memory, 3.0)
+    twin = copy.deepcopy(model)
+    twin(TOKENS)
+    assert at(model, 3.0) == set() and not memory._forward_seen
+    memory.finish_install()
+    land(memory, 4.0)
+    memory.finish_install()
+    assert at(twin, 3.0) == at(twin, 4.0) == set()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: torch.compile(Model(), backend="eager"), "break the compiled graph of a OptimizedModule"),
+        (lambda: [Model()], "not supported for a model given in parts"),
+        (lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "cannot hook into a RecursiveScriptModule"),
+    ],
+)
+def test_what_it_cannot_hook_into_is_refused(make: Any, why: str) -> None:
+    """At the start, with what to write instead."""
+    with pytest.raises(ConfigError, match=f"{why}.*: use install: whole"):
+        laid(make())
+
+
+def test_a_module_compiled_in_place_is_refused() -> None:
+    """`module.compile()` leaves the module's class as it is."""
+    model = Model()
+    model.layers[1].compile(backend="eager")
+    with pytest.raises(ConfigError, match="break the compiled graph of a Layer"):
+        laid(model)
+
+
+def test_megatron_is_refused() -> None:
+    """Its optimizer's masters are made from parameters all at once."""
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed: its adapter is NOT tested here")
+    from dips.client.parallel.megatron import MegatronAdapter
+
+    with pytest.raises(ConfigError, match="not supported for a Megatron-core model: use install: whole"):
+        MegatronAdapter([nn.Linear(2, 2)]).read_groups()

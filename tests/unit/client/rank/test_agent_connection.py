@@ -1,0 +1,213 @@
+"""The connection between hosts: only a peer with the token is admitted, and no message can be altered on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dips.client.ipc import messages
+from dips.client.ipc.address import OnAnyHost, OnThisHost, find, over_network
+from dips.client.ipc.connection import Connection
+from dips.client.ipc.messages import Noted, Stepped, TransferProgress
+from dips.client.ipc.seal import ANSWER, GREETING, PROOF, TAG, Seal, TokenClient, TokenServer
+from dips.client.rank.agent_connection import AgentConnection
+from dips.config import ClusterFile, Shared
+from dips.errors import ConfigError, Denied, RemoteProtocolError, Unavailable
+
+TOKEN = b"0123456789abcdef"
+
+
+def cluster(**keys: object) -> ClusterFile:
+    return ClusterFile(shared=Shared(run="r"), cluster="c", master="127.0.0.1:1", directory=Path("/d"), **keys)
+
+
+@pytest.mark.parametrize(
+    ("agent", "environment", "expected"),
+    [
+        (None, {}, "unix:/d/agent.sock from socket"),
+        (None, {"DIPS_AGENT": "unix:/x.sock"}, "unix:/x.sock from DIPS_AGENT"),
+        ("head:7", {}, "tcp://head:7 from agent"),
+        ("head:7", {"DIPS_AGENT": "unix:/x.sock"}, "unix:/x.sock from DIPS_AGENT"),
+        ("head:7", {"DIPS_AGENT": "tcp://other:8"}, "tcp://other:8 from DIPS_AGENT"),
+        ("$MASTER_ADDR:7", {"MASTER_ADDR": "n0"}, "tcp://n0:7 from agent"),
+        ("${MASTER_ADDR}:7", {"MASTER_ADDR": "fd00::1"}, "tcp://[fd00::1]:7 from agent"),
+    ],
+)
+def test_where_a_rank_looks(agent: str | None, environment: dict[str, str], expected: str) -> None:
+    """The variable comes before the file, and the file before the socket beside it."""
+    found = find(cluster(agent=agent), {"DIPS_AGENT_TOKEN": TOKEN.decode(), **environment})
+    assert f"{found} from {found.named_by}" == expected
+    assert TOKEN.decode() not in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("keys", "environment", "message"),
+    [
+        ({}, {"DIPS_AGENT": "head:7"}, "DIPS_AGENT: expected tcp://HOST:PORT"),
+        ({}, {"DIPS_AGENT": "tcp://head"}, "DIPS_AGENT: expected an address"),
+        ({"agent": "$MASTER_ADDR:7"}, {}, "MASTER_ADDR, which is not set"),
+        ({"agent": "head:7"}, {}, "need the job's token: set DIPS_AGENT_TOKEN"),
+        ({"agent": "head:7"}, {"DIPS_AGENT_TOKEN": "short"}, "at least 16 characters, got 5"),
+        ({"agent": "head:7", "token": Path("/nowhere")}, {}, "token: /nowhere: cannot be read"),
+    ],
+)
+def test_what_names_no_agent(keys: dict[str, object], environment: dict[str, str], message: str) -> None:
+    """The message says which key or variable is wrong."""
+    with pytest.raises(ConfigError, match=message):
+        find(cluster(**keys), environment)
+
+
+def test_the_token_may_be_a_file(tmp_path: Path) -> None:
+    """As Kubernetes mounts a secret; the newline of an editor does not count."""
+    (tmp_path / "token").write_text(TOKEN.decode() + "\n")
+    found = find(cluster(agent="head:7", token=tmp_path / "token"), {})
+    assert isinstance(found, OnAnyHost) and found.token == TOKEN
+    assert over_network(cluster(), {}) is None
+
+
+def introduced() -> tuple[Seal, Seal]:
+    host = TokenServer(TOKEN)
+    guest = TokenClient(TOKEN, host.greeting)
+    proof, ours = host.admit(guest.answer)
+    assert (len(host.greeting), len(guest.answer), len(proof)) == (GREETING, ANSWER, PROOF)
+    return ours, guest.admitted(proof)
+
+
+@pytest.mark.parametrize("harm", ["altered", "repeated", "left out", "turned round"])
+def test_a_message_that_was_tampered_with_is_refused(harm: str) -> None:
+    """The tag is over the bytes, their number and their direction."""
+    agent, rank = introduced()
+    first, second = rank.tag(b"first"), rank.tag(b"second")
+    assert len(first) == TAG
+    if harm == "repeated":
+        agent.check(b"first", first)
+    reader, words, tag = {
+        "altered": (agent, b"fisrt", first),
+        "repeated": (agent, b"first", first),
+        "left out": (agent, b"second", second),
+        "turned round": (rank, b"first", first),
+    }[harm]
+    with pytest.raises(RemoteProtocolError, match="wrong tag"):
+        reader.check(words, tag)
+
+
+def test_neither_end_believes_the_other_without_the_token() -> None:
+    """A stranger who dials and a stranger who answers learn nothing that another handshake would take."""
+    host = TokenServer(TOKEN)
+    with pytest.raises(Denied, match="dialled"):
+        host.admit(TokenClient(b"another token....", host.greeting).answer)
+    guest = TokenClient(TOKEN, host.greeting)
+    with pytest.raises(Denied, match="not this job's agent"):
+        guest.admitted(bytes(PROOF))
+    with pytest.raises(Denied):
+        TokenServer(TOKEN).admit(guest.answer)  # replayed to another connection
+    with pytest.raises(RemoteProtocolError, match="greeting"):
+        TokenClient(TOKEN, b"HTTP/1.1 400 Bad Request" + bytes(GREETING))
+
+
+class Agent:
+    """Answers Moving with Noted, in a thread with a loop of its own."""
+
+    def __init__(self) -> None:
+        self.received: list[messages.Message] = []
+        self._writers: list[asyncio.StreamWriter] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self._server = self._run(asyncio.start_server(self._serve, "127.0.0.1", 0))
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def _run(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.append(writer)
+        try:
+            rank = await Connection.admit(reader, writer, TOKEN)
+            while True:
+                self.received.append(message := await rank.read())
+                if isinstance(message, TransferProgress):
+                    await rank.write(Noted())
+        except (Denied, asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+
+        async def end() -> None:
+            self._server.close()
+            for writer in self._writers:
+                writer.close()
+            serving = asyncio.all_tasks() - {asyncio.current_task()}
+            await asyncio.gather(*serving)
+            await asyncio.sleep(0.05)  # transports close one turn later
+
+        self._run(end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@pytest.fixture(name="agent")
+def made_agent() -> Iterator[Agent]:
+    agent = Agent()
+    yield agent
+    agent.close()
+
+
+def at(port: int, token: bytes = TOKEN) -> OnAnyHost:
+    return OnAnyHost("127.0.0.1", port, token, "DIPS_AGENT")
+
+
+def test_questions_and_notices_over_tcp(agent: Agent) -> None:
+    """As over the Unix socket."""
+    connection = AgentConnection(at(agent.port), 2.0)
+    connection.send(Stepped(1, 10, None))
+    assert connection.ask(TransferProgress(1, 2, 3)) == Noted()
+    assert agent.received == [Stepped(1, 10, None), TransferProgress(1, 2, 3)]
+    connection.close()
+
+
+def test_a_rank_with_another_token_is_refused_at_once(agent: Agent) -> None:
+    """Waiting would not help it."""
+    with pytest.raises(Denied, match=r"tcp://127.0.0.1:.*same token"):
+        AgentConnection.connect_within(at(agent.port, b"another token...."), 2.0, 60.0)
+    assert agent.received == []
+
+
+def test_an_error_names_what_was_tried(tmp_path: Path) -> None:
+    """Address, who named it, what the kernel said, how long."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        with pytest.raises(Unavailable, match=rf"tcp://127.0.0.1:{port} \(from DIPS_AGENT\): .*refused.*\(tried for 0"):
+            AgentConnection.connect_within(at(port), 2.0, 0.1)
+    with pytest.raises(Unavailable, match=r"unix:.*absent \(from socket\): No such file"):
+        AgentConnection(OnThisHost(tmp_path / "absent", "socket"), 2.0)
+
+
+def test_a_silent_connection_ends_with_the_agent_or_when_it_is_closed(agent: Agent) -> None:
+    """It is how a rank of another host sees that its agent is gone."""
+    connections = [AgentConnection(at(agent.port), 2.0) for _ in range(2)]
+    ended = [threading.Event(), threading.Event()]
+    threads = [
+        threading.Thread(target=lambda k=k: (connections[k].wait_until_closed(), ended[k].set())) for k in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    connections[0].close()
+    assert ended[0].wait(10) and not ended[1].is_set()
+    agent.close()
+    assert ended[1].wait(10)
+    connections[1].close()
+    for thread in threads:
+        thread.join()

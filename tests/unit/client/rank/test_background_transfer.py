@@ -1,0 +1,81 @@
+"""What ranks agree on when they meet over a transfer: the same one on all, no failure anywhere, all of it done."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from dips.client.rank.background_transfer import ThreadedTransfer, TransferThread
+from dips.client.rank.transfer import TransferCancelled
+from dips.client.rank.transfer_types import TransferStats
+from dips.errors import UnavailableSlave
+
+SEQ = 5
+
+
+class TwoRanks:
+    """The collective of a job of two, of which the other rank always contributes the same."""
+
+    def __init__(self, seq: int = SEQ, well: bool = True, done: bool = True) -> None:
+        self._other = [seq, -seq, int(well), int(done)]
+
+    def all_min(self, numbers: Sequence[int]) -> list[int]:
+        return [min(pair) for pair in zip(numbers, self._other, strict=True)]
+
+
+def begin(ranks: TwoRanks, thread: TransferThread, ended: list[str] | None = None) -> ThreadedTransfer:
+    on_end = (lambda: ended.append("once")) if ended is not None else (lambda: None)
+    return ThreadedTransfer(thread, SEQ, 100, ranks, lambda: "", on_end)  # type: ignore[arg-type]
+
+
+def moves_until_cancelled(cancel: threading.Event) -> TransferStats:
+    assert cancel.wait(10), "it was not cancelled"
+    raise TransferCancelled("cancelled")
+
+
+@pytest.mark.parametrize("seq", [SEQ - 1, SEQ + 1])
+def test_ranks_in_different_transfers_give_up(seq: int) -> None:
+    """Another seq on another rank, lower or higher: nothing of either counts, even if both have moved all."""
+    result = begin(TwoRanks(seq), TransferThread(None)).wait(0.01)
+    assert (result.ok, result.reason, result.nbytes) == (False, "another rank failed", 100)
+
+
+def test_ranks_in_the_same_transfer_agree() -> None:
+    """The same seq, no failure, all done."""
+    ended: list[str] = []
+    result = begin(TwoRanks(), TransferThread(None), ended).poll()
+    assert result is not None and (result.ok, result.reason, ended) == (True, "", ["once"])
+
+
+def test_a_rank_that_is_done_waits_for_the_others() -> None:
+    """Nothing is installed before every rank has everything."""
+    assert begin(TwoRanks(done=False), TransferThread(None)).poll() is None
+
+
+def test_a_failure_elsewhere_cancels_this_rank() -> None:
+    """It would wait for its own bytes until its deadline otherwise."""
+    thread = TransferThread(moves_until_cancelled)
+    result = begin(TwoRanks(well=False, done=False), thread).wait(0.01)
+    assert (result.ok, result.reason, thread.done) == (False, "another rank failed", True)
+
+
+def test_the_reason_is_this_ranks_own_if_it_has_one() -> None:
+    """The first failure is reported, not the cancellation that follows it."""
+
+    def fails(_: threading.Event) -> TransferStats:
+        raise UnavailableSlave("ps1 is gone")
+
+    result = begin(TwoRanks(), TransferThread(fails)).wait(10)
+    assert (result.ok, result.reason) == (False, "UnavailableSlave: ps1 is gone")
+
+
+def test_an_unforeseen_error_is_raised_after_the_ranks_have_agreed() -> None:
+    """The other ranks have been through the same collective by then, so none of them hangs in it."""
+
+    def fails(_: threading.Event) -> TransferStats:
+        raise ZeroDivisionError("a bug")
+
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        begin(TwoRanks(), TransferThread(fails)).wait(10)

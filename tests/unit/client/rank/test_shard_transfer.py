@@ -1,0 +1,151 @@
+"""A rank's transfers over real host memory, one process and slaves that are two functions: feedback, and torn pulls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dips.client.parallel import HostMemory, StreamedMemory, lay_out
+from dips.client.rank import transfer
+from dips.client.rank.collectives import JobCollectives
+from dips.client.rank.shard_transfer import ShardTransfer, TransferRequest
+from dips.client.rank.transfer_types import TransferIdentity, TransferStats
+from dips.errors import UnavailableSlave
+from dips.ids import GENESIS, VersionId
+from dips.protocol.effects import Grant
+from dips.wire import codecs
+
+CODEC = codecs.named("int8")
+
+
+class Slaves:
+    """What pulls bring and pushes leave; `fails_at` counts the pulls of layers down to one that fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.theta: float | list[np.ndarray] = 0.0
+        self.pushed: list[np.ndarray] = []
+        self.fails_at = 0
+        monkeypatch.setattr(transfer, "push", self._push)
+        monkeypatch.setattr(transfer, "pull", self._pull)
+
+    def _push(self, grant: Grant, base: Any, pieces: Any, *, encode: Any, **_: Any) -> TransferStats:
+        bodies = [(encode(piece.range, piece.array.view(np.uint8).data), piece.length) for piece in pieces]
+        self.pushed = [CODEC.decode(body, length).copy() for body, length in bodies]
+        return TransferStats(0, 0.0, 1)
+
+    def _pull(self, grant: Grant, base: Any, pieces: Any, **_: Any) -> TransferStats:
+        self.fails_at -= 1
+        if self.fails_at == 0:
+            raise UnavailableSlave("ps1 is gone")
+        for number, piece in enumerate(pieces):
+            piece.array[:] = self.theta if isinstance(self.theta, float) else self.theta[number]
+        return TransferStats(0, 0.0, 1)
+
+
+@pytest.fixture
+def slaves(monkeypatch: pytest.MonkeyPatch) -> Slaves:
+    return Slaves(monkeypatch)
+
+
+class Rank:
+    """A rank of a job of one, under int8 pushes."""
+
+    def __init__(self, memory: type[HostMemory] = HostMemory, codec: str = "int8") -> None:
+        torch.manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+        collectives = JobCollectives()
+        layout = lay_out(self.model, collectives)
+        self.transfers = ShardTransfer(
+            memory(layout.adapter, layout.held, layout.plan, collectives), collectives, 1.0, codec
+        )
+        self._seq = 0
+
+    def request(self, version: VersionId, accepted: int, codec: str) -> TransferRequest:
+        self._seq += 1
+        base = None if codec == "fp32" else version
+        grant = Grant(version, (), ((),), 60.0, codec, base)
+        return TransferRequest(grant, TransferIdentity("r", "c", 1, self._seq, 0), lambda *_: "", accepted)
+
+    def push(self, version: VersionId, accepted: int = 0) -> int:
+        """Push differences to `version`; return the push's seq."""
+        assert self.transfers.begin_push(self.request(version, accepted, "int8")).wait(5).ok
+        return self._seq
+
+    def pull(self, version: VersionId, accepted: int = 0) -> None:
+        assert self.transfers.begin_pull(self.request(version, accepted, "fp32")).wait(5).ok
+        self.transfers.install_version(version)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        for p in self.model.parameters():
+            p.add_(torch.randn_like(p) * 1e-2)
+
+    def owed(self) -> np.ndarray:
+        return self.transfers.feedback_state()["owed"].numpy().copy()
+
+
+V1, V2 = VersionId(1, 1), VersionId(2, 2)
+
+
+@pytest.fixture
+def indebted(slaves: Slaves) -> Rank:
+    """A rank whose first push was accepted and whose second is out: it owes what the first one rounded away."""
+    rank = Rank()
+    rank.pull(GENESIS)
+    rank.train()
+    first = rank.push(GENESIS)
+    rank.pull(V1, accepted=first)
+    assert rank.owed().any(), "the pull settled the first push"
+    rank.train()
+    rank.push(V1, accepted=first)
+    return rank
+
+
+def test_an_accepted_push_is_settled_by_the_next_pull(indebted: Rank) -> None:
+    """What it carried of the debt is paid, what it rounded away is the new debt."""
+    before = indebted.owed()
+    indebted.pull(V2, accepted=indebted._seq)
+    assert indebted.owed().any() and not np.array_equal(indebted.owed(), before)
+
+
+def test_an_accepted_push_is_settled_by_the_next_push(indebted: Rank, slaves: Slaves) -> None:
+    """Its pull failed, so the model still holds what was rounded away: the next push carries the difference alone."""
+    indebted.push(V1, accepted=indebted._seq)
+    assert not indebted.owed().any()
+
+
+@pytest.mark.parametrize("outcome", ["skipped", "gated"])
+def test_a_push_that_was_not_accepted_changes_nothing_that_is_owed(
+    indebted: Rank, slaves: Slaves, outcome: str
+) -> None:
+    """Skipped: the same push again is bit for bit the same. Gated: the debt outlives the pull."""
+    before, carried = indebted.owed(), slaves.pushed
+    if outcome == "skipped":
+        indebted.push(V1, accepted=1)
+        assert all(map(np.array_equal, slaves.pushed, carried))
+    else:
+        indebted.pull(V2, accepted=1)
+    assert np.array_equal(indebted.owed(), before)
+
+
+def test_a_lossy_push_without_its_base_fails(slaves: Slaves) -> None:
+    """Differences to a version that is not held here would be differences to nothing."""
+    rank = Rank()
+    result = rank.transfers.begin_push(rank.request(V1, 0, "int8")).wait(5)
+    assert not result.ok and "differences to v1@r1, not held here" in result.reason
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_a_streamed_pull_is_torn_once_a_layer_was_installed(slaves: Slaves, fails_at: int) -> None:
+    """Failed at the first layer it left the model alone; at the second it left a model of two versions."""
+    rank = Rank(StreamedMemory, codec="fp32")
+    before = [p.detach().clone() for p in rank.model.parameters()]
+    slaves.theta, slaves.fails_at = 7.0, fails_at
+    result = rank.transfers.begin_pull(rank.request(V1, 0, "fp32")).wait(5)
+    assert (result.ok, result.torn) == (False, fails_at == 2)
+    untouched = [torch.equal(p, q) for p, q in zip(rank.model.parameters(), before, strict=True)]
+    assert untouched == ([True] * 4 if fails_at == 1 else [False, False, True, True])

@@ -1,0 +1,194 @@
+"""A shard between a data flow and a disk that remember what they were told; orders are given by their bodies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dips.errors import (
+    RemoteProtocolError,
+)
+from dips.ids import GENESIS, PullId, PushId, VersionId
+from dips.outer import twins
+from dips.outer.kernel_pool import KernelPool
+from dips.outer.versions import Versions
+from dips.protocol.effects import (
+    Apply,
+    Fold,
+    Hold,
+    LoadVersion,
+    Measure,
+    OpenPush,
+    Order,
+    OrderBody,
+    Persist,
+    Registered,
+)
+from dips.protocol.events import Answer, Done
+from dips.protocol.heartbeats import Transfer
+from dips.protocol.manifest import Manifest
+from dips.slave.ports import Arrays, FlowEvents
+from dips.slave.shard import Shard
+from dips.slave.shard_registration import Followed
+
+MANIFEST = Manifest.from_shapes([("a.0.w", (2, 3)), ("b.w", (4,)), ("c.w", (1,))])
+P1, P2, P3 = (PushId("x", 1, seq) for seq in (1, 2, 3))
+PULL = PullId("x", 1, 1)
+V1 = VersionId(1, 1)
+
+
+@dataclass
+class RecordingFlow:
+    """Remembers what it was told; bytes appear when the test writes them into `pushes`."""
+
+    pushes: dict[PushId, Arrays] = field(default_factory=dict)
+    codecs: dict[PushId, str] = field(default_factory=dict)
+    pulls: dict[PullId, Arrays] = field(default_factory=dict)
+    closing: list[PullId] = field(default_factory=list)
+    moving: list[PullId] = field(default_factory=list)
+    places: dict[PushId, tuple[int, ...]] = field(default_factory=dict)
+    lives: list[int] = field(default_factory=list)
+    broken: bool = False
+
+    def start(self, sinc: int, events: FlowEvents) -> None:
+        self.lives.append(sinc)
+
+    def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str) -> None:
+        if self.broken:
+            raise RemoteProtocolError("no")
+        self.pushes[push], self.codecs[push] = buffers, codec
+
+    def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
+        self.places[push] = places
+
+    def drop_push(self, push: PushId) -> None:
+        self.pushes.pop(push, None)
+
+    def open_pull(self, pull: PullId, version: VersionId, source: Arrays, deadline_s: float) -> None:
+        if self.broken:
+            raise RemoteProtocolError("no")
+        self.pulls[pull] = source
+
+    def move_pull(self, pull: PullId, source: Arrays) -> None:
+        self.pulls[pull] = source
+        self.moving.append(pull)
+
+    def close_pull(self, pull: PullId) -> None:
+        if self.pulls.pop(pull, None) is not None:
+            self.closing.append(pull)
+
+    def transfers(self) -> tuple[Transfer, ...]:
+        return ()
+
+
+@dataclass
+class MemoryDisk:
+    """Snapshots in a dictionary; `error` is raised by the next call that touches one."""
+
+    kept: dict[VersionId, tuple[dict[int, bytes], dict[int, bytes]]] = field(default_factory=dict)
+    error: Exception | None = None
+    full: bool = False
+    reserved: dict[VersionId, int] = field(default_factory=dict)
+    writes: int = 0
+
+    def complete(self) -> tuple[VersionId, ...]:
+        return tuple(sorted(self.kept))
+
+    def reserve(self, version: VersionId, nbytes: int) -> None:
+        if self.full:
+            raise OSError(28, "no space left on device")
+        self.reserved[version] = nbytes
+
+    def release(self, version: VersionId) -> None:
+        self.reserved.pop(version, None)
+
+    def write(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
+        self._fail()
+        self.writes += 1
+        self.kept[version] = tuple({i: a.tobytes() for i, a in arrays.items()} for arrays in (theta, momentum))
+        return f"digest of {version}"
+
+    def read(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
+        self._fail()
+        if version == GENESIS:
+            for arrays, value in ((theta, 1.0), (momentum, 0.0)):
+                for array in arrays.values():
+                    array.fill(value)
+            return
+        for arrays, kept in zip((theta, momentum), self.kept[version], strict=True):
+            for layer, array in arrays.items():
+                array[:] = np.frombuffer(kept[layer], np.float32)
+
+    def map(self, version: VersionId) -> Arrays | None:
+        kept = self.kept.get(version)
+        return {i: np.frombuffer(raw, np.float32) for i, raw in kept[0].items()} if kept else None
+
+    def delete(self, versions: tuple[VersionId, ...]) -> None:
+        self._fail()
+        for version in versions:
+            self.kept.pop(version, None)
+
+    def _fail(self) -> None:
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+
+class ShardRig:
+    """A shard with its flow and disk, and a master's hand: `order` numbers and sends."""
+
+    def __init__(self, slots: int = 2, pinned: int = 1, disk: MemoryDisk | None = None) -> None:
+        self.flow, self.disk = RecordingFlow(), disk or MemoryDisk()
+        self.shard = Shard("s", Versions(KernelPool(twins), slots, pinned), self.disk, self.flow)
+        self.term, self.number = 1, 0
+
+    def ready(self) -> ShardRig:
+        self.welcome(LoadVersion(GENESIS))
+        assert self.shard.follow(LoadVersion(GENESIS)) is Followed.DONE
+        self.welcome(Hold())
+        assert self.shard.follow(Hold()) is Followed.SERVES
+        return self
+
+    def welcome(self, order: object, sinc: int = 7, term: int | None = None) -> None:
+        self.shard.welcome(
+            Registered(term or self.term, sinc, order, GENESIS, (0, 2), ("", ""), MANIFEST.to_json())  # type: ignore[arg-type]
+        )
+
+    def made(self, body: OrderBody, term: int | None = None, sinc: int = 7) -> Order:
+        self.number += 1
+        return Order("s", sinc, term or self.term, self.number, body, 10.0)
+
+    def order(self, body: OrderBody) -> Answer:
+        return self.shard.execute(self.made(body))
+
+    def stage(self, push: PushId, value: float) -> None:
+        """Open a push, fill it, and say so."""
+        assert self.order(OpenPush(push, (0,), 60.0)) == Done()
+        for array in self.flow.pushes[push].values():
+            array.fill(value)
+        self.shard.transfers.staged(push, 28)
+
+    def fold(self, push: PushId, value: float, round_: int = 1, weight: float = 1.0) -> None:
+        self.stage(push, value)
+        assert self.shard.versions.memory is not None
+        self.order(Measure(round_, push, self.shard.versions.memory))
+        self.order(Fold(round_, push, weight))
+
+    def prepare(self, push: PushId = P1, round_: int = 1, persist: bool = True) -> VersionId:
+        """One push in, up to Persisted, or only to Prepared."""
+        self.fold(push, 0.5, round_)
+        assert self.shard.versions.memory is not None
+        version = VersionId(self.shard.versions.memory.version + 1, round_)
+        self.order(Apply(round_, version, 1.0, 1.0, 0.0))
+        if persist:
+            self.order(Persist(version))
+        return version
+
+    def state(self) -> tuple[object, ...]:
+        """Everything that an order could change."""
+        v = self.shard.versions
+        thetas = tuple(a.tobytes() for a in v.theta(v.memory).values()) if v.memory else ()
+        held = (v.memory, v.prepared, v.folded, v.open_pushes, tuple(v.pins.items()), tuple(v.holders()))
+        seen = (self.shard.term, self.shard.sinc, self.shard.round, self.shard.poison)
+        return (thetas, held, seen, tuple(self.flow.pushes), tuple(self.flow.pulls), tuple(self.disk.kept))

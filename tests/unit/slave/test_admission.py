@@ -1,0 +1,74 @@
+"""A HELLO is taken if it is meant for this run, slave and incarnation; a new incarnation drops all of the last."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dips.ids import PullId, PushId, VersionId
+from dips.protocol.manifest import Manifest
+from dips.slave.admission import Admission
+from dips.slave.moves import Say
+from dips.slave.receiver import Receiver
+from dips.slave.sender import Sender
+from dips.transport.pool import Transit
+from dips.wire import streams
+from dips.wire.chunks import Layout, Range
+from dips.wire.frame import BadFrame, Kind
+from dips.wire.streams import StreamName
+
+V1 = VersionId(1, 1)
+WHOLE = (Range(0, 0, 0, 4),)
+PUSHES = StreamName("demo", "push", "x", 1, 1, 0, "s", 3, 1, "")
+PULLS = StreamName("demo", "pull", "x", 1, 1, 0, "s", 3, 1, str(V1))
+
+
+def opened() -> Admission:
+    """Incarnation 3, with a push and a pull open."""
+    layout, array = Layout(Manifest.from_shapes([("a.w", (4,))]), (0,)), np.zeros(4, np.float32)
+    receiver, sender = Receiver(1, 4096, Transit(1 << 20), 1, 10.0), Sender(4096, 10.0, lambda: 0.0)
+    receiver.use(layout)
+    sender.use(layout)
+    admission = Admission("demo", "s", receiver, sender)
+    admission.start(3)
+    receiver.open(PushId("x", 1, 1), (0,), {0: array}, 60.0, 0.0)
+    sender.open(PullId("x", 1, 1), V1, {0: array}, 60.0, 0.0)
+    return admission
+
+
+def answer(admission: Admission, name: StreamName) -> str:
+    """WELCOME, or the code of the ERROR."""
+    say = admission.hello(0, b"p", name.id, name, WHOLE, 0.0)[0]
+    assert isinstance(say, Say)
+    return streams.decode_error(say.body).code if say.kind is Kind.ERROR else say.kind.name
+
+
+@pytest.mark.parametrize("name", [PUSHES, PULLS], ids=["push", "pull"])
+def test_a_stream_is_for_one_slave_in_one_incarnation(name: StreamName) -> None:
+    """Yesterday's rank, tomorrow's rank, and one that has the wrong address."""
+    admission = opened()
+    assert answer(admission, replace(name, slave="t")) == "invalid"
+    assert answer(admission, replace(name, sinc=2)) == "stale_incarnation"
+    assert answer(admission, replace(name, sinc=4)) == "stale_incarnation"
+    assert answer(admission, name) == "WELCOME"
+
+
+@pytest.mark.parametrize("name", [PUSHES, PULLS], ids=["push", "pull"])
+def test_a_new_incarnation_drops_what_was_open_and_the_same_one_does_not(name: StreamName) -> None:
+    """A slave that registers again under its incarnation goes on; under another, nothing of the last one is served."""
+    admission = opened()
+    admission.start(3)
+    assert answer(admission, name) == "WELCOME"
+    admission.start(4)
+    assert answer(admission, replace(name, sinc=4, epoch=2)) == "stale_push"
+
+
+def test_a_hello_under_another_number_or_of_another_run_is_no_message() -> None:
+    """The header's number is the name's, or chunks would be counted to another stream."""
+    admission = opened()
+    for name, stream in ((PUSHES, PULLS.id), (replace(PUSHES, run="other"), replace(PUSHES, run="other").id)):
+        with pytest.raises(BadFrame) as refused:
+            admission.hello(0, b"p", stream, name, WHOLE, 0.0)
+        assert refused.value.reason == "message"

@@ -1,0 +1,166 @@
+"""What waits and what runs beside what, from an order's arrival to its answer; and reports, told until heard."""
+
+from __future__ import annotations
+
+from math import inf
+from random import Random
+
+import pytest
+
+from dips.errors import Busy, FailedDisk, RemoteProtocolError, StaleIncarnation, StalePush, UnavailableMaster
+from dips.ids import PushId, VersionId
+from dips.protocol.effects import DropPush, OpenPush, Order, OrderBody, Persist
+from dips.protocol.events import Done, Persisted, PushRefused, PushStaged
+from dips.slave.actions import (
+    AnswerOrder,
+    BeginPersist,
+    CallMaster,
+    EndPersist,
+    EndSlave,
+    ExecuteOrder,
+    SlaveAction,
+    WriteLog,
+    WriteSnapshot,
+)
+from dips.slave.open_transfers import RefusedReport, StagedReport
+from dips.slave.order_desk import OrderDesk
+from dips.slave.reports import ReportQueue
+from dips.slave.standing import SlaveTiming
+
+TIMING = SlaveTiming(2.0, call_s=10.0, backoff_s=(0.2, 5.0), busy_retry_s=0.5)
+P1, P2 = PushId("x", 1, 1), PushId("x", 1, 2)
+V1 = VersionId(1, 1)
+FULL = Busy("all slots are in use")
+
+
+def order(number: int, body: OrderBody, deadline_s: float = 10.0) -> Order:
+    return Order("s", 1, 1, number, body, deadline_s)
+
+
+def work_of(actions: list[SlaveAction]) -> list[SlaveAction]:
+    return [action for action in actions if not isinstance(action, WriteLog)]
+
+
+def write() -> str:
+    return "d1ge57"
+
+
+# ---- orders --------------------------------------------------------------------------------------------------------
+
+
+def test_a_busy_order_is_tried_again_until_shortly_before_its_deadline_and_holds_up_no_other() -> None:
+    """Of 10 s, 8 are for trying; a DropPush behind it, which may free its slot, is carried out meanwhile."""
+    desk = OrderDesk(TIMING)
+    opening, dropping = order(1, OpenPush(P1, (0,), 60.0)), order(2, DropPush(P2, "over"))
+    assert desk.take(1, opening, 0.0) == [ExecuteOrder(1, opening)]
+    assert desk.on_executed(1, FULL, 0.1) == []
+    assert desk.take(2, dropping, 0.2) == [ExecuteOrder(2, dropping)]
+    assert desk.on_executed(2, Done(), 0.3) == [AnswerOrder(2, Done())]
+    assert desk.next_deadline() == 0.6
+    assert desk.tick(0.5) == []
+    assert desk.tick(0.6) == [ExecuteOrder(1, opening)]
+    assert desk.tick(0.7) == []
+    assert work_of(desk.on_executed(1, FULL, 7.6)) == [AnswerOrder(1, FULL)]
+    assert desk.next_deadline() == inf
+
+
+def test_an_error_is_the_answer() -> None:
+    """Other errors are not tried again: whoever gave the order learns their class."""
+    desk, error = OrderDesk(TIMING), StaleIncarnation("this is 2")
+    desk.take(1, order(1, OpenPush(P1, (0,), 60.0)), 0.0)
+    answered, told = desk.on_executed(1, error, 0.1)
+    assert answered == AnswerOrder(1, error)
+    assert isinstance(told, WriteLog)
+    assert told.fields["error"] == "StaleIncarnation"
+
+
+def test_an_order_whose_giver_hung_up_is_not_tried_again() -> None:
+    """What is being carried out goes on: its answer is remembered for the repetition."""
+    desk = OrderDesk(TIMING)
+    desk.take(1, order(1, OpenPush(P1, (0,), 60.0)), 0.0)
+    desk.drop(1)
+    assert desk.on_executed(1, FULL, 0.1) == []
+    desk.drop(1)
+    assert desk.tick(9.0) == []
+    desk.drop(1)
+
+
+def test_snapshots_are_written_one_after_another_beside_other_orders() -> None:
+    """A repeated Persist waits for the first one, and then finds it done."""
+    desk = OrderDesk(TIMING)
+    persist, opening = order(1, Persist(V1)), order(2, OpenPush(P1, (0,), 60.0))
+    assert desk.take(1, persist, 0.0) == [BeginPersist(1, persist)]
+    assert desk.take(2, persist, 0.0) == []
+    assert desk.on_persist_begun(1, write, 0.1) == [WriteSnapshot(1, persist, write)]
+    assert desk.take(3, opening, 0.2) == [ExecuteOrder(3, opening)]
+    (ending,) = desk.on_written(1, "d1ge57")
+    assert ending == EndPersist(1, persist, "d1ge57", None)
+    assert isinstance(ending, EndPersist)
+    persisted = Persisted(V1, "d1ge57")
+    assert desk.on_persist_ended(ending, persisted, 9.0) == [AnswerOrder(1, persisted), BeginPersist(2, persist)]
+    assert desk.on_persist_begun(2, persisted, 9.1) == [AnswerOrder(2, persisted)]
+
+
+def test_a_writer_that_fails_is_ended_before_its_error_is_told() -> None:
+    """The shard must know that its θ may be taken again; the next snapshot has its turn."""
+    desk, full = OrderDesk(TIMING), FailedDisk("no room")
+    first, second = order(1, Persist(V1)), order(2, Persist(V1))
+    desk.take(1, first, 0.0)
+    desk.take(2, second, 0.0)
+    desk.on_persist_begun(1, write, 0.1)
+    (ending,) = desk.on_written(1, full)
+    assert ending == EndPersist(1, first, None, full)
+    assert isinstance(ending, EndPersist)
+    assert work_of(desk.on_persist_ended(ending, None, 0.2)) == [AnswerOrder(1, full), BeginPersist(2, second)]
+
+
+# ---- reports -------------------------------------------------------------------------------------------------------
+
+
+class FullPauses(Random):
+    """Every pause has its full length."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return b
+
+
+def queue() -> ReportQueue:
+    return ReportQueue("s", TIMING, lambda: 7, FullPauses())
+
+
+def test_reports_are_told_one_after_another_until_heard() -> None:
+    """The first is repeated with backoff while the master is away; the second waits behind it."""
+    reports = queue()
+    staged, refused = PushStaged("s", 7, P1, 12), PushRefused("s", 7, P2, "it stalled")
+    assert reports.add([StagedReport(P1, 12), RefusedReport(P2, "it stalled")]) == [CallMaster(staged, 10.0)]
+    assert reports.on_reply(UnavailableMaster("away"), 1.0) == []
+    assert reports.next_deadline() == 1.2
+    assert reports.tick(1.2) == [CallMaster(staged, 10.0)]
+    assert reports.tick(1.3) == []
+    assert reports.on_reply(Busy("later"), 2.0) == []
+    assert reports.next_deadline() == 2.4
+    reports.tick(2.4)
+    assert reports.on_reply(None, 2.5) == [CallMaster(refused, 10.0)]
+    assert reports.on_reply(None, 2.6) == []
+    assert reports.next_deadline() == inf
+
+
+def test_a_master_that_knows_better_is_not_told_again() -> None:
+    """Stale: it hears the truth with the next Register. What no waiting mends ends the slave."""
+    reports, wrong = queue(), RemoteProtocolError("no such push")
+    reports.add([StagedReport(P1, 12)])
+    assert work_of(reports.on_reply(StalePush("over"), 0.1)) == []
+    assert reports.add([StagedReport(P2, 12)]) == [CallMaster(PushStaged("s", 7, P2, 12), 10.0)]
+    assert reports.on_reply(wrong, 0.2) == [EndSlave(wrong)]
+
+
+@pytest.mark.parametrize("busy_s", [0.1, 3.0])
+def test_next_deadline_is_the_earliest_of_all_waiting_orders(busy_s: float) -> None:
+    """Two orders that wait are tried again each at its time."""
+    desk = OrderDesk(SlaveTiming(2.0, busy_retry_s=busy_s))
+    for ticket, now in ((1, 0.0), (2, 1.0)):
+        desk.take(ticket, order(ticket, OpenPush(P1, (0,), 60.0)), now)
+        desk.on_executed(ticket, FULL, now)
+    assert desk.next_deadline() == busy_s
+    assert [a.ticket for a in desk.tick(busy_s) if isinstance(a, ExecuteOrder)] == [1]
+    assert desk.next_deadline() == 1.0 + busy_s

@@ -1,0 +1,220 @@
+"""When a slave registers, and what each answer means: the pure core, with time as an argument."""
+
+from __future__ import annotations
+
+from math import inf
+from random import Random
+
+import pytest
+
+from dips.errors import Busy, ConfigError, LocalProtocolError, StaleTerm, UnavailableMaster
+from dips.ids import GENESIS, PushId
+from dips.protocol.effects import Hold, LoadVersion, Registered, RegisterLater, SlaveOrder
+from dips.protocol.events import SlaveRegistered
+from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
+from dips.slave.actions import (
+    CallMaster,
+    DescribeShard,
+    EndSlave,
+    FollowRegistration,
+    HealTransfers,
+    SlaveAction,
+    WelcomeShard,
+    WriteLog,
+)
+from dips.slave.registration import Heartbeats, Registration, RegistrationPhase
+from dips.slave.shard_registration import Followed, Unfollowed
+from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming, Standing
+
+WHO = SlaveIdentity("run", "s", "nonce", "h:1", ("h:2",), "m:1")
+TIMING = SlaveTiming(heartbeat_s=2.0, call_s=10.0, backoff_s=(0.2, 5.0))
+SAID = SlaveRegistered(0, "s", "nonce", "run", "h:1", ("h:2",), 0, None, None, (), 2, "")
+DESCRIBE = DescribeShard(WHO)
+
+
+def registered(order: SlaveOrder, term: int = 1) -> Registered:
+    return Registered(term, 7, order, GENESIS, (0,), ("",), "{}")
+
+
+class RegistrationRig:
+    """A registration and its heartbeats, with a standing that the test sets."""
+
+    def __init__(self) -> None:
+        self.standing = Standing(7, 1, GENESIS, (), 0, 0)
+        self.registration = Registration(WHO, TIMING, lambda registered: None, Random(1))
+        self.heartbeats = Heartbeats(WHO, TIMING, self.registration, lambda: self.standing, tuple, Meters)
+
+    def answer(self, order: SlaveOrder, followed: Followed | Unfollowed, now: float) -> list[SlaveAction]:
+        """The whole way from a Register to the shard's report; what follows from it."""
+        assert self.registration.on_described(SAID, now) == [CallMaster(SAID, 10.0)]
+        (welcome,) = self.registration.on_registered(registered(order), now)
+        assert isinstance(welcome, WelcomeShard)
+        assert self.registration.on_welcomed(None, now) == [FollowRegistration(order)]
+        return work_of(self.registration.on_followed(followed, now))
+
+    def serving(self) -> RegistrationRig:
+        assert self.registration.tick(0.0) == [DESCRIBE]
+        assert self.answer(Hold(), Followed.SERVES, 0.0) == []
+        return self
+
+    def beat(self, now: float) -> SlaveHeartbeat:
+        """The heartbeat that is due now."""
+        (call,) = self.heartbeats.tick(now)
+        assert isinstance(call, CallMaster)
+        assert isinstance(call.message, SlaveHeartbeat)
+        return call.message
+
+
+def work_of(actions: list[SlaveAction]) -> list[SlaveAction]:
+    return [action for action in actions if not isinstance(action, WriteLog)]
+
+
+def test_load_is_followed_by_another_register_at_once_and_hold_by_none() -> None:
+    """Each order but Hold leads to a Register that says what is held now."""
+    slave = RegistrationRig()
+    assert slave.registration.tick(0.0) == [DESCRIBE]
+    assert slave.registration.tick(1.0) == []
+    assert slave.answer(LoadVersion(GENESIS), Followed.DONE, 1.0) == [DESCRIBE]
+    assert slave.answer(Hold(), Followed.SERVES, 2.0) == []
+    assert slave.registration.phase is RegistrationPhase.SERVING
+    assert slave.registration.next_deadline() == inf
+
+
+def test_wait_is_obeyed_to_the_second_and_a_failed_order_waits_the_longest_pause() -> None:
+    """A master that restores says when to ask again; a snapshot that cannot be loaded is no reason to hurry."""
+    slave = RegistrationRig()
+    slave.registration.tick(0.0)
+    assert slave.answer(RegisterLater(3.0, "restoring"), Followed.WAITS, 1.0) == []
+    assert slave.registration.next_deadline() == 4.0
+    assert slave.registration.tick(4.0) == [DESCRIBE]
+    assert slave.answer(LoadVersion(GENESIS), Unfollowed("its digest is wrong"), 5.0) == []
+    assert slave.registration.next_deadline() == 10.0
+
+
+@pytest.mark.parametrize("error", [UnavailableMaster("away"), Busy("full"), StaleTerm("old ledger"), OSError("disk")])
+def test_what_may_pass_is_tried_again_with_backoff(error: Exception) -> None:
+    """Pauses double from 0.2 s to 5 s, and begin anew after an answer."""
+    slave, now, pauses = RegistrationRig(), 0.0, []
+    for _ in range(7):
+        assert slave.registration.tick(now) == [DESCRIBE]
+        slave.registration.on_described(SAID, now)
+        assert work_of(slave.registration.on_registered(error, now)) == []
+        pauses.append(slave.registration.next_deadline() - now)
+        now = slave.registration.next_deadline()
+    full_s = [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    assert all(full / 2 <= pause <= full for pause, full in zip(pauses, full_s, strict=True))
+    slave.registration.tick(now)
+    slave.answer(RegisterLater(1.0, "not yet"), Followed.WAITS, now)
+    slave.registration.tick(now + 1.0)
+    slave.registration.on_described(error, now + 1.0)
+    assert now + 1.1 <= slave.registration.next_deadline() <= now + 1.2
+
+
+@pytest.mark.parametrize("error", [ConfigError("no such slave"), LocalProtocolError("our bug")])
+def test_a_refusal_for_good_ends_the_slave(error: Exception) -> None:
+    """Whether the master or the slave's own memory says so."""
+    slave = RegistrationRig()
+    slave.registration.tick(0.0)
+    slave.registration.on_described(SAID, 0.0)
+    assert slave.registration.on_registered(error, 0.0) == [EndSlave(error)]
+    assert slave.registration.on_welcomed(error, 0.0) == [EndSlave(error)]
+
+
+def test_the_answer_of_an_old_master_is_not_followed() -> None:
+    """The shard has seen a later term: the order in the answer is forgotten, and the slave asks again."""
+    slave = RegistrationRig()
+    slave.registration.tick(0.0)
+    slave.registration.on_described(SAID, 0.0)
+    slave.registration.on_registered(registered(LoadVersion(GENESIS), term=1), 0.0)
+    assert work_of(slave.registration.on_welcomed(StaleTerm("term 2 was seen"), 0.0)) == []
+    assert slave.registration.phase is RegistrationPhase.PAUSED
+
+
+def test_one_heartbeat_at_a_time_every_two_seconds() -> None:
+    """The next is due two seconds after the last began, or as soon as that has ended."""
+    slave = RegistrationRig().serving()
+    assert slave.heartbeats.tick(0.0) == []
+    slave.beat(2.0)
+    assert slave.heartbeats.tick(4.0) == []
+    slave.heartbeats.on_answer(UnavailableMaster("slow"), 5.0)
+    assert slave.heartbeats.next_deadline() == 5.0
+    slave.beat(5.0)
+    slave.heartbeats.on_answer(UnavailableMaster("slow"), 5.5)
+    assert slave.heartbeats.next_deadline() == 7.0
+
+
+def test_no_heartbeat_before_the_first_incarnation() -> None:
+    """Who has no incarnation proves nothing."""
+    slave = RegistrationRig()
+    slave.standing = Standing(0, 0, None, (), 0, 0)
+    slave.heartbeats.tick(0.0)
+    assert slave.heartbeats.tick(2.0) == []
+    assert slave.heartbeats.next_deadline() == 4.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        SlaveHeartbeatAnswer(1, 8.0, True, 0, (), ()),
+        SlaveHeartbeatAnswer(2, 8.0, False, 0, (), ()),
+        StaleTerm("you are early"),
+    ],
+    ids=["register", "a later term", "stale"],
+)
+def test_a_heartbeat_can_ask_for_a_register(answer: SlaveHeartbeatAnswer | Exception) -> None:
+    """A master that does not know us as ready, a new master, and one that calls us stale."""
+    slave = RegistrationRig().serving()
+    slave.heartbeats.tick(0.0)
+    slave.beat(2.0)
+    assert work_of(slave.heartbeats.on_answer(answer, 2.1)) == [DESCRIBE]
+
+
+def test_an_answer_from_before_a_register_asks_for_no_second_one() -> None:
+    """A slave that registers again loses its open round: the heartbeat had been sent under the registration before."""
+    slave = RegistrationRig().serving()
+    slave.heartbeats.tick(0.0)
+    slave.beat(2.0)
+    assert slave.registration.request(slave.registration.number, 2.1) == [DESCRIBE]
+    late = SlaveHeartbeatAnswer(1, 8.0, True, 0, (), ())
+    assert work_of(slave.heartbeats.on_answer(late, 2.2)) == []
+    slave.answer(Hold(), Followed.SERVES, 2.3)
+    slave.beat(4.0)
+    slave.registration.request(slave.registration.number, 4.1)
+    slave.answer(Hold(), Followed.SERVES, 4.2)
+    assert work_of(slave.heartbeats.on_answer(late, 4.3)) == []
+    slave.beat(6.0)
+    assert work_of(slave.heartbeats.on_answer(late, 6.1)) == [DESCRIBE]
+
+
+def test_the_newest_list_of_what_is_live_heals_once_the_shard_has_a_turn() -> None:
+    """While the shard is busy lists replace each other; an old term or incarnation heals nothing."""
+    slave = RegistrationRig().serving()
+    slave.heartbeats.tick(0.0)
+    lists = [SlaveHeartbeatAnswer(1, 8.0, False, n, (PushId("x", 1, n),), ()) for n in range(4)]
+    slave.beat(2.0)
+    assert slave.heartbeats.on_answer(lists[0], 2.1) == [HealTransfers(lists[0])]
+    for n, now in ((1, 4.0), (2, 6.0)):
+        slave.beat(now)
+        assert slave.heartbeats.on_answer(lists[n], now) == []
+    assert slave.heartbeats.on_healed([]) == [HealTransfers(lists[2])]
+    assert slave.heartbeats.on_healed([]) == []
+    slave.beat(8.0)
+    assert slave.heartbeats.on_answer(SlaveHeartbeatAnswer(0, 8.0, False, 9, (), ()), 8.1) == []
+    slave.beat(10.0)
+    slave.standing = Standing(8, 1, GENESIS, (), 0, 0)
+    assert slave.heartbeats.on_answer(lists[3], 10.1) == []
+
+
+def test_a_silent_master_is_told_to_the_log_once_and_so_is_its_return() -> None:
+    """An hour without a master is two lines, not 1,800."""
+    slave = RegistrationRig().serving()
+    slave.heartbeats.tick(0.0)
+    events = []
+    answers: list[SlaveHeartbeatAnswer | Exception] = [
+        UnavailableMaster("1"), UnavailableMaster("2"), SlaveHeartbeatAnswer(1, 8.0, False, 0, (), ())
+    ]  # fmt: skip
+    for n, answer in enumerate(answers):
+        slave.beat(2.0 * (n + 1))
+        actions = slave.heartbeats.on_answer(answer, 2.0 * (n + 1))
+        events += [action.event for action in actions if isinstance(action, WriteLog)]
+    assert events == ["master_silent", "master_back"]

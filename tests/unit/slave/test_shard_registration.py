@@ -1,0 +1,115 @@
+"""What a shard says of itself, and what it does with the answer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dips.errors import (
+    CorruptSnapshot,
+    StaleTerm,
+    StaleVersion,
+)
+from dips.ids import GENESIS, VersionId
+from dips.outer.versions import Versions
+from dips.protocol.effects import (
+    AbortVersion,
+    Commit,
+    CommitVersion,
+    Hold,
+    LoadVersion,
+    OpenPush,
+    RegisterLater,
+)
+from dips.slave.shard_registration import Followed, Unfollowed
+from tests.unit.slave.shard_rig import P1, P2, P3, PULL, V1, ShardRig
+
+
+def test_registration_says_what_is_held() -> None:
+    """A slave in doubt names memory, prepared and its snapshots, so that the master can decide by its row."""
+    slave = ShardRig().ready()
+    version = slave.prepare()
+    said = slave.shard.registration(3, "nonce", "run", "h:1", ("h:2",))
+    assert (said.memory, said.prepared, said.complete) == (GENESIS, version, (version,))
+    assert (said.req, said.slave, said.term_seen, said.slots, said.reason) == (3, "s", 1, 2, "")
+
+
+@pytest.mark.parametrize(
+    ("order", "memory"), [(CommitVersion(V1), V1), (LoadVersion(V1), V1), (AbortVersion(V1), GENESIS)]
+)
+def test_a_slave_in_doubt_is_told(order: CommitVersion | LoadVersion | AbortVersion, memory: VersionId) -> None:
+    """Commit flips to what was prepared, Abort drops it; either way nothing is prepared afterwards."""
+    slave = ShardRig().ready()
+    slave.prepare()
+    assert slave.shard.follow(order) is Followed.DONE
+    assert (slave.shard.versions.memory, slave.shard.versions.prepared) == (memory, None)
+    assert slave.shard.reason == ""
+
+
+def test_a_restarted_slave_loads_the_head_from_disk() -> None:
+    """A new process has nothing until it is told; then it holds the bytes that were persisted (guards 3 and 7)."""
+    old = ShardRig().ready()
+    version = old.prepare()
+    old.order(Commit(version, (), 1.0))
+    new = ShardRig(disk=old.disk)
+    new.welcome(LoadVersion(version))
+    with pytest.raises(StaleVersion):
+        new.order(OpenPush(P1, (0,), 1.0))
+    new.shard.follow(LoadVersion(version))
+    for read in (Versions.theta, Versions.momentum):
+        for layer in (0, 2):
+            assert (
+                read(new.shard.versions, version)[layer].tobytes() == read(old.shard.versions, version)[layer].tobytes()
+            )
+
+
+def test_a_load_that_fails_is_told_with_the_next_register() -> None:
+    """A corrupt snapshot leaves what was held; the reason names the order, and a success clears it."""
+    slave = ShardRig().ready()
+    slave.disk.error = CorruptSnapshot("v4@r9/model.safetensors: expected xxh3-128 ..")
+    assert isinstance(slave.shard.follow(LoadVersion(VersionId(4, 9))), Unfollowed)
+    assert slave.shard.reason.startswith("LoadVersion v4@r9: v4@r9/model.safetensors")
+    assert slave.shard.versions.memory == GENESIS
+    assert slave.shard.follow(RegisterLater(1.0, "not now")) is Followed.WAITS
+    assert slave.shard.reason
+    assert slave.shard.follow(Hold()) is Followed.SERVES
+    assert slave.shard.reason == ""
+
+
+def test_a_rollback_drops_pushes_and_closes_pulls() -> None:
+    """Loading another version drops the round, every push and every pull; a reader keeps its bytes until released."""
+    slave = ShardRig().ready()
+    first = slave.prepare(P1, 1)
+    slave.order(Commit(first, (), 1.0))
+    second = slave.prepare(P2, 2)
+    slave.order(Commit(second, (PULL,), 1.0))
+    slave.stage(P3, 0.5)
+    source = slave.flow.pulls[PULL]
+    copy = source[0].copy()
+    slave.shard.follow(LoadVersion(first))
+    assert slave.shard.versions.memory == first
+    assert slave.shard.versions.open_pushes == ()
+    assert slave.flow.closing == [PULL]
+    np.testing.assert_array_equal(source[0], copy)
+    slave.shard.transfers.released(PULL, "closed")
+    assert slave.shard.versions.used_bytes == 2 * 28
+
+
+def test_another_incarnation_restarts_the_flow() -> None:
+    """A changed incarnation drops all transfers and serves streams of the new one; the same one changes nothing."""
+    slave = ShardRig().ready()
+    slave.stage(P1, 0.5)
+    slave.welcome(Hold())
+    assert slave.shard.versions.open_pushes == (P1,)
+    slave.welcome(Hold(), sinc=8)
+    assert slave.flow.lives == [7, 8]
+    assert slave.shard.versions.open_pushes == ()
+
+
+def test_an_answer_of_an_old_master_is_refused() -> None:
+    """Registered of a term below the highest seen changes nothing."""
+    slave = ShardRig().ready()
+    slave.welcome(Hold(), term=5)
+    with pytest.raises(StaleTerm):
+        slave.welcome(Hold(), term=4, sinc=9)
+    assert (slave.shard.term, slave.shard.sinc) == (5, 7)

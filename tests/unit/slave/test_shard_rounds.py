@@ -1,0 +1,280 @@
+"""Rounds that end otherwise: poisoned, aborted, in doubt, on a disk that fails; and snapshots written beside."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dips.errors import (
+    Busy,
+    FailedDisk,
+    LocalProtocolError,
+    StaleVersion,
+)
+from dips.ids import GENESIS, PullId, PushId, VersionId
+from dips.protocol.effects import (
+    Abort,
+    Apply,
+    Commit,
+    Fold,
+    Hold,
+    LoadVersion,
+    Measure,
+    OpenPull,
+    OpenPush,
+    Persist,
+    Ping,
+    Reorder,
+)
+from dips.protocol.events import Done, Folded, Persisted, Prepared
+from dips.slave.shard_registration import Unfollowed
+from tests.unit.slave.shard_rig import P1, P2, P3, PULL, V1, ShardRig
+
+
+def test_failure_4_a_swallowed_error() -> None:
+    """After a kernel failed, every order of the round is refused but Abort; then the next round works."""
+    slave = ShardRig().ready()
+    slave.fold(P1, 0.5)
+    slave.stage(P2, 0.25)
+    slave.order(Measure(1, P2, GENESIS))
+    del slave.shard.versions._acc.arrays[2]  # type: ignore[union-attr]  # the second layer fails, the first is folded
+    with pytest.raises(LocalProtocolError, match="Fold of x/1#2 failed"):
+        slave.order(Fold(1, P2, 1.0))
+    for body in (Fold(1, P2, 1.0), Apply(1, V1, 1.0, 1.0, 0.0), Measure(1, P1, GENESIS)):
+        with pytest.raises(LocalProtocolError, match="only Abort is legal"):
+            slave.order(body)
+    assert slave.shard.versions.open_pushes == ()
+    assert slave.order(Abort(1, "poisoned")) == Done()
+    assert slave.shard.poison is None
+    assert slave.shard.versions.used_bytes == 2 * 28
+
+
+def test_a_full_disk_is_found_before_anything_is_computed() -> None:
+    """Apply reserves the snapshot's room first; without room it changes nothing and is legal again (why.md 21)."""
+    slave = ShardRig().ready()
+    slave.fold(P1, 0.5)
+    before, slave.disk.full = slave.shard.versions.holders(), True
+    with pytest.raises(FailedDisk, match=r"has no room for the snapshot of v1@r1.*no space left"):
+        slave.order(Apply(1, V1, 1.0, 1.0, 0.0))
+    assert slave.shard.versions.holders() == before
+    assert slave.order(Apply(1, V1, 1.0, 1.0, 0.0, reserve=False)) == Prepared(V1)
+    slave.order(Commit(V1, (), 1.0))
+    assert slave.shard.versions.memory == V1
+
+
+def test_a_failed_persist_leaves_what_is_prepared() -> None:
+    """A disk that fails while it writes costs the snapshot; the master decides whether the version goes with it."""
+    slave = ShardRig().ready()
+    version = slave.prepare(persist=False)
+    slave.disk.error = OSError(5, "Input/output error")
+    with pytest.raises(FailedDisk, match=r"cannot write the snapshot of v1@r1.*Input/output"):
+        slave.order(Persist(version))
+    slave.order(Commit(version, (), 1.0))
+    assert slave.order(Persist(version)) == Persisted(version, "digest of v1@r1")
+
+
+def test_what_is_written_beside_is_not_taken_away() -> None:
+    """While the served version's snapshot is being written, pushes go on; Apply and Load wait (protocol.md 2)."""
+    slave = ShardRig().ready()
+    first = slave.prepare(persist=False)
+    slave.order(Commit(first, (), 1.0))
+    order = slave.made(Persist(first))
+    write = slave.shard.begin_persist(order)
+    assert callable(write)
+    slave.fold(P2, 0.25, round_=2)
+    second = VersionId(2, 2)
+    with pytest.raises(Busy, match=r"Apply of v2@r2 waits: the snapshot of v1@r1 is being written"):
+        slave.order(Apply(2, second, 1.0, 1.0, 0.0))
+    assert isinstance(slave.shard.follow(LoadVersion(GENESIS)), Unfollowed)
+    assert "Load of v0@r0 waits" in slave.shard.reason
+    answer = slave.shard.end_persist(order, write())
+    assert answer == Persisted(first, "digest of v1@r1")
+    assert (slave.shard.begin_persist(order), slave.disk.writes) == (answer, 1)
+    assert slave.order(Apply(2, second, 1.0, 1.0, 0.0)) == Prepared(second)
+
+
+def test_a_snapshot_that_failed_beside_holds_nobody_up() -> None:
+    """After a writer that failed the next Apply is legal, and a later Persist is a new one."""
+    slave = ShardRig().ready()
+    first = slave.prepare(persist=False)
+    slave.order(Commit(first, (), 1.0))
+    slave.disk.error = OSError(28, "No space left on device")
+    order = slave.made(Persist(first))
+    write = slave.shard.begin_persist(order)
+    assert callable(write)
+    with pytest.raises(FailedDisk, match="No space left"):
+        write()
+    assert slave.shard.end_persist(order, None) is None
+    assert slave.order(Persist(first)) == Persisted(first, "digest of v1@r1")
+    slave.prepare(P2, 2)
+
+
+def test_the_end_of_an_old_masters_writer_is_not_remembered() -> None:
+    """Its number may be given again by the next master (invariant 5)."""
+    slave = ShardRig().ready()
+    first = slave.prepare(persist=False)
+    slave.order(Commit(first, (), 1.0))
+    order = slave.made(Persist(first))
+    write = slave.shard.begin_persist(order)
+    assert callable(write)
+    slave.welcome(Hold(), term=2)
+    slave.shard.end_persist(order, write())
+    slave.term, slave.number = 2, order.number - 1
+    assert slave.order(Ping()) == Done()
+
+
+def test_room_is_given_back_with_the_round() -> None:
+    """What was reserved for a version that never came to be is free again; for one that is served it waits."""
+    slave = ShardRig().ready()
+    version = slave.prepare(persist=False)
+    assert slave.disk.reserved == {version: 2 * 4 * slave.shard.versions.numel}
+    slave.order(Abort(1, "a slave was lost"))
+    assert slave.disk.reserved == {}
+    second = slave.prepare(P2, 2, persist=False)
+    slave.order(Commit(second, (), 1.0))
+    assert list(slave.disk.reserved) == [second]
+    slave.prepare(P3, 3, persist=False)
+    assert list(slave.disk.reserved) == [VersionId(2, 3)]
+
+
+def test_abort_keeps_what_was_not_folded() -> None:
+    """A staged and a moving push survive the round's end; they are measured anew in the next."""
+    slave = ShardRig(slots=2).ready()
+    slave.fold(P1, 0.5)
+    slave.stage(P2, 0.25)
+    slave.order(Measure(1, P2, GENESIS))
+    slave.order(OpenPush(PushId("y", 1, 1), (0,), 1.0))
+    slave.order(Abort(1, "skipped"))
+    assert slave.shard.versions.open_pushes == (P2, PushId("y", 1, 1))
+    with pytest.raises(LocalProtocolError, match="was not measured in round 2"):
+        slave.order(Fold(2, P2, 1.0))
+    slave.order(Measure(2, P2, GENESIS))
+    assert slave.order(Fold(2, P2, 1.0)) == Folded(7 * 0.75**2)
+
+
+def test_a_later_round_presumes_the_earlier_aborted() -> None:
+    """If the Abort got lost, the first order of the next round drops what the earlier one had folded (invariant 4)."""
+    slave = ShardRig().ready()
+    slave.fold(P1, 0.5, round_=1)
+    slave.fold(P2, 0.25, round_=2)
+    slave.order(Apply(2, VersionId(1, 2), 1.0, 1.0, 0.0))
+    np.testing.assert_array_equal(slave.shard.versions.theta(VersionId(1, 2))[2], [0.25])
+
+
+def test_a_slave_in_doubt_enters_no_round() -> None:
+    """With a prepared version neither committed nor aborted, no other round begins; it is kept (why.md 1)."""
+    slave = ShardRig().ready()
+    version = slave.prepare()
+    slave.stage(P2, 0.5)
+    with pytest.raises(LocalProtocolError, match="neither committed nor aborted"):
+        slave.order(Measure(2, P2, GENESIS))
+    assert slave.shard.versions.prepared == version
+
+
+def test_abort_of_a_committed_round_is_an_assertion() -> None:
+    """A round with a row is never aborted; a late Abort of an earlier round changes nothing."""
+    slave = ShardRig().ready()
+    slave.order(Commit(slave.prepare(P1, 2), (), 1.0))
+    with pytest.raises(LocalProtocolError, match="committed as v1@r2"):
+        slave.order(Abort(2, ""))
+    slave.fold(P2, 0.5, round_=3)
+    slave.order(Abort(1, "late"))
+    assert slave.shard.versions.folded
+
+
+def test_commit_of_a_version_already_served_is_harmless() -> None:
+    """A Commit that is sent again under a new number opens what is missing and changes nothing else."""
+    slave = ShardRig().ready()
+    version = slave.prepare()
+    slave.order(Commit(version, (PULL,), 1.0))
+    assert slave.order(Commit(version, (PULL, PullId("y", 1, 1)), 1.0)) == Done()
+    assert sorted(slave.flow.pulls) == [PULL, PullId("y", 1, 1)]
+
+
+def test_apply_waits_for_a_reader() -> None:
+    """Busy for Apply poisons nothing: the same order succeeds when the old reader is done."""
+    slave = ShardRig(slots=1, pinned=0).ready()
+    slave.order(OpenPull(PULL, GENESIS, 60.0))
+    slave.order(Commit(slave.prepare(P1, 1), (), 1.0))
+    slave.fold(P2, 0.25, round_=2)
+    slave.order(OpenPush(P3, (0,), 60.0))
+    order = slave.made(Apply(2, VersionId(2, 2), 1.0, 1.0, 0.0))
+    with pytest.raises(Busy):
+        slave.shard.execute(order)
+    assert slave.shard.poison is None
+    slave.shard.transfers.released(PULL, "done")
+    assert slave.shard.execute(order) == Prepared(VersionId(2, 2))
+
+
+def test_apply_moves_slow_readers_to_the_snapshot_file() -> None:
+    """A version too many in memory gives its bank up to θ′: its readers read the same bytes from its file (why.md 19).
+
+    The bank is free when the flow says that nothing of it is in flight, not before (guards invariant 11).
+    """
+    slave = ShardRig(slots=1, pinned=0).ready()
+    slave.order(Commit(slave.prepare(P1, 1), (), 1.0))
+    slave.order(OpenPull(PULL, V1, 60.0))
+    held = {i: a.tobytes() for i, a in slave.flow.pulls[PULL].items()}
+    slave.order(Commit(slave.prepare(P2, 2), (), 1.0))
+    assert slave.flow.moving == [PULL]
+    assert {i: a.tobytes() for i, a in slave.flow.pulls[PULL].items()} == held
+    slave.fold(P3, 0.25, round_=3)
+    order = slave.made(Apply(3, VersionId(3, 3), 1.0, 1.0, 0.0))
+    slave.order(OpenPush(PushId("y", 1, 1), (0,), 60.0))
+    with pytest.raises(Busy, match="older θ v1@r1"):
+        slave.shard.execute(order)
+    slave.shard.transfers.moved(PULL)
+    assert slave.shard.execute(order) == Prepared(VersionId(3, 3))
+    assert slave.shard.versions.pins == {PULL: V1}
+    assert slave.flow.moving == [PULL]
+
+
+def test_reorder_reaches_a_push_that_moves_and_nothing_else() -> None:
+    """Legal any time; a push that is staged, dropped or unknown has nothing to be ordered."""
+    slave = ShardRig().ready()
+    slave.order(OpenPush(P1, (0,), 60.0))
+    assert slave.order(Reorder(P1, (3,))) == Done()
+    assert slave.order(Reorder(P1, (1,))) == Done()
+    assert slave.order(Reorder(P2, (2,))) == Done()
+    assert slave.flow.places == {P1: (1,)}
+    slave.shard.transfers.staged(P1, 28)
+    slave.order(Reorder(P1, (7,)))
+    assert slave.flow.places == {P1: (1,)}
+
+
+def test_one_older_version_stays_in_memory() -> None:
+    """With one pinned, the oldest of two older versions is moved and the newer one keeps its bank."""
+    slave = ShardRig(pinned=1).ready()
+    slave.order(Commit(slave.prepare(P1, 1), (PULL,), 1.0))
+    slave.order(Commit(slave.prepare(P2, 2), (PullId("y", 1, 1),), 1.0))
+    assert slave.flow.moving == []
+    slave.order(Commit(slave.prepare(P3, 3), (), 1.0))
+    assert slave.flow.moving == [PULL]
+    assert slave.shard.versions.older == (VersionId(2, 2),)
+
+
+def test_a_version_without_a_file_keeps_its_bank_and_the_next_one_moves() -> None:
+    """v0@r0 was never written, so its reader stays; the younger version is moved in its place."""
+    slave = ShardRig(pinned=1).ready()
+    slave.order(OpenPull(PullId("z", 1, 1), GENESIS, 60.0))
+    slave.order(Commit(slave.prepare(P1, 1), (PULL,), 1.0))
+    slave.order(Commit(slave.prepare(P2, 2), (), 1.0))
+    assert slave.flow.moving == [PULL]
+    slave.shard.transfers.moved(PULL)
+    assert slave.shard.versions.pins == {PULL: V1, PullId("z", 1, 1): GENESIS}
+
+
+def test_a_late_reader_of_an_older_version_is_served_from_its_file() -> None:
+    """An OpenPull that a flip overtook costs no bank; a version that is prepared and not committed is never served."""
+    slave = ShardRig().ready()
+    slave.order(Commit(slave.prepare(P1, 1), (), 1.0))
+    slave.order(Commit(slave.prepare(P2, 2), (), 1.0))
+    used = slave.shard.versions.used_bytes
+    slave.order(OpenPull(PULL, V1, 60.0))
+    assert slave.shard.versions.used_bytes == used
+    assert slave.shard.versions.pins == {PULL: V1}
+    prepared = slave.prepare(P3, 3)
+    with pytest.raises(StaleVersion):
+        slave.order(OpenPull(PullId("y", 1, 1), prepared, 60.0))
+    slave.shard.transfers.released(PULL, "done")
+    assert slave.shard.versions.pins == {}
