@@ -13,7 +13,7 @@ import xxhash
 
 from dips.ids import GENESIS, PushId
 from dips.outer import kernels
-from dips.outer.crew import Crew
+from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
 from dips.protocol import events as ev
 from dips.protocol.effects import Apply, Commit, DropPush, Fold, Measure, OpenPush
@@ -39,7 +39,7 @@ class ToyRun(ScriptedRun):
     """A ScriptedRun whose slave has memory and kernels."""
 
     def __init__(self) -> None:
-        self.memory = Versions(Crew(kernels), slots=4, pinned=1)
+        self.memory = Versions(KernelPool(kernels), slots=4, pinned=1)
         self.memory.allocate({0: MANIFEST.numel})
         self.memory.load(GENESIS, _initial)
         self.step_size = 0.125

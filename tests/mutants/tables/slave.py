@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 ROOM, OUTER = "dips/slave", "dips/outer"
-SHARD = "tests/unit/slave/test_shard.py"
+SHARD = " ".join(f"tests/unit/slave/test_shard_{part}.py" for part in ("rounds", "orders", "transfers", "registration"))
 DISK = "tests/unit/slave/test_bites_disk.py tests/unit/slave/test_snapshots.py"
 RECEIVER = "tests/unit/slave/test_bites_receiver.py tests/unit/slave/test_receiver.py"
 SENDER = "tests/unit/slave/test_bites_sender.py tests/unit/slave/test_sender.py"
