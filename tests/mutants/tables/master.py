@@ -24,7 +24,13 @@ MUTANTS = (
     ),
     Mutant("a gap is judged before what arrived", ROOM, "if now < self._judging_from:", "if False:", CORE),
     Mutant("a gap does not move the leases", ROOM, "self._judge.shift(gap_s)", "pass", CORE),
-    Mutant("a gap does not move the alignment", ROOM, "self._alignment.shift(gap_s)", "pass", CORE),
+    Mutant(
+        "a gap does not move the alignment",
+        ROOM,
+        "self._alignment.shift(gap_s)",
+        "pass",
+        "equivalent: the grid moves by whole periods, and a cluster is told the next of its points",
+    ),
     Mutant("a gap is not told to the Coordinator", ROOM, "self._step(Blind(gap_s), now)", "pass", CORE),
     Mutant("no last words before a Join", ROOM, "if isinstance(event, ClusterJoined):", "if False:", CORE),
     Mutant(

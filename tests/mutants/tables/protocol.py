@@ -13,7 +13,7 @@ BLIND = "tests/unit/protocol/test_bites_blind.py"
 PENALTY = "tests/unit/protocol/test_bites_penalty.py tests/unit/protocol/test_penalty.py"
 JUDGE = "tests/unit/protocol/test_bites_judge.py tests/unit/protocol/test_membership.py"
 DATA = "tests/unit/protocol/test_bites_transfers.py tests/unit/protocol/test_small.py " + STORIES
-PACE = "tests/unit/protocol/test_alignment.py"
+PACE = "tests/unit/protocol/test_bites_alignment.py tests/unit/protocol/test_alignment.py"
 TIMES = "tests/unit/protocol/test_deadlines.py"
 ORDER = "tests/unit/protocol/test_order.py"
 
@@ -207,7 +207,7 @@ MUTANTS = (
         ROOM,
         "self.period_s * (gap_s // self.period_s)",
         "gap_s",
-        PACE + " tests/unit/master/test_core.py",
+        PACE,
     ),
     Mutant("whoever is late comes anyway", ROOM, "LATE_SHARE = 0.25", "LATE_SHARE = 0.99", PACE),
     Mutant("no slack in a deadline", ROOM, "SLACK = 3.0", "SLACK = 1.0", TIMES),
