@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 
-from tests.mutants.runner import GOOD, Verdict, check_clean, run
+from tests.mutants.runner import GOOD, MutantVerdict, check_clean, run
 from tests.mutants.tables import MUTANTS
 
 
@@ -28,7 +28,7 @@ def main() -> int:
             print(f"{mutant.name}\n    {mutant.where}: {mutant.old!r} → {mutant.new!r}\n    {mutant.tests}")
         print(f"{len(mutants)} mutants")
         return 0
-    began, verdicts = time.monotonic(), Counter[Verdict]()
+    began, verdicts = time.monotonic(), Counter[MutantVerdict]()
     if failed := check_clean(mutants, chosen.jobs):
         print("\n\n".join(["these tests fail on the tree as it is:", *failed]))
         return 1
@@ -38,7 +38,7 @@ def main() -> int:
         print(f"{result.verdict.value:<22} {result.seconds:6.1f} s  {result.mutant.name}", flush=True)
         if chosen.verbose or result.verdict not in GOOD:
             print("    " + result.text.replace("\n", "\n    "), flush=True)
-    counts = ", ".join(f"{verdicts[v]} {v.value}" for v in Verdict if verdicts[v])
+    counts = ", ".join(f"{verdicts[v]} {v.value}" for v in MutantVerdict if verdicts[v])
     print(f"{len(mutants)} mutants in {time.monotonic() - began:.0f} s: {counts}")
     return 0 if set(verdicts) <= GOOD else 1
 

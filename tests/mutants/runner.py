@@ -33,7 +33,7 @@ OWN = ("dips", "tests", "benchmarks")  # packages that each process imports anew
 TIMEOUT_S = 120.0  # of one mutant; a test that never ends has noticed something, but is no good witness
 
 
-class Verdict(Enum):
+class MutantVerdict(Enum):
     """What became of a mutant."""
 
     FOUND = "found"
@@ -43,15 +43,15 @@ class Verdict(Enum):
     LOST = "no longer applies"
 
 
-GOOD = frozenset({Verdict.FOUND, Verdict.TIMEOUT, Verdict.EQUIVALENT})
+GOOD = frozenset({MutantVerdict.FOUND, MutantVerdict.TIMEOUT, MutantVerdict.EQUIVALENT})
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class MutantResult:
     """A mutant, its verdict, how long it took, and what the tests printed last."""
 
     mutant: Mutant
-    verdict: Verdict
+    verdict: MutantVerdict
     seconds: float = 0.0
     text: str = ""
 
@@ -133,30 +133,30 @@ def check_clean(mutants: Iterable[Mutant], jobs: int) -> list[str]:
     return [f"{tests}\n{text}" for _, tests, code, _, text in _play([(None, t) for t in selections], jobs) if code != 0]
 
 
-def run(mutants: Iterable[Mutant], jobs: int) -> Iterator[Result]:
+def run(mutants: Iterable[Mutant], jobs: int) -> Iterator[MutantResult]:
     """Test mutants, `jobs` at a time; yield each when it is done."""
     work: list[tuple[Mutant | None, str]] = []
     for mutant in mutants:
         try:
             locate(mutant, ROOT)
         except LostAnchor as error:
-            yield Result(mutant, Verdict.LOST, text=str(error))
+            yield MutantResult(mutant, MutantVerdict.LOST, text=str(error))
             continue
         if mutant.equivalent:
-            yield Result(mutant, Verdict.EQUIVALENT)
+            yield MutantResult(mutant, MutantVerdict.EQUIVALENT)
         else:
             work.append((mutant, mutant.tests))
     for played, _, code, seconds, text in _play(work, jobs):
         assert played is not None
-        yield Result(played, _verdict(code), seconds, text)
+        yield MutantResult(played, _verdict(code), seconds, text)
 
 
-def _verdict(code: int | None) -> Verdict:
+def _verdict(code: int | None) -> MutantVerdict:
     if code is None:
-        return Verdict.TIMEOUT
+        return MutantVerdict.TIMEOUT
     # INTERRUPTED: a test file could not be imported, which the tree as it is could (check_clean). Nothing else counts.
     found = code in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED)
-    return Verdict.FOUND if found else Verdict.SURVIVED
+    return MutantVerdict.FOUND if found else MutantVerdict.SURVIVED
 
 
 Played = tuple[Mutant | None, str, int | None, float, str]

@@ -37,7 +37,7 @@ def filled(value: float) -> Arrays:
     return {0: np.full(4, value, np.float32)}
 
 
-class Journal:
+class DiskCalls:
     """The calls of the operating system that matter for durability, in their order, with the names they touched."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ class Journal:
 def test_a_snapshot_is_on_the_disk_before_its_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Model, manifest and their names, then the rename, then the directory that holds the new name: nothing else."""
     snapshots = opened(tmp_path / "d")
-    journal = Journal(tmp_path / "d", monkeypatch)
+    journal = DiskCalls(tmp_path / "d", monkeypatch)
     snapshots.write(V1, filled(1.0), filled(2.0))
     assert journal.calls == [
         "fsync .unfinished-v1@r1/model.safetensors",
@@ -87,7 +87,7 @@ def test_a_snapshot_has_lost_its_name_on_the_disk_before_it_is_removed(
     """A half-removed one is never found under the name of a whole one."""
     snapshots = opened(tmp_path / "d")
     snapshots.write(V1, filled(1.0), filled(2.0))
-    journal = Journal(tmp_path / "d", monkeypatch)
+    journal = DiskCalls(tmp_path / "d", monkeypatch)
     snapshots.delete((V1,))
     assert journal.calls == ["rename v1@r1 .unfinished-v1@r1", "fsync .", "remove .unfinished-v1@r1"]
     snapshots.close()
