@@ -8,7 +8,7 @@ WIRE, ROOM = "dips/wire", "dips/transport"
 FRAME = "tests/unit/wire/test_bites_frame.py tests/unit/wire/test_frame.py"
 CHUNKS = "tests/unit/wire/test_chunks.py"
 CODECS = "tests/unit/wire/test_bites_codecs.py tests/unit/wire/test_codecs.py"
-INTAKE = "tests/unit/transport/test_bites_pool.py tests/unit/transport/test_intake.py"
+INTAKE = "tests/unit/transport/test_bites_intake.py tests/unit/transport/test_intake.py"
 TURNS = "tests/unit/transport/test_turns.py"
 SHARES = "tests/unit/transport/test_shares.py"
 
