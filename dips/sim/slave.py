@@ -18,7 +18,7 @@ from dips.ids import PullId, PushId, VersionId
 from dips.outer import twins
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
-from dips.protocol.effects import Apply, Commit, Failed, Fold, LoadVersion, Measure, Order, Persist, Registered
+from dips.protocol.effects import Failed, Order, Persist, Registered
 from dips.protocol.events import OrderAnswered
 from dips.protocol.manifest import Manifest
 from dips.protocol.options import Options
@@ -28,6 +28,7 @@ from dips.sim.flow import SimFlow
 from dips.sim.heap import Chance, Heap, Timer
 from dips.sim.network import Network
 from dips.sim.scenario import Scenario
+from dips.sim.slave_work import order_s, shard_work_s, written_by
 from dips.sim.transfer import DataNetwork
 from dips.slave.actions import (
     Actions,
@@ -51,14 +52,6 @@ BOOT_S = 0.1  # until a process registers
 CALL_S = 2.0
 BACKOFF_S = (0.2, 1.6)
 BUSY_RETRY_S = 0.3
-WORK_S: dict[type, float] = {
-    Measure: 0.03,
-    Fold: 0.03,
-    Apply: 0.06,
-    Persist: 0.15,
-    Commit: 0.02,
-}  # of an order, at most double
-LOAD_S = 0.3
 
 
 class SlaveObserver:
@@ -183,9 +176,9 @@ class SlaveProcess:
         self.alive = self.flow.alive = False
         if self._timer is not None:
             self._timer.cancel()
-        writing = self._writing or (self._work[0] if self._work else None)
-        if isinstance(writing, WriteSnapshot | BeginPersist):
-            self._die_writing(writing.order.body.version)  # type: ignore[union-attr]
+        version = written_by(self._writing or (self._work[0] if self._work else None))
+        if version is not None:
+            self._die_writing(version)
 
     def _die_writing(self, version: VersionId) -> None:
         if version not in (self.versions.prepared, self.versions.memory) or version in self.machine.disk.files:
@@ -244,7 +237,8 @@ class SlaveProcess:
                 self._answer(action)
             elif isinstance(action, WriteSnapshot):
                 self._writing = action
-                self._later(self._work_s(Persist), f"{self.name} writes", partial(self._write, action))
+                work_s = order_s(Persist, self.machine.disk, self.machine.rng)
+                self._later(work_s, f"{self.name} writes", partial(self._write, action))
             elif isinstance(action, EndSlave):
                 raise AssertionError(f"{self.name} ends: {action.error!r}")
             elif not isinstance(action, WriteLog):
@@ -281,19 +275,8 @@ class SlaveProcess:
     # ---- work on the shard, one piece after another ----------------------------------------------------------------
 
     def _begin_work(self) -> None:
-        self._later(self._duration_s(self._work[0]), f"{self.name} works", self._end_work)
-
-    def _duration_s(self, work: ShardWork) -> float:
-        if isinstance(work, FollowRegistration):
-            return LOAD_S if isinstance(work.order, LoadVersion) else 0.0
-        if isinstance(work, ExecuteOrder):
-            return self._work_s(type(work.order.body))
-        beside = isinstance(work, BeginPersist) and work.order.body.version == self.versions.memory  # type: ignore[union-attr]
-        return self._work_s(Persist) if isinstance(work, BeginPersist) and not beside else 0.0
-
-    def _work_s(self, body: type) -> float:
-        slowness = self.machine.disk.slowness if body is Persist else 1.0
-        return WORK_S.get(body, 0.0) * slowness * (1.0 + self.machine.rng.random())
+        work_s = shard_work_s(self._work[0], self.versions.memory, self.machine.disk, self.machine.rng)
+        self._later(work_s, f"{self.name} works", self._end_work)
 
     def _end_work(self) -> None:
         work = self._work[0]

@@ -1,0 +1,98 @@
+"""OuterLoop over a real socket to a scripted agent, one rank, and slaves that are a function."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from dips.client import OuterLoop
+from dips.client.ipc import encoding, messages
+from dips.client.ipc.messages import Answer, Attached, Noted, PullMoved, PullNow, PushWanted, Stepped, TrainOn
+from dips.client.rank import transfer
+from dips.client.rank.transfer_types import TransferStats
+from dips.errors import LocalProtocolError, UnavailableSlave
+from dips.ids import VersionId
+from dips.protocol.effects import Grant
+
+V1, V2 = VersionId(1, 1), VersionId(2, 2)
+
+
+class ScriptedAgent:
+    """Answers questions in the order of a script, and keeps every message but reports of progress."""
+
+    def __init__(self, path: Path, *answers: Answer) -> None:
+        self.messages: list[messages.Message] = []
+        self._answers = list(answers)
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(str(path))
+        self._server.listen()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        rank, _ = self._server.accept()
+        with rank, rank.makefile("rb") as stream:
+            while head := stream.read(encoding.LENGTH.size):
+                message = encoding.decode(stream.read(encoding.body_length(head)))
+                if isinstance(message, messages.TransferProgress):
+                    rank.sendall(encoding.encode(Noted()))
+                    continue
+                self.messages.append(message)
+                if not isinstance(message, messages.Notice):
+                    rank.sendall(encoding.encode(self._answers.pop(0)))
+
+    def join(self) -> None:
+        self._thread.join(10)
+        self._server.close()
+
+
+def pull_now(version: VersionId, seq: int) -> PullNow:
+    return PullNow(1, seq, Grant(version, (), ((),), 60.0), 0.25)
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    keys = {"shared": {"run": "r"}, "cluster": "c", "master": "127.0.0.1:1", "install": "streaming", "insecure": True}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump({**keys, "directory": str(tmp_path)}))
+    monkeypatch.setenv("DIPS_AGENT", f"unix:{tmp_path}/agent.sock")
+    monkeypatch.delenv("DIPS_AGENT_HOME", raising=False)
+    return tmp_path
+
+
+def test_nothing_is_trained_pushed_or_saved_on_a_torn_model(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pull that fails after its first layer, and an agent that says to train on: every call names what to do."""
+    calls = [0]
+
+    def pull(grant: Any, base: Any, pieces: Any, **_: Any) -> TransferStats:
+        calls[0] += 1
+        if calls[0] == 4:  # the second of two layers of the second pull
+            raise UnavailableSlave("ps1 is gone")
+        for piece in pieces:
+            piece.array[:] = float(grant.version.version)
+        return TransferStats(0, 0.0, 1)
+
+    monkeypatch.setattr(transfer, "pull", pull)
+    script = (Attached(1, 0.0), pull_now(V1, 1), TrainOn("", 1, 0.25), pull_now(V2, 2), TrainOn("", 1, 0.25))
+    agent = ScriptedAgent(directory / "agent.sock", *script)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    outer = OuterLoop(model, directory / "cluster.yaml")
+    assert outer.version == V1 and all(bool((p == 1.0).all()) for p in model.parameters())
+    outer.step(tokens=8, loss=torch.tensor(2.0))
+    assert sorted({float(p.detach().flatten()[0]) for p in model.parameters()}) == [1.0, 2.0]
+    for call in (lambda: outer.step(tokens=8), outer.push, outer.install, outer.state_dict, outer.close):
+        with pytest.raises(LocalProtocolError, match="the model is torn"):
+            call()
+    assert (outer.version, outer.inner_steps) == (V1, 1)
+    outer.__exit__(LocalProtocolError, None, None)
+    agent.join()
+    stepped, wanted, moved = agent.messages[-3:]
+    assert stepped == Stepped(1, 8, 2.0) and isinstance(wanted, PushWanted)
+    assert isinstance(moved, PullMoved) and (moved.installed, moved.torn, moved.seq) == (False, True, 2)
