@@ -164,8 +164,10 @@ def test_the_window_waits_only_for_who_comes_before_its_end() -> None:
     for _ in range(2):
         pushed_by_two(run)
         run.wait(100.0)
-    run.push("b")
+    push = run.push("b")
     run.wait(20.0)
+    run.outcome(push)
+    assert run.view["clusters"]["b"]["state"] == "training"
     assert run.outcome(run.push("a")).kind == "accepted", "nobody is expected: closed at once"
 
 
