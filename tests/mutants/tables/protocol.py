@@ -9,6 +9,8 @@ STORIES = "tests/transcripts"
 ROUND = "tests/unit/protocol/test_bites_round.py " + STORIES
 PUSHES = "tests/unit/protocol/test_bites_transfers.py " + STORIES
 END = "tests/unit/protocol/test_bites_end_of_run.py " + STORIES
+DISKS = "tests/unit/protocol/test_bites_durability.py " + STORIES
+OLD = "tests/unit/protocol/test_bites_old_ledger.py " + STORIES
 BLIND = "tests/unit/protocol/test_bites_blind.py"
 PENALTY = "tests/unit/protocol/test_bites_penalty.py tests/unit/protocol/test_penalty.py"
 JUDGE = "tests/unit/protocol/test_bites_judge.py tests/unit/protocol/test_membership.py"
@@ -100,31 +102,31 @@ MUTANTS = (
     Mutant("all pulls begin at one slave", ROOM, "first = sum(", "first = 0 * sum(", PUSHES),
     Mutant("a pull outlives its deadline", ROOM, "now >= cluster.pull.deadline", "now > cluster.pull.deadline", PUSHES),
     # ---- durability, rollback, drain
-    Mutant("three failures before a disk is given up", ROOM, "FAILURES = 2", "FAILURES = 3", STORIES),
-    Mutant("a disk that failed is tried at once", ROOM, "RETRY_S = 30.0", "RETRY_S = 0.0", STORIES),
+    Mutant("three failures before a disk is given up", ROOM, "FAILURES = 2", "FAILURES = 3", DISKS),
+    Mutant("a disk that failed is tried at once", ROOM, "RETRY_S = 30.0", "RETRY_S = 0.0", DISKS),
     Mutant(
         "failures are counted for ever",
         ROOM,
         "d.failures, d.again_at = 0, 0.0",
         "d.failures, d.again_at = d.failures, 0.0",
-        STORIES,
+        DISKS,
     ),
-    Mutant("only the newest snapshot is kept", ROOM, "complete[-keep]", "complete[-1]", STORIES),
+    Mutant("only the newest snapshot is kept", ROOM, "complete[-keep]", "complete[-1]", DISKS),
     Mutant(
         "a partial snapshot counts as complete",
         ROOM,
         "version.version > 0 and v.durable",
         "version.version > 0",
-        STORIES,
+        DISKS,
     ),
-    Mutant("roll back before all have spoken", ROOM, "if unasked:", "if False:", STORIES),
-    Mutant("undone tokens stay accepted", ROOM, "tokens_accepted -= row.tokens", "tokens_accepted -= 0", STORIES),
-    Mutant("undone tokens stay their cluster's", ROOM, ".ACCEPTED] -= tokens", ".ACCEPTED] -= 0", ROUND),
-    Mutant("a slave with open orders is drained", ROOM, "orders = sum(", "orders = 0 * sum(", STORIES + " " + PUSHES),
+    Mutant("roll back before all have spoken", ROOM, "if unasked:", "if False:", DISKS),
+    Mutant("undone tokens stay accepted", ROOM, "tokens_accepted -= row.tokens", "tokens_accepted -= 0", DISKS),
+    Mutant("undone tokens stay their cluster's", ROOM, ".ACCEPTED] -= tokens", ".ACCEPTED] -= 0", DISKS),
+    Mutant("a slave with open orders is drained", ROOM, "orders = sum(", "orders = 0 * sum(", PUSHES),
     # ---- slaves
-    Mutant("a slave may be unresponsive for longer", ROOM, "_ORDERS = 2", "_ORDERS = 3", STORIES),
-    Mutant("a snapshot of the next round is no alarm", ROOM, "if newest >= ", "if newest > ", STORIES),
-    Mutant("a later term is no alarm", ROOM, "event.term_seen > ", "event.term_seen > 100 + ", STORIES),
+    Mutant("a slave may be unresponsive for longer", ROOM, "_ORDERS = 2", "_ORDERS = 3", OLD),
+    Mutant("a snapshot of the next round is no alarm", ROOM, "if newest >= ", "if newest > ", OLD),
+    Mutant("a later term is no alarm", ROOM, "event.term_seen > ", "event.term_seen > 1 + ", OLD),
     # ---- a gap of the master
     Mutant("Blind moves no transfer deadline", ROOM, "transfer.deadline += ", "transfer.deadline += 0 * ", BLIND),
     Mutant("Blind moves no window", ROOM, "round.closes += ", "round.closes += 0 * ", BLIND),
