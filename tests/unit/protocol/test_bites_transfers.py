@@ -134,6 +134,14 @@ def test_a_question_repeated_gets_its_ranges_and_no_more() -> None:
     assert run.view["ranges"]["leased"] == 4
 
 
+def test_a_range_beyond_the_last_cannot_be_claimed() -> None:
+    """Ranges are numbered from 0; what a checkpoint claims and nobody has is leased, what does not exist is not."""
+    run = make("a", ranges=4)
+    result = run.ask(ev.RangesRequested(0, "a", 1, 1, 2, (3, 4, 5)))
+    assert result.ranges == (3,)
+    assert (run.view["ranges"]["free"], run.view["ranges"]["leased"]) == (3, 1)
+
+
 def test_freed_ranges_are_leased_first_and_in_order() -> None:
     """What a dead incarnation held comes before what nobody had."""
     run = make("ab", ranges=10)
