@@ -30,10 +30,10 @@ from dips.transport.pipeline import cores
 PIPELINE, LANES, ORDER, JOIN = 1.3, 1.2, 1.2, 1 / 1.1  # what must be reached
 PAYLOAD = 1448 / 1514  # of a packet's bytes on the line
 MOST_MBIT, WORKERS_MBIT = 10_000.0, 100.0  # tbf is accurate up to the first
-ASKERS = 4  # the default
+CONCURRENT_STREAMS = 4  # the default
 IN_TURN, PRODUCT = "in_turn", "shaped_end"
 SEVERAL, SINGLE, WALKING = "slaves ask 4 at once", "slaves ask one at a time", "workers go to one slave at a time"
-SERVING = ((SEVERAL, PRODUCT, ASKERS), (SINGLE, PRODUCT, 1), (WALKING, IN_TURN, ASKERS))
+SERVING = ((SEVERAL, PRODUCT, CONCURRENT_STREAMS), (SINGLE, PRODUCT, 1), (WALKING, IN_TURN, CONCURRENT_STREAMS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +95,13 @@ class Ends:
 
 @contextmanager
 def ends(
-    cast: Cast, hosts: Mapping[str, End], module: str, *, clusters: int = 1, lanes: int = 1, askers: int = ASKERS,
+    cast: Cast, hosts: Mapping[str, End], module: str, *, clusters: int = 1, lanes: int = 1,
+    concurrent_streams: int = CONCURRENT_STREAMS,
     secret: str = "plain",
 ) -> Iterator[Ends]:  # fmt: skip
     """The processes; hosts are s0 … for the slaves, a0 …, b0 … for the ranks."""
     with company() as start:
-        own = (str(askers), str(lanes), secret) if module == PRODUCT else (str(askers),)
+        own = (str(concurrent_streams), str(lanes), secret) if module == PRODUCT else (str(concurrent_streams),)
         slaves = [
             start(hosts[f"s{i}"], module, "slave", str(cast), str(i), hosts[f"s{i}"].ip, *own)
             for i in range(cast.slaves)
@@ -203,8 +204,8 @@ def order(bench: Bench) -> None:
     bench.say(f"order: 4 workers, 2 slaves, {WORKERS_MBIT:g} Mbit/s each, {runs[AskOrder.RANDOM]} random orders")
     took: dict[tuple[str, str], list[Took]] = {}
     with network(hosts_of(cast, WORKERS_MBIT)) as hosts:
-        for kind, module, askers in SERVING:
-            with ends(cast, hosts, module, askers=askers) as made:
+        for kind, module, concurrent_streams in SERVING:
+            with ends(cast, hosts, module, concurrent_streams=concurrent_streams) as made:
                 for rule in (AskOrder.TURNS, AskOrder.RANDOM):
                     took[kind, rule] = in_turns({rule: lambda made=made, rule=rule: made.push(rule)}, runs[rule])[rule]
     seconds = {key: mean(t.seconds for t in each) for key, each in took.items()}

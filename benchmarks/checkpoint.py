@@ -53,7 +53,7 @@ CASES = (
 )
 
 
-class Run(WholeRun):
+class CheckpointRun(WholeRun):
     """A run of one cluster, whose ranks save; they end it."""
 
     def __init__(self, directory: Path, case: Case, overlap: str, hosts: dict[str, End]) -> None:
@@ -105,7 +105,7 @@ def lived(case: Case, overlap: str) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         made = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dips-bench-")))
         hosts = stack.enter_context(network({HOUSE: None, "c0": case.mbit or None}))
-        run = stack.enter_context(Run(made / "run", case, overlap, hosts))
+        run = stack.enter_context(CheckpointRun(made / "run", case, overlap, hosts))
         run.finish(WITHIN_S)
         return [json.loads(line) for line in run.found.read_text().splitlines()]
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.outer_rank import Model
+from benchmarks.outer_rank import BenchModel
 from dips.client import OuterLoop
 
 GAP_S = 0.3  # between two turns: what the last one left behind is over
@@ -63,10 +63,10 @@ class Paced:
         return getattr(self._stream, name)
 
 
-class Turns:
+class CheckpointTurns:
     """Outer steps and saves of one rank."""
 
-    def __init__(self, model: Model, outer: OuterLoop, step_s: float, directory: Path, disk_bps: float) -> None:
+    def __init__(self, model: BenchModel, outer: OuterLoop, step_s: float, directory: Path, disk_bps: float) -> None:
         self._model, self._outer, self._step_s, self._disk_bps = model, outer, step_s, disk_bps
         self._directory, self._group, self._saves = directory, dist.new_group(backend="gloo"), 0
 
@@ -120,13 +120,13 @@ def main(out: Path, layers: int, numel: int, step_s: float, disk_bps: float, run
     warnings.filterwarnings("ignore")  # torch's own, of its planner
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    model = Model(layers, numel)
+    model = BenchModel(layers, numel)
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
     lines = []
     with OuterLoop(model) as outer:
-        turns = Turns(model, outer, step_s, out.with_suffix(".saved"), disk_bps)
+        turns = CheckpointTurns(model, outer, step_s, out.with_suffix(".saved"), disk_bps)
         for _ in range(runs + 1):
             alone, save = turns.take(step=True, save=False), turns.take(step=False, save=True)
             lines.append({"alone": {**alone, **save}, "both": turns.take(step=True, save=True)})

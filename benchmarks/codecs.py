@@ -36,7 +36,7 @@ LOSSY = ("bf16", "int8")
 
 
 @dataclass
-class Channel:
+class CodecChannel:
     """One cluster's way to the slaves; a twin of client/feedback.py in three lines."""
 
     codec: Codec
@@ -50,14 +50,14 @@ class Channel:
         return brought
 
 
-def average(channels: list[Channel], differences: list[F32]) -> F32:
+def average(channels: list[CodecChannel], differences: list[F32]) -> F32:
     """The mean of what arrives, in fp64 so that only the codec errs."""
     arrived = [channel.bring(d).astype(np.float64) for channel, d in zip(channels, differences, strict=True)]
     return np.asarray(np.mean(arrived, axis=0), np.float32)
 
 
-def channels(name: str, feedback: bool) -> list[Channel]:
-    return [Channel(CODECS[name], feedback) for _ in range(CLUSTERS)]
+def channels(name: str, feedback: bool) -> list[CodecChannel]:
+    return [CodecChannel(CODECS[name], feedback) for _ in range(CLUSTERS)]
 
 
 @dataclass

@@ -46,7 +46,7 @@ class Seconds(float):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BenchRow:
     """One number; `ratio` and `least` are None where nothing is promised, and then it holds."""
 
     name: str
@@ -66,7 +66,7 @@ class Bench:
     quick: bool
     args: argparse.Namespace
     console: Console
-    rows: list[Row] = field(default_factory=list)
+    rows: list[BenchRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -84,11 +84,11 @@ class Bench:
         of: float | None = None,
         least: float | None = None,
         less: bool = False,
-    ) -> Row:
+    ) -> BenchRow:
         """Add a row: `value` held against `of`, in the same unit; `less` says that a smaller value is better."""
         ratio = None if of is None else (of / value if less else value / of)
         text = against if of is None else f"{against}: {shown(of, unit)}"
-        made = Row(name, value, unit, text, ratio, least, least is None or (ratio is not None and ratio >= least))
+        made = BenchRow(name, value, unit, text, ratio, least, least is None or (ratio is not None and ratio >= least))
         self.rows.append(made)
         return made
 
@@ -180,7 +180,7 @@ def shown(value: float, unit: str) -> str:
     return f"{value:.4g} {unit}".strip()
 
 
-def table(name: str, rows: Iterable[Row], notes: Iterable[str] = ()) -> Table:
+def table(name: str, rows: Iterable[BenchRow], notes: Iterable[str] = ()) -> Table:
     """The rows for a terminal, the notes below them."""
     made = Table(title=name, title_justify="left", caption="\n".join(notes) or None, caption_justify="left")
     for column, justify in (
@@ -254,10 +254,10 @@ def commit() -> str:
     return said[0] + ("+" if said[1] else "")
 
 
-def _cells(row: Row) -> tuple[str, str, str, str, str]:
+def _cells(row: BenchRow) -> tuple[str, str, str, str, str]:
     ratio, least = ("" if x is None else f"{x:.2f}" for x in (row.ratio, row.least))
     return row.name, shown(row.value, row.unit), row.against, ratio, least
 
 
-def _row(made: Mapping[str, Any]) -> Row:
-    return Row(**made)
+def _row(made: Mapping[str, Any]) -> BenchRow:
+    return BenchRow(**made)

@@ -1,10 +1,11 @@
 """The same push with nothing overlapped: its stages one after another, and a worker at one slave after another.
 
 For each layer a rank spells all chunks, makes all checksums, sends all; the slave receives all, checks all, puts all in
-their place, and says so; then the next layer. A rank goes to its slaves in its own order; a slave serves ASKERS ranks
+their place, and says so; then the next layer. A rank goes to its slaves in its own order; a slave serves
+CONCURRENT_STREAMS ranks
 at once, whoever came first. Frames, checks and codecs are the real ones, over the same kind of sockets.
 
-python -m benchmarks.in_turn slave CAST NUMBER IP ASKERS       says [[address], ""]
+python -m benchmarks.in_turn slave CAST NUMBER IP CONCURRENT_STREAMS       says [[address], ""]
     ["open", push, order]   serve every rank once;  ["end", push] → [processor time, seconds of check and put]
 python -m benchmarks.in_turn rank CAST CLUSTER RANK
     ["push", number, slaves, order] → [seconds, processor time, seconds of spelling and checksums]
@@ -39,7 +40,7 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
     return socket
 
 
-def slave(cast: Cast, number: int, ip: str, askers: int) -> None:
+def slave(cast: Cast, number: int, ip: str, concurrent_streams: int) -> None:
     """Serve all ranks of one push, so many at once."""
     keep_message_memory()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -50,14 +51,14 @@ def slave(cast: Cast, number: int, ip: str, askers: int) -> None:
     for word, *_ in heard():
         if word == "open":
             say("open")
-            used, staged_s = processor_s(), _serve(router, cast, slot, askers)
+            used, staged_s = processor_s(), _serve(router, cast, slot, concurrent_streams)
         else:
             say([processor_s() - used, staged_s])
     router.close()
     context.term()
 
 
-def _serve(router: zmq.Socket[bytes], cast: Cast, slot: dict[int, Any], askers: int) -> float:
+def _serve(router: zmq.Socket[bytes], cast: Cast, slot: dict[int, Any], concurrent_streams: int) -> float:
     """Serve every rank to its end, who came first first; return the seconds of checks and copies."""
     waiting, served, over = deque[bytes](), dict[bytes, list[list[zmq.Frame]]](), 0
     layers, most = list(slot), len(cast.chunks(0, cast.share(0)))
@@ -78,7 +79,7 @@ def _serve(router: zmq.Socket[bytes], cast: Cast, slot: dict[int, Any], askers: 
             if not left[peer.bytes]:
                 del served[peer.bytes]
                 over += 1
-        while waiting and len(served) < askers:
+        while waiting and len(served) < concurrent_streams:
             served[waiting[0]], left[waiting[0]] = [], list(layers)
             router.send_multipart([waiting.popleft(), GO])
     return staged_s

@@ -32,7 +32,7 @@ def manifest(mib: int) -> Manifest:
     return Manifest(tuple(Layer(f"l{i}", (Parameter(f"l{i}.w", (numel,)),)) for i in range(LAYERS)))
 
 
-class Events:
+class LinkEvents:
     """Waits for what the flow reports."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Events:
 
 def slave(ip: str, lanes: int, mib: int) -> None:
     """Serve one push or pull after the other."""
-    model, events = manifest(mib), Events()
+    model, events = manifest(mib), LinkEvents()
     flow = ZmqFlow(RUN, SLAVE, (f"{ip}:0",) * lanes, 1 << 20, 256 << 20, 4, 30.0)
     flow.use(model, tuple(range(LAYERS)))
     flow.start(SINC, events)

@@ -20,7 +20,7 @@ LEAST_NEAR, LEAST_FAR = 0.95, 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LinkRow:
     """What is measured; `mib` is some seconds of it: TCP needs the first half second for itself."""
 
     mbit: int
@@ -33,11 +33,11 @@ class Line:
         return f"{self.mbit} Mbit/s{far}, {self.lanes} lane{'s' if self.lanes > 1 else ''}"
 
 
-LINES = (Line(100, 0, 24), Line(1000, 0, 256), Line(1000, 0, 256, lanes=2), Line(100, 20, 64))
+LINES = (LinkRow(100, 0, 24), LinkRow(1000, 0, 256), LinkRow(1000, 0, 256, lanes=2), LinkRow(100, 20, 64))
 
 
 @contextmanager
-def ends(line: Line) -> Iterator[Callable[[str], Seconds]]:
+def ends(line: LinkRow) -> Iterator[Callable[[str], Seconds]]:
     """Both processes on their link; what is yielded moves everything once and returns the seconds."""
     with wire(line.mbit, line.delay_ms) as (near, far), company() as start:
         slave = start(far, "link_end", "slave", far.ip, str(line.lanes), str(line.mib))

@@ -7,8 +7,8 @@
         slave.await_staged(push)
         slave.order(Measure(1, push, slave.head))
 
-The slave is configured, registers, loads v0@r0 (zeros, a sparse file), beats and obeys as ever; the script gives it
-orders in any order that a Coordinator might, and lists nothing as dead. It decides nothing and keeps no ledger.
+The slave is configured, registers, loads v0@r0 (zeros, a sparse file), heartbeats and obeys as ever; the script gives
+it orders in any order that a Coordinator might, and lists nothing as dead. It decides nothing and keeps no ledger.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Master(SlaveServiceServicer):
         layers = tuple(range(len(self._manifest.layers)))
         return to_proto(e.Registered(TERM, SINC, order, GENESIS, layers, self._genesis, self._manifest.to_json()))
 
-    async def Beat(self, request: Any, context: Any) -> Any:  # noqa: N802
+    async def Heartbeat(self, request: Any, context: Any) -> Any:  # noqa: N802
         # As of number 0: nothing that was ever ordered is older, so nothing is dropped.
         return to_proto(SlaveHeartbeatAnswer(TERM, 60.0, False, 0, (), ()))
 

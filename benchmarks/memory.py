@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.harness import Bench, main
 from benchmarks.lone_slave import LoneSlave, equal_layers
-from benchmarks.rank import Rank
+from benchmarks.rank import BenchRank
 from dips.ids import GENESIS, VersionId
 from dips.protocol.effects import Apply, ClosePull, Commit, Fold, Measure, Persist, Retire
 
@@ -30,7 +30,7 @@ def measure(bench: Bench) -> None:
         for pinned in (0, 1):
             bench.say(f"{numel:,} parameters, {slots} slots, {pinned} pinned: rounds of {CONTRIBUTIONS} contributions")
             _measure(bench, numel, slots, pinned)
-    bench.note("peak: VmHWM of the process over its whole life; the ratio is sum ÷ peak, at least 1/1.05")
+    bench.note("peak: VmHWM of the process over its whole incarnation; the ratio is sum ÷ peak, at least 1/1.05")
 
 
 def _measure(bench: Bench, numel: int, slots: int, pinned: int) -> None:
@@ -40,7 +40,7 @@ def _measure(bench: Bench, numel: int, slots: int, pinned: int) -> None:
     ):
         promised = slave.memory_sum
         assert slave.printed_sum() == promised.line(), "the slave prints another sum"
-        rank, idle = Rank(slave), slave.resident()
+        rank, idle = BenchRank(slave), slave.resident()
         version = GENESIS
         for contributions in CONTRIBUTIONS:
             version = outer_step(slave, rank, version, contributions, slots, pinned)
@@ -57,7 +57,7 @@ def _measure(bench: Bench, numel: int, slots: int, pinned: int) -> None:
 
 
 def outer_step(
-    slave: LoneSlave, rank: Rank, version: VersionId, contributions: int, slots: int, pinned: int
+    slave: LoneSlave, rank: BenchRank, version: VersionId, contributions: int, slots: int, pinned: int
 ) -> VersionId:
     """Take one whole outer step; return the version that it made."""
     made = VersionId(version.version + 1, version.round + 1)

@@ -30,7 +30,7 @@ class Weights(nn.Module):
         self.weight = nn.Parameter(torch.zeros(numel))
 
 
-class Model(nn.Module):
+class BenchModel(nn.Module):
     """Layers named as a transformer's."""
 
     def __init__(self, layers: int, numel: int) -> None:
@@ -49,7 +49,7 @@ def meet(meeting: Path, name: str, clusters: int, number: int) -> None:
 
 
 def main(name: str, clusters: int, layers: int, numel: int, meeting: Path, step_s: float) -> None:
-    model = Model(layers, numel)
+    model = BenchModel(layers, numel)
     with OuterLoop(model) as outer, (meeting / f"{name}.jsonl").open("w") as out:
         number = 0
         while not outer.finished:

@@ -9,7 +9,7 @@ its inner steps are slowed by beside a transfer; by cause it is what the agent t
     none    stop, push, window, update, pull; held against the wire time
     full    train on meanwhile; held against the inner time. What is left are the freeze, the merge and looks
 
-Source: design.md section 13.
+Source: docs/architecture.md#speed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from statistics import mean
 from benchmarks.harness import Bench, main, shown
 from benchmarks.lone_slave import equal_layers
 from benchmarks.namespaces import missing, network
-from benchmarks.timed_rank import Plan, Stretch
+from benchmarks.timed_rank import Stretch, TimedPlan
 from benchmarks.timed_run import TimedRun
 from benchmarks.whole_run import HOUSE
 from dips.protocol.manifest import BYTES_PER_PARAMETER
@@ -139,7 +139,7 @@ def lived(setting: Setting, overlap: str) -> Seen:
         network({HOUSE: None, **dict.fromkeys(CLUSTERS, setting.mbit)}) as hosts,
     ):
         plans = {
-            name: Plan(
+            name: TimedPlan(
                 len(CLUSTERS), LAYERS, setting.parameters // LAYERS, STEP_S, warm=WARM, stretches=setting.rounds,
                 metrics=f"{hosts[name].ip}:{METRICS_PORT}",
             )

@@ -6,7 +6,7 @@ drawn anew after each second of training, so that it does not vanish in the mean
 and all else are the defaults. Counted are the rounds after the third: those in which all four took part; and tokens a
 second against what the inner steps alone would give, had nobody an outer loop.
 
-Source: design.md section 8.
+Source: docs/architecture.md#pace.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.harness import Bench, main
 from benchmarks.lone_slave import equal_layers
-from benchmarks.timed_rank import Plan, Stretch
+from benchmarks.timed_rank import Stretch, TimedPlan
 from benchmarks.timed_run import TimedRun
 
 SPEEDS = {"c0": 5.23, "c1": 3.8, "c2": 2.4, "c3": 1.0}
@@ -64,7 +64,7 @@ def measure(bench: Bench) -> None:
 def lived(directory: Path, jitter: float, rounds: int) -> Met:
     """Let the four train until so many rounds are over."""
     plans = {
-        name: Plan(len(SPEEDS), LAYERS, PARAMETERS // LAYERS, SLOWEST_STEP_S / speed, jitter)
+        name: TimedPlan(len(SPEEDS), LAYERS, PARAMETERS // LAYERS, SLOWEST_STEP_S / speed, jitter)
         for name, speed in SPEEDS.items()
     }
     keys, last = {"pace": {"aligned": INNER_STEPS}}, SETTLING + rounds

@@ -18,7 +18,7 @@ from dips.protocol.effects import ClosePull, DropPush
 CUT_ITEMS = 1024  # elements between the borders of one first pull and of the next
 
 
-class Rank:
+class BenchRank:
     """Speaks for every layer of the slave; `pushed` stays as it is, `pulled` is filled by each pull."""
 
     def __init__(self, slave: LoneSlave) -> None:

@@ -39,7 +39,7 @@ from dips.telemetry import timeline
 LAYERS, SLAVES, CLUSTERS = 16, 2, 2
 STEP_S, INNER_STEPS = 0.1, 40  # H: 4 s of inner time, within which a process that is started at once is back
 WINDOW_S = 0.3
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 WITHIN_S = 90.0
 RUNS = 5
 HEARD_S = 0.01  # between two looks at the status
@@ -52,7 +52,7 @@ RECOVERED = {"slave": 2, "master": 3, "cluster": 5}  # so many of the parts are 
 Mark = Mapping[str, Any]
 
 
-class Run(WholeRun):
+class RecoveryRun(WholeRun):
     """A run without an end, whose processes can be killed and started again."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
@@ -61,11 +61,11 @@ class Run(WholeRun):
 
     def _run_file(self) -> dict[str, Any]:
         file = super()._run_file()
-        file["master"]["timing"] = {"window_s": WINDOW_S, "beat_s": BEAT_S}
+        file["master"]["timing"] = {"window_s": WINDOW_S, "heartbeat_s": HEARTBEAT_S}
         return file
 
     def _keys(self, name: str) -> dict[str, Any]:
-        return {"pace": {"steps": INNER_STEPS}, "beat_s": BEAT_S}
+        return {"pace": {"steps": INNER_STEPS}, "heartbeat_s": HEARTBEAT_S}
 
     def _words(self, name: str) -> list[str]:
         layers = self._manifest.layers
@@ -144,7 +144,10 @@ def measure(bench: Bench) -> None:
     numel = (4_000_000 if bench.quick else bench.args.parameters) // LAYERS * LAYERS
     times: dict[str, list[list[float]]] = {role: [] for role in PARTS}
     lost: dict[str, list[float]] = {role: [] for role in PARTS}
-    with tempfile.TemporaryDirectory() as directory, Run(Path(directory) / "run", equal_layers(numel, LAYERS)) as run:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        RecoveryRun(Path(directory) / "run", equal_layers(numel, LAYERS)) as run,
+    ):
         bench.say(f"{numel:,} parameters, {SLAVES} slaves, {CLUSTERS} clusters")
         run.next_version(0.0)
         for number in range(bench.runs if bench.quick else RUNS):
@@ -160,14 +163,15 @@ def measure(bench: Bench) -> None:
     for role in PARTS:
         _rows(bench, role, times[role], lost[role])
     bench.note(
-        f"medians of {len(times['slave'])}; restarted at once; beats of {BEAT_S:g} s; inner steps of {STEP_S:g} s"
+        f"medians of {len(times['slave'])}; restarted at once; "
+        f"heartbeats of {HEARTBEAT_S:g} s; inner steps of {STEP_S:g} s"
     )
     bench.note(
         "others lose: calls of `step` that wait with no push under way, from the kill to the next version; the worst"
     )
 
 
-def slave_killed(run: Run, number: int) -> tuple[float, list[float]]:
+def slave_killed(run: RecoveryRun, number: int) -> tuple[float, list[float]]:
     """Kill a slave; return when, and the moments of its recovery."""
     name = run.slaves[number % SLAVES]
     at = run.kill(name)
@@ -176,7 +180,7 @@ def slave_killed(run: Run, number: int) -> tuple[float, list[float]]:
     return at, [run.logged(name, "serving"), ready, run.next_version(ready)]
 
 
-def master_killed(run: Run, number: int) -> tuple[float, list[float]]:
+def master_killed(run: RecoveryRun, number: int) -> tuple[float, list[float]]:
     """Kill the master; until it has heard everybody."""
     at = run.kill("master")
     run.start("master")
@@ -195,7 +199,7 @@ def master_killed(run: Run, number: int) -> tuple[float, list[float]]:
     return at, [served, ready, max(ready, clusters), run.next_version(ready)]
 
 
-def cluster_killed(run: Run, number: int) -> tuple[float, list[float]]:
+def cluster_killed(run: RecoveryRun, number: int) -> tuple[float, list[float]]:
     """Kill an agent with its trainer; until the first call of `step` of the next trainer."""
     name = run.clusters[1]
     at = run.kill(name)
@@ -206,14 +210,14 @@ def cluster_killed(run: Run, number: int) -> tuple[float, list[float]]:
     return at, [*first, pulled, call["begun"]]
 
 
-ROLES: dict[str, Callable[[Run, int], tuple[float, list[float]]]] = {
+ROLES: dict[str, Callable[[RecoveryRun, int], tuple[float, list[float]]]] = {
     "slave": slave_killed,
     "master": master_killed,
     "cluster": cluster_killed,
 }
 
 
-def _lost(run: Run, name: str, begin: float, end: float) -> float:
+def _lost(run: RecoveryRun, name: str, begin: float, end: float) -> float:
     """Seconds that a cluster stood still in calls of `step` without a push."""
     pushes = [m["at"] for m in run.marks(name, "push_begin", begin - WITHIN_S)]
     return lost_s([c for c in run.calls(name) if begin < c["ended"] and c["begun"] < end], pushes)

@@ -14,12 +14,12 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.outer_rank import Model
+from benchmarks.outer_rank import BenchModel
 from dips.client import OuterLoop
 
 
 def main(name: str, layers: int, numel: int, step_s: float, meeting: Path) -> None:
-    with OuterLoop(Model(layers, numel)) as outer, (meeting / f"{name}.jsonl").open("a", buffering=1) as out:
+    with OuterLoop(BenchModel(layers, numel)) as outer, (meeting / f"{name}.jsonl").open("a", buffering=1) as out:
         while not outer.finished:
             time.sleep(step_s)
             waits, begun = _waits(), time.time()

@@ -1,6 +1,6 @@
 """The two ends of a push as they are: a slave's data flow and a rank, each a process in its network namespace.
 
-python -m benchmarks.shaped_end slave CAST NUMBER IP ASKERS LANES SECRET     says [addresses, public key]
+python -m benchmarks.shaped_end slave CAST NUMBER IP CONCURRENT_STREAMS LANES SECRET     says [addresses, public key]
     ["open", push, order]   a slot for it, its ranks asked in that order;  ["places", push, places]: asked anew
     ["end", push]           once it is staged: its processor time since "open"
 python -m benchmarks.shaped_end rank CAST CLUSTER RANK
@@ -30,7 +30,7 @@ from dips.transport import curve
 TRANSIT_BYTES, STALL_S = 256 << 20, 30.0
 
 
-class Events:
+class ShapedEvents:
     """Waits for what the flow reports."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ def slave(cast: Cast, number: int, ip: str, concurrent_streams: int, lanes: int,
         RUN, f"s{number}", (f"{ip}:0",) * lanes, CHUNK_BYTES, TRANSIT_BYTES, concurrent_streams, STALL_S, key=key
     )
     flow.use(cast.manifest, layers)
-    events = Events()
+    events = ShapedEvents()
     flow.start(SINC, events)
     free: list[dict[int, np.ndarray[Any, np.dtype[np.float32]]]] = []
     slots = dict[PushId, dict[int, np.ndarray[Any, np.dtype[np.float32]]]]()

@@ -3,7 +3,7 @@
 A real master, two slaves and three clusters on a switch of network namespaces; each cluster's link is shaped by
 `tc tbf`, the third one's to 1/30. Against it the same run without the third. Options are the defaults (two slots, a
 window of 5 % of the clusters' pace and at least 1 s). Training is sleep: what counts is who waits for whom.
-Source: design.md section 13, why.md 19, 24, 31.
+Source: docs/architecture.md#speed, docs/rationale.md#19, #24, #31.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Mark = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SlowClusterRun:
     """What was seen of one run: each cluster's steps and its timeline."""
 
     steps: dict[str, list[Mark]]
@@ -79,7 +79,7 @@ def measure(bench: Bench) -> None:
     bench.note(f"it committed {len(commits)} pushes while the others took {VERSIONS // cut} outer steps")
 
 
-def lived(clusters: Sequence[str], versions: int) -> Run:
+def lived(clusters: Sequence[str], versions: int) -> SlowClusterRun:
     """Let the clusters train until so many versions are made."""
     links = {name: FAST_MBIT / (SLOWNESS if name == SLOW else 1) for name in clusters}
     with (
@@ -93,7 +93,7 @@ def lived(clusters: Sequence[str], versions: int) -> Run:
         run.finish(WITHIN_S)
         steps = {name: _lines(run.meeting / f"{name}.jsonl") for name in clusters}
         marks = {name: list(timeline.read(run.timeline(name))) for name in clusters}
-    return Run(steps, marks)
+    return SlowClusterRun(steps, marks)
 
 
 def attempts(marks: Sequence[Mark]) -> list[int]:

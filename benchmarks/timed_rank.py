@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.outer_rank import Model, meet
+from benchmarks.outer_rank import BenchModel, meet
 from dips.client import OuterLoop
 
 WAKE_S = 0.5e-3  # before a step's end: a sleep ends late by some tenths of that
@@ -31,7 +31,7 @@ DRIFT_S = 1.0  # jitter is drawn anew after so much of training: drawn at each s
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TimedPlan:
     """What a rank is told."""
 
     clusters: int  # that meet
@@ -70,7 +70,7 @@ class Stretch:
 class Lengths:
     """How long the next inner step is."""
 
-    def __init__(self, plan: Plan, seed: str) -> None:
+    def __init__(self, plan: TimedPlan, seed: str) -> None:
         self._plan, self._rng = plan, random.Random(seed)
         self._factor, self._left_s = 1.0, 0.0
 
@@ -100,7 +100,7 @@ class Memory:
         return {"host": _status("VmHWM") - self._resident, "device": device}
 
 
-def inner_step(model: Model, begun: float, length_s: float) -> None:
+def inner_step(model: BenchModel, begun: float, length_s: float) -> None:
     """Be over `length_s` after `begun`."""
     with torch.no_grad():
         for parameter in model.parameters():
@@ -111,7 +111,7 @@ def inner_step(model: Model, begun: float, length_s: float) -> None:
         pass
 
 
-def warm_up(outer: OuterLoop, model: Model, step_s: float) -> None:
+def warm_up(outer: OuterLoop, model: BenchModel, step_s: float) -> None:
     """Take one outer step, at once."""
     base = outer.version
     while outer.version == base:
@@ -121,9 +121,9 @@ def warm_up(outer: OuterLoop, model: Model, step_s: float) -> None:
             outer.push()
 
 
-def main(name: str, meeting: Path, plan: Plan) -> None:
+def main(name: str, meeting: Path, plan: TimedPlan) -> None:
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    model = Model(plan.layers, plan.numel).to(device)
+    model = BenchModel(plan.layers, plan.numel).to(device)
     memory, lengths = Memory(), Lengths(plan, name)
     with OuterLoop(model) as outer, (meeting / f"{name}.jsonl").open("w", buffering=1) as out:
         for number in range(plan.warm):
@@ -142,7 +142,7 @@ def main(name: str, meeting: Path, plan: Plan) -> None:
             meet(meeting, name, plan.clusters, plan.warm + 1)
 
 
-def train(outer: OuterLoop, model: Model, lengths: Lengths) -> Stretch:
+def train(outer: OuterLoop, model: BenchModel, lengths: Lengths) -> Stretch:
     """Train until another version is installed."""
     stretch, base = Stretch(), outer.version
     while outer.version == base and not outer.finished:
@@ -175,4 +175,4 @@ def _status(key: str) -> int:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Plan(**json.loads(sys.argv[3])))
+    main(sys.argv[1], Path(sys.argv[2]), TimedPlan(**json.loads(sys.argv[3])))

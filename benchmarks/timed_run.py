@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.namespaces import End
-from benchmarks.timed_rank import Plan, Stretch
+from benchmarks.timed_rank import Stretch, TimedPlan
 from benchmarks.whole_run import WholeRun
 from dips.protocol.manifest import Manifest
 from dips.telemetry import timeline
@@ -22,7 +22,7 @@ class TimedRun(WholeRun):
         self,
         directory: Path,
         manifest: Manifest,
-        plans: Mapping[str, Plan],
+        plans: Mapping[str, TimedPlan],
         keys: Mapping[str, Any],
         *,
         slaves: int,

@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.bare import BareZmq, GrpcStream
 from benchmarks.harness import Bench, cpu_s, main
 from benchmarks.lone_slave import LoneSlave, equal_layers
-from benchmarks.rank import Rank
+from benchmarks.rank import BenchRank
 from dips.outer.pool import BYTES
 
 LAYERS = 8
@@ -55,7 +55,7 @@ def _measure(bench: Bench, nbytes: int, chunk_bytes: int, lanes: int) -> None:
         BareZmq(nbytes, chunk_bytes, lanes) as bare,
         GrpcStream(nbytes, chunk_bytes) as stream,
     ):
-        rank = Rank(slave)
+        rank = BenchRank(slave)
         took = bench.together(
             {
                 "push": rank.push, "bare push": bare.push, "raw gRPC push": stream.push,

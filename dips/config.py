@@ -96,20 +96,20 @@ class SlaveSection(Section):
     curve_key: Path | None = None  # ZeroMQ certificate with the lanes' secret key; null: they are plain
     lane_count: Annotated[int, Field(ge=0, le=MOST_LANES)] = 0  # without `lanes`; 0: by cores
     advertise: str | None = None  # host by which master and clusters reach it; null: as `listen` and `lanes` spell it
-    directory: Path  # snapshots; one slave each, locked for life
+    directory: Path  # snapshots; one slave each, locked as long as it runs
     initial_model: Path  # safetensors of `dips init`; read once, for v0@r0
     slots: Annotated[int, Field(ge=1)] = 2  # pushes that may move at once
     pinned: Annotated[int, Field(ge=0)] = 1  # older versions kept in memory for slow readers
     transit_bytes: Annotated[int, Field(ge=4 * MIB)] = 256 * MIB  # asked for and not yet staged, over all streams
-    askers: Annotated[int, Field(ge=1)] = 4  # streams kept busy at once on a lane
+    concurrent_streams: Annotated[int, Field(ge=1)] = 4  # streams kept busy at once on a lane
     stall_s: Annotated[float, Field(gt=0)] = 30.0  # a transfer without a new byte for so long is over
     threads: Annotated[int, Field(ge=0)] = 0  # kernels; 0: all cores
     metrics: str | None = None  # host:port where Prometheus scrapes; null: nowhere
-    performer: Literal["external", "exec"] = "external"  # who starts it: systemd, Kubernetes, you; or the master, here
+    supervisor: Literal["external", "exec"] = "external"  # who starts it: systemd, Kubernetes, you; or the master, here
 
     @property
     def lock(self) -> Path:
-        """Held by the slave's process for life, with its number in it."""
+        """Held by the slave's process as long as it runs, with its number in it."""
         return self.directory / ".lock"
 
     def reached_at(self, address: str) -> str:
@@ -192,14 +192,14 @@ class ClusterFile(Section):
     agent: str | None = None
     token: Path | None = None  # file with the job's token, for ranks that the agent did not start; or DIPS_AGENT_TOKEN
     directory: Path = Path(".")  # logs, timeline, socket
-    beat_s: Annotated[float, Field(gt=0)] = 2.0
+    heartbeat_s: Annotated[float, Field(gt=0)] = 2.0
     poll_s: Annotated[float, Field(gt=0)] = 2.0  # no collective waits longer for anybody outside the cluster
     stall_s: Annotated[float, Field(gt=0)] = 30.0  # a transfer without a new byte for so long is begun anew
     retry_s: Annotated[float, Field(gt=0)] = 30.0  # longest pause between two tries to reach the master
     max_restarts: Annotated[int, Field(ge=0)] = 10  # of the trainer, by the agent
     # Ranks that move bytes to and from the slaves; in a larger job the others hand theirs to one on their host, so
     # that no slave has more connections than this times its lanes from one cluster.
-    speakers: Annotated[int, Field(ge=1)] = 256
+    max_transfer_ranks: Annotated[int, Field(ge=1)] = 256
     # whole: a pulled version lies in host memory (4 B per parameter of a rank's shard) before any of it is installed.
     # streaming: one layer at a time, for hosts that have no room for that; a broken pull leaves a model that must pull
     # again before it can train, and pushes are read from the model while they travel. Needs the codec fp32.
@@ -330,7 +330,8 @@ def _check_names(path: Path, names: list[tuple[str, str]]) -> None:
 
 
 def _check_loopback(path: Path, insecure: bool, addresses: list[tuple[str, str]]) -> None:
-    """Plain text leaves the machine never, and stays on it only when that is asked for (design.md section 10)."""
+    """Plain text leaves the machine never, and stays on it only when that is asked for
+    (docs/architecture.md#security)."""
     if not insecure:
         raise ConfigError(
             f"{path}: insecure: expected `insecure: true`, since certificates are not implemented yet; "

@@ -37,7 +37,7 @@ class StaleTerm(Stale):
 
 
 class StaleIncarnation(Stale):
-    """A message of an earlier life of a cluster or slave."""
+    """A message of an earlier incarnation of a cluster or slave."""
 
 
 class StalePush(Stale):

@@ -1,4 +1,4 @@
-"""Names that are never used twice (design.md section 5).
+"""Names that are never used twice (docs/architecture.md#invariant-5).
 
 A version is named by the outer steps that θ has had and by the round that made it, `v12@r17`: after a rollback a
 new v7 is made by another round, so two contents never share a name. A transfer (push or pull) is named by its
@@ -41,7 +41,7 @@ GENESIS = VersionId(0, 0)
 
 @dataclass(frozen=True, slots=True, order=True)
 class PushId:
-    """One push of one life of a cluster."""
+    """One push of one incarnation of a cluster."""
 
     cluster: str
     inc: int
@@ -53,7 +53,7 @@ class PushId:
 
 @dataclass(frozen=True, slots=True, order=True)
 class PullId:
-    """One pull of one life of a cluster; seq counts pushes and pulls together."""
+    """One pull of one incarnation of a cluster; seq counts pushes and pulls together."""
 
     cluster: str
     inc: int

@@ -109,7 +109,9 @@ async def _run(config: ClusterFile, path: Path, command: list[str], log_level: s
     master = MasterLink(config.master)
     identity = ClusterIdentity(config.shared.run, config.cluster, config.shared.digest)
     incarnations = IncarnationFile(config.directory, config.shared.run, config.cluster, log)
-    settings = AgentSettings(identity, config.beat_s, config.retry_s, config.overlap == "full", config.max_restarts)
+    settings = AgentSettings(
+        identity, config.heartbeat_s, config.retry_s, config.overlap == "full", config.max_restarts
+    )
     pace = Pace(**config.pace.model_dump())
     core = AgentCore(settings, pace, lambda: uuid.uuid4().hex, random.Random(), incarnations.former())
     relay = Relay(config.relay, log) if config.relay else None

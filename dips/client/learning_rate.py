@@ -1,4 +1,5 @@
-"""The inner learning rate: driven by the run's progress, since clusters have no step count in common (design.md 3).
+"""The inner learning rate: driven by the run's progress, since clusters have no step count in common
+(docs/architecture.md#life-of-a-round).
 
     scheduler = schedule(optimizer, outer)          # cosine from the optimizer's own lr to a tenth of it
     ...

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from dips.data import index
 from dips.data.balance import Balance
-from dips.data.build import Plan, build, source
+from dips.data.build import BuildPlan, build, source
 from dips.data.deal import TOLERANCE
 from dips.data.reader import DataSet
 from dips.data.text import tokenizer as make_tokenizer
@@ -59,7 +59,7 @@ def build_command(
     """
     made = make_tokenizer(tokenizer, eos_token) if tokenizer else None
     chosen = tuple(source(spec) for spec in sources)
-    plan = Plan(chosen, output, ranges, seed, made, key, dtype, eos, tolerance, cut)
+    plan = BuildPlan(chosen, output, ranges, seed, made, key, dtype, eos, tolerance, cut)
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("reading", total=sum(s.nbytes for s in chosen))

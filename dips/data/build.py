@@ -27,7 +27,7 @@ Progress = Callable[[str, int], None]  # what is being done, bytes done since th
 
 
 @dataclass(frozen=True)
-class Source:
+class CorpusSource:
     """One source of the data set, and the files that it is made of, text or tokens."""
 
     name: str
@@ -39,10 +39,10 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BuildPlan:
     """What is to be made."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[CorpusSource, ...]
     output: Path
     ranges: int
     seed: int
@@ -66,7 +66,7 @@ class Built:
     balance: Balance
 
 
-def source(spec: str) -> Source:
+def source(spec: str) -> CorpusSource:
     """Read NAME=PATH; PATH is a file, a directory, or a pattern. Raise ConfigError if nothing is there."""
     name, equals, where = spec.partition("=")
     if not equals:
@@ -77,7 +77,7 @@ def source(spec: str) -> Source:
     files = tuple(sorted(p for p in found if p.is_file() and not _beside(p)))
     if not files:
         raise ConfigError(f"--source {spec}: there is no file")
-    return Source(name, files)
+    return CorpusSource(name, files)
 
 
 def _beside(path: Path) -> bool:
@@ -85,7 +85,7 @@ def _beside(path: Path) -> bool:
     return path.name.endswith(".documents.npy") or (path.suffix == ".idx" and path.with_suffix(".bin").exists())
 
 
-def build(plan: Plan, progress: Progress = lambda *_: None) -> Built:
+def build(plan: BuildPlan, progress: Progress = lambda *_: None) -> Built:
     """Make the data set; raise ConfigError if a source cannot be read or the directory is taken."""
     names = [s.name for s in plan.sources]
     if len(set(names)) != len(names):
@@ -113,7 +113,7 @@ def build(plan: Plan, progress: Progress = lambda *_: None) -> Built:
     return Built(digest, sum(sizes), tuple(len(d) for d in documents), sizes, cut, weighed)
 
 
-def _token_files(plan: Plan, one: Source, progress: Progress) -> list[TokenFile]:
+def _token_files(plan: BuildPlan, one: CorpusSource, progress: Progress) -> list[TokenFile]:
     texts = [file for file in one.files if is_text(file)]
     made = [find(file, plan.dtype, plan.eos) for file in one.files if not is_text(file)]
     if texts:
@@ -137,7 +137,7 @@ def _documents(files: Sequence[Sequence[TokenFile]]) -> list[Documents]:
     return found
 
 
-def _listing(plan: Plan, name: str, files: Sequence[TokenFile], progress: Progress) -> dict[str, Any]:
+def _listing(plan: BuildPlan, name: str, files: Sequence[TokenFile], progress: Progress) -> dict[str, Any]:
     """A source in the manifest; a path inside the directory is relative to it, another is absolute."""
     listed = []
     for file in files:

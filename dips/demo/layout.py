@@ -27,7 +27,7 @@ SHARED: dict[str, Any] = {
 }
 TIMING = {
     "window_s": 1.0,  # of a round of about three seconds
-    "beat_s": 1.0,  # the picture moves once a second
+    "heartbeat_s": 1.0,  # the picture moves once a second
     "hang_s": 30.0,
     "order_s": 5.0,
     "compute_s": 20.0,
@@ -37,7 +37,7 @@ TIMING = {
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class DemoLayout:
     """Where everything of one demo is."""
 
     directory: Path
@@ -75,20 +75,20 @@ class Layout:
         return self.directory / "logs" / f"{name}.log"
 
 
-def make(out: Path | None) -> Layout:
+def make(out: Path | None) -> DemoLayout:
     """Make the directories of a demo; raise ConfigError if `out` is there already and not empty."""
     directory = (out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).resolve()
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"--out: {directory} is not empty: name a new directory")
     (directory / "logs").mkdir(parents=True)
-    return Layout(directory, Path(tempfile.mkdtemp(prefix="dips-")))
+    return DemoLayout(directory, Path(tempfile.mkdtemp(prefix="dips-")))
 
 
-def write(layout: Layout, ranges: int, tokens: int, wall_s: float) -> str:
+def write(layout: DemoLayout, ranges: int, tokens: int, wall_s: float) -> str:
     """Write dips.yaml and a cluster file for each cluster; return the master's address.
 
     ranges  of the data set
-    tokens  target of the learning-rate schedule; the run ends there or after `wall_s` of the master's life
+    tokens  target of the learning-rate schedule; the run ends there or after `wall_s` of the master's incarnation
     """
     address = f"127.0.0.1:{_free_port()}"
     shared = {"run": "demo", **SHARED, "stop": {"tokens": tokens, "wall_s": wall_s}, "data": {"ranges": ranges}}
@@ -115,7 +115,7 @@ def write(layout: Layout, ranges: int, tokens: int, wall_s: float) -> str:
             "pace": {"steps": INNER_STEPS if wall_s >= FULL_S else INNER_STEPS_AT_A_GLANCE},
             "directory": name,
             "socket": str(layout.sockets / f"{name}.sock"),
-            "beat_s": TIMING["beat_s"],
+            "heartbeat_s": TIMING["heartbeat_s"],
             "retry_s": 5.0,
             "insecure": True,
         }

@@ -25,7 +25,7 @@ class ProcessEnded(DipsError):
     """A process ended that should go on."""
 
 
-class Process:
+class DemoProcess:
     """One started process, and its log."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, may_end: bool = False) -> None:
@@ -88,15 +88,15 @@ class Process:
         return "\n  ".join([f"the end of {self._log}:", *lines])
 
 
-class House:
+class DemoProcesses:
     """All processes of the demo; leaving the `with` block ends them, agents first and the master last."""
 
     def __init__(self) -> None:
-        self.processes: dict[str, Process] = {}
+        self.processes: dict[str, DemoProcess] = {}
 
-    def start(self, name: str, command: Sequence[str], log: Path, may_end: bool = False) -> Process:
+    def start(self, name: str, command: Sequence[str], log: Path, may_end: bool = False) -> DemoProcess:
         """Start a process, or start it again under its name; `may_end`: it has an end of its own."""
-        self.processes[name] = Process(name, command, log, may_end)
+        self.processes[name] = DemoProcess(name, command, log, may_end)
         return self.processes[name]
 
     def check(self) -> None:
@@ -114,7 +114,7 @@ class House:
         for process in reversed(self.processes.values()):
             process.end(deadline)
 
-    def __enter__(self) -> House:
+    def __enter__(self) -> DemoProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -21,9 +21,9 @@ from rich.table import Table
 from dips.commands.status import ask_status
 from dips.config import load_run
 from dips.demo import data, layout, plots, train, verdict
-from dips.demo.layout import Layout
+from dips.demo.layout import DemoLayout
 from dips.demo.model import build
-from dips.demo.processes import House, ProcessEnded
+from dips.demo.processes import DemoProcesses, ProcessEnded
 from dips.demo.verdict import Check, Kill, Losses
 from dips.demo.watch import Watch
 from dips.errors import Unavailable
@@ -69,9 +69,9 @@ def _terminated(number: int, frame: object) -> None:
 # ---- the story ------------------------------------------------------------------------------------------------------
 
 
-def _story(files: Layout, seconds: float, kill: bool, seed: int) -> tuple[Mapping[str, Any], Kill]:
+def _story(files: DemoLayout, seconds: float, kill: bool, seed: int) -> tuple[Mapping[str, Any], Kill]:
     """Train until the run is finished; return the master's last status and what was killed."""
-    with Watch(seconds) as watch, House() as house:
+    with Watch(seconds) as watch, DemoProcesses() as house:
         corpus = data.load(seed)
         tokens = _expected_tokens(corpus, seconds)
         watch.say(f"{corpus.training.size / 1e6:.1f} MB of Python to learn, in {corpus.ranges} ranges")
@@ -105,7 +105,7 @@ def _expected_tokens(corpus: data.Corpus, seconds: float) -> int:
     return int(per_second * busy * EXPECTED_SHARE * seconds)
 
 
-def _start(house: House, files: Layout, seed: int) -> None:
+def _start(house: DemoProcesses, files: DemoLayout, seed: int) -> None:
     config = str(files.run_file)
     house.start("master", _module("dips.master.app", "--config", config), files.log("master"))
     for name in layout.SLAVES:
@@ -119,12 +119,12 @@ def _start(house: House, files: Layout, seed: int) -> None:
         house.start(name, agent, files.log(name), may_end=True)
 
 
-def _start_slave(house: House, files: Layout, name: str) -> None:
+def _start_slave(house: DemoProcesses, files: DemoLayout, name: str) -> None:
     command = _module("dips.slave.app", "--config", str(files.run_file), "--name", name)
     house.start(name, command, files.log(name))
 
 
-def _train(house: House, files: Layout, watch: Watch, address: str, seconds: float, kill: bool) -> Kill:
+def _train(house: DemoProcesses, files: DemoLayout, watch: Watch, address: str, seconds: float, kill: bool) -> Kill:
     """Watch until the run is finished; kill in the middle if asked to."""
     begun = time.monotonic()
     killed, answered = Kill(), False
@@ -147,7 +147,7 @@ def _train(house: House, files: Layout, watch: Watch, address: str, seconds: flo
         time.sleep(LOOK_EVERY_S)
 
 
-def _kill(house: House, files: Layout, watch: Watch, address: str) -> Kill:
+def _kill(house: DemoProcesses, files: DemoLayout, watch: Watch, address: str) -> Kill:
     """Kill slow's torchrun and, while it comes back, a slave; start the slave again."""
     processes = house.processes[KILLED_CLUSTER].kill_children()
     watch.say(
@@ -199,7 +199,7 @@ def _word(*arguments: str) -> None:
         raise ProcessEnded(f"dips {' '.join(arguments)} ended with exit code {done.returncode}: {done.stderr.strip()}")
 
 
-def _check_codes(house: House) -> None:
+def _check_codes(house: DemoProcesses) -> None:
     for process in house.processes.values():
         if process.code() != 0:
             raise ProcessEnded(f"{process.name} ended with exit code {process.code()}, expected 0; {process.told()}")
@@ -209,7 +209,7 @@ def _check_codes(house: House) -> None:
 
 
 def _account(
-    files: Layout, status: Mapping[str, Any], killed: Kill, seconds: float, seed: int, console: Console
+    files: DemoLayout, status: Mapping[str, Any], killed: Kill, seconds: float, seed: int, console: Console
 ) -> int:
     """Evaluate, plot, print; return the exit code."""
     torch.set_num_threads(os.cpu_count() or 1)

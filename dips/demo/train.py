@@ -21,7 +21,7 @@ from dips.demo.data import Corpus, Text, load
 from dips.demo.model import build, loss_of
 
 LR, LEAST_LR = 3e-3, 3e-4
-WARMUP_STEPS = 20  # of this process: AdamW's moments begin at zero in each life of a trainer
+WARMUP_STEPS = 20  # of this process: AdamW's moments begin at zero in each incarnation of a trainer
 SEQUENCES, LENGTH = 4, 256  # of each rank in one inner step
 LATE_S = 2.0  # no pause is longer: a machine that hiccups must not stop the slow cluster
 

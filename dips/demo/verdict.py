@@ -143,7 +143,9 @@ def _about_killed_cluster(name: str, rounds: Sequence[RoundHistory], timeline: S
 
 
 def _about_killed_slave(kill: Kill, status: Mapping[str, Any], timelines: Mapping[str, Sequence[Mark]]) -> Check:
-    """Serving means: its new life has sent its layers of a version made after the kill, and a cluster installed it."""
+    """Serving means: its new incarnation has sent its layers of a version made after the kill, and a cluster installed
+    it.
+    """
     slave = status["slaves"].get(kill.slave, {})
     pulled = [
         version

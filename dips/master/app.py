@@ -62,8 +62,8 @@ def serve_command(
 
     It holds no parameters. What it must never forget is in <master.directory>/ledger.sqlite, made once by `dips init`;
     started again on the same directory it goes on from the last version, and clusters and slaves reconnect to it.
-    One master for a run: a second one on the same ledger refuses to start. Slaves whose `performer` is `exec` it starts
-    and supervises itself; SIGTERM stops them too.
+    One master for a run: a second one on the same ledger refuses to start. Slaves whose `supervisor` is `exec` it
+    starts and supervises itself; SIGTERM stops them too.
 
     What it decided, and upon what, lies in <master.directory>/journal-*.jsonl (the newest `master.journal.segments`).
 
@@ -176,9 +176,9 @@ def _logged_step(coordinator: Coordinator, journal: Journal | None, log: logs.Lo
 
 def _supervise(config: RunFile, file: Path | None, runtime: Runtime, log: logs.Log) -> Supervisor:
     """Supervise the slaves that the run file gives to this master."""
-    ours = [slave for slave in config.slaves if slave.performer == "exec"]
+    ours = [slave for slave in config.slaves if slave.supervisor == "exec"]
     if ours and file is None:
-        raise ConfigError("slaves.performer: exec needs the run file's path")
+        raise ConfigError("slaves.supervisor: exec needs the run file's path")
     supervisor = Supervisor(
         (file or Path()).absolute(), ours, config.master.directory, config.master.timing,
         lambda: runtime.view()["slaves"], log,

@@ -17,7 +17,7 @@ from typing import Any, TypeGuard, get_args
 
 from dips.errors import StaleTerm
 from dips.master.held import HeldQuestion, HeldQuestions, PollOptions
-from dips.master.outbox import Action, HeartbeatReply, Outbox, SlaveAddress
+from dips.master.outbox import Action, HeartbeatReply, Outbox, SlaveEndpoint
 from dips.master.ports import CoordinatorLike, JudgeLike
 from dips.protocol.alignment import Alignment
 from dips.protocol.effects import Effect, Exit, Joined, Pending, Registered, Reply
@@ -69,13 +69,13 @@ class MasterCore:
     def wake(self, now: float) -> None:
         """The shell runs again: notice a gap if it slept for longer than it meant to."""
         gap_s = now - self._expected_at
-        if gap_s <= self._timing.beat_s:
+        if gap_s <= self._timing.heartbeat_s:
             return
         self._expected_at = now
         self._judge.shift(gap_s)
         self._alignment.shift(gap_s)
         self._step(Blind(gap_s), now)
-        self._judging_from = now + self._timing.beat_s / 2  # what is still in the sockets is read first
+        self._judging_from = now + self._timing.heartbeat_s / 2  # what is still in the sockets is read first
 
     def tick(self, now: float) -> None:
         """Do what is due: judge silence, act on the Coordinator's deadlines, ask held questions again."""
@@ -96,7 +96,7 @@ class MasterCore:
 
     def sleep_until(self, now: float) -> float:
         """When the shell must run again: at the next deadline, and at most a heartbeat from now to notice a gap."""
-        self._expected_at = min(now + self._timing.beat_s, max(now + LEAST_SLEEP_S, self.next_deadline()))
+        self._expected_at = min(now + self._timing.heartbeat_s, max(now + LEAST_SLEEP_S, self.next_deadline()))
         return self._expected_at
 
     # ---- what arrives ----------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class MasterCore:
                         self._judge.welcome_cluster(event.cluster, inc, now)
                     case SlaveRegistered(), Registered(sinc=sinc):
                         self._judge.welcome_slave(event.slave, sinc, now)
-                        self._outbox.put(SlaveAddress(event.slave, event.address))
+                        self._outbox.put(SlaveEndpoint(event.slave, event.address))
 
 
 _CHANGE_NOTHING = frozenset({Ticked, *(kind for kind in get_args(Event) if "req" in kind.__dataclass_fields__)})

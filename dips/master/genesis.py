@@ -1,7 +1,7 @@
 """Makes a run: from a model's parameters to the ledger's first rows and the files of version 0 (`dips init`).
 
-Only this, or a verified snapshot, ever defines θ (design.md section 4, 7). The ledger is written last, so a run whose
-making was interrupted does not exist.
+Only this, or a verified snapshot, ever defines θ (docs/architecture.md#invariant-7). The ledger is written last, so a
+run whose making was interrupted does not exist.
 """
 
 from __future__ import annotations

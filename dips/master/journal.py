@@ -1,4 +1,5 @@
-"""The journal: every event that the Coordinator stepped through, and what it ordered; evidence, not truth (why.md 30).
+"""The journal: every event that the Coordinator stepped through, and what it ordered; evidence, not truth
+(docs/rationale.md#30).
 
     journal-<term>-<n>.jsonl        one segment: a head, then one line for each event
     {"journal": 1, "term": 3, …, "state": […]}       the head, with the Coordinator's whole state before the first event

@@ -74,7 +74,8 @@ class Ledger:
         return cls(db, lock, wall)
 
     def start_term(self, above: int = 0) -> int:
-        """Begin the life of a master: a term above `above` and every earlier one, durable on return (why.md 4)."""
+        """Begin the incarnation of a master: a term above `above` and every earlier one, durable on return
+        (docs/rationale.md#4)."""
         with _transaction(self._db):
             (term,) = self._db.execute("SELECT max(coalesce(max(term), 0), ?) + 1 FROM terms", (above,)).fetchone()
             self._db.execute("INSERT INTO terms VALUES (?, ?)", (term, self._wall()))
@@ -85,7 +86,7 @@ class Ledger:
         """Make all records durable in one transaction, in their order; on any error none of them is written.
 
         Raise StaleTerm if a later master has begun its term here: a lock is not to be had on every file system, and a
-        master that was stopped and taken for dead must not write over its successor (why.md 4).
+        master that was stopped and taken for dead must not write over its successor (docs/rationale.md#4).
         """
         with _transaction(self._db):
             if self._term:

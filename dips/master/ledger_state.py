@@ -82,7 +82,7 @@ def read_totals(db: sqlite3.Connection) -> tuple[ClusterTotals, ...]:
 
 
 def _died_open(db: sqlite3.Connection) -> dict[tuple[str, int], int]:
-    """By life: tokens of the committed push that it left open and that no Outcome settled."""
+    """By incarnation: tokens of the committed push that it left open and that no Outcome settled."""
     rows = db.execute(
         """SELECT l.cluster, l.inc, l.tokens FROM left_open l LEFT JOIN outcomes o
            ON o.cluster = l.cluster AND o.inc = l.inc AND o.seq = l.seq AND o.kind != 'skipped'
@@ -164,8 +164,8 @@ def _peers(db: sqlite3.Connection, role: str) -> tuple[PeerRow, ...]:
     rows = db.execute(query, (role,)).fetchall()
     settled, died_open = (_settled_tokens(db), _died_open(db)) if role == "cluster" else ({}, {})
 
-    def accounted(life: tuple[str, int], lost: int | None) -> int:
-        return settled.get(life, 0) + died_open.get(life, 0) + (lost or 0)
+    def accounted(incarnation: tuple[str, int], lost: int | None) -> int:
+        return settled.get(incarnation, 0) + died_open.get(incarnation, 0) + (lost or 0)
 
     return tuple(
         PeerRow(
@@ -177,7 +177,7 @@ def _peers(db: sqlite3.Connection, role: str) -> tuple[PeerRow, ...]:
 
 
 def _settled_tokens(db: sqlite3.Connection) -> dict[tuple[str, int], int]:
-    """Tokens accepted or gated, of each life of each cluster."""
+    """Tokens accepted or gated, of each incarnation of each cluster."""
     query = "SELECT cluster, inc, sum(tokens) FROM outcomes WHERE kind != 'skipped' GROUP BY cluster, inc"
     return {(cluster, inc): tokens for cluster, inc, tokens in db.execute(query)}
 
@@ -225,9 +225,10 @@ def _undone_ranges(db: sqlite3.Connection) -> set[int]:
 
 
 def _leased(db: sqlite3.Connection) -> tuple[tuple[str, int, int, tuple[int, ...]], ...]:
-    """Every lease of a life that is not over, in order, with those of its ranges that no Outcome of it settled.
+    """Every lease of an incarnation that is not over, in order, with those of its ranges that no Outcome of it settled.
 
-    A range that was undone may be leased again, to the same life too: each Outcome ends the oldest of its leases.
+    A range that was undone may be leased again, to the same incarnation too: each Outcome ends the oldest of its
+    leases.
     """
     ended = Counter[tuple[str, int, int]]()
     for cluster, inc, ranges in db.execute(

@@ -75,7 +75,8 @@ def recover_command(
 ) -> None:
     """Make a ledger that was restored from a backup fit to serve again.
 
-    A restored ledger knows less than slaves and clusters have seen, and would use names twice: terms, rounds, lives.
+    A restored ledger knows less than slaves and clusters have seen, and would use names twice: terms, rounds,
+    incarnations.
     So the master refuses to serve it. This brings its counters above everything that was ever told: above what
     journals and snapshot directories on this machine show, above --term-above and --round-above, and a thousand more,
     since not everything that was told is written somewhere. It says what is lost, and asks.

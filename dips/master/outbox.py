@@ -27,7 +27,7 @@ class HeartbeatReply:
 
 
 @dataclass(frozen=True, slots=True)
-class SlaveAddress:
+class SlaveEndpoint:
     """A slave has said where its control server listens; its orders go there from now on."""
 
     slave: str
@@ -41,7 +41,7 @@ class WriteRecords:
     records: tuple[Record, ...]
 
 
-Outgoing = Order | Reply | HeartbeatReply | Note | Exit | SlaveAddress  # what may have to wait for a record
+Outgoing = Order | Reply | HeartbeatReply | Note | Exit | SlaveEndpoint  # what may have to wait for a record
 Action = Outgoing | WriteRecords  # what the process around the core carries out, at once and in order
 
 

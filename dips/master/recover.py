@@ -57,7 +57,7 @@ class RecoveryPlan:
         lines = [
             f"ledger of run {s.row.run}: term {s.term}, rounds below {s.next_round}, head {s.versions[-1].version}",
             f"found on this machine: term {self.found_term}, round {self.found_round}",
-            f"raised to: term {self.term}, round {self.round}, lives of clusters and slaves by {SPARE}",
+            f"raised to: term {self.term}, round {self.round}, incarnations of clusters and slaves by {SPARE}",
             f"abandoned: {', '.join(map(str, self.abandoned)) or 'no version that lies on this machine'}",
         ]
         if self.missing:

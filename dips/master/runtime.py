@@ -14,7 +14,7 @@ from typing import Any
 from dips.errors import UnavailableMaster
 from dips.master.core import Heartbeats, MasterCore
 from dips.master.journal import Journal
-from dips.master.outbox import Action, HeartbeatReply, SlaveAddress, WriteRecords
+from dips.master.outbox import Action, HeartbeatReply, SlaveEndpoint, WriteRecords
 from dips.master.ports import Outside
 from dips.protocol.effects import Exit, Note, Order, Reply, Result
 from dips.protocol.events import Event
@@ -157,7 +157,7 @@ class Runtime:
                     self._answer(action.req, action.answer)
                 case WriteRecords():
                     self._writing = asyncio.create_task(self._write(action.records), name="writer")
-                case SlaveAddress():
+                case SlaveEndpoint():
                     self._outside.learn_address(action.slave, action.address)
                 case Note():
                     self._log.info(action.kind, **dict(action.fields))

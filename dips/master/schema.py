@@ -53,7 +53,7 @@ CREATE TABLE folds (
     tokens INTEGER NOT NULL, inner_steps INTEGER NOT NULL,
     weight REAL, norm REAL, score REAL, loss REAL, ranges TEXT NOT NULL,
     PRIMARY KEY (round, place),
-    UNIQUE (cluster, inc, seq)  -- once: no push is in two versions (design.md section 4, 4)
+    UNIQUE (cluster, inc, seq)  -- once: no push is in two versions (docs/architecture.md#invariant-4)
 ) STRICT;
 CREATE TABLE outcomes (
     place INTEGER PRIMARY KEY, round INTEGER NOT NULL REFERENCES rounds,
@@ -97,7 +97,7 @@ CREATE TABLE undone (
     round INTEGER PRIMARY KEY REFERENCES versions, rollback INTEGER NOT NULL REFERENCES rollbacks
 ) STRICT;
 """,
-    # The committed push of a life that ended before its Outcome.
+    # The committed push of an incarnation that ended before its Outcome.
     3: """
 CREATE TABLE left_open (
     cluster TEXT NOT NULL, inc INTEGER NOT NULL, seq INTEGER NOT NULL, tokens INTEGER NOT NULL,

@@ -34,7 +34,7 @@ class ClusterServicer(ClusterServiceServicer):
     async def Join(self, request: Any, context: Any) -> cluster_pb2.JoinReply:
         return await self._answer(request, events.ClusterJoined, cluster_pb2.JoinReply)
 
-    async def Beat(self, request: Any, context: Any) -> cluster_pb2.ClusterHeartbeatAnswer:
+    async def Heartbeat(self, request: Any, context: Any) -> cluster_pb2.ClusterHeartbeatAnswer:
         answer = await self._runtime.heartbeat(messages.from_proto(request, heartbeats.ClusterHeartbeat))
         return cast(cluster_pb2.ClusterHeartbeatAnswer, messages.to_proto(answer))
 
@@ -77,7 +77,7 @@ class SlaveServicer(SlaveServiceServicer):
         result = await _ask(self._runtime, lambda req: messages.from_proto(request, events.SlaveRegistered, req=req))
         return cast(slave_pb2.Registered, messages.to_proto(result))
 
-    async def Beat(self, request: Any, context: Any) -> slave_pb2.SlaveHeartbeatAnswer:
+    async def Heartbeat(self, request: Any, context: Any) -> slave_pb2.SlaveHeartbeatAnswer:
         answer = await self._runtime.heartbeat(messages.from_proto(request, heartbeats.SlaveHeartbeat))
         return cast(slave_pb2.SlaveHeartbeatAnswer, messages.to_proto(answer))
 

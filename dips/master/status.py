@@ -39,11 +39,11 @@ def to_json(merged: Mapping[str, Any]) -> str:
     return json.dumps(_finite(merged), separators=(",", ":"))
 
 
-def _fields_of(beat: ClusterHeartbeat | SlaveHeartbeat) -> dict[str, Any]:
-    fields = {f.name: getattr(beat, f.name) for f in dataclasses.fields(beat) if f.name not in _IN_THE_VIEW}
-    if isinstance(beat, SlaveHeartbeat):
-        fields["staged"] = [str(push) for push in beat.staged]
-        fields["transfers"] = [dataclasses.asdict(t) for t in beat.transfers]
+def _fields_of(heartbeat: ClusterHeartbeat | SlaveHeartbeat) -> dict[str, Any]:
+    fields = {f.name: getattr(heartbeat, f.name) for f in dataclasses.fields(heartbeat) if f.name not in _IN_THE_VIEW}
+    if isinstance(heartbeat, SlaveHeartbeat):
+        fields["staged"] = [str(push) for push in heartbeat.staged]
+        fields["transfers"] = [dataclasses.asdict(t) for t in heartbeat.transfers]
     return fields
 
 

@@ -1,4 +1,4 @@
-"""Starts and supervises the slaves whose `performer` is `exec`: child processes on the master's own machine.
+"""Starts and supervises the slaves whose `supervisor` is `exec`: child processes on the master's own machine.
 
 A slave that dies is started again after a pause that doubles. One that the Coordinator has lost while its process is
 alive (stopped, hung, unresponsive) is killed through its pidfd. There are never two processes for one slave: a new one
@@ -80,7 +80,7 @@ class Supervisor:
             self._seen = self._view()
             for slave in self._slaves:
                 await asyncio.to_thread(truncate_log, self._log_path(slave), LOG_BYTES)
-            await asyncio.sleep(self._timing.beat_s)
+            await asyncio.sleep(self._timing.heartbeat_s)
 
     async def _keep_running(self, slave: SlaveSection) -> None:
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, Random())
@@ -123,7 +123,7 @@ class Supervisor:
         sinc_before = self._seen_sinc(slave)
         lost_since: float | None = None
         begun = self._clock()
-        while not await child.wait(self._timing.beat_s):
+        while not await child.wait(self._timing.heartbeat_s):
             registered = self._seen_sinc(slave) > sinc_before or child.adopted
             state = self._seen.get(slave.name, {}).get("state")
             lost = registered and state == "lost"

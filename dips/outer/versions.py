@@ -1,14 +1,14 @@
 """The versions of θ that a slave holds, and everything that lives beside them: m, acc, θ′, slots, pinned readers.
 
 Versions are immutable: θ′ and m′ are made beside θ and m, so an abort frees two banks and a reader of θ never sees it
-move. What must stay true (design.md section 4, number 11): every bank has one holder; θ, an older pinned θ and a
+move. What must stay true (docs/architecture.md#invariant-11): every bank has one holder; θ, an older pinned θ and a
 prepared θ′ are never written; a bank becomes free only when nobody writes or reads it. It knows no master, no socket
 and no clock; whoever moves bytes into a slot or out of a pinned θ must have stopped before the slot is freed or the
 pin ended.
 
 Banks in use are at most θ, m, acc, θ′, the slots, and the pinned older versions. An older version beyond the pinned
 ones takes the place of θ′: its readers are `move`d to a file of the same bytes, one after another, and the last of
-them frees the bank; until then, or if there is no file, the next `prepare` is Busy (why.md 19).
+them frees the bank; until then, or if there is no file, the next `prepare` is Busy (docs/rationale.md#19).
 """
 
 from __future__ import annotations

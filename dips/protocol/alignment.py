@@ -9,7 +9,8 @@ What must stay true: a window that did not open leaves the grid as it is; a clus
 goes to it; one that would come with too few steps goes to the next; one that is silent is forgotten. Durations travel,
 clocks do not. Pure: heartbeats and `now` come in.
 
-Source: design.md section 8; in the emulation aligned clusters ended below synchronous DiLoCo's loss at equal tokens.
+Source: docs/architecture.md#pace; in the emulation aligned clusters ended below synchronous DiLoCo's loss at equal
+tokens.
 """
 
 from __future__ import annotations

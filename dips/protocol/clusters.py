@@ -1,4 +1,5 @@
-"""Incarnations of clusters: join, leave, silence, trainers that stop and go, data ranges (protocol.md rows 2, 3)."""
+"""Incarnations of clusters: join, leave, silence, trainers that stop and go, data ranges
+(docs/protocol.md#messages rows 2, 3)."""
 
 from __future__ import annotations
 
@@ -91,8 +92,8 @@ def end_incarnation(run: RunState, cluster: Cluster, reason: str, consumed: int,
     """An incarnation is over. Its committed push counts; everything else of it is freed.
 
     Of the tokens that it is known to have consumed, those are lost that are not settled: a push may have been settled
-    after the last heartbeat (why.md 37). What it reported as lost with its dead trainers stays lost, also if more was
-    settled since that heartbeat than it had reported in all.
+    after the last heartbeat (docs/rationale.md#37). What it reported as lost with its dead trainers stays lost, also if
+    more was settled since that heartbeat than it had reported in all.
     """
     committed = cluster.push if cluster.push and cluster.push.committed else None
     if cluster.push and not committed:

@@ -1,4 +1,4 @@
-"""The state machine of a master: events in, effects out (design.md section 5). No clock, no socket, no thread.
+"""The state machine of a master: events in, effects out (docs/architecture.md#states). No clock, no socket, no thread.
 
 Legal moves are in moves.py, the state in run_state.py and entities.py, handlers of events in slaves.py, clusters.py,
 pushes.py, pulls.py and round.py. This file holds the tables that bring them together: which handler takes an event,
@@ -98,7 +98,7 @@ def _on_order_answered(run: RunState, event: OrderAnswered) -> None:
 
 
 def _on_blind(run: RunState, event: Blind) -> None:
-    """The master did not run: every deadline moves by the gap (why.md 12)."""
+    """The master did not run: every deadline moves by the gap (docs/rationale.md#12)."""
     run.started += event.gap_s
     run.durability.again_at += event.gap_s
     if run.round is not None:

@@ -1,4 +1,4 @@
-"""Data ranges (§4.2, why.md 37): each is free, leased to one incarnation of a cluster, or settled for good.
+"""Data ranges (§4.2, docs/rationale.md#37): each is free, leased to one incarnation of a cluster, or settled for good.
 
 A leased range stays leased while its cluster carries it unsettled. An accepted push settles its ranges as trained, a
 gated one as gated; when an incarnation ends, what it had leased and not settled is free again. What only versions that

@@ -1,4 +1,5 @@
-"""How long a transfer may take: three times its bytes over the cluster's measured bandwidth (why.md 19, 31). Pure.
+"""How long a transfer may take: three times its bytes over the cluster's measured bandwidth
+(docs/rationale.md#19, #31). Pure.
 
 Bandwidth is what heartbeats report of transfers; a cluster that never moved a byte is given `transfer_s`. A deadline is
 a promise to the others (a pin, a slot is held no longer) and must not end an honest transfer: hence the slack, and
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from dips.protocol.heartbeats import LEAST_BYTES_PER_S
 from dips.protocol.options import TimingOptions
 
-SLACK = 3.0  # why.md 19: a link that is shared by two more transfers than when it was measured
+SLACK = 3.0  # docs/rationale.md#19: a link that is shared by two more transfers than when it was measured
 NEWEST_SHARE = 0.3  # of the newest heartbeat in the mean: one that saw half a transfer must not decide
 REPORTED_CHANGE = 0.25  # a bandwidth that changed by more than this share is reported to the Coordinator
 BITS = 8

@@ -1,4 +1,5 @@
-"""Snapshots and what a broken disk costs (why.md 1, 3, 21; protocol.md row 13 and section 2).
+"""Snapshots and what a broken disk costs (docs/rationale.md#1, #3, #21; docs/protocol.md#messages row 13,
+docs/protocol.md#memory).
 
 `durability: commit`: a version is on every disk before its row. A snapshot that fails costs its round, once; if the
 next fails too, `on_persist_failure` decides. `degrade`: versions are announced with durable = false, and their

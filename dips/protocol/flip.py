@@ -1,4 +1,5 @@
-"""The flip: all slaves begin to serve a committed version, pinned for those who pull it (protocol.md rows 16, 17)."""
+"""The flip: all slaves begin to serve a committed version, pinned for those who pull it
+(docs/protocol.md#messages rows 16, 17)."""
 
 from __future__ import annotations
 

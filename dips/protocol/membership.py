@@ -1,4 +1,5 @@
-"""The failure detector: heartbeats in, verdicts out (why.md 12, 24, 30). Silence counts only while the master runs.
+"""The failure detector: heartbeats in, verdicts out (docs/rationale.md#12, #24, #30). Silence counts only while the
+master runs.
 
 It keeps one lease for each incarnation of a cluster or slave, on the master's monotonic clock, and watches whether a
 trainer's inner steps move, and how fast its transfers do. The Coordinator never sees a heartbeat, only the verdicts;

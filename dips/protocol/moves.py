@@ -1,4 +1,4 @@
-"""The states of rounds, clusters and slaves, and the three tables of legal moves (design.md section 5)."""
+"""The states of rounds, clusters and slaves, and the three tables of legal moves (docs/architecture.md#states)."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class OuterOptions:
 
 @dataclass(frozen=True)
 class PenaltyOptions:
-    """The pseudo-gradient penalty (§4.1, design.md section 8)."""
+    """The pseudo-gradient penalty (§4.1, docs/architecture.md#penalty)."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
     rule: PenaltyRule = PenaltyRule.DIPS
@@ -121,8 +121,8 @@ class TimingOptions:
 
     __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
     window_s: float | None = None  # None: 5 % of the median time between a cluster's pushes, at least 1 s
-    beat_s: float = 2.0
-    lease_beats: int = 5  # silence of so many beats is death
+    heartbeat_s: float = 2.0
+    lease_heartbeats: int = 5  # silence of so many heartbeats is death
     hang_s: float = 120.0  # inner steps unseen for so long: the window does not wait for this trainer
     order_s: float = 10.0  # for orders that move no model: open, drop, commit, abort, ping
     compute_s: float = 300.0  # for Measure, Fold, Apply, Persist
@@ -134,13 +134,21 @@ class TimingOptions:
     def __post_init__(self) -> None:
         _require(self.window_s is None or self.window_s >= 0, "timing.window_s", "0 or more, or null", self.window_s)
         _require(self.min_push_bps >= 0, "timing.min_push_bps", "0 or more bits/s", self.min_push_bps)
-        above_0 = ("beat_s", "lease_beats", "hang_s", "order_s", "compute_s", "transfer_s", "least_transfer_s")
+        above_0 = (
+            "heartbeat_s",
+            "lease_heartbeats",
+            "hang_s",
+            "order_s",
+            "compute_s",
+            "transfer_s",
+            "least_transfer_s",
+        )
         for key in (*above_0, "busy_retry_s"):
             _require(getattr(self, key) > 0, f"timing.{key}", "a number above 0", getattr(self, key))
 
     @property
     def lease_s(self) -> float:
-        return self.beat_s * self.lease_beats
+        return self.heartbeat_s * self.lease_heartbeats
 
 
 _WORDS: dict[str, type[StrEnum]] = {

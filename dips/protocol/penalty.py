@@ -1,4 +1,5 @@
-"""The pseudo-gradient penalty (§4.1, design.md section 8, why.md 10): which pushes may enter the outer step.
+"""The pseudo-gradient penalty (§4.1, docs/architecture.md#penalty, docs/rationale.md#10): which pushes may enter the
+outer step.
 
 A push's norm G = Σ over layers ‖θ − θ_j‖₂, divided by √(inner steps), is compared with its cluster's own past:
 score E = (G − μ)/σ, gated when E > β·min(E_cap, max(1, max E)). Statistics move only when a version is committed

@@ -1,4 +1,5 @@
-"""Pulls: a version is pinned on every slave before the cluster gets its Grant (protocol.md row 17, why.md 19, 20)."""
+"""Pulls: a version is pinned on every slave before the cluster gets its Grant
+(docs/protocol.md#messages row 17, docs/rationale.md#19, #20)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Pushes up to their commit: request, OpenPush on all slaves, grant, staged, commit or drop (protocol.md rows 4 to 9).
+"""Pushes up to their commit: request, OpenPush on all slaves, grant, staged, commit or drop
+(docs/protocol.md#messages rows 4 to 9).
 
 All memory of a push is reserved on every slave before its grant, so nothing is held while something is waited for. A
 push that is not committed dies with its cluster; a committed one belongs to its round (settlement.py).

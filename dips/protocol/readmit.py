@@ -1,4 +1,4 @@
-"""An operator lifts a cluster's quarantine (design.md section 8): it warms up again, and the ledger knows."""
+"""An operator lifts a cluster's quarantine (docs/architecture.md#penalty): it warms up again, and the ledger knows."""
 
 from __future__ import annotations
 

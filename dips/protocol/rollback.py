@@ -1,4 +1,5 @@
-"""Rollback (protocol.md row 19; why.md 1, 2, 22, 26): the head becomes an older version, by a row of the ledger.
+"""Rollback (docs/protocol.md#messages row 19; docs/rationale.md#1, #2, #22, #26): the head becomes an older version, by
+a row of the ledger.
 
 A slave that is away may come back with the head, so all are waited for: only when each has named what it offers since
 this master started, and one of them lacks the head, the head becomes the newest version of the lineage that every slave

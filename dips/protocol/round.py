@@ -1,4 +1,4 @@
-"""A round: collect, measure, gate, fold, close, apply, persist (protocol.md rows 9 to 14).
+"""A round: collect, measure, gate, fold, close, apply, persist (docs/protocol.md#messages rows 9 to 14).
 
 Pushes are measured and folded one after another in the order of their commits, so that every slave adds in the same
 order and the ledger's order replays bit for bit. When the window opens and closes is decided in window.py, what the
@@ -110,7 +110,7 @@ def _close_window(run: RunState, r: Round) -> None:
         settlement.end_unchanged(run, r)
         return
     if run.durability.late is not None:
-        return  # θ and m, which are being written, would be given away by the next flip (protocol.md section 2)
+        return  # θ and m, which are being written, would be given away by the next flip (docs/protocol.md#memory)
     r.state = move(ROUND_MOVES, r.state, RoundState.APPLYING, f"round {r.number}")
     if not _set_scale(run, r):
         settlement.skip_round(run, f"the norm of the averaged pseudo-gradient is {r.delta_norm}")

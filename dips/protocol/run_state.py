@@ -157,7 +157,7 @@ class RunState:
 
     @property
     def proven(self) -> bool:
-        """Whether the slaves have registered that know if this ledger is an old copy (why.md 2, 4).
+        """Whether the slaves have registered that know if this ledger is an old copy (docs/rationale.md#2, #4).
 
         All of them, since the one that serves what this ledger lacks may come last; after a lease those that came. A
         first term is no copy's: any one slave does.

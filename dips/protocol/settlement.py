@@ -1,4 +1,4 @@
-"""How a round ends, and what that means for its clusters (protocol.md rows 14 to 16).
+"""How a round ends, and what that means for its clusters (docs/protocol.md#messages rows 14 to 16).
 
 One row settles everything: VersionCommitted is the commit point of an outer step. A round that breaks before its row is
 *skipped*: θ stays, its clusters keep their progress and train on. One whose pushes were all gated leaves θ *unchanged*.

@@ -1,4 +1,5 @@
-"""Incarnations of slaves: register until Hold, be lost, be in doubt (protocol.md rows 1, 18; why.md 1, 13, 23)."""
+"""Incarnations of slaves: register until Hold, be lost, be in doubt
+(docs/protocol.md#messages rows 1, 18; docs/rationale.md#1, #13, #23)."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def _find_mismatch(run: RunState, event: SlaveRegistered) -> Failed | None:
 
 
 def _from_the_future(run: RunState, event: SlaveRegistered) -> Exit | None:
-    """It has seen what this ledger lacks: stop before anything is decided on an old copy (why.md 2, 4)."""
+    """It has seen what this ledger lacks: stop before anything is decided on an old copy (docs/rationale.md#2, #4)."""
     if event.memory is not None and not _has_row(run, event.memory):
         seen = f"slave {event.slave} serves {event.memory}, which has no row in this ledger"
         return Exit(EXIT_OLD_LEDGER, f"{seen}: {OLD_LEDGER}")
@@ -100,7 +101,7 @@ def _give_incarnation(run: RunState, slave: Slave, event: SlaveRegistered) -> No
 
 
 def _ping_first(run: RunState, slave: Slave) -> RegisterLater:
-    """Its Register comes through, but do our orders? (why.md 23)"""
+    """Its Register comes through, but do our orders? (docs/rationale.md#23)"""
     if not any(c.kind is FanoutKind.PING and o.slave == slave.name for c, o in run.fanouts.values()):
         run.order(FanoutKind.PING, slave.sinc, {slave.name: Ping()}, run.options.timing.order_s)
     return RegisterLater(RETRY_S, "it was unresponsive to orders: it must answer a Ping first")
@@ -236,7 +237,8 @@ def on_order_failed(run: RunState, event: OrderFailed) -> None:
             run.out.append(order)
         return
     if fanout.kind is FanoutKind.APPLY and issubclass(event.error, Busy) and _slow_readers(run):
-        run.out.append(order)  # the bank of θ′ is free when they are done, at their deadlines at the latest (why.md 19)
+        # the bank of θ′ is free when they are done, at their deadlines at the latest (docs/rationale.md#19)
+        run.out.append(order)
         return
     if not round.on_disk_failed(run, slave, fanout, event):
         _give_up(run, slave, fanout, event)

@@ -1,4 +1,5 @@
-"""The window in which a round takes commits: how long it is, which pushes it waits for, when it ends (why.md 24).
+"""The window in which a round takes commits: how long it is, which pushes it waits for, when it ends
+(docs/rationale.md#24).
 
 A window ends when its time is over, or before that when no push is expected any more.
 """

@@ -107,7 +107,7 @@ class SimAgent:
         self._nonces = 0
         identity = ClusterIdentity(settings.run, self.name, settings.config_digest)
         pace = Pace(aligned=site.aligned_steps) if site.aligned_steps else Pace(steps=settings.inner_steps)
-        timing = AgentSettings(identity, world.options.timing.beat_s, RETRY_S, site.overlap, MAX_RESTARTS)
+        timing = AgentSettings(identity, world.options.timing.heartbeat_s, RETRY_S, site.overlap, MAX_RESTARTS)
         self.core = AgentCore(timing, pace, self._nonce, world.chance.of(f"agent/{process}"), former)
         self.left = former  # behind, on its disk
         self.gate = Gate()  # closed while the whole machine is stopped
@@ -263,7 +263,7 @@ class SimAgent:
             if self.trainer is not None:
                 self.trainer.in_hand.lose("its incarnation ended")  # the pull that follows overwrites it
                 self.trainer.range = None  # leased to its former incarnation
-        elif mark.kind == "life_ended" and self.trainer is not None:
+        elif mark.kind == "incarnation_ended" and self.trainer is not None:
             self.trainer.in_hand.lose("its incarnation ended")
         elif mark.kind == "outcome":
             self.outcome_at = self.world.heap.now
@@ -299,7 +299,7 @@ class SimAgent:
     def _keep_time(self) -> Story:
         """Call the core whenever something is due."""
         while True:
-            now, heartbeat_s = self.world.heap.now, self.world.options.timing.beat_s
+            now, heartbeat_s = self.world.heap.now, self.world.options.timing.heartbeat_s
             due = min(self.core.next_deadline(), now + heartbeat_s)
             yield sleep(self.world.heap, max(0.0, due - now), f"heartbeat of {self.name}")
             self._do(self.core.tick(self.world.heap.now))

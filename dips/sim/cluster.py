@@ -87,7 +87,7 @@ class SimCluster:
         self.world.later(seen_s, f"{self.name}: torchrun ends all ranks", lambda: agent.gate.pass_on(seen))
 
     def hang(self, seconds: float) -> None:
-        """The trainer stands still; its agent beats on."""
+        """The trainer stands still; its agent heartbeats on."""
         trainer = self.agent.trainer if self.agent is not None else None
         if trainer is not None:
             trainer.gate.close()

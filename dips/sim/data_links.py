@@ -16,7 +16,7 @@ from dips.protocol.manifest import Manifest
 from dips.sim.flow import SimFlow
 from dips.sim.heap import Heap
 from dips.sim.pieces import pieces_of
-from dips.wire.chunks import Layout, Range
+from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import run_id
 
 CLOG = 15.0  # times longer on a clogged link
@@ -67,7 +67,7 @@ class DataLinks:
         """`slowness` says of a cluster how many times longer everything takes on its link; 1 for who is not named."""
         self.heap, self.rng, self.flows, self.slowness = heap, rng, flows, slowness
         self.run, self.run_id, self.stall_s = run, run_id(run), stall_s
-        self.manifest, self.layout = manifest, Layout(manifest, range(len(manifest.layers)))
+        self.manifest, self.layout = manifest, LayerLayout(manifest, range(len(manifest.layers)))
         self._connections = count(1)
         self._pieces: dict[tuple[tuple[int, ...], int, int], tuple[Range, ...]] = {}
         self.links = SimLinks()

@@ -24,7 +24,7 @@ from dips.slave.receiver import Receiver
 from dips.slave.sender import ChunkSend, Sender
 from dips.transport.pool import FLOOR_BYTES, Transit
 from dips.wire import codecs
-from dips.wire.chunks import Layout, Range
+from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import BadFrame, Buffer, Header, Kind
 from dips.wire.streams import StreamName
 
@@ -59,7 +59,7 @@ class SimFlow:
         heap: Heap,
         run: str,
         slave: str,
-        layout: Layout,
+        layout: LayerLayout,
         stall_s: float,
         touched: Callable[[], None],
         gate: Gate,

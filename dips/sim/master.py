@@ -17,7 +17,7 @@ from dips.master.core import MasterCore
 from dips.master.held import PollOptions
 from dips.master.ledger import Ledger
 from dips.master.orders import SentOrder
-from dips.master.outbox import Action, HeartbeatReply, SlaveAddress, WriteRecords
+from dips.master.outbox import Action, HeartbeatReply, SlaveEndpoint, WriteRecords
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Acknowledged, Effect, Exit, Failed, Note, Order, Reply
 from dips.protocol.events import (
@@ -60,7 +60,7 @@ class MasterObserver:
     def after_step(self, master: MasterProcess, event: Event) -> None:
         """It has taken it."""
 
-    def beat_read(self, role: str, name: str, life: int) -> None:
+    def heartbeat_read(self, role: str, name: str, incarnation: int) -> None:
         """A master read a heartbeat."""
 
     def judged(self, verdict: Event) -> None:
@@ -314,7 +314,7 @@ class MasterProcess:
         now = self.world.heap.now
         if isinstance(message, ClusterHeartbeat | SlaveHeartbeat):
             if self.presides:
-                self.world.monitor.beat_read(*_sender(message))
+                self.world.monitor.heartbeat_read(*_sender(message))
             self.core.on_heartbeat(self._new_req(answer), message, now)
         elif isinstance(message, PushStaged | PushRefused):
             self.core.handle(message, now)
@@ -357,7 +357,7 @@ class MasterProcess:
                 self.world.monitor.noted(action)
             case Exit():
                 self._exit(action)
-            case SlaveAddress():
+            case SlaveEndpoint():
                 pass  # hosts of the simulated network are reached by their names
 
     def _exit(self, action: Exit) -> None:
@@ -414,7 +414,7 @@ class MasterProcess:
             self.core.handle(event, now)
 
 
-def _sender(beat: ClusterHeartbeat | SlaveHeartbeat) -> tuple[str, str, int]:
-    if isinstance(beat, ClusterHeartbeat):
-        return "cluster", beat.cluster, beat.inc
-    return "slave", beat.slave, beat.sinc
+def _sender(heartbeat: ClusterHeartbeat | SlaveHeartbeat) -> tuple[str, str, int]:
+    if isinstance(heartbeat, ClusterHeartbeat):
+        return "cluster", heartbeat.cluster, heartbeat.inc
+    return "slave", heartbeat.slave, heartbeat.sinc

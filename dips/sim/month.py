@@ -109,7 +109,8 @@ class Month(Observer):
         fastest = TABLE_1[0].pflops
         clusters = tuple(ClusterShape(1, STEP_S * fastest / m.kind.pflops) for m in self.members)
         timing = TimingOptions(
-            window_s=None, beat_s=12.0, lease_beats=3, hang_s=180.0, order_s=8.0, compute_s=20.0, transfer_s=60.0,
+            window_s=None, heartbeat_s=12.0, lease_heartbeats=3, hang_s=180.0, order_s=8.0,
+        compute_s=20.0, transfer_s=60.0,
             least_transfer_s=30.0, busy_retry_s=1.0,
         )  # fmt: skip
         ranges = DataOptions(ranges=int(1_000 + 2.0 * self.lasts_s / STEP_S * len(self.members)))

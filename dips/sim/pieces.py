@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dips.wire.chunks import Layout, Range
+from dips.wire.chunks import LayerLayout, Range
 
 
 def share(size: int, rank: int, ranks: int) -> slice:
@@ -12,7 +12,7 @@ def share(size: int, rank: int, ranks: int) -> slice:
     return slice(size * rank // ranks, size * (rank + 1) // ranks)
 
 
-def pieces_of(layout: Layout, layers: Iterable[int], rank: int, ranks: int) -> list[Range]:
+def pieces_of(layout: LayerLayout, layers: Iterable[int], rank: int, ranks: int) -> list[Range]:
     """A rank's share of each layer, as pieces of parameters; one without elements does not travel."""
     found = []
     for (layer, param), field in layout.fields.items():

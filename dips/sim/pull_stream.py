@@ -75,7 +75,7 @@ class PullStream(SimStream):
                 net.heap.after(held_s, f"libzmq lets go of a {what}", let_go)
             else:
                 let_go()
-            self.moving.gate.pass_on(lambda: arrive(body) if self._lives(epoch) else None)
+            self.moving.gate.pass_on(lambda: arrive(body) if self._incarnations(epoch) else None)
 
         def let_go() -> None:
             tracker.done = True

@@ -17,7 +17,7 @@ from dips.sim.pull_stream import Pulled
 from dips.slave.ports import F32
 from dips.transport.shares import Piece
 from dips.wire import codecs
-from dips.wire.chunks import Layout, Range, split
+from dips.wire.chunks import LayerLayout, Range, split
 from dips.wire.frame import Buffer
 
 Arrays = dict[int, F32]  # flat layers by number
@@ -26,7 +26,7 @@ Arrays = dict[int, F32]  # flat layers by number
 class SimRanks:
     """The model as `ranks` processes hold it together."""
 
-    def __init__(self, layout: Layout, ranks: int, lossy: bool) -> None:
+    def __init__(self, layout: LayerLayout, ranks: int, lossy: bool) -> None:
         self.layout, self.sizes, self.ranks = layout, layout.numel, ranks
         self._pieces = [pieces_of(layout, self.sizes, rank, ranks) for rank in range(ranks)]
         self.theta: Arrays = {}

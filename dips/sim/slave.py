@@ -46,7 +46,7 @@ from dips.slave.core import SlaveCore
 from dips.slave.ports import F32
 from dips.slave.shard import Shard
 from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming, Standing
-from dips.wire.chunks import Layout
+from dips.wire.chunks import LayerLayout
 
 BOOT_S = 0.1  # until a process registers
 CALL_S = 2.0
@@ -130,17 +130,17 @@ class SlaveMachine:
 
 
 class SlaveProcess:
-    """One life of a slave; also the inbox (`ports.FlowEvents`) into which the data flow reports."""
+    """One incarnation of a slave; also the inbox (`ports.FlowEvents`) into which the data flow reports."""
 
     def __init__(self, machine: SlaveMachine, nonce: str) -> None:
         self.machine, self.world, self.name, self.nonce = machine, machine.world, machine.name, nonce
-        settings, heartbeat_s = self.world.scenario, self.world.options.timing.beat_s
+        settings, heartbeat_s = self.world.scenario, self.world.options.timing.heartbeat_s
         self.gate = Gate()  # closed while it is stopped
         self.flow = SimFlow(
             self.world.heap,
             settings.run,
             self.name,
-            Layout(self.world.manifest, machine.layers),
+            LayerLayout(self.world.manifest, machine.layers),
             self.world.data.stall_s,
             machine.touch,
             self.gate,

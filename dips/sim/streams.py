@@ -92,7 +92,7 @@ class SimStream(ABC):
 
     def take(self, peer: bytes, kind: Kind, body: bytes) -> None:
         """A message of the slave arrives; one of an older connection, or of a stream that is over, says nothing."""
-        if peer != self._peer or not self._lives(self.epoch):
+        if peer != self._peer or not self._incarnations(self.epoch):
             return
         self._heard_at = self.net.heap.now
         if kind is not Kind.ERROR:
@@ -129,7 +129,7 @@ class SimStream(ABC):
         net, epoch, cluster = self.net, self.epoch, self.moving.cluster
 
         def arrives() -> None:
-            self.moving.gate.pass_on(lambda: arrive() if self._lives(epoch) else None)
+            self.moving.gate.pass_on(lambda: arrive() if self._incarnations(epoch) else None)
 
         if self._passes():
             net.heap.after(net.chunk_delay(cluster), what, arrives)
@@ -140,12 +140,12 @@ class SimStream(ABC):
         cluster, slave = self.moving.cluster, self.address.name
         return self.net.passes(cluster, slave) and self.net.passes(slave, cluster)
 
-    def _lives(self, epoch: int) -> bool:
+    def _incarnations(self, epoch: int) -> bool:
         return self.epoch == epoch and not self.over and self.moving.runs(self.rank)
 
     def _broke(self, epoch: int) -> None:
         """The first chunk of an epoch that breaks breaks it; again with a higher one, or never."""
-        if not self._lives(epoch):
+        if not self._incarnations(epoch):
             return
         if self.epoch < self.net.links.epochs:
             self.begin()

@@ -1,4 +1,4 @@
-"""`dips-slave`: builds one life of a slave, its sockets, threads and clocks, and ends it in order."""
+"""`dips-slave`: builds one incarnation of a slave, its sockets, threads and clocks, and ends it in order."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def main() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What one life is made of."""
+    """What one incarnation is made of."""
 
     section: SlaveSection
     disk: Snapshots
@@ -163,7 +163,9 @@ def machine_bytes() -> int:
 
 
 def _build(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncExitStack) -> Parts:
-    """Make everything that ends with this life; the stack ends it in reverse: flow, shard's thread, kernels, disk."""
+    """Make everything that ends with this incarnation; the stack ends it in reverse: flow, shard's thread, kernels,
+    disk.
+    """
     run, name = config.shared.run, section.name
     disk = Snapshots(section.directory, run, name, section.initial_model, log)
     stack.callback(disk.close)
@@ -181,7 +183,7 @@ def _build(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncEx
         section.data_lanes(cores()),
         config.shared.chunk_bytes,
         section.transit_bytes,
-        section.askers,
+        section.concurrent_streams,
         section.stall_s,
         key=None if section.curve_key is None else curve.load(section.curve_key),
     )
@@ -209,7 +211,7 @@ def _runtime(config: RunFile, parts: Parts, address: str, stack: AsyncExitStack)
     )
     core = SlaveCore(
         identity,
-        SlaveTiming(config.master.timing.beat_s),
+        SlaveTiming(config.master.timing.heartbeat_s),
         lambda: parts.thread.standing,
         parts.flow.transfers,
         parts.meters,

@@ -52,7 +52,7 @@ class Checksums:
         table[chunk] = made
 
     def forget(self) -> None:
-        """Forget all: the slave lives another life."""
+        """Forget all: the slave has another incarnation."""
         with self._lock:
             self._versions.clear()
             self._held = 0

@@ -36,7 +36,7 @@ from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming, Standing
 
 
 class SlaveCore:
-    """One life of a slave."""
+    """One incarnation of a slave."""
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ from dips.transport.memory import keep_message_memory
 from dips.transport.pipeline import Stage, cores, spare_threads
 from dips.transport.pool import Transit
 from dips.wire import codecs
-from dips.wire.chunks import Layout
+from dips.wire.chunks import LayerLayout
 from dips.wire.frame import BadFrame, Header, Kind, check_body, message, run_id, unpack
 from dips.wire.streams import decode_done, decode_hello, decode_probe, decode_want
 
@@ -137,7 +137,7 @@ class ZmqFlow:
 
     def use(self, manifest: Manifest, layers: tuple[int, ...]) -> None:
         """Say which layers this slave holds; before start, and never differently."""
-        layout = Layout(manifest, layers)
+        layout = LayerLayout(manifest, layers)
         self._receiver.use(layout)
         self._sender.use(layout)
 

@@ -14,7 +14,7 @@ from dips.slave.ports import Arrays
 from dips.transport.intake import Intake
 from dips.transport.rate import Rate
 from dips.wire import streams
-from dips.wire.chunks import Layout, Range, uncovered
+from dips.wire.chunks import LayerLayout, Range, uncovered
 from dips.wire.codecs import Codec
 from dips.wire.frame import Buffer, Header, Kind
 from dips.wire.streams import StreamName
@@ -111,7 +111,7 @@ class IncomingPush:
             return "invalid", f"rank {name.rank} names other ranges than before its connection broke"
         return None
 
-    def problems(self, layout: Layout) -> list[str]:
+    def problems(self, layout: LayerLayout) -> list[str]:
         """Say where the ranges of all ranks overlap, leave gaps or lie outside; [] if each element has one owner."""
         claims: dict[str, list[Range]] = {}
         for (rank, _), stream in sorted(self.streams.items()):

@@ -13,28 +13,28 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from dips.telemetry.metrics import Row, Status, families
+from dips.telemetry.metrics import MetricRow, Status, families
 
 SELF = (
-    Row("dips_shard_incarnation", "sinc", "Lives of this slave so far, as its master counts."),
-    Row("dips_shard_version", "version", "Outer steps of the version in memory."),
-    Row("dips_shard_version_round", "round", "The round that made the version in memory."),
-    Row("dips_shard_pool_bytes", "pool_used", "Memory pool in use."),
-    Row("dips_shard_pool_limit_bytes", "pool_limit", "The pool's written sum."),
-    Row("dips_shard_transit_bytes", "transit_used", "Asked for and not yet in place."),
-    Row("dips_shard_transit_limit_bytes", "transit_limit", "Most that may be asked for and not yet in place."),
-    Row("dips_shard_staged", "staged", "Pushes that lie whole here and wait for the master."),
-    Row("dips_shard_persist_seconds", "persist_s", "Its last snapshot took."),
-    Row("dips_shard_apply_seconds", "apply_s", "Its last outer step took."),
-    Row("dips_shard_snapshots", "snapshots", "Versions in its directory."),
-    Row("dips_shard_snapshot_bytes", "snapshot_bytes", "Size of all of them."),
+    MetricRow("dips_shard_incarnation", "sinc", "Incarnations of this slave so far, as its master counts."),
+    MetricRow("dips_shard_version", "version", "Outer steps of the version in memory."),
+    MetricRow("dips_shard_version_round", "round", "The round that made the version in memory."),
+    MetricRow("dips_shard_pool_bytes", "pool_used", "Memory pool in use."),
+    MetricRow("dips_shard_pool_limit_bytes", "pool_limit", "The pool's written sum."),
+    MetricRow("dips_shard_transit_bytes", "transit_used", "Asked for and not yet in place."),
+    MetricRow("dips_shard_transit_limit_bytes", "transit_limit", "Most that may be asked for and not yet in place."),
+    MetricRow("dips_shard_staged", "staged", "Pushes that lie whole here and wait for the master."),
+    MetricRow("dips_shard_persist_seconds", "persist_s", "Its last snapshot took."),
+    MetricRow("dips_shard_apply_seconds", "apply_s", "Its last outer step took."),
+    MetricRow("dips_shard_snapshots", "snapshots", "Versions in its directory."),
+    MetricRow("dips_shard_snapshot_bytes", "snapshot_bytes", "Size of all of them."),
 )
-LINK = (Row("dips_shard_link_bytes", "nbytes", "Moved from (in) or to (out) a cluster.", counter=True),)
+LINK = (MetricRow("dips_shard_link_bytes", "nbytes", "Moved from (in) or to (out) a cluster.", counter=True),)
 ORDER = (
-    Row("dips_shard_order_seconds", "seconds", "Spent on orders of a kind.", counter=True),
-    Row("dips_shard_orders", "count", "Orders of a kind.", counter=True),
+    MetricRow("dips_shard_order_seconds", "seconds", "Spent on orders of a kind.", counter=True),
+    MetricRow("dips_shard_orders", "count", "Orders of a kind.", counter=True),
 )
-REFUSED = (Row("dips_shard_frames_refused", "count", "Frames that were refused, by reason.", counter=True),)
+REFUSED = (MetricRow("dips_shard_frames_refused", "count", "Frames that were refused, by reason.", counter=True),)
 
 
 def collect(told: Status) -> Iterator[Metric]:

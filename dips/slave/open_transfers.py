@@ -65,7 +65,7 @@ class OpenTransfers:
     reports: list[Report] = field(default_factory=list)
 
     def staged_pushes(self) -> tuple[PushId, ...]:
-        """Return the pushes that are full and not measured: every beat names them."""
+        """Return the pushes that are full and not measured: every heartbeat names them."""
         return tuple(p for p, r in self.pushes.items() if r.nbytes is not None and r.measured is None)
 
     # ---- pushes --------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class OpenTransfers:
         return [*map(str, pushes), *map(str, pulls)]
 
     def drop_all(self) -> None:
-        """Drop every push and close every pull: another version, or another life, begins here."""
+        """Drop every push and close every pull: another version, or another incarnation, begins here."""
         for push in list(self.pushes):
             self.drop_push(push)
         for pull in list(self.pulls):

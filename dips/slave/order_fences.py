@@ -35,7 +35,9 @@ class OrderFences:
             self._forgotten = -1
 
     def admit(self, order: Order) -> Answer | None:
-        """Let a new order pass (None) or return the answer that it already got; raise if it is not for this life."""
+        """Let a new order pass (None) or return the answer that it already got; raise if it is not for this
+        incarnation.
+        """
         what = f"order {order.number} ({type(order.body).__name__})"
         if order.slave != self._name:
             raise RemoteProtocolError(f"{what} is for {order.slave}, and came to {self._name}")

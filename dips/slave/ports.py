@@ -66,7 +66,7 @@ class Flow(Protocol):
         """Serve no further; `released` is said when the last byte in flight is gone. Unknown: nothing."""
 
     def transfers(self) -> tuple[Transfer, ...]:
-        """What is moving now, for beats and status."""
+        """What is moving now, for heartbeats and status."""
 
 
 class Disk(Protocol):

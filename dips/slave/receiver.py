@@ -21,7 +21,7 @@ from dips.transport.pool import Transit, cost
 from dips.transport.rate import Rate
 from dips.transport.turns import Turns
 from dips.wire import codecs, streams
-from dips.wire.chunks import Layout, Range
+from dips.wire.chunks import LayerLayout, Range
 from dips.wire.codecs import Codec
 from dips.wire.frame import BadFrame, Buffer, Header, Kind, check_body
 from dips.wire.streams import StreamName, Welcome
@@ -40,9 +40,9 @@ class Receiver:
         self._closed = Closed()
         self._changed = threading.Condition()
         self._starved: set[int] = set()  # lanes that want more than the pool had
-        self._layout: Layout | None = None
+        self._layout: LayerLayout | None = None
 
-    def use(self, layout: Layout) -> None:
+    def use(self, layout: LayerLayout) -> None:
         """Say which layers this slave holds."""
         self._layout = layout
 
@@ -268,7 +268,7 @@ class Receiver:
             self._forget(push)
 
     def drop_all(self) -> None:
-        """Forget every push: the slave lives another life."""
+        """Forget every push: the slave has another incarnation."""
         with self._changed:
             for push in list(self._pushes.values()):
                 self._forget(push)

@@ -1,4 +1,4 @@
-"""A slave's registration with its master, and the heartbeats that keep it: register until Hold, then prove life.
+"""A slave's registration with its master, and the heartbeats that keep it: register until Hold, then prove incarnation.
 
 Pure: `now` is an argument, what is to be done is returned (actions.py). A master that does not answer is asked again
 for ever, with backoff. What must stay true: the answer to a heartbeat is believed only about the registration under
@@ -206,7 +206,7 @@ class Heartbeats:
 
     def _on_failure(self, error: Exception, now: float) -> Actions:
         if isinstance(error, Stale):
-            refused = WriteLog("warning", "beat_refused", {"why": str(error)})
+            refused = WriteLog("warning", "heartbeat_refused", {"why": str(error)})
             return [refused, *self._registration.request(self._sent[0], now)]
         if not isinstance(error, Unavailable | Busy):
             return [EndSlave(error)]

@@ -27,7 +27,7 @@ from dips.wire.messages import from_proto, to_proto
 
 
 class SlaveRuntime:
-    """One life of a slave; `stub` and `heartbeat_stub` are SlaveService stubs on channels of their own."""
+    """One incarnation of a slave; `stub` and `heartbeat_stub` are SlaveService stubs on channels of their own."""
 
     def __init__(
         self, core: SlaveCore, thread: ShardThread, stub: Any, heartbeat_stub: Any, master: str, log: Log
@@ -36,7 +36,7 @@ class SlaveRuntime:
         self._peer = f"the master at {master}"
         self._calls: dict[type, tuple[Any, type]] = {
             SlaveRegistered: (stub.Register, Registered),
-            SlaveHeartbeat: (heartbeat_stub.Beat, SlaveHeartbeatAnswer),
+            SlaveHeartbeat: (heartbeat_stub.Heartbeat, SlaveHeartbeatAnswer),
             PushStaged: (stub.Staged, Acknowledged),
             PushRefused: (stub.Refused, Acknowledged),
         }

@@ -3,9 +3,9 @@
 A rank asks (WANT), a stage makes the checksum (or a pull before it did, checksums.py), the lane sends the bytes
 straight from the source. A source is released once: when the pull is closed, stalled or past its deadline, and no job
 and no tracker of libzmq holds a byte of it.
-`released` is never said at send (why.md 8). A source may be replaced by the same bytes elsewhere (a slow reader is
-moved to a file): each chunk in flight counts against the source that it was cut from. No socket, no clock; the lock is
-held over no checksum and no send.
+`released` is never said at send (docs/rationale.md#8). A source may be replaced by the same bytes elsewhere (a slow
+reader is moved to a file): each chunk in flight counts against the source that it was cut from. No socket, no clock;
+the lock is held over no checksum and no send.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dips.slave.ports import Arrays
 from dips.transport.credit import MOST_BYTES, MOST_CHUNKS
 from dips.transport.rate import Rate
 from dips.wire import streams
-from dips.wire.chunks import Layout, Range
+from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import ITEM_BYTES, BadFrame, Header, Kind, pack
 from dips.wire.streams import StreamName, Welcome
 
@@ -70,7 +70,7 @@ class Sender:
         self._latest: dict[tuple[PullId, int, int], OutStream] = {}  # (pull, rank, lane)
         self._closed = Closed()
         self._lock = threading.Lock()
-        self._layout: Layout | None = None
+        self._layout: LayerLayout | None = None
         self.checksums = Checksums()
         self.bytes_out = 0
         self._sent_to = ByCluster()
@@ -80,7 +80,7 @@ class Sender:
         with self._lock:
             return self._sent_to.snapshot()
 
-    def use(self, layout: Layout) -> None:
+    def use(self, layout: LayerLayout) -> None:
         """Say which layers this slave holds."""
         self._layout = layout
 
@@ -215,7 +215,7 @@ class Sender:
                 self._close(pull, reason)
 
     def close_all(self, reason: str) -> None:
-        """Serve nothing further: the slave lives another life, or ends."""
+        """Serve nothing further: the slave has another incarnation, or ends."""
         self.checksums.forget()
         with self._lock:
             for pull in self._pulls.values():

@@ -72,7 +72,7 @@ class Shard:
 
     @property
     def sinc(self) -> int:
-        """This life's number, 0 before the first `welcome`."""
+        """This incarnation's number, 0 before the first `welcome`."""
         return self._fences.sinc
 
     @property
@@ -87,7 +87,7 @@ class Shard:
 
     @property
     def staged_pushes(self) -> tuple[PushId, ...]:
-        """Pushes that are full and not measured: every beat names them."""
+        """Pushes that are full and not measured: every heartbeat names them."""
         return self.transfers.staged_pushes()
 
     @property
@@ -138,7 +138,7 @@ class Shard:
     def begin_persist(self, order: e.Order) -> Answer | Callable[[], str]:
         """Carry out a Persist; for the version that is served, return what writes it instead, on any thread.
 
-        Until `end_persist` nothing may take θ and m away: Apply and Load are Busy (protocol.md section 2).
+        Until `end_persist` nothing may take θ and m away: Apply and Load are Busy (docs/protocol.md#memory).
         """
         body = order.body
         assert isinstance(body, e.Persist)

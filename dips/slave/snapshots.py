@@ -2,8 +2,8 @@
 
 A snapshot is written aside, fsynced and renamed, so it is whole or it is not there, and it is believed after every
 digest agrees. Half-written, damaged and foreign ones are passed over loudly, and left for a person. One process holds
-the directory, for life. The master says what to write and what to delete; on its own account a slave removes nothing
-but what it had not finished writing.
+the directory as long as it runs. The master says what to write and what to delete; on its own account a slave removes
+nothing but what it had not finished writing.
 
 v0@r0 is never written: it is read from the initial model, and checked against the digests of `dips init`.
 """

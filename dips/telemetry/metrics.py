@@ -21,7 +21,7 @@ Status = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MetricRow:
     """One metric: its name, where its number stands (keys joined by dots), and what it means."""
 
     name: str
@@ -31,62 +31,70 @@ class Row:
 
 
 RUN = (
-    Row("dips_term", "term", "Lives of the master so far."),
-    Row("dips_head_version", "head_version", "Outer steps of the head."),
-    Row("dips_head_round", "head_round", "The round that made the head."),
-    Row("dips_tokens_accepted", "progress.tokens", "Tokens in the head's lineage."),
-    Row("dips_tokens_target", "progress.tokens_target", "Tokens after which the run ends; 0 for none."),
-    Row("dips_uptime_seconds", "uptime_s", "Since this master started."),
-    Row("dips_journal_writing", "journal.writing", "1 while the master writes its journal; 0: its disk fails it."),
-    Row("dips_journal_written_bytes", "journal.bytes", "Written to the journal since the start.", counter=True),
-    Row("dips_journal_waiting", "journal.waiting", "Events that wait for the journal's disk."),
-    Row("dips_rounds_applied", "rounds.applied", "Rounds that made a version.", counter=True),
-    Row("dips_rounds_skipped", "rounds.skipped", "Rounds that broke.", counter=True),
-    Row("dips_rounds_unchanged", "rounds.unchanged", "Rounds whose contributions were all gated.", counter=True),
-    Row("dips_ranges_free", "ranges.free", "Data ranges that nobody holds."),
-    Row("dips_ranges_leased", "ranges.leased", "Data ranges leased to clusters."),
-    Row("dips_ranges_settled", "ranges.settled", "Data ranges trained or gated."),
-    Row("dips_ranges_undone", "ranges.undone", "Data ranges trained by undone versions only, and not leased again."),
-    Row("dips_head_durable", "durability.head", "1 if the head lies complete on every slave's disk."),
-    Row("dips_durability_red", "durability.red", "1 if snapshots fail: versions are not durable, or the run stopped."),
-    Row("dips_versions_undone", "undone_total", "Versions that were rolled back."),
+    MetricRow("dips_term", "term", "Incarnations of the master so far."),
+    MetricRow("dips_head_version", "head_version", "Outer steps of the head."),
+    MetricRow("dips_head_round", "head_round", "The round that made the head."),
+    MetricRow("dips_tokens_accepted", "progress.tokens", "Tokens in the head's lineage."),
+    MetricRow("dips_tokens_target", "progress.tokens_target", "Tokens after which the run ends; 0 for none."),
+    MetricRow("dips_uptime_seconds", "uptime_s", "Since this master started."),
+    MetricRow(
+        "dips_journal_writing", "journal.writing", "1 while the master writes its journal; 0: its disk fails it."
+    ),
+    MetricRow("dips_journal_written_bytes", "journal.bytes", "Written to the journal since the start.", counter=True),
+    MetricRow("dips_journal_waiting", "journal.waiting", "Events that wait for the journal's disk."),
+    MetricRow("dips_rounds_applied", "rounds.applied", "Rounds that made a version.", counter=True),
+    MetricRow("dips_rounds_skipped", "rounds.skipped", "Rounds that broke.", counter=True),
+    MetricRow("dips_rounds_unchanged", "rounds.unchanged", "Rounds whose contributions were all gated.", counter=True),
+    MetricRow("dips_ranges_free", "ranges.free", "Data ranges that nobody holds."),
+    MetricRow("dips_ranges_leased", "ranges.leased", "Data ranges leased to clusters."),
+    MetricRow("dips_ranges_settled", "ranges.settled", "Data ranges trained or gated."),
+    MetricRow(
+        "dips_ranges_undone", "ranges.undone", "Data ranges trained by undone versions only, and not leased again."
+    ),
+    MetricRow("dips_head_durable", "durability.head", "1 if the head lies complete on every slave's disk."),
+    MetricRow(
+        "dips_durability_red", "durability.red", "1 if snapshots fail: versions are not durable, or the run stopped."
+    ),
+    MetricRow("dips_versions_undone", "undone_total", "Versions that were rolled back."),
 )
 CLUSTER = (
-    Row("dips_cluster_incarnation", "inc", "Lives of the cluster so far."),
-    Row("dips_cluster_accepted", "accepted", "Contributions accepted.", counter=True),
-    Row("dips_cluster_gated", "gated", "Contributions gated.", counter=True),
-    Row("dips_cluster_skipped", "skipped", "Contributions whose round broke.", counter=True),
-    Row("dips_cluster_tokens_accepted", "tokens_accepted", "Tokens accepted.", counter=True),
-    Row("dips_cluster_tokens_gated", "tokens_gated", "Tokens gated.", counter=True),
-    Row("dips_cluster_tokens_undone", "tokens_undone", "Tokens accepted once, by versions that were rolled back."),
-    Row("dips_cluster_tokens_lost", "tokens_lost", "Tokens lost with trainers and lives."),
-    Row("dips_cluster_tokens_carried", "tokens_carried", "Tokens consumed and not yet settled."),
-    Row("dips_cluster_staleness", "staleness", "Outer steps of the head since the cluster's base."),
-    Row("dips_cluster_norm", "norm", "Norm of its last accepted pseudo-gradient."),
-    Row("dips_cluster_score", "score", "The penalty's score of its last contribution."),
-    Row("dips_cluster_quarantined", "quarantined", "1 if it was gated too often in a row."),
-    Row("dips_cluster_inner_steps", "inner_steps", "Inner steps since its agent started."),
-    Row("dips_cluster_loss", "loss", "Loss of its last inner step."),
-    Row("dips_cluster_transfer_bytes", "bytes_moved", "Moved by the present or last push or pull."),
-    Row("dips_cluster_transfer_size_bytes", "bytes_total", "Size of the present or last push or pull."),
-    Row("dips_cluster_transfer_bytes_per_second", "bytes_per_s", "Its rate."),
-    Row("dips_cluster_heard_seconds", "heard_s", "Since its last beat."),
+    MetricRow("dips_cluster_incarnation", "inc", "Incarnations of the cluster so far."),
+    MetricRow("dips_cluster_accepted", "accepted", "Contributions accepted.", counter=True),
+    MetricRow("dips_cluster_gated", "gated", "Contributions gated.", counter=True),
+    MetricRow("dips_cluster_skipped", "skipped", "Contributions whose round broke.", counter=True),
+    MetricRow("dips_cluster_tokens_accepted", "tokens_accepted", "Tokens accepted.", counter=True),
+    MetricRow("dips_cluster_tokens_gated", "tokens_gated", "Tokens gated.", counter=True),
+    MetricRow(
+        "dips_cluster_tokens_undone", "tokens_undone", "Tokens accepted once, by versions that were rolled back."
+    ),
+    MetricRow("dips_cluster_tokens_lost", "tokens_lost", "Tokens lost with trainers and incarnations."),
+    MetricRow("dips_cluster_tokens_carried", "tokens_carried", "Tokens consumed and not yet settled."),
+    MetricRow("dips_cluster_staleness", "staleness", "Outer steps of the head since the cluster's base."),
+    MetricRow("dips_cluster_norm", "norm", "Norm of its last accepted pseudo-gradient."),
+    MetricRow("dips_cluster_score", "score", "The penalty's score of its last contribution."),
+    MetricRow("dips_cluster_quarantined", "quarantined", "1 if it was gated too often in a row."),
+    MetricRow("dips_cluster_inner_steps", "inner_steps", "Inner steps since its agent started."),
+    MetricRow("dips_cluster_loss", "loss", "Loss of its last inner step."),
+    MetricRow("dips_cluster_transfer_bytes", "bytes_moved", "Moved by the present or last push or pull."),
+    MetricRow("dips_cluster_transfer_size_bytes", "bytes_total", "Size of the present or last push or pull."),
+    MetricRow("dips_cluster_transfer_bytes_per_second", "bytes_per_s", "Its rate."),
+    MetricRow("dips_cluster_heard_seconds", "heard_s", "Since its last heartbeat."),
 )
 SLAVE = (
-    Row("dips_slave_incarnation", "sinc", "Lives of the slave so far."),
-    Row("dips_slave_slots", "slots", "Pushes that may move at once."),
-    Row("dips_slave_slots_used", "slots_used", "Slots in use."),
-    Row("dips_slave_pool_bytes", "pool_used", "Memory pool in use."),
-    Row("dips_slave_pool_limit_bytes", "pool_limit", "The pool's written sum."),
-    Row("dips_slave_received_bytes", "bytes_in", "Received by the data flow since its start.", counter=True),
-    Row("dips_slave_sent_bytes", "bytes_out", "Sent by the data flow since its start.", counter=True),
-    Row("dips_slave_persist_seconds", "persist_s", "Its last snapshot took."),
-    Row("dips_slave_apply_seconds", "apply_s", "Its last outer step took."),
-    Row("dips_slave_heard_seconds", "heard_s", "Since its last beat."),
+    MetricRow("dips_slave_incarnation", "sinc", "Incarnations of the slave so far."),
+    MetricRow("dips_slave_slots", "slots", "Pushes that may move at once."),
+    MetricRow("dips_slave_slots_used", "slots_used", "Slots in use."),
+    MetricRow("dips_slave_pool_bytes", "pool_used", "Memory pool in use."),
+    MetricRow("dips_slave_pool_limit_bytes", "pool_limit", "The pool's written sum."),
+    MetricRow("dips_slave_received_bytes", "bytes_in", "Received by the data flow since its start.", counter=True),
+    MetricRow("dips_slave_sent_bytes", "bytes_out", "Sent by the data flow since its start.", counter=True),
+    MetricRow("dips_slave_persist_seconds", "persist_s", "Its last snapshot took."),
+    MetricRow("dips_slave_apply_seconds", "apply_s", "Its last outer step took."),
+    MetricRow("dips_slave_heard_seconds", "heard_s", "Since its last heartbeat."),
 )
 TRANSFER = (
-    Row("dips_transfer_bytes", "nbytes", "Of a push or pull at a slave, arrived so far."),
-    Row("dips_transfer_size_bytes", "total", "Of a push or pull at a slave, in all."),
+    MetricRow("dips_transfer_bytes", "nbytes", "Of a push or pull at a slave, arrived so far."),
+    MetricRow("dips_transfer_size_bytes", "total", "Of a push or pull at a slave, in all."),
 )
 
 
@@ -141,7 +149,7 @@ class _Reader(Collector):
 
 
 def families(
-    rows: Iterable[Row], peers: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]], labels: tuple[str, ...]
+    rows: Iterable[MetricRow], peers: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]], labels: tuple[str, ...]
 ) -> Iterator[Metric]:
     for row in rows:
         kind = CounterMetricFamily if row.counter else GaugeMetricFamily

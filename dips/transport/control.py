@@ -23,9 +23,10 @@ ERROR_KEY = "dips-error"  # trailing metadata: the class of dips.errors that was
 MAX_DETAIL = 4000  # bytes of a message in a status: HTTP/2 peers refuse headers above 8 KiB
 KEEPALIVE_MS = 10_000  # clients ping so often, also without calls: a NAT forgets a silent link
 KEEPALIVE_TIMEOUT_MS = 5_000  # and give up when a ping is unanswered for so long
-MIN_PING_INTERVAL_MS = 5_000  # servers permit pings twice as often as we send them; else GOAWAY after 5 s (why.md 35)
+# servers permit pings twice as often as we send them; else GOAWAY after 5 s (docs/rationale.md#35)
+MIN_PING_INTERVAL_MS = 5_000
 MAX_RECONNECT_BACKOFF_MS = 2_000  # a master that is back is found within two seconds
-MAX_CONCURRENT_CALLS = 10_000  # a server's bound; room for a long poll and a beat of 1,000 clusters, several times
+MAX_CONCURRENT_CALLS = 10_000  # a server's bound; room for a long poll and a heartbeat of 1,000 clusters, several times
 
 Reply = TypeVar("Reply", bound=Message)
 Report = Callable[[str, BaseException], None]
@@ -36,7 +37,8 @@ _SIZES = [
 ]
 _SERVER_OPTIONS = [
     *_SIZES,
-    # calls come in bursts (every cluster beats after a stall): above gRPC's own 1,000 they would be cancelled unheard
+    # calls come in bursts (every cluster heartbeats after a stall): above gRPC's own 1,000 they would be cancelled
+    # unheard
     ("grpc.server.max_pending_requests", MAX_CONCURRENT_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_CONCURRENT_CALLS),
     ("grpc.so_reuseport", 0),  # a second server on our port must fail, not take half of our calls
@@ -55,7 +57,10 @@ _CHANNEL_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 3_000),  # how long one attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),
     ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # a channel is a connection of its own, so beats never queue behind a poll
+    (
+        "grpc.use_local_subchannel_pool",
+        1,
+    ),  # a channel is a connection of its own, so heartbeats never queue behind a poll
 ]
 
 

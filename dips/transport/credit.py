@@ -1,4 +1,4 @@
-"""How much one stream may have in flight: 2 × bandwidth × round trip, in [4, 64] MiB (protocol.md section 3).
+"""How much one stream may have in flight: 2 × bandwidth × round trip, in [4, 64] MiB (docs/protocol.md#sockets).
 
 Pure: `now` is an argument. The round trip is from a WANT that left when nothing was in flight to its first chunk; the
 bandwidth is the best of the last spans, so that one pause of either end does not shrink the credit. While the credit

@@ -1,8 +1,9 @@
 """CURVE on the data flow: a lane has a key pair of its own, a rank makes one for each transfer.
 
 The lanes' public key travels in Register and Grant, so a rank knows whom it speaks to and nobody between them can read
-or alter a frame. Who the rank is, is not asked by a key: that needs a list of keys that may (design.md section 10).
-A lane with a key refuses plain peers in the handshake. Keys here are Z85, 40 characters; without one all is plain.
+or alter a frame. Who the rank is, is not asked by a key: that needs a list of keys that may
+(docs/architecture.md#security). A lane with a key refuses plain peers in the handshake. Keys here are Z85, 40
+characters; without one all is plain.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A rank's end of one stream: a DEALER made for it, thrown away when it breaks, made anew with the next epoch.
 
-Reconnecting sockets replay what was queued to whoever answers; a refused handshake never recovers (why.md 9, 33).
-So a socket lives as long as its connection: the monitor, or silence while something is owed, ends it, and after a
-pause with jitter a new one says HELLO with epoch + 1. What the frames mean is the owner's business.
-One thread owns a stream. Time is an argument.
+Reconnecting sockets replay what was queued to whoever answers; a refused handshake never recovers
+(docs/rationale.md#9, #33). So a socket lives as long as its connection: the monitor, or silence while something is
+owed, ends it, and after a pause with jitter a new one says HELLO with epoch + 1. What the frames mean is the owner's
+business. One thread owns a stream. Time is an argument.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 At most `concurrent_streams` are asked at once; a turn lasts `quantum` bytes and goes on while nobody waits, so the
 link is never idle for the sake of fairness. What a turn took too much is paid in the next. A slow stream loses its turn
-and nobody waits for it: an order of asking, never a barrier (why.md 5). Pure.
+and nobody waits for it: an order of asking, never a barrier (docs/rationale.md#5). Pure.
 """
 
 from __future__ import annotations

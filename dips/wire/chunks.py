@@ -1,7 +1,7 @@
 """Ranges of parameters: how a rank says what it holds, how it is cut into chunks, whether all of it is there.
 
 A layer is a list of parameters; a range is a piece of one parameter's flattened elements, so a rank sends what it
-holds and nobody gathers (design.md section 6).
+holds and nobody gathers (docs/protocol.md#transfers).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Field(NamedTuple):
     numel: int
 
 
-class Layout:
+class LayerLayout:
     """Where every range of some layers lies; it depends on the manifest alone."""
 
     def __init__(self, manifest: Manifest, layers: Iterable[int]) -> None:
@@ -118,7 +118,7 @@ def split(pieces: Iterable[Range], chunk_bytes: int) -> Iterator[Range]:
             yield type(piece)(layer, param, offset + begin, min(most, length - begin))
 
 
-def uncovered(layout: Layout, claims: Mapping[str, Sequence[Range]]) -> list[str]:
+def uncovered(layout: LayerLayout, claims: Mapping[str, Sequence[Range]]) -> list[str]:
     """Say where claims (who → its ranges, inside the layout) overlap or leave gaps; [] if each element has one owner.
 
     At most MOST_PROBLEMS lines. Cost: sorts the ranges of each parameter.

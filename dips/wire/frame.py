@@ -1,4 +1,4 @@
-"""One frame of the data flow: a 64-byte header with its own checksum, and a body (protocol.md section 3).
+"""One frame of the data flow: a 64-byte header with its own checksum, and a body (docs/protocol.md#frames).
 
 A header is believed after its checksum, a body after its own. Every way to be wrong has a name in REASONS; receivers
 count refusals under it. Numbers are little-endian; a CHUNK's body is raw fp32 or, for a push whose grant says so,

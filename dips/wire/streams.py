@@ -1,6 +1,7 @@
 """The messages of a stream, in msgpack: HELLO, WELCOME, WANT, DONE, ERROR; and the stream's name. PROBE stands alone.
 
-A stream is one rank's share of one push or pull at one slave's lane in one life of both; a broken one is taken up by
+A stream is one rank's share of one push or pull at one slave's lane in one incarnation of both; a broken one is taken
+up by
 the same name with the next epoch. What is decoded is checked for type and size before anybody sees it; everything else
 raises BadFrame("message").
 """
@@ -32,7 +33,7 @@ _BIGGEST = 1 << 62  # of any number in a message
 # What an ERROR's code means for the rank that gets it; "unknown" alone is tried again until the deadline.
 CODES: dict[str, type[DipsError] | None] = {
     "unknown": None,  # the push or pull is not open here yet
-    "stale_incarnation": StaleIncarnation,  # the slave lives another life
+    "stale_incarnation": StaleIncarnation,  # the slave has another incarnation
     "stale_push": StalePush,  # the push or pull is closed, or a later epoch of this stream exists
     "stale_version": StaleVersion,  # the pull is open on another version
     "ranges": LocalProtocolError,  # all ranks together do not hold each element exactly once
@@ -43,7 +44,7 @@ CODES: dict[str, type[DipsError] | None] = {
 
 @dataclass(frozen=True, slots=True)
 class StreamName:
-    """Who sends what to whom, in which life; never used twice."""
+    """Who sends what to whom, in which incarnation; never used twice."""
 
     run: str
     kind: str  # "push" | "pull"

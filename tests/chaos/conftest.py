@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.house import House
+from tests.chaos.house import Deployment
 from tests.chaos.wires import Loop
 from tests.forkserver.fixtures import end_of_servers, forked_commands, real_commands
 
@@ -50,16 +50,16 @@ def loop() -> Iterator[Loop]:
     loop.close()
 
 
-class Shared:
+class SharedDeployment:
     """The running house of a file."""
 
     def __init__(self, factory: pytest.TempPathFactory, loop: Loop, options: Mapping[str, Any]) -> None:
         self._factory, self._loop, self._options = factory, loop, options
-        self.house: House | None = None
+        self.house: Deployment | None = None
 
-    def get(self) -> House:
+    def get(self) -> Deployment:
         if self.house is None:
-            self.house = House(self._factory.mktemp("house"), self._loop, **self._options)
+            self.house = Deployment(self._factory.mktemp("house"), self._loop, **self._options)
             self.house.start()
         return self.house
 
@@ -72,15 +72,15 @@ class Shared:
 @pytest.fixture(scope="module")
 def shared_house(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, loop: Loop
-) -> Iterator[Shared]:
+) -> Iterator[SharedDeployment]:
     """Of a file; its `HOUSE` says what differs from other houses."""
-    shared = Shared(tmp_path_factory, loop, getattr(request.module, "HOUSE", {}))
+    shared = SharedDeployment(tmp_path_factory, loop, getattr(request.module, "HOUSE", {}))
     yield shared
     shared.leave()
 
 
 @pytest.fixture
-def house(shared_house: Shared, request: pytest.FixtureRequest) -> Iterator[House]:
+def house(shared_house: SharedDeployment, request: pytest.FixtureRequest) -> Iterator[Deployment]:
     """A running house, unhurt; whatever a test did to it, afterwards the whole truth is held against the ledger."""
     house = shared_house.get()
     yield house

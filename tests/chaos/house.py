@@ -42,18 +42,18 @@ from dips.telemetry import timeline
 from dips.wire.generated.slave_pb2 import SlaveRegistered
 from tests.chaos import predict
 from tests.chaos.train_chaos import SHAPES, START, H
-from tests.chaos.wires import Line, Loop, Wire
+from tests.chaos.wires import CutLine, Loop, Wire
 from tests.forkserver.process import descendants
 from tests.integration.cluster_harness import Process, Run
 
 SCRIPT = str(Path(__file__).with_name("train_chaos.py"))
 TOKENS = {"east": 64, "west": 24, "north": 40}
 TIMING = {
-    "window_s": 0.15, "beat_s": 0.8, "busy_retry_s": 0.2, "hang_s": 30.0, "order_s": 5.0, "compute_s": 10.0,
+    "window_s": 0.15, "heartbeat_s": 0.8, "busy_retry_s": 0.2, "hang_s": 30.0, "order_s": 5.0, "compute_s": 10.0,
     "transfer_s": 20.0, "least_transfer_s": 10.0,
 }  # fmt: skip
-LEASE_S = 5 * TIMING["beat_s"]
-UNTOLD_S = 3.0  # an agent leaves behind what it knew before its last beat; one that nobody answers takes a second
+LEASE_S = 5 * TIMING["heartbeat_s"]
+UNTOLD_S = 3.0  # an agent leaves behind what it knew before its last heartbeat; one that nobody answers takes a second
 SHARED = {
     "outer": {"lr": predict.LR, "momentum": predict.MOMENTUM, "clip": {"norm": predict.CLIP}},
     "penalty": {"rule": "none"}, "chunk_bytes": 4096, "data": {"ranges": 1_000_000},
@@ -84,7 +84,7 @@ def address() -> str:
     return f"127.0.0.1:{free_port()}"
 
 
-class House(Run):
+class Deployment(Run):
     """One run: a master, two slaves, some clusters, and all lines between them."""
 
     def __init__(
@@ -109,8 +109,8 @@ class House(Run):
         self.ranges, self.groups = ranges, dict[str, int]() if groups else None
         self.loop, self.clusters, self.step_s, self._more = loop, tuple(clusters), step_s, dict(master or {})
         self._own: dict[str, dict[str, str]] = {}  # of each slave: what it listens on
-        self.to_master: dict[str, Line] = {}  # by who dials
-        self.orders: dict[str, Line] = {}  # by slave
+        self.to_master: dict[str, CutLine] = {}  # by who dials
+        self.orders: dict[str, CutLine] = {}  # by slave
         self.lanes: dict[str, Wire] = {}
         self.master_directory = directory / "master"
         self._untold: dict[str, int] = {}  # tokens at most that died with an agent before he could tell
@@ -139,12 +139,12 @@ class House(Run):
             said.lanes[:] = [names[lane] for lane in said.lanes]
 
         for name, own in self._own.items():
-            self.orders[name] = Line(self.loop, address(), own["listen"])
+            self.orders[name] = CutLine(self.loop, address(), own["listen"])
             self.lanes[name] = Wire(self.loop, address(), own["lane"])
             names |= {own["listen"]: self.orders[name].wire.listen, own["lane"]: self.lanes[name].listen}
-            self.to_master[name] = Line(self.loop, own["master"], self.address, rename)
+            self.to_master[name] = CutLine(self.loop, own["master"], self.address, rename)
         for name in self.clusters:
-            self.to_master[name] = Line(self.loop, address(), self.address)
+            self.to_master[name] = CutLine(self.loop, address(), self.address)
 
     def wires(self, name: str) -> list[Wire]:
         """Every wire of one slave, or of one cluster's control; what a partition of that machine holds."""
@@ -184,7 +184,8 @@ class House(Run):
         command = [sys.executable, SCRIPT, name, out, tokens, str(self.step_s), *words]
         command += ["--ranges"] if self.ranges else []
         keys = {
-            "cluster": name, "master": self.to_master[name].wire.listen, "beat_s": TIMING["beat_s"], "poll_s": 0.5,
+            "cluster": name, "master": self.to_master[name].wire.listen, "heartbeat_s": TIMING["heartbeat_s"],
+            "poll_s": 0.5,
             "stall_s": 4.0, "retry_s": 0.5, "max_restarts": 1000, **options,
         }  # fmt: skip
         return self.start_cluster(where, command, steps=H, **keys)
@@ -193,7 +194,9 @@ class House(Run):
         """SIGKILL of an agent; its trainer ends with it. The next one in its directory tells what this one knew."""
         since, below = time.time() - UNTOLD_S, descendants(self.process(name).pid)
         self.process(name).kill()
-        self.until(lambda: not any(_lives(pid) for pid in below), 30, f"the trainer of {name} ends with its agent")
+        self.until(
+            lambda: not any(_incarnations(pid) for pid in below), 30, f"the trainer of {name} ends with its agent"
+        )
         self.count_untold(name, since)  # now: it may have taken a step while it was killed
 
     def end_agent(self, name: str) -> None:
@@ -382,7 +385,7 @@ class House(Run):
             return [] if begun == 0 else [f"{name} is unknown to the master"]
         parts = {k: c.get(f"tokens_{k}", 0) for k in PARTS}
         if c["state"] == "gone":
-            parts["carried"] = 0  # of its last beat: lost by now
+            parts["carried"] = 0  # of its last heartbeat: lost by now
         least = begun - TOKENS[name] * self._killed.get(name, 0) - self._untold.get(name, 0)
         ok = least <= sum(parts.values()) <= begun + excess
         return [] if ok else [f"{name} consumed {least} to {begun}, told {sum(parts.values())}: {parts}, {c['state']}"]
@@ -435,7 +438,7 @@ def left_running(directory: Path) -> dict[int, str]:
     return found
 
 
-def _lives(pid: int) -> bool:
+def _incarnations(pid: int) -> bool:
     try:
         return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -43,10 +43,10 @@ WAITING_S = 0.03  # a rank without a line stands in the broadcast of what rank 0
 _count: dict[str, int] = {}
 
 
-def die_at(kind: str, life: int, died: Path) -> None:
-    """Have this process kill itself at the `life`-th point of `kind`; lives beyond the last live on."""
-    if life <= len(POINTS[kind]):
-        _die(kind, POINTS[kind][life - 1], died, POINTS[kind][life - 1])
+def die_at(kind: str, incarnation: int, died: Path) -> None:
+    """Have this process kill itself at the `incarnation`-th point of `kind`; lives beyond the last live on."""
+    if incarnation <= len(POINTS[kind]):
+        _die(kind, POINTS[kind][incarnation - 1], died, POINTS[kind][incarnation - 1])
 
 
 def deaths(kind: str, ranks: int) -> list[str]:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.chaos.house import House
+from tests.chaos.house import Deployment
 
 ROUNDS, STEP_S = 100, 0.004
 VICTIMS = ("ps0", "ps1", "master")
@@ -16,7 +16,7 @@ HOUSE = {"step_s": 0.05, "timing": {"window_s": 0.1}}
 
 
 @pytest.mark.timeout(900)  # three and a half minutes on idle cores
-def test_the_kill_grid(house: House) -> None:
+def test_the_kill_grid(house: Deployment) -> None:
     """Whatever the moment: a version is there on all disks, or it never was; nothing is folded twice, or lost."""
     for number in range(ROUNDS):
         victim = VICTIMS[number % len(VICTIMS)]

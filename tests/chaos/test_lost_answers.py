@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from tests.chaos.house import SEEN_S, House
+from tests.chaos.house import SEEN_S, Deployment
 
 CALLS = ["RequestPush", "FinishPush", "AwaitRound", "RequestPull", "FinishPull", "RequestRanges"]
 ORDERS = ["open_push", "measure", "fold", "apply", "persist", "commit", "open_pull", "retire"]
 
 
 @pytest.mark.parametrize("method", CALLS)
-def test_an_answer_to_a_cluster_is_lost(house: House, method: str) -> None:
+def test_an_answer_to_a_cluster_is_lost(house: Deployment, method: str) -> None:
     """The master did what was asked, the connection breaks before the answer: it is asked again and hears the same."""
     calls = house.to_master["east"].calls
     trap = calls.lose_answer(method)
@@ -26,8 +26,8 @@ def test_an_answer_to_a_cluster_is_lost(house: House, method: str) -> None:
     assert not house.skipped()
 
 
-def test_the_answer_to_join_is_lost(house: House) -> None:
-    """The same nonce gets the same incarnation: no life is skipped, none is fenced by its own retry."""
+def test_the_answer_to_join_is_lost(house: Deployment) -> None:
+    """The same nonce gets the same incarnation: no incarnation is skipped, none is fenced by its own retry."""
     house.end_agent("east")
     inc, since = _inc(house), time.time()
     trap = house.to_master["east"].calls.lose_answer("Join")
@@ -38,7 +38,7 @@ def test_the_answer_to_join_is_lost(house: House) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_an_answer_to_the_master_is_lost(house: House, order: str) -> None:
+def test_an_answer_to_the_master_is_lost(house: Deployment, order: str) -> None:
     """The slave carried the order out, the connection breaks: the order comes again, the work is not done twice."""
     calls = house.orders["ps0"].calls
     trap = calls.lose_answer(order)
@@ -49,7 +49,7 @@ def test_an_answer_to_the_master_is_lost(house: House, order: str) -> None:
     assert not house.skipped() and not house.marks(house.master_timeline, "slave_lost")
 
 
-def test_the_answer_to_register_is_lost(house: House) -> None:
+def test_the_answer_to_register_is_lost(house: Deployment) -> None:
     """The same nonce gets the same incarnation."""
     sinc = _sinc(house)
     house.process("ps0").kill()
@@ -61,20 +61,20 @@ def test_the_answer_to_register_is_lost(house: House) -> None:
 
 
 @pytest.mark.parametrize("who", ["east", "ps1"])
-def test_the_answer_to_a_beat_is_lost(house: House, who: str) -> None:
-    """A beat that is told again counts once: the house checks at the end that the tokens add up."""
-    trap = house.to_master[who].calls.lose_answer("Beat")
+def test_the_answer_to_a_heartbeat_is_lost(house: Deployment, who: str) -> None:
+    """A heartbeat that is told again counts once: the house checks at the end that the tokens add up."""
+    trap = house.to_master[who].calls.lose_answer("Heartbeat")
     trap.caught()
     house.progress(2, by=("east",))
 
 
-def _inc(house: House) -> int:
+def _inc(house: Deployment) -> int:
     return int(
         house.told(lambda s: "east" in s["clusters"], SEEN_S, "the master knows east")["clusters"]["east"]["inc"]
     )
 
 
-def _sinc(house: House) -> int:
+def _sinc(house: Deployment) -> int:
     return int(
         house.told(lambda s: s["slaves"]["ps0"].get("sinc"), SEEN_S, "the master knows ps0")["slaves"]["ps0"]["sinc"]
     )

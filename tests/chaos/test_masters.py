@@ -1,4 +1,4 @@
-"""Two masters, two lives of one cluster: who came later is obeyed, who came earlier leaves."""
+"""Two masters, two incarnations of one cluster: who came later is obeyed, who came earlier leaves."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 import yaml
 
-from tests.chaos.house import LEASE_S, SEEN_S, House, address
+from tests.chaos.house import LEASE_S, SEEN_S, Deployment, address
 from tests.chaos.wires import Loop
 from tests.integration.cluster_harness import daemon
 
 CONFIG, STALE = 78, 75
 
 
-def test_a_second_master_is_refused_by_the_lock(house: House) -> None:
+def test_a_second_master_is_refused_by_the_lock(house: Deployment) -> None:
     """On the same directory: it names the holder and ends; the first does not notice."""
     pid = house.process("master").pid
     second = house._start("second", [*daemon("master"), "--config", str(house.file)])
@@ -28,7 +28,7 @@ def test_a_second_master_is_refused_by_the_lock(house: House) -> None:
 
 def test_a_second_master_on_a_copied_ledger_wins_by_its_term(tmp_path: Path, loop: Loop) -> None:
     """The first sleeps, holding a fold's answer; the second begins a later term; the first wakes, asks, and leaves."""
-    with House(tmp_path, loop) as house:
+    with Deployment(tmp_path, loop) as house:
         house.start()
         first = house.process("master")
         trap = house.orders["ps0"].calls.trap("fold", "after")
@@ -44,7 +44,7 @@ def test_a_second_master_on_a_copied_ledger_wins_by_its_term(tmp_path: Path, loo
         assert second.code is None
 
 
-def _take_over(house: House):  # type: ignore[no-untyped-def]
+def _take_over(house: Deployment):  # type: ignore[no-untyped-def]
     """Start a master on a copy of the ledger, and lead everybody to it."""
     copy = house.directory / "master2"
     shutil.copytree(house.master_directory, copy, ignore=shutil.ignore_patterns("*.lock"))
@@ -60,8 +60,8 @@ def _take_over(house: House):  # type: ignore[no-untyped-def]
     return second
 
 
-def test_a_zombie_agent_wakes_while_its_successor_pushes(house: House) -> None:
-    """The old life is fenced: it changes nothing, and exits 75; the successor's push counts."""
+def test_a_zombie_agent_wakes_while_its_successor_pushes(house: Deployment) -> None:
+    """The old incarnation is fenced: it changes nothing, and exits 75; the successor's push counts."""
     zombie, since = house.process("east"), time.time()
     sleeping = [zombie.pid, *house.ranks("east")]
     for pid in sleeping:

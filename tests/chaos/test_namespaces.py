@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.chaos.house import House
+from tests.chaos.house import Deployment
 from tests.integration.cluster_harness import ROOT
 
 INSIDE = "DIPS_CHAOS_NAMESPACE"
@@ -68,8 +68,10 @@ def filtered() -> Iterator[None]:
 
 @inside
 @pytest.mark.parametrize("ways", [(UP, DOWN), (UP,)], ids=["both ways", "towards the others"])
-def test_a_cluster_s_packets_are_dropped(house: House, filtered: None, ways: tuple[str, ...]) -> None:
-    """Agent, rank and their ZeroMQ streams: gone after the lease; the others go on; it comes back as a new life."""
+def test_a_cluster_s_packets_are_dropped(house: Deployment, filtered: None, ways: tuple[str, ...]) -> None:
+    """Agent, rank and their ZeroMQ streams: gone after the lease; the others go on; it comes back as a new
+    incarnation.
+    """
     since = time.time()
     _drop(house, "east", ways)
     house.seen_after(house.master_timeline, "cluster_gone", since=since, cluster="east")
@@ -79,7 +81,7 @@ def test_a_cluster_s_packets_are_dropped(house: House, filtered: None, ways: tup
 
 
 @inside
-def test_a_slave_s_packets_are_dropped(house: House, filtered: None) -> None:
+def test_a_slave_s_packets_are_dropped(house: Deployment, filtered: None) -> None:
     """Lost, and back with what it held."""
     since = time.time()
     _drop(house, "ps1", (UP, DOWN))
@@ -89,7 +91,7 @@ def test_a_slave_s_packets_are_dropped(house: House, filtered: None) -> None:
     house.progress(2, by=house.clusters)
 
 
-def _drop(house: House, who: str, ways: tuple[str, ...]) -> None:
+def _drop(house: Deployment, who: str, ways: tuple[str, ...]) -> None:
     """Drop what this process and its children send, and what answers it."""
     assert house.groups is not None
     group = house.groups[who]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.house import House
+from tests.chaos.house import Deployment
 from tests.chaos.points import POINTS
 from tests.chaos.wires import Loop
 
@@ -15,11 +15,13 @@ WITHIN_S = 240
 
 @pytest.mark.timeout(400)
 def test_a_rank_killed_at_twenty_points_of_a_push_and_of_a_pull(tmp_path: Path, loop: Loop) -> None:
-    """Each life of east's trainer dies at the next point of its first push, of west's at the next of its first pull.
+    """Each incarnation of east's trainer dies at the next point of its first push, of west's at the next of its first
+    pull.
 
-    north meanwhile goes on; the agents keep their leases, so there is one incarnation of each; every life pulls anew.
+    north meanwhile goes on; the agents keep their leases, so there is one incarnation of each; every incarnation pulls
+    anew.
     """
-    with House(tmp_path, loop, clusters=("east", "west", "north")) as house:
+    with Deployment(tmp_path, loop, clusters=("east", "west", "north")) as house:
         house.start_master()
         house.start_slaves()
         house.cluster("north")
@@ -38,6 +40,6 @@ def test_a_rank_killed_at_twenty_points_of_a_push_and_of_a_pull(tmp_path: Path, 
         assert not house.marks(house.master_timeline, "slave_lost")
 
 
-def _died(house: House, name: str) -> list[str]:
+def _died(house: Deployment, name: str) -> list[str]:
     path = house.directory / f"{name}.died"
     return path.read_text().splitlines() if path.exists() else []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.house import TIMING, House
+from tests.chaos.house import TIMING, Deployment
 from tests.chaos.points import deaths
 from tests.chaos.train_chaos import RESTARTS
 from tests.chaos.wires import Loop
@@ -25,7 +25,7 @@ def test_each_of_two_ranks_dies_at_every_point(tmp_path: Path, loop: Loop) -> No
     north pushes all the while, and no round of its waits for the dead; every version that any rank installed is the
     twin's number, also on the rank that was not killed; there is one incarnation of each cluster.
     """
-    with House(tmp_path, loop, clusters=("east", "west", "north")) as house:
+    with Deployment(tmp_path, loop, clusters=("east", "west", "north")) as house:
         house.start_master()
         house.start_slaves()
         house.cluster("north")
@@ -43,27 +43,31 @@ def test_each_of_two_ranks_dies_at_every_point(tmp_path: Path, loop: Loop) -> No
             assert len(house.marks(house.timeline(name), "joined")) == 1
             lives = house.marks(house.timeline(name), "trainer_attached")
             assert len(lives) == len(deaths(kind, RANKS)) + 1
-            assert {life["restart"] for life in lives} == set(range(RESTARTS + 1))
+            assert {incarnation["restart"] for incarnation in lives} == set(range(RESTARTS + 1))
             assert _restarting(house, name) < DEADLINE_S
         assert _pushless(house, "north") < DEADLINE_S
         assert not house.marks(house.master_timeline, "cluster_gone")
         assert not house.marks(house.master_timeline, "slave_lost")
-        told = f"north was {_pushless(house, 'north'):.1f} s without a push; from a death to the next life it took "
+        told = (
+            f"north was {_pushless(house, 'north'):.1f} s without a push; from a death to the next incarnation it took "
+        )
         sys.stdout.write(f"{told} east {_restarting(house, 'east'):.1f} s, west {_restarting(house, 'west'):.1f} s\n")
 
 
-def _died(house: House, name: str) -> list[str]:
+def _died(house: Deployment, name: str) -> list[str]:
     path = house.directory / f"{name}.died"
     return path.read_text().splitlines() if path.exists() else []
 
 
-def _pushless(house: House, name: str) -> float:
+def _pushless(house: Deployment, name: str) -> float:
     """The longest time between two pushes of a cluster, in seconds."""
     at = [line["at"] for line in house.marks(house.timeline(name), "push_end", ok=True)]
     return max(later - earlier for earlier, later in pairwise(at))
 
 
-def _restarting(house: House, name: str) -> float:
-    """The longest time between two lives that one torchrun started: neither its own end nor its start is in it."""
+def _restarting(house: Deployment, name: str) -> float:
+    """The longest time between two incarnations that one torchrun started: neither its own end nor its start is in
+    it.
+    """
     lives = house.marks(house.timeline(name), "trainer_attached")
-    return max(later["at"] - life["at"] for life, later in pairwise(lives) if later["restart"])
+    return max(later["at"] - incarnation["at"] for incarnation, later in pairwise(lives) if later["restart"])

@@ -12,13 +12,13 @@ import time
 
 import pytest
 
-from tests.chaos.house import LEASE_S, SEEN_S, House
+from tests.chaos.house import LEASE_S, SEEN_S, Deployment
 
 STOPPED_S = 2 * LEASE_S
 
 
-def test_sigkill_of_the_master(house: House) -> None:
-    """Nobody else stops; the next life takes up where the ledger ends."""
+def test_sigkill_of_the_master(house: Deployment) -> None:
+    """Nobody else stops; the next incarnation takes up where the ledger ends."""
     lives = {name: house.process(name).pid for name in (*house.slaves, *house.clusters)}
     house.process("master").kill()
     house.start_master()
@@ -27,14 +27,14 @@ def test_sigkill_of_the_master(house: House) -> None:
     assert all(house.process(name).code is None for name in lives)
 
 
-def test_sigkill_of_a_slave(house: House) -> None:
-    """Its next life loads the head; the house checks at the end that no version and no token went with it."""
+def test_sigkill_of_a_slave(house: Deployment) -> None:
+    """Its next incarnation loads the head; the house checks at the end that no version and no token went with it."""
     house.process("ps0").kill()
     house.start_slave("ps0")
     house.progress(2, by=house.clusters)
 
 
-def test_sigkill_of_both_slaves(house: House) -> None:
+def test_sigkill_of_both_slaves(house: Deployment) -> None:
     """The disks alone know θ; the house checks at the end that it is the one of the ledger."""
     for name in house.slaves:
         house.process(name).kill()
@@ -42,16 +42,16 @@ def test_sigkill_of_both_slaves(house: House) -> None:
     house.progress(2, by=house.clusters)
 
 
-def test_sigkill_of_an_agent(house: House) -> None:
-    """The others go on; the house checks at the end that the new life is counted apart from the old one."""
+def test_sigkill_of_an_agent(house: Deployment) -> None:
+    """The others go on; the house checks at the end that the new incarnation is counted apart from the old one."""
     house.kill_agent("east")
     house.progress(2, by=("west",))
     house.cluster("east")
     house.progress(2, by=house.clusters)
 
 
-def test_sigkill_of_an_agent_that_is_back_within_its_lease(house: House) -> None:
-    """The life that is fenced by the next one had lost the work of dead ranks: that stays counted."""
+def test_sigkill_of_an_agent_that_is_back_within_its_lease(house: Deployment) -> None:
+    """The incarnation that is fenced by the next one had lost the work of dead ranks: that stays counted."""
     for _ in range(3):
         _lose_work(house, "east")
     told = house.told(lambda s: s["clusters"]["east"]["tokens_lost"] > 0, SEEN_S, "tokens are lost with the ranks")
@@ -62,7 +62,7 @@ def test_sigkill_of_an_agent_that_is_back_within_its_lease(house: House) -> None
     assert now["clusters"]["east"]["tokens_lost"] >= told["clusters"]["east"]["tokens_lost"]
 
 
-def test_sigkill_of_the_master_and_then_of_an_agent(house: House) -> None:
+def test_sigkill_of_the_master_and_then_of_an_agent(house: Deployment) -> None:
     """Only the dead master had heard of the tokens that the dead agent lost: the next agent still knows them."""
     _lose_work(house, "east")
     told = house.told(lambda s: s["clusters"]["east"]["tokens_lost"] > 0, SEEN_S, "tokens are lost with the rank")
@@ -75,7 +75,7 @@ def test_sigkill_of_the_master_and_then_of_an_agent(house: House) -> None:
     house.told(lambda s: s["clusters"]["east"]["tokens_lost"] >= lost, SEEN_S, f"{lost} tokens of east are lost")
 
 
-def test_sigkill_of_a_training_job(house: House) -> None:
+def test_sigkill_of_a_training_job(house: Deployment) -> None:
     """Launcher and rank: the agent starts them anew and keeps the lease."""
     joined = len(house.marks(house.timeline("east"), "joined"))
     house.kill_trainer("east")
@@ -83,13 +83,13 @@ def test_sigkill_of_a_training_job(house: House) -> None:
     assert len(house.marks(house.timeline("east"), "joined")) == joined
 
 
-def test_sigkill_of_a_rank(house: House) -> None:
+def test_sigkill_of_a_rank(house: Deployment) -> None:
     """Its launcher starts it anew; the house checks at the end that its lost steps are told as lost."""
     house.kill_rank("east")
     house.progress(2, by=house.clusters)
 
 
-def test_sigkill_of_everything(house: House) -> None:
+def test_sigkill_of_everything(house: Deployment) -> None:
     """The whole room: what the ledger names is on the disks, and the run goes on from it."""
     head = house.head()
     for name in house.clusters:
@@ -101,8 +101,8 @@ def test_sigkill_of_everything(house: House) -> None:
 
 
 @pytest.mark.parametrize("who", ["ps0", "east"])
-def test_sigstop_beyond_the_lease_and_sigcont(house: House, who: str) -> None:
-    """Slave or agent: lost or gone, the others are told so; awake again it finds out by its first beat."""
+def test_sigstop_beyond_the_lease_and_sigcont(house: Deployment, who: str) -> None:
+    """Slave or agent: lost or gone, the others are told so; awake again it finds out by its first heartbeat."""
     since, pid = time.time(), house.process(who).pid
     os.kill(pid, signal.SIGSTOP)
     kind, key = ("slave_lost", "slave") if who == "ps0" else ("cluster_gone", "cluster")
@@ -112,8 +112,8 @@ def test_sigstop_beyond_the_lease_and_sigcont(house: House, who: str) -> None:
     assert house.process(who).code is None
 
 
-def test_sigstop_of_a_rank_and_sigcont(house: House) -> None:
-    """It hangs while its agent lives: no life ends, no window waits longer than its length."""
+def test_sigstop_of_a_rank_and_sigcont(house: Deployment) -> None:
+    """It hangs while its agent lives: no incarnation ends, no window waits longer than its length."""
     gone = len(house.marks(house.master_timeline, "cluster_gone"))
     ranks = house.ranks("east")
     for pid in ranks:
@@ -125,7 +125,7 @@ def test_sigstop_of_a_rank_and_sigcont(house: House) -> None:
     assert len(house.marks(house.master_timeline, "cluster_gone")) == gone
 
 
-def test_sigstop_of_the_master_and_sigcont(house: House) -> None:
+def test_sigstop_of_the_master_and_sigcont(house: Deployment) -> None:
     """Silence counts only while somebody listens: nobody is judged by the gap."""
     before = [len(house.marks(house.master_timeline, kind)) for kind in ("cluster_gone", "slave_lost")]
     pid = house.process("master").pid
@@ -137,7 +137,7 @@ def test_sigstop_of_the_master_and_sigcont(house: House) -> None:
     assert [len(house.marks(house.master_timeline, kind)) for kind in ("cluster_gone", "slave_lost")] == before
 
 
-def test_sigstop_of_everything_and_sigcont(house: House) -> None:
+def test_sigstop_of_everything_and_sigcont(house: Deployment) -> None:
     """A machine that sleeps and wakes: all clocks jump; the house checks at the end that only time was lost."""
     pids = [p.pid for p in house.processes if p.code is None] + [
         r for name in house.clusters for r in house.ranks(name)
@@ -150,7 +150,7 @@ def test_sigstop_of_everything_and_sigcont(house: House) -> None:
     house.progress(2, by=house.clusters)
 
 
-def _lose_work(house: House, name: str) -> None:
+def _lose_work(house: Deployment, name: str) -> None:
     """A rank dies when its cluster asks for a push: what that would have brought lies in the rank alone."""
     ask = house.to_master[name].calls.trap("RequestPush")
     ask.caught()

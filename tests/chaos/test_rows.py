@@ -1,4 +1,5 @@
-"""The twelve rows of the failure table (design.md section 9), one test or more for each, named for it."""
+"""The twelve rows of the failure table (docs/architecture.md#failure-table), one test or more for each, named for
+it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import time
 
 import pytest
 
-from tests.chaos.house import LEASE_S, SEEN_S, TOKENS, House
+from tests.chaos.house import LEASE_S, SEEN_S, TOKENS, Deployment
 
 ROUND_ORDERS = ["measure", "fold", "apply", "persist"]
 
@@ -18,7 +19,7 @@ ROUND_ORDERS = ["measure", "fold", "apply", "persist"]
 # ---- 1: rank or trainer of a cluster ---------------------------------------------------------------------------------
 
 
-def test_row_1_rank_or_trainer(house: House) -> None:
+def test_row_1_rank_or_trainer(house: Deployment) -> None:
     """Its open push is aborted, the lease is kept; the rank is started anew, pulls and goes on."""
     joined = len(house.marks(house.timeline("east"), "joined"))
     push = house.hold_push("east", ["ps1"])
@@ -33,7 +34,7 @@ def test_row_1_rank_or_trainer(house: House) -> None:
 # ---- 2: cluster, agent or link ---------------------------------------------------------------------------------------
 
 
-def test_row_2_cluster_dies_with_an_uncommitted_push(house: House) -> None:
+def test_row_2_cluster_dies_with_an_uncommitted_push(house: Deployment) -> None:
     """The push is dropped with its lease; the window goes on without it."""
     since, push = time.time(), house.hold_push("east", ["ps1"])
     house.kill_agent("east")
@@ -44,7 +45,7 @@ def test_row_2_cluster_dies_with_an_uncommitted_push(house: House) -> None:
     house.cluster("east")
 
 
-def test_row_2_cluster_dies_with_a_committed_push(house: House) -> None:
+def test_row_2_cluster_dies_with_a_committed_push(house: Deployment) -> None:
     """The work is good and counts, though nobody is left to hear so."""
     trap = house.orders["ps0"].calls.trap("measure")
     trap.caught()
@@ -59,7 +60,7 @@ def test_row_2_cluster_dies_with_a_committed_push(house: House) -> None:
 # ---- 3: cluster comes back -------------------------------------------------------------------------------------------
 
 
-def test_row_3_cluster_comes_back(house: House) -> None:
+def test_row_3_cluster_comes_back(house: Deployment) -> None:
     """A new incarnation pulls the head and takes part, at once: it need not wait for the old lease to end."""
     before = house.told(lambda s: "east" in s["clusters"], SEEN_S, "the master knows east")["clusters"]["east"]["inc"]
     since = time.time()
@@ -72,7 +73,7 @@ def test_row_3_cluster_comes_back(house: House) -> None:
 # ---- 4: frame corrupt, truncated, repeated, hostile ------------------------------------------------------------------
 
 
-def test_row_4_frames_are_corrupt(house: House) -> None:
+def test_row_4_frames_are_corrupt(house: Deployment) -> None:
     """One bit of every 20 kB towards the slaves is wrong: it is refused, asked again, and never enters a version.
 
     The house checks at the end that every version is the twin's number: one wrong bit would show.
@@ -86,7 +87,7 @@ def test_row_4_frames_are_corrupt(house: House) -> None:
     house.progress(2, by=house.clusters)
 
 
-def test_row_4_frames_are_hostile(house: House) -> None:
+def test_row_4_frames_are_hostile(house: Deployment) -> None:
     """Garbage, half greetings and endless claims on every port: the run goes on, nobody is taken for dead."""
     since = time.time()
     pids, rng = [p.pid for p in house.processes if p.code is None], random.Random(4)
@@ -113,7 +114,7 @@ def test_row_4_frames_are_hostile(house: House) -> None:
 
 
 @pytest.mark.parametrize("order", ROUND_ORDERS)
-def test_row_5_slave_before_persisted(house: House, order: str) -> None:
+def test_row_5_slave_before_persisted(house: Deployment, order: str) -> None:
     """The round is skipped; its clusters keep their progress, so the next push brings more; the slave comes back."""
     since, skipped = time.time(), len(house.skipped())
     trap = house.orders["ps1"].calls.trap(order)
@@ -131,7 +132,7 @@ def test_row_5_slave_before_persisted(house: House, order: str) -> None:
 # ---- 6: slave after Persisted ----------------------------------------------------------------------------------------
 
 
-def test_row_6_slave_after_persisted(house: House) -> None:
+def test_row_6_slave_after_persisted(house: Deployment) -> None:
     """The row is there, the slave dies before it hears Commit: it comes back with the version, no round is skipped."""
     skipped = len(house.skipped())
     trap = house.orders["ps1"].calls.trap("commit")
@@ -144,7 +145,7 @@ def test_row_6_slave_after_persisted(house: House) -> None:
     assert len(house.skipped()) == skipped and head in _lineage(house)
 
 
-def test_row_6_slave_in_doubt(house: House) -> None:
+def test_row_6_slave_in_doubt(house: Deployment) -> None:
     """It has prepared and persisted, and is cut off before Commit: it keeps both, asks when it registers, is told."""
     since, skipped = time.time(), len(house.skipped())
     pid = house.process("ps1").pid
@@ -165,7 +166,7 @@ def test_row_6_slave_in_doubt(house: House) -> None:
 
 
 @pytest.mark.parametrize("order", ["open_push", *ROUND_ORDERS])
-def test_row_9_master_before_the_row(house: House, order: str) -> None:
+def test_row_9_master_before_the_row(house: Deployment, order: str) -> None:
     """A new term; that round made no version; everybody is known again, and no cluster stopped computing."""
     trap = house.orders["ps0"].calls.trap(order)
     trap.caught()
@@ -177,7 +178,7 @@ def test_row_9_master_before_the_row(house: House, order: str) -> None:
     assert head in _lineage(house)
 
 
-def test_row_9_master_after_the_row(house: House) -> None:
+def test_row_9_master_after_the_row(house: Deployment) -> None:
     """The row stands and nobody was told: the next master repeats Commit, and answers Outcomes from the ledger."""
     skipped = len(house.skipped())
     traps = [house.orders[name].calls.trap("commit") for name in house.slaves]
@@ -195,7 +196,7 @@ def test_row_9_master_after_the_row(house: House) -> None:
 # ---- 10: master not looking ------------------------------------------------------------------------------------------
 
 
-def test_row_10_master_not_looking(house: House) -> None:
+def test_row_10_master_not_looking(house: Deployment) -> None:
     """Stopped for three leases: it says Blind, moves every deadline, and evicts nobody."""
     since, pid = time.time(), house.process("master").pid
     os.kill(pid, signal.SIGSTOP)
@@ -210,8 +211,8 @@ def test_row_10_master_not_looking(house: House) -> None:
 # ---- 12: partition; more of it in test_partitions.py -----------------------------------------------------------------
 
 
-def test_row_12_partition(house: House) -> None:
-    """A cluster is cut off from the master: the others go on; healed, a new life takes part.
+def test_row_12_partition(house: Deployment) -> None:
+    """A cluster is cut off from the master: the others go on; healed, a new incarnation takes part.
 
     Control and data at once: test_namespaces.py. The house checks at the end what became of its tokens.
     """
@@ -226,11 +227,11 @@ def test_row_12_partition(house: House) -> None:
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
-def _folded(house: House) -> set[str]:
+def _folded(house: Deployment) -> set[str]:
     return {str(f.push) for r in house.history() for f in r.folds}
 
 
-def _lineage(house: House) -> list[object]:
+def _lineage(house: Deployment) -> list[object]:
     with house.ledger() as ledger:
         return [row.version for row in ledger.state().versions]
 

@@ -1,4 +1,5 @@
-"""Rows 7, 8 and 11 of the failure table (design.md section 9), about disks; and what was restored from copies."""
+"""Rows 7, 8 and 11 of the failure table (docs/architecture.md#failure-table), about disks; and what was restored from
+copies."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import pytest
 from dips.ids import VersionId
 from dips.master import genesis
 from tests.chaos import disks
-from tests.chaos.house import SEEN_S, House
+from tests.chaos.house import SEEN_S, Deployment
 from tests.chaos.wires import Loop
 
 CONFIG = 78
@@ -23,7 +24,7 @@ CONFIG = 78
 # ---- 7: a slave cannot offer the head --------------------------------------------------------------------------------
 
 
-def test_row_7_a_slave_cannot_offer_the_head(house: House, tmp_path: Path) -> None:
+def test_row_7_a_slave_cannot_offer_the_head(house: Deployment, tmp_path: Path) -> None:
     """An older copy of its disk: the newest version that every slave offers becomes the head, by a row; all hear it."""
     directory, since = house.directory / "ps1", time.time()
     trap = _persisting(house)
@@ -42,7 +43,7 @@ def test_row_7_a_slave_cannot_offer_the_head(house: House, tmp_path: Path) -> No
     assert head not in _lineage(house) and common in _lineage(house)
 
 
-def test_row_7_old_snapshots_that_nobody_shares(house: House, tmp_path: Path) -> None:
+def test_row_7_old_snapshots_that_nobody_shares(house: Deployment, tmp_path: Path) -> None:
     """A copy so old that no version is on all disks: it serves nothing and says so, until the right disk is back."""
     directory = house.directory / "ps1"
     house.process("ps1").kill()
@@ -68,7 +69,7 @@ def test_row_7_old_snapshots_that_nobody_shares(house: House, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("hurt", [disks.rot_theta, disks.rot_momentum, disks.halve, disks.lose_manifest])
-def test_row_8_snapshot_corrupt_or_half_written(house: House, hurt: Callable[[Path, VersionId], None]) -> None:
+def test_row_8_snapshot_corrupt_or_half_written(house: Deployment, hurt: Callable[[Path, VersionId], None]) -> None:
     """It is passed over, loudly; the one before it becomes the head."""
     since, directory = time.time(), house.directory / "ps1"
     trap = _persisting(house)
@@ -83,7 +84,7 @@ def test_row_8_snapshot_corrupt_or_half_written(house: House, hurt: Callable[[Pa
     house.progress(2, by=house.clusters)
 
 
-def test_row_8_a_snapshot_that_was_never_finished(house: House) -> None:
+def test_row_8_a_snapshot_that_was_never_finished(house: Deployment) -> None:
     """What was written aside when the process died is thrown away; nothing else is missed."""
     directory = house.directory / "ps1"
     house.process("ps1").kill()
@@ -98,17 +99,17 @@ def test_row_8_a_snapshot_that_was_never_finished(house: House) -> None:
 
 
 @pytest.fixture
-def tight_house(tmp_path: Path, loop: Loop) -> Iterator[House]:
+def tight_house(tmp_path: Path, loop: Loop) -> Iterator[Deployment]:
     """A house whose second slave has a disk of one MiB."""
     if why := disks.missing():
         pytest.skip(f"NO SMALL DISK: {why}")
-    with disks.small_disk(tmp_path / "ps1"), House(tmp_path, loop) as house:
+    with disks.small_disk(tmp_path / "ps1"), Deployment(tmp_path, loop) as house:
         house.start()
         yield house
     assert str(tmp_path) not in Path("/proc/mounts").read_text()
 
 
-def test_row_11_disk_full(tight_house: House) -> None:
+def test_row_11_disk_full(tight_house: Deployment) -> None:
     """One round is skipped, then versions are made that are not durable, and said to be so; with room all is well."""
     house, since = tight_house, time.time()
     house.progress(2, by=house.clusters)
@@ -131,7 +132,7 @@ def test_row_11_disk_full(tight_house: House) -> None:
 
 def test_an_old_ledger_put_back_refuses_to_serve(tmp_path: Path, loop: Loop) -> None:
     """A backup that knows fewer rounds than a slave: the master ends and names `dips-master recover`."""
-    with House(tmp_path, loop) as house:
+    with Deployment(tmp_path, loop) as house:
         house.start()
         backup = tmp_path / "backup.sqlite"
         with (
@@ -159,7 +160,7 @@ def test_an_old_ledger_put_back_refuses_to_serve(tmp_path: Path, loop: Loop) -> 
         assert head in _lineage(house)
 
 
-def _persisting(house: House):  # type: ignore[no-untyped-def]
+def _persisting(house: Deployment):  # type: ignore[no-untyped-def]
     """Wait for the next Persist on its way to ps1, and hold it; what it served before lies on its disk."""
     house.retired()
     trap = house.orders["ps1"].calls.trap("persist")
@@ -167,6 +168,6 @@ def _persisting(house: House):  # type: ignore[no-untyped-def]
     return trap
 
 
-def _lineage(house: House) -> list[VersionId]:
+def _lineage(house: Deployment) -> list[VersionId]:
     with house.ledger() as ledger:
         return [row.version for row in ledger.state().versions]

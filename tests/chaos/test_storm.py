@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.chaos.house import House
+from tests.chaos.house import Deployment
 from tests.chaos.wires import DOWN, UP
 
 SECONDS = float(os.environ.get("DIPS_STORM_S", "60"))
@@ -23,7 +23,7 @@ HOUSE = {"clusters": ("east", "west", "north")}
 
 
 @pytest.mark.timeout(SECONDS + 2 * CALM_S + 60)
-def test_the_storm(house: House) -> None:
+def test_the_storm(house: Deployment) -> None:
     """At its end every cluster takes part, the ledger adds up, and θ is the twin's."""
     print(f"\nDIPS_STORM_SEED={SEED} DIPS_STORM_S={SECONDS:g}")
     storm = Storm(house, random.Random(SEED))
@@ -40,7 +40,7 @@ def test_the_storm(house: House) -> None:
 class Storm:
     """Chooses what breaks next, and what is mended when."""
 
-    def __init__(self, house: House, rng: random.Random) -> None:
+    def __init__(self, house: Deployment, rng: random.Random) -> None:
         self._house, self._rng, self.strikes, self.told = house, rng, 0, dict[str, int]()
         self._later: list[tuple[float, Callable[[], object]]] = []
         self._deaths: dict[str, float] = {}  # who is down or held, until it is mended

@@ -13,14 +13,14 @@ from safetensors.numpy import load_file
 
 from dips.slave.export import export
 from tests.chaos import disks, predict
-from tests.chaos.house import EVER, LEASE_S, SEEN_S, House
+from tests.chaos.house import EVER, LEASE_S, SEEN_S, Deployment
 from tests.chaos.wires import Loop
 
 HOUSE = {"ranges": False}  # who waits for data ranges cannot train on by itself
 WILD = ("1e6", "nan", "inf")
 
 
-def test_failure_1_fresh_weights_become_the_truth(house: House, tmp_path: Path) -> None:
+def test_failure_1_fresh_weights_become_the_truth(house: Deployment, tmp_path: Path) -> None:
     """A slave with an empty disk, and agents with fresh weights, after the whole room was dark: θ is not theirs."""
     directory = house.directory / "ps1"
     house.retired()  # before that a slave with nothing offers v0@r0, and the run would begin anew
@@ -45,7 +45,7 @@ def test_failure_1_fresh_weights_become_the_truth(house: House, tmp_path: Path) 
     assert house.progress(2, by=house.clusters) > head
 
 
-def test_failure_2_bulk_starves_heartbeats(house: House) -> None:
+def test_failure_2_bulk_starves_heartbeats(house: Deployment) -> None:
     """Each piece of the data flow takes 0.6 s, each way: a transfer outlasts a lease, and nobody is judged dead."""
     since, skipped = time.time(), len(house.skipped())
     for lane in house.lanes.values():
@@ -61,7 +61,7 @@ def test_failure_2_bulk_starves_heartbeats(house: House) -> None:
     assert len(house.skipped()) == skipped
 
 
-def test_failure_3_lost_acknowledgement_lost_run(house: House) -> None:
+def test_failure_3_lost_acknowledgement_lost_run(house: Deployment) -> None:
     """The servers hold the whole push and the answer is lost, then the next one, too: it counts once, and soon."""
     since, calls = time.time(), house.to_master["east"].calls
     first, second = calls.lose_answer("FinishPush"), calls.lose_answer("AwaitRound")
@@ -76,7 +76,7 @@ def test_failure_3_lost_acknowledgement_lost_run(house: House) -> None:
 
 def test_failure_5_a_poisoned_detector(tmp_path: Path, loop: Loop) -> None:
     """The first push of a run is 10^6-fold, then NaN, then Inf: gated each, without a trace in θ or statistics."""
-    with House(tmp_path, loop, clusters=("east", "west", "north"), shared={"penalty": {"rule": "dips"}}) as house:
+    with Deployment(tmp_path, loop, clusters=("east", "west", "north"), shared={"penalty": {"rule": "dips"}}) as house:
         house.start_master()
         house.start_slaves()
         house.cluster("north", words=("--wild", ",".join(WILD)))
@@ -89,7 +89,7 @@ def test_failure_5_a_poisoned_detector(tmp_path: Path, loop: Loop) -> None:
         house.check()
 
 
-def test_failure_7_joining_while_busy(house: House) -> None:
+def test_failure_7_joining_while_busy(house: Deployment) -> None:
     """While a round is being applied, or a donor dies in mid-transfer: a joiner reads a version that stands."""
     place = "east-joining"
     trap = house.orders["ps0"].calls.trap("apply")
@@ -112,7 +112,7 @@ def test_failure_7_joining_while_busy(house: House) -> None:
     house.cluster("east")
 
 
-def test_failure_8_the_coordinator_dies(house: House) -> None:
+def test_failure_8_the_coordinator_dies(house: Deployment) -> None:
     """There is no master for some steps: clusters train on by themselves; the next one finds everybody."""
     house.progress(1, by=house.clusters)  # all have parameters to train on: who has none waits for the master
     pids = {name: house.process(name).pid for name in (*house.clusters, *house.slaves)}
@@ -129,7 +129,7 @@ def test_failure_8_the_coordinator_dies(house: House) -> None:
     assert pids == {name: house.process(name).pid for name in pids}
 
 
-def test_failure_9_pieces_of_different_steps_in_one_checkpoint(house: House, tmp_path: Path) -> None:
+def test_failure_9_pieces_of_different_steps_in_one_checkpoint(house: Deployment, tmp_path: Path) -> None:
     """Exported again and again while versions are made, also while a slave dies at its half: one version, whole."""
     trap = house.orders["ps1"].calls.trap("persist", skip=3)
     out, exported = tmp_path / "model.safetensors", set()
@@ -151,7 +151,7 @@ def test_failure_9_pieces_of_different_steps_in_one_checkpoint(house: House, tmp
         predict.check_numbers(exported, predict.predict(ledger.history(EVER)), "export")
 
 
-def test_failure_10_memory_that_creeps(house: House) -> None:
+def test_failure_10_memory_that_creeps(house: Deployment) -> None:
     """Forty rounds with ranks dying in mid-push: slots and pins are given back, no process grows."""
     names = ("master", *house.slaves)
     house.progress(10)
@@ -162,7 +162,7 @@ def test_failure_10_memory_that_creeps(house: House) -> None:
     after = {name: psutil.Process(house.process(name).pid).memory_info().rss for name in names}
     grown = {name: (after[name] - before[name]) >> 20 for name in names}
     assert max(grown.values()) <= 8, f"MiB in 40 rounds: {grown}"
-    status = house.told(lambda s: all("pool_used" in s["slaves"][n] for n in house.slaves), SEEN_S, "slaves beat")
+    status = house.told(lambda s: all("pool_used" in s["slaves"][n] for n in house.slaves), SEEN_S, "slaves heartbeat")
     assert all(s["pool_used"] <= s["pool_limit"] for s in status["slaves"].values())
 
 

@@ -7,8 +7,8 @@ writes, each a line of JSON and appended, to OUT.seen every version that it inst
 OUT.steps every inner step before it is told. While OUT.hold exists it takes no step.
 
 As torchrun does, the process that the agent starts takes no step itself: it forks the rank, and forks it again when it
-was killed, which costs milliseconds where a new process would import torch for seconds. With --die the rank's k-th life
-kills itself with SIGKILL at the k-th named moment of a push or of a pull (points.py).
+was killed, which costs milliseconds where a new process would import torch for seconds. With --die the rank's k-th
+incarnation kills itself with SIGKILL at the k-th named moment of a push or of a pull (points.py).
 
 With --ranks N torchrun's own agent starts N ranks, and starts all anew when one was killed, at most RESTARTS times;
 then it ends, as torchrun does. Its ranks are forked, for the same reason. They die in turn.
@@ -63,15 +63,15 @@ def main() -> None:
         launch_ranks(args)
         return
     launcher = os.getpid()
-    for life in itertools.count(1):
+    for incarnation in itertools.count(1):
         pid = os.fork()
         if pid == 0:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != launcher:
                 os._exit(1)
-            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(life - 1)
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(incarnation - 1)
             if args.die:
-                points.die_at(args.die, life, args.out.with_suffix(".died"))
+                points.die_at(args.die, incarnation, args.out.with_suffix(".died"))
             rank(args)
             return
         status = os.waitpid(pid, 0)[1]
@@ -95,7 +95,7 @@ def launch_ranks(args: argparse.Namespace) -> None:
 
 
 def one_of_ranks(args: argparse.Namespace) -> None:
-    """One life of one rank."""
+    """One incarnation of one rank."""
     import torch.distributed as dist
 
     from tests.chaos import points
@@ -110,7 +110,7 @@ def one_of_ranks(args: argparse.Namespace) -> None:
 
 
 def rank(args: argparse.Namespace) -> None:
-    """One life of the rank."""
+    """One incarnation of the rank."""
     import torch
     from torch import nn
 

@@ -310,7 +310,7 @@ def _kind(method: str, request: bytes) -> str:
     return str(Order.FromString(request).WhichOneof("body")) if name == "Execute" else name
 
 
-class Line:
+class CutLine:
     """A wire with an interpreter behind it: what a peer dials instead of a gRPC server."""
 
     def __init__(

@@ -108,7 +108,9 @@ class Run:
         self.shared = {"run": "test", **(shared or {})}
         self.slaves = [f"ps{i}" for i in range(slaves)]
         self.file = directory / "dips.yaml"
-        self._write(self.file, self._run_file({"window_s": 0.3, "beat_s": 0.5, "busy_retry_s": 0.2, **(timing or {})}))
+        self._write(
+            self.file, self._run_file({"window_s": 0.3, "heartbeat_s": 0.5, "busy_retry_s": 0.2, **(timing or {})})
+        )
         genesis.make_run(load_run(self.file), tensors)
 
     def __enter__(self) -> Run:
@@ -140,7 +142,7 @@ class Run:
             file,
             {
                 "shared": self.shared, "cluster": name, "master": self.address, "pace": {"steps": steps},
-                "directory": name, "insecure": True, "beat_s": 0.5, "retry_s": 1.0,
+                "directory": name, "insecure": True, "heartbeat_s": 0.5, "retry_s": 1.0,
                 "max_restarts": 0, **options,
             },
         )  # fmt: skip

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 VOCABULARY, WIDTH, HEADS, HIDDEN, BLOCKS = 50, 24, 4, 44, 3
 
 
-class Attention(nn.Module):
+class LayoutAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.wq, self.wk, self.wv = (nn.Linear(WIDTH, WIDTH, bias=b) for b in (True, False, False))
@@ -31,11 +31,11 @@ class Attention(nn.Module):
         return self.wo(o.transpose(1, 2).reshape(batch, length, -1))
 
 
-class Block(nn.Module):
+class LayoutBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.attention = Attention()
+        self.attention = LayoutAttention()
         self.w1, self.w3 = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(WIDTH, HIDDEN, bias=False)
         self.w2 = nn.Linear(HIDDEN, WIDTH, bias=False)
 
@@ -51,7 +51,7 @@ class Llama(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList([Block() for _ in range(BLOCKS)])
+        self.layers = nn.ModuleList([LayoutBlock() for _ in range(BLOCKS)])
         self.norm = nn.RMSNorm(WIDTH)
         self.output = nn.Linear(WIDTH, VOCABULARY, bias=False)
 

@@ -27,7 +27,7 @@ TINY = str(HERE / "train_tiny.py")
 
 
 def tensors() -> dict[str, Any]:
-    return {name: np.full(tuple(p.shape), 0.5, np.float32) for name, p in script.Model().named_parameters()}
+    return {name: np.full(tuple(p.shape), 0.5, np.float32) for name, p in script.ConstantModel().named_parameters()}
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_the_agent_does_not_import_torch() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_a_killed_trainer_comes_back_in_the_same_life(run: Any, tmp_path: Path) -> None:
+def test_a_killed_trainer_comes_back_in_the_same_incarnation(run: Any, tmp_path: Path) -> None:
     """SIGKILL of the trainer: the agent keeps the lease and starts it anew; it pulls the head, and tokens add up."""
     run.start_master()
     run.start_slaves()
@@ -63,8 +63,8 @@ def test_a_killed_trainer_comes_back_in_the_same_life(run: Any, tmp_path: Path) 
     os.kill(marks(run, "west", "trainer_start")[0]["pid"], signal.SIGKILL)
     before = len(versions(run))
     run.wait(west, 60)
-    lives = [line for line in (tmp_path / "out").read_text().splitlines() if line.startswith("life")]
-    assert lives[0] == "life v0@r0" and len(lives) == 2 and lives[1] != "life v0@r0"
+    lives = [line for line in (tmp_path / "out").read_text().splitlines() if line.startswith("incarnation")]
+    assert lives[0] == "incarnation v0@r0" and len(lives) == 2 and lives[1] != "incarnation v0@r0"
     rounds = versions(run)
     assert len(rounds) == 30 > before
     assert {fold.push.inc for r in rounds for fold in r.folds} == {1}
@@ -97,7 +97,7 @@ def test_a_master_that_is_late_is_waited_for(run: Any, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_a_restarted_master_finds_its_cluster(run: Any, tmp_path: Path) -> None:
-    """SIGKILL of the master: the cluster goes on in the same life under the next term."""
+    """SIGKILL of the master: the cluster goes on in the same incarnation under the next term."""
     master = run.start_master()
     run.start_slaves()
     west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")])
@@ -106,7 +106,7 @@ def test_a_restarted_master_finds_its_cluster(run: Any, tmp_path: Path) -> None:
     run.start_master()
     run.wait(west, 90)
     assert len(versions(run)) == 30
-    assert (tmp_path / "out").read_text().count("life") == 1
+    assert (tmp_path / "out").read_text().count("incarnation") == 1
 
 
 @pytest.mark.timeout(120)
@@ -134,7 +134,9 @@ ORPHAN = str(HERE / "train_orphan.py")
 @pytest.mark.torchrun
 @pytest.mark.timeout(180)
 def test_ranks_whose_agent_and_torchrun_were_killed_end_by_themselves(run: Any, tmp_path: Path) -> None:
-    """Agent and torchrun die at once, nobody is left to tell the ranks, and they are deaf to SIGTERM: they end."""
+    """Agent and torchrun die at once, nobody is left to tell the ranks, and they are unresponsive to SIGTERM: they
+    end.
+    """
     run.start_master()
     run.start_slaves()
     west = run.start_cluster("west", [*harness.TORCHRUN, "2", ORPHAN, str(tmp_path / "out")])

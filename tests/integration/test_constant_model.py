@@ -51,7 +51,9 @@ def test_every_element_is_one_number_and_the_twin_predicts_it(
     tmp_path: Path, codec: str, element_bytes: int, within: float
 ) -> None:
     """Two FSDP2 ranks and a plain rank, two slaves, 20 outer steps: everywhere and always the twin's number."""
-    tensors = {name: np.full(tuple(p.shape), script.START, np.float32) for name, p in script.Model().named_parameters()}
+    tensors = {
+        name: np.full(tuple(p.shape), script.START, np.float32) for name, p in script.ConstantModel().named_parameters()
+    }
     numel = sum(t.size for t in tensors.values())
     shared = {
         "stop": {"versions": ROUNDS},

@@ -73,7 +73,7 @@ def write_run(tmp_path: Path, **shared: Any) -> Path:
         {"name": f"s{i}", "master": "127.0.0.1:1", "directory": f"s{i}", "initial_model": "m/initial/model.safetensors"}
         for i in range(2)
     ]
-    timing = {"beat_s": 0.5, "lease_beats": 8, "window_s": 0.05, "order_s": 5.0}
+    timing = {"heartbeat_s": 0.5, "lease_heartbeats": 8, "window_s": 0.05, "order_s": 5.0}
     raw = {
         "shared": {"run": "toy", **shared},
         "master": {"listen": "127.0.0.1:0", "directory": "m", "metrics": "127.0.0.1:0", "timing": timing},
@@ -100,7 +100,7 @@ async def master(config: RunFile) -> AsyncIterator[str]:
         assert await task == 0
 
 
-class Slave(OrderServiceServicer):
+class SlaveScript(OrderServiceServicer):
     """A slave that holds nothing: answers each order as a real one would, and remembers what it was told."""
 
     def __init__(self, name: str, layers: int = 2) -> None:
@@ -160,13 +160,13 @@ class Slave(OrderServiceServicer):
             assert isinstance(answer.order, effects.LoadVersion)
             self.memory = answer.order.version
 
-    async def beat(self, stub: Any) -> SlaveHeartbeatAnswer:
+    async def heartbeat(self, stub: Any) -> SlaveHeartbeatAnswer:
         said = SlaveHeartbeat(self.name, self.sinc, self.term, self.memory, (), (), 1, 2, 3, 4, 0.0, 0.0)
-        return messages.from_proto(await ask(stub.Beat, said), SlaveHeartbeatAnswer)
+        return messages.from_proto(await ask(stub.Heartbeat, said), SlaveHeartbeatAnswer)
 
 
 @asynccontextmanager
-async def listening(slave: Slave) -> AsyncIterator[Slave]:
+async def listening(slave: SlaveScript) -> AsyncIterator[SlaveScript]:
     """Serve a scripted slave on a free port."""
     server = control.server(lambda method, error: pytest.fail(f"{method}: {error!r}"))
     add_OrderServiceServicer_to_server(slave, server)
@@ -184,7 +184,7 @@ async def ask(method: Any, obj: object) -> Any:
     )
 
 
-class Cluster:
+class ClusterScript:
     """A scripted cluster: speaks for an agent that has no ranks."""
 
     def __init__(self, config: RunFile, channel: Any, name: str = "a") -> None:
@@ -209,7 +209,7 @@ class Cluster:
     async def ask(self, method: str, said: object) -> Any:
         return messages.unwrap(await ask(getattr(self.stub, method), said))
 
-    async def push(self, seq: int, slaves: list[Slave], slave_stub: Any, tokens: int = 100) -> Any:
+    async def push(self, seq: int, slaves: list[SlaveScript], slave_stub: Any, tokens: int = 100) -> Any:
         """Push, commit, and return what the round said of it."""
         push = PushId(self.name, self.inc, seq)
         granted = await self.ask("RequestPush", events.PushRequested(0, push, GENESIS, 1))
@@ -222,16 +222,16 @@ class Cluster:
 
 
 @asynccontextmanager
-async def house(config: RunFile) -> AsyncIterator[tuple[Cluster, list[Slave], Any]]:
+async def house(config: RunFile) -> AsyncIterator[tuple[ClusterScript, list[SlaveScript], Any]]:
     """A master with two registered slaves and a channel for a cluster."""
     async with AsyncExitStack() as stack:
         address = await stack.enter_async_context(master(config))
         channel = await stack.enter_async_context(control.channel(address))
-        slaves = [await stack.enter_async_context(listening(Slave(f"s{i}"))) for i in range(2)]
+        slaves = [await stack.enter_async_context(listening(SlaveScript(f"s{i}"))) for i in range(2)]
         stub = SlaveServiceStub(channel)
         for slave in slaves:
             assert await slave.register(stub) == ["LoadVersion", "Hold"]
-        yield Cluster(config, channel), slaves, stub
+        yield ClusterScript(config, channel), slaves, stub
 
 
 @pytest.fixture
@@ -279,11 +279,11 @@ async def test_a_new_master_remembers(config: RunFile) -> None:
         channel = await stack.enter_async_context(control.channel(address))
         stub = SlaveServiceStub(channel)
         for slave in slaves:
-            assert (await slave.beat(stub)).register
+            assert (await slave.heartbeat(stub)).register
             await stack.enter_async_context(listening(slave))
             assert await slave.register(stub) == ["Hold"]
             assert (slave.term, slave.sinc) == (2, 1)
-        again = Cluster(config, channel)
+        again = ClusterScript(config, channel)
         again.inc = 1
         outcome = await again.ask("AwaitRound", events.RoundAwaited(0, PushId("a", 1, 2)))
         assert (outcome.kind, outcome.version) == ("accepted", V1)
@@ -292,15 +292,15 @@ async def test_a_new_master_remembers(config: RunFile) -> None:
 
 
 async def test_status_shows_everybody_with_a_reason(config: RunFile) -> None:
-    """The status is JSON with every cluster's and slave's state, its reason, and what its newest beat told."""
+    """The status is JSON with every cluster's and slave's state, its reason, and what its newest heartbeat told."""
     async with house(config) as (cluster, slaves, stub):
         await cluster.join()
         said = ClusterHeartbeat(
             "a", 1, TrainerState.TRAINING, Activity.INNER, 1, 12, 300, 0, float("nan"), GENESIS, 0, 0, 0.0
         )
-        answer = messages.from_proto(await ask(cluster.stub.Beat, said), ClusterHeartbeatAnswer)
+        answer = messages.from_proto(await ask(cluster.stub.Heartbeat, said), ClusterHeartbeatAnswer)
         assert (answer.standing, answer.term, answer.lease_s) == ("live", 1, 4.0)
-        assert not (await slaves[0].beat(stub)).register
+        assert not (await slaves[0].heartbeat(stub)).register
         status_stub = StatusServiceStub(cluster.channel)
         reply = await control.call(
             status_stub.Status,
@@ -331,7 +331,7 @@ async def test_a_burst_of_calls_is_answered(config: RunFile) -> None:
     async with house(config) as (cluster, _, _):
         await cluster.join()
         said = ClusterHeartbeat("a", 1, TrainerState.TRAINING, Activity.INNER, 1, 12, 300, 0, 2.0, GENESIS, 0, 0, 0.0)
-        answers = await asyncio.gather(*[ask(cluster.stub.Beat, said) for _ in range(1500)])
+        answers = await asyncio.gather(*[ask(cluster.stub.Heartbeat, said) for _ in range(1500)])
     assert {answer.standing for answer in answers} == {"live"}
 
 
@@ -349,8 +349,8 @@ async def test_a_model_of_another_shape_is_told_where(config: RunFile) -> None:
         assert (await cluster.join()).inc == 1
 
 
-async def test_an_older_life_is_fenced(config: RunFile) -> None:
-    """A retried Join gets its own life again; another process gets the next one, and the old one is stale."""
+async def test_an_older_incarnation_is_fenced(config: RunFile) -> None:
+    """A retried Join gets its own incarnation again; another process gets the next one, and the old one is stale."""
     async with house(config) as (cluster, _, _):
         assert [(await cluster.join("n1")).inc for _ in range(2)] == [1, 1]
         assert (await cluster.join("n2")).inc == 2
@@ -372,7 +372,9 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 1e300, -1.0])
 @pytest.mark.parametrize("field", ["step_s", "bytes_per_s"])
 async def test_a_number_that_is_none_costs_its_sender(config: RunFile, field: str, value: float) -> None:
-    """A beat with NaN, infinity or the like is refused by name, to a cluster and to a slave; the master serves on."""
+    """A heartbeat with NaN, infinity or the like is refused by name, to a cluster and to a slave; the master serves
+    on.
+    """
     said = ClusterHeartbeat(
         "a", 1, TrainerState.TRAINING, Activity.INNER, 1, 12, 300, 0, 2.0, GENESIS, 0, 0, 0.0, aligned_steps=64
     )
@@ -380,13 +382,13 @@ async def test_a_number_that_is_none_costs_its_sender(config: RunFile, field: st
     async with house(config) as (cluster, slaves, stub):
         await cluster.join()
         with pytest.raises(RemoteProtocolError, match=field):
-            await ask(cluster.stub.Beat, replace(said, **{field: value}))
+            await ask(cluster.stub.Heartbeat, replace(said, **{field: value}))
         with pytest.raises(RemoteProtocolError, match="bytes_per_s"):
-            await ask(stub.Beat, SlaveHeartbeat("s0", 1, 1, GENESIS, (), (transfer,), 1, 2, 3, 4, 0.0, 0.0))
+            await ask(stub.Heartbeat, SlaveHeartbeat("s0", 1, 1, GENESIS, (), (transfer,), 1, 2, 3, 4, 0.0, 0.0))
         for good in (replace(said, step_s=5e-324, bytes_per_s=5e-324), replace(said, step_s=2.0**53), said):
-            answer = messages.from_proto(await ask(cluster.stub.Beat, good), ClusterHeartbeatAnswer)
+            answer = messages.from_proto(await ask(cluster.stub.Heartbeat, good), ClusterHeartbeatAnswer)
             assert answer.standing == "live"
-        assert not (await slaves[0].beat(stub)).register
+        assert not (await slaves[0].heartbeat(stub)).register
 
 
 @pytest.mark.parametrize("what", ["[" * 1_000_000, '"shape":' * 10, "[Infinity]", "[NaN]", "[true]", "[-1]", "[1e400]"])
@@ -413,7 +415,7 @@ async def test_more_tokens_than_can_be_counted(config: RunFile) -> None:
         with pytest.raises(RemoteProtocolError, match=f"tokens: 1 more would bring the count above {most}"):
             await cluster.push(4, slaves, stub, tokens=1)
     async with master(config) as address, control.channel(address) as channel:
-        assert (await slaves[0].beat(SlaveServiceStub(channel))).register
+        assert (await slaves[0].heartbeat(SlaveServiceStub(channel))).register
     ledger = Ledger.open(ledger_path(config), readonly=True)
     assert ledger.tokens()["a"]["accepted"] == most
     ledger.close()
@@ -423,7 +425,7 @@ async def test_a_master_that_has_a_successor_ends(config: RunFile) -> None:
     """A slave that has seen a later term ends this master with 75."""
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(serve(config, structlog.get_logger(), ready.set_result))
-    slave = Slave("s0")
+    slave = SlaveScript("s0")
     slave.term, slave.address = 9, "127.0.0.1:9"
     async with control.channel(await ready) as channel:
         with pytest.raises(StaleTerm, match=r"has seen term 9.*dips-master recover"):
@@ -466,7 +468,7 @@ def order(number: int, deadline_s: float = 5.0, body: effects.OrderBody | None =
 
 async def test_orders_arrive_in_the_order_of_their_giving(tmp_path: Path) -> None:
     """A hundred orders given at once, before the link is up, reach the slave in their order."""
-    async with listening(Slave("s0")) as slave:
+    async with listening(SlaveScript("s0")) as slave:
         link = SlaveLink("s0", slave.address)
         answers = await asyncio.gather(*[link.execute(order(n)) for n in range(100)])
         await link.close()
@@ -476,7 +478,7 @@ async def test_orders_arrive_in_the_order_of_their_giving(tmp_path: Path) -> Non
 
 async def test_a_refusal_and_a_stale_term_are_told_apart() -> None:
     """What a slave raises comes back as a failure of its kind, with the slave's words."""
-    async with listening(Slave("s0")) as slave:
+    async with listening(SlaveScript("s0")) as slave:
         slave.raises = {effects.Ping: StaleTerm("seen 5"), effects.Retire: StaleIncarnation("sinc 2")}
         link = SlaveLink("s0", slave.address)
         stale = await link.execute(order(1))
@@ -488,7 +490,7 @@ async def test_a_refusal_and_a_stale_term_are_told_apart() -> None:
 
 async def test_a_broken_disk_is_said_at_once() -> None:
     """A slave that is there and cannot write is no link to be tried again: the master hears it by one call."""
-    async with listening(Slave("s0")) as slave:
+    async with listening(SlaveScript("s0")) as slave:
         slave.raises = {effects.Persist: FailedDisk("s0 cannot write: no space left")}
         link = SlaveLink("s0", slave.address)
         failed = await link.execute(order(1, body=effects.Persist(VersionId(1, 1))))
@@ -500,7 +502,7 @@ async def test_a_broken_disk_is_said_at_once() -> None:
 
 async def test_nobody_there_is_unresponsive_at_the_deadline() -> None:
     """An order to a closed port is given up as unresponsive when its deadline passes, not before and not for ever."""
-    slave = Slave("s0")
+    slave = SlaveScript("s0")
     async with listening(slave):
         pass
     link = SlaveLink("s0", slave.address)
@@ -513,8 +515,10 @@ async def test_nobody_there_is_unresponsive_at_the_deadline() -> None:
 
 
 async def test_a_slot_at_a_slave_that_nobody_listens_for_is_refused_at_once() -> None:
-    """A trainer stands still for it; the next life of the slave, at the same address, is found within seconds."""
-    slave, open_push = Slave("s0"), effects.OpenPush(PushId("a", 1, 1), (0,), 5.0)
+    """A trainer stands still for it; the next incarnation of the slave, at the same address, is found within
+    seconds.
+    """
+    slave, open_push = SlaveScript("s0"), effects.OpenPush(PushId("a", 1, 1), (0,), 5.0)
     async with listening(slave):
         link = SlaveLink("s0", slave.address)
         opened = await link.execute(order(1, body=open_push))
@@ -533,7 +537,7 @@ async def test_a_slot_at_a_slave_that_nobody_listens_for_is_refused_at_once() ->
 
 async def test_a_link_that_comes_back_carries_the_order() -> None:
     """An order given while the slave's server is away is carried out when it is back, within its deadline."""
-    slave = Slave("s0")
+    slave = SlaveScript("s0")
     async with listening(slave):
         pass
     link = SlaveLink("s0", slave.address)

@@ -22,7 +22,7 @@ RUN, SINC, V, NUMEL = "r", 3, VersionId(2, 7), 300_000
 MANIFEST = Manifest(tuple(Layer(f"l{i}", (Parameter(f"l{i}.w", (NUMEL,)),)) for i in range(2)))
 
 
-class Heard:
+class CurveEvents:
     """Takes what the flow reports."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ def house(key: curve.KeyPair | None, lanes: int = 1) -> Iterator[ZmqFlow]:
     """A slave's data flow."""
     flow = ZmqFlow(RUN, "s0", ("127.0.0.1:0",) * lanes, 1 << 18, 64 << 20, 2, 10.0, key=key)
     flow.use(MANIFEST, (0, 1))
-    flow.start(SINC, Heard())
+    flow.start(SINC, CurveEvents())
     try:
         yield flow
     finally:

@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 SLURM = HERE.parents[1] / "deploy" / "slurm"
 
 
-TENSORS = {n: np.full(tuple(p.shape), script.START, np.float32) for n, p in script.Model().named_parameters()}
+TENSORS = {n: np.full(tuple(p.shape), script.START, np.float32) for n, p in script.ConstantModel().named_parameters()}
 
 # What Slurm and the package put on the path; srun is its command, once for each node.
 SRUN = """
@@ -63,7 +63,7 @@ def made_run(tmp_path: Path) -> Iterator[Any]:
 def cluster_file(run: Any, **changes: Any) -> Path:
     content = {
         "shared": run.shared, "cluster": "slow", "master": run.address, "pace": {"steps": 1}, "directory": "slow",
-        "insecure": True, "beat_s": 0.5, **changes,
+        "insecure": True, "heartbeat_s": 0.5, **changes,
     }  # fmt: skip
     path: Path = run.directory / "slow.yaml"
     path.write_text(yaml.safe_dump(content))

@@ -58,7 +58,7 @@ LAYERS = (0, 1, 2)
 Model = dict[int, np.ndarray]
 
 
-class Heard:
+class FlowRecorder:
     """Collects what the flow reports, and waits for it."""
 
     def __init__(self) -> None:
@@ -91,12 +91,12 @@ class Heard:
             return self.of(kind, who)[0]
 
 
-class House:
+class FlowUnderTest:
     """One slave: its flow, its events, its buffers."""
 
     def __init__(self, lanes: int = 1, stall_s: float = 10.0, transit_bytes: int = 64 << 20) -> None:
         self.flow = ZmqFlow(RUN, "s0", ("127.0.0.1:0",) * lanes, CHUNK_BYTES, transit_bytes, 2, stall_s)
-        self.heard = Heard()
+        self.heard = FlowRecorder()
         self.flow.use(MANIFEST, LAYERS)
         self.flow.start(SINC, self.heard)
 
@@ -119,9 +119,9 @@ class House:
 
 
 @contextmanager
-def house(**options) -> Iterator[House]:
+def house(**options) -> Iterator[FlowUnderTest]:
     """A slave that is gone, with its threads, when the test is over; nothing stays in transit."""
-    made = House(**options)
+    made = FlowUnderTest(**options)
     try:
         yield made
     finally:
@@ -703,7 +703,7 @@ def test_a_rank_waits_for_a_push_that_is_not_open_yet():
 
 
 def test_what_ends_a_push_is_named():
-    """Deadline, cancel, another life of the slave, a push that is over."""
+    """Deadline, cancel, another incarnation of the slave, a push that is over."""
     with house() as slave:
         pieces = shares(model(1), 1)[0]
         with pytest.raises(UnavailableSlave, match="not open yet: try again"):
@@ -731,7 +731,7 @@ def test_an_unreachable_slave_is_tried_until_the_deadline():
 
 
 def test_a_new_incarnation_drops_what_the_last_one_had_open():
-    """After a new Register streams of the old life are refused, and its pulls are released."""
+    """After a new Register streams of the old incarnation are refused, and its pulls are released."""
     with house() as slave:
         slave.open_push(PushId("fast", 1, 1))
         slave.flow.open_pull(PullId("fast", 1, 1), V, model(1), 30.0)
@@ -780,7 +780,7 @@ def test_a_rank_pulls_its_layers_from_several_slaves():
             flow = ZmqFlow(RUN, f"s{index}", ("127.0.0.1:0",), CHUNK_BYTES, 4 << 20, 2, 10.0)
             stack.callback(flow.close)
             flow.use(MANIFEST, layers)
-            flow.start(index, Heard())
+            flow.start(index, FlowRecorder())
             flow.open_pull(pull_id, V, {i: source[i] for i in layers}, 30.0)
             addresses.append(SlaveAddress(f"s{index}", index, flow.addresses(), layers))
         grant = Grant(V, tuple(addresses), ((1, 0),), 30.0)
@@ -789,7 +789,8 @@ def test_a_rank_pulls_its_layers_from_several_slaves():
 
 
 def test_a_pull_goes_on_from_another_source_with_the_same_bytes():
-    """Its first source may be overwritten once `moved` is said: nothing of it is read any more (why.md 8, 19)."""
+    """Its first source may be overwritten once `moved` is said: nothing of it is read any more
+    (docs/rationale.md#8, #19)."""
     with house() as slave:
         source, target, pull_id = model(9), blank(), PullId("fast", 1, 1)
         file = {layer: array.copy() for layer, array in source.items()}
@@ -839,7 +840,7 @@ def test_a_rank_that_vanishes_leaves_no_pin():
 def test_a_rank_that_never_reads_is_released_when_its_connection_dies():
     """It asks for more than any kernel buffers and reads nothing: the pull stalls, its connection ends, once."""
     big = Manifest((Layer("big", (Parameter("big.w", (16 << 20,)),)),))
-    flow, heard = ZmqFlow(RUN, "s0", ("127.0.0.1:0",), 1 << 20, 4 << 20, 2, 0.5), Heard()
+    flow, heard = ZmqFlow(RUN, "s0", ("127.0.0.1:0",), 1 << 20, 4 << 20, 2, 0.5), FlowRecorder()
     try:
         flow.use(big, (0,))
         flow.start(SINC, heard)

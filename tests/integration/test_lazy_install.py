@@ -74,5 +74,5 @@ def test_a_rank_killed_during_a_lazy_install_pulls_again(tmp_path: Path) -> None
     )
     installed, of = map(int, (tmp_path / "lazy" / "out.died").read_text().split(" of "))
     assert 0 < installed < of and (tmp_path / "whole" / "out.died").read_text() == "all"
-    assert len(whole[0]["losses"]) == 3 * 3, "three of the four versions are of the second life"
+    assert len(whole[0]["losses"]) == 3 * 3, "three of the four versions are of the second incarnation"
     assert lazy == whole

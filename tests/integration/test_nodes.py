@@ -25,7 +25,7 @@ TOKEN = "a token of this job, never on a command line"
 VERSIONS = 12
 
 
-TENSORS = {n: np.full(tuple(p.shape), script.START, np.float32) for n, p in script.Model().named_parameters()}
+TENSORS = {n: np.full(tuple(p.shape), script.START, np.float32) for n, p in script.ConstantModel().named_parameters()}
 SHARED = {
     "stop": {"versions": VERSIONS},
     "outer": {"lr": constant.LR, "momentum": constant.MOMENTUM, "clip": {"norm": constant.CLIP}},
@@ -101,7 +101,8 @@ def test_an_agent_on_a_host_of_its_own(
     monkeypatch.setenv("DIPS_AGENT_TOKEN", TOKEN)
     monkeypatch.setenv("DIPS_CLUSTER_FILE", str(tmp_path / "fast.yaml"))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "w0")
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as the README says: whoever starts torchrun sets it
+    # as deploy/README.md says: whoever starts torchrun sets it
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     key = zmq.auth.create_certificates(tmp_path, "lanes")[1]
     with Nodes(tmp_path, key=key) as run:
         run.inside = {"node0": hosts["a"].command(), "node1": hosts["b"].command()}
@@ -146,7 +147,7 @@ def test_an_agent_that_dies_ends_the_ranks_of_other_hosts(tmp_path: Path, monkey
     with Nodes(tmp_path) as run:
         run.start_master()
         run.start_slaves()
-        line = f"$MASTER_ADDR:{harness.free_port()}"  # the same in both lives: it stands in the cluster file
+        line = f"$MASTER_ADDR:{harness.free_port()}"  # the same in both incarnations: it stands in the cluster file
 
         def start() -> tuple[Any, Any]:
             port = ["--master-addr", "127.0.0.1", "--master-port", str(harness.free_port())]

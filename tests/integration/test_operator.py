@@ -26,7 +26,7 @@ TINY = str(HERE / "train_tiny.py")
 
 
 def tensors() -> dict[str, Any]:
-    return {name: np.full(tuple(p.shape), 0.5, np.float32) for name, p in script.Model().named_parameters()}
+    return {name: np.full(tuple(p.shape), 0.5, np.float32) for name, p in script.ConstantModel().named_parameters()}
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_a_drained_slave_costs_no_round(run: Any, tmp_path: Path) -> None:
         assert (status["slaves"]["ps0"]["state"], status["round"]["state"]) == ("draining", "idle")
         count = len(ledger.history(100))
         time.sleep(1.0)
-        assert len(ledger.history(100)) == count  # it stays drained: its beats do not make it register
+        assert len(ledger.history(100)) == count  # it stays drained: its heartbeats do not make it register
     assert slaves[0].terminate() == 0
     run.start_slave("ps0")
     run.wait(west, 60)
@@ -182,7 +182,7 @@ def test_a_restored_ledger_is_recovered(tmp_path: Path) -> None:
             run.until(lambda: len(made(ledger)) >= at + 3, 90, "three versions after the recovery")
             after = made(ledger)
             state = ledger.state()
-        assert (tmp_path / "again").read_text().startswith(f"life {newest}\n")
+        assert (tmp_path / "again").read_text().startswith(f"incarnation {newest}\n")
         assert after[: len(kept)] == kept and after[len(kept)] == newest
         assert int(after[len(kept) + 1].partition("@r")[2]) > 1000
         assert state.term > 1001 and {p.inc > 1000 for p in (*state.slaves, *state.clusters)} == {True}

@@ -1,7 +1,8 @@
 """The outer step as the daemons take it, beside plain torch: shards, versions, compiled kernels and snapshots on disk.
 
-Differential (design.md section 15): N = 1..8 clusters, weighted, several slaves, in any order of arrival, over several
-rounds, against `SGD(nesterov=True)` on the clipped weighted mean of θ − θ_j in double precision, to 1e-6 relative.
+Differential (docs/architecture.md#tests): N = 1..8 clusters, weighted, several slaves, in any order of arrival, over
+several rounds, against `SGD(nesterov=True)` on the clipped weighted mean of θ − θ_j in double precision, to 1e-6
+relative.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ ROUNDS = 4
 Model = list[np.ndarray]  # by layer, flat
 
 
-class Receiving:
+class ReceivedPush:
     """A data flow into which the test writes."""
 
     def __init__(self) -> None:
@@ -89,12 +90,12 @@ class Receiving:
         return ()
 
 
-class Slaves:
+class SlaveSet:
     """All slaves of a run, ordered about as a master does."""
 
     def __init__(self, directory: Path, count: int, theta: Model, kernel_pool: KernelPool, slots: int) -> None:
         self.directories = [directory / f"s{i}" for i in range(count)]
-        self.flows = [Receiving() for _ in range(count)]
+        self.flows = [ReceivedPush() for _ in range(count)]
         self.disks = []
         self.shards = []
         self.number = 0
@@ -112,7 +113,7 @@ class Slaves:
             self.disks.append(disk)
             self.shards.append(shard)
 
-    def __enter__(self) -> Slaves:
+    def __enter__(self) -> SlaveSet:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -203,7 +204,7 @@ def test_failure_6_wrong_mean_wrong_sign(tmp_path: Path, clusters: int, slaves: 
     plain = Torch(theta)
     with (
         ThreadPoolExecutor(2) as threads,
-        Slaves(tmp_path, slaves, theta, KernelPool(kernels, threads, 2), slots=1 + clusters % 2) as run,
+        SlaveSet(tmp_path, slaves, theta, KernelPool(kernels, threads, 2), slots=1 + clusters % 2) as run,
     ):
         for round_ in range(1, ROUNDS + 1):
             pushes = [
@@ -236,7 +237,7 @@ def test_the_number_of_slaves_and_threads_changes_no_bit(tmp_path: Path, monkeyp
             (tmp_path / name).mkdir()
             rng = np.random.default_rng(5)
             theta = some_model(rng, 1.0)
-            with Slaves(tmp_path / name, slaves, theta, kernel_pool, slots=2) as run:
+            with SlaveSet(tmp_path / name, slaves, theta, kernel_pool, slots=2) as run:
                 for round_ in (1, 2):
                     pushes = [(PushId(f"c{i}", 1, round_), some_model(rng, 0.05, theta), 100 * i + 7) for i in range(3)]
                     run.outer_step(VersionId(round_, round_), pushes, None)
@@ -249,11 +250,11 @@ def test_what_was_committed_is_exported_and_restored(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     theta = some_model(rng, 1.0)
     version = VersionId(1, 1)
-    with Slaves(tmp_path, 2, theta, KernelPool(kernels), slots=2) as run:
+    with SlaveSet(tmp_path, 2, theta, KernelPool(kernels), slots=2) as run:
         run.outer_step(version, [(PushId("c", 1, 1), some_model(rng, 0.05, theta), 5)], 1.0)
         expected = run.theta()
         assert export(run.directories, None, tmp_path / "out.safetensors") == version
-    with Slaves(tmp_path, 2, theta, KernelPool(kernels), slots=2) as again:
+    with SlaveSet(tmp_path, 2, theta, KernelPool(kernels), slots=2) as again:
         for shard in again.shards:
             assert shard.registration(0, "", "run", "", ()).complete == (version,)
             shard.follow(LoadVersion(version))

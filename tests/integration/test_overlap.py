@@ -1,4 +1,5 @@
-"""Training goes on while the push moves, the window is open and the pull arrives (why.md 36), with real processes."""
+"""Training goes on while the push moves, the window is open and the pull arrives (docs/rationale.md#36), with real
+processes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ DELTA = 2.0**-10  # sums of it are exact in fp32
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_is_trained_beside_a_push_is_neither_lost_nor_counted_twice(tmp_path: Path, ranks: int) -> None:
     """One cluster, lr 1, no momentum: θ is the sum of all inner steps on every rank at every step; tokens add up."""
-    tensors = {n: np.zeros(tuple(p.shape), np.float32) for n, p in constant.Model().named_parameters()}
+    tensors = {n: np.zeros(tuple(p.shape), np.float32) for n, p in constant.ConstantModel().named_parameters()}
     shared = {
         "stop": {"versions": VERSIONS},
         "outer": {"lr": 1.0, "momentum": 0.0, "clip": {}},

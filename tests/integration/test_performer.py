@@ -1,4 +1,4 @@
-"""`performer: exec`: the master starts its slaves, starts them again, never twice, and finds them after it died."""
+"""`supervisor: exec`: the master starts its slaves, starts them again, never twice, and finds them after it died."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ TINY = str(HERE / "train_tiny.py")
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Any]:
-    tensors = {name: np.full(tuple(p.shape), 0.5, np.float32) for name, p in script.Model().named_parameters()}
+    tensors = {name: np.full(tuple(p.shape), 0.5, np.float32) for name, p in script.ConstantModel().named_parameters()}
     shared = {"penalty": {"rule": "none"}, "stop": {"versions": 200}}
     with harness.Run(tmp_path, tensors, shared=shared) as run:
         content = yaml.safe_load(run.file.read_text())
         for slave in content["slaves"]:
-            slave["performer"] = "exec"
+            slave["supervisor"] = "exec"
         run.file.write_text(yaml.safe_dump(content))
         yield run
         left = [pid for name in run.slaves if (pid := pid_of(run, name)) and psutil.pid_exists(pid)]
@@ -100,7 +100,7 @@ def test_a_killed_master_finds_its_slaves(run: Any) -> None:
 
 @pytest.mark.timeout(180)
 def test_a_stopped_slave_is_killed_before_its_successor_starts(run: Any) -> None:
-    """SIGSTOP: it is lost, killed by its pidfd, seen dead, and only then is there another (why.md 28)."""
+    """SIGSTOP: it is lost, killed by its pidfd, seen dead, and only then is there another (docs/rationale.md#28)."""
     master = run.start_master()
     run.until(lambda: all(ready(run, name) for name in run.slaves), 60, "both are ready")
     stopped = pid_of(run, "ps0")

@@ -20,7 +20,9 @@ BIN = Path(sys.executable).parent  # where pip puts console scripts
 @pytest.mark.timeout(240)
 def test_a_run_by_its_console_scripts(tmp_path: Path) -> None:
     """dips-master, dips-slave, dips-client and torchrun: two ranks push and pull until the third version."""
-    tensors = {name: np.full(tuple(p.shape), script.START, np.float32) for name, p in script.Model().named_parameters()}
+    tensors = {
+        name: np.full(tuple(p.shape), script.START, np.float32) for name, p in script.ConstantModel().named_parameters()
+    }
     shared = {"stop": {"versions": 3}, "penalty": {"rule": "none"}}
     with harness.Run(tmp_path, tensors, shared=shared) as run:
         run.commands = {role: [str(BIN / f"dips-{role}")] for role in ("master", "slave", "client")}

@@ -38,7 +38,9 @@ def held_by_promtool(text: str) -> None:
 @pytest.mark.timeout(240)
 def test_every_daemon_is_scraped_while_a_run_goes_on(tmp_path: Path) -> None:
     """One cluster behind a relay, two slaves: bytes, seconds and tokens of the three kinds of daemons agree."""
-    tensors = {n: np.full(tuple(p.shape), script.START, np.float32) for n, p in script.Model().named_parameters()}
+    tensors = {
+        n: np.full(tuple(p.shape), script.START, np.float32) for n, p in script.ConstantModel().named_parameters()
+    }
     nbytes = 4 * sum(t.size for t in tensors.values())
     ports = {name: harness.free_port() for name in ("master", "ps0", "ps1", "slow")}
     with harness.Run(tmp_path, tensors, shared={"penalty": {"rule": "none"}}) as run:

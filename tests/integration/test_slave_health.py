@@ -26,14 +26,14 @@ async def test_a_slave_without_a_master_is_healthy_and_waits(tmp_path: Path) -> 
         shared=Shared(run="test"), master=MasterSection(directory=tmp_path), slaves=(section,), insecure=True
     )
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    life = asyncio.create_task(serve(config, section, logs.configure("slave", "s0"), ready.set_result))
+    incarnation = asyncio.create_task(serve(config, section, logs.configure("slave", "s0"), ready.set_result))
     channel = control.channel(await asyncio.wait_for(ready, 30))
     try:
         stub = health_pb2_grpc.HealthStub(channel)
         answer = await stub.Check(health_pb2.HealthCheckRequest(service="dips.v1.OrderService"), timeout=5)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        assert not life.done()
+        assert not incarnation.done()
     finally:
         await channel.close()
-        life.cancel()
-        await asyncio.gather(life, return_exceptions=True)
+        incarnation.cancel()
+        await asyncio.gather(incarnation, return_exceptions=True)

@@ -24,7 +24,7 @@ from dips.client.parallel.torch_types import is_dtensor
 START = 0.5  # every element of v0@r0
 
 
-class Model(nn.Module):
+class ConstantModel(nn.Module):
     """Blocks whose dim 0 does not divide by the ranks, a bias shorter than a block, an embedding."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ def one_number(model: nn.Module) -> float | None:
 
 def main(cluster: str, tokens: int, clusters: int, out: Path) -> None:
     rank = int(os.environ.get("RANK", "0"))
-    model = Model()
+    model = ConstantModel()
     if "RANK" in os.environ:
         from torch.distributed.fsdp import fully_shard  # a plain rank does not wait seconds for it
 

@@ -20,7 +20,7 @@ from dips.client import OuterLoop
 def main(out: Path) -> None:
     dist.init_process_group("gloo")
     OuterLoop(Model())
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as deaf as a rank in a collective of C++ code
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as unresponsive as a rank in a collective of C++ code
     with out.open("a") as file:
         file.write(f"{os.getpid()}\n")
     while True:

@@ -2,7 +2,8 @@
 
     train_tiny.py steps OUT | train_tiny.py ranges OUT | train_tiny.py wrong OUT
 
-`steps` and `ranges` append a line to OUT for each life and each range; `wrong` brings a model that is not the run's.
+`steps` and `ranges` append a line to OUT for each incarnation and each range; `wrong` brings a model that is not the
+run's.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def main(mode: str, out: Path) -> None:
     if mode == "wrong":
         model.head = nn.Linear(3, 2)
     with OuterLoop(model) as outer, out.open("a", buffering=1) as log:
-        log.write(f"life {outer.version}\n")
+        log.write(f"incarnation {outer.version}\n")
         if mode == "ranges":
             for given in outer.ranges():
                 log.write(f"range {given}\n")

@@ -150,7 +150,7 @@ class TokensInvariant(Invariant):
 
 
 class DataInvariant(Invariant):
-    """Each data range is in one fate: nothing is leased to two lives, nothing is trained twice in the lineage.
+    """Each data range is in one fate: nothing is leased to two incarnations, nothing is trained twice in the lineage.
 
     What an undone version trained is leased again with `requeue: undone` only. A row names what its push used up.
     """

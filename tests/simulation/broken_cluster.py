@@ -38,21 +38,25 @@ def tokens_cut_at_pull() -> list[Patch]:
 
 
 def lose_what_was_settled() -> list[Patch]:
-    honest_end, honest_beat, honest_leave = clusters.end_incarnation, heartbeats.build_heartbeat, membership.leave
+    honest_end, honest_heartbeat, honest_leave = clusters.end_incarnation, heartbeats.build_heartbeat, membership.leave
 
     def end(run: RunState, cluster: Cluster, reason: str, consumed: int, reported_lost: int = 0) -> None:
         # what a heartbeat reported as unsettled counts as lost
         honest_end(run, cluster, reason, consumed + cluster.settled, reported_lost)
 
-    def beat(s: AgentState) -> ClusterHeartbeat | None:
-        told = honest_beat(s)
+    def heartbeat(s: AgentState) -> ClusterHeartbeat | None:
+        told = honest_heartbeat(s)
         return told and replace(told, tokens_consumed=told.tokens_carried + told.tokens_lost)
 
     def leave(s: AgentState) -> ClusterLeft | None:
         left = honest_leave(s)
         return left and replace(left, tokens_consumed=s.account.unsettled + s.account.lost)
 
-    return [(clusters, "end_incarnation", end), (heartbeats, "build_heartbeat", beat), (membership, "leave", leave)]
+    return [
+        (clusters, "end_incarnation", end),
+        (heartbeats, "build_heartbeat", heartbeat),
+        (membership, "leave", leave),
+    ]
 
 
 def forget_a_range() -> list[Patch]:

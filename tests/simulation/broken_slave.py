@@ -16,7 +16,7 @@ from dips.slave.receiver import Receiver
 from dips.slave.shard import Shard
 from dips.slave.shard_round import ShardRound
 from dips.wire import codecs
-from dips.wire.chunks import Layout
+from dips.wire.chunks import LayerLayout
 from dips.wire.frame import BadFrame, Buffer, Header
 
 Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)
@@ -90,7 +90,7 @@ def keep_local() -> list[Patch]:
 
 def accept_old_stream() -> list[Patch]:
     honest_hello, honest_claim = Receiver.hello, Receiver.claim
-    kept: dict[tuple[int, int], tuple[Layout, Arrays, codecs.Codec]] = {}  # what each stream once wrote into
+    kept: dict[tuple[int, int], tuple[LayerLayout, Arrays, codecs.Codec]] = {}  # what each stream once wrote into
 
     def hello(self: Receiver, lane: int, peer: bytes, name: Any, pieces: Any, now: float) -> Any:
         push = self._pushes.get(PushId(name.cluster, name.inc, name.seq))

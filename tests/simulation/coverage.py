@@ -18,7 +18,7 @@ from dips.sim.world import World
 
 # docs/architecture.md#failure-table: what fails → what was seen to happen
 ROWS: dict[str, str] = {
-    "trainer": "a rank or trainer died; the same life pulled and went on",
+    "trainer": "a rank or trainer died; the same incarnation pulled and went on",
     "cluster": "a cluster's lease ran out",
     "cluster_back": "a cluster came back under a new incarnation and pulled",
     "frame": "a frame was corrupt, repeated or not asked for, and was refused",
@@ -42,7 +42,7 @@ POINTS: dict[str, str] = {
     "slave_in_doubt": "a slave in doubt was told Commit",
     "slave_aborts": "a slave in doubt was told Abort",
     "slave_loads": "a slave that died after Persisted loaded the version that it had prepared",
-    "push_of_the_dead": "a committed push counted after its cluster's life was over",
+    "push_of_the_dead": "a committed push counted after its cluster's incarnation was over",
     "push_dropped": "an uncommitted push died with its cluster",
     "rank_in_push": "a rank died in the middle of a push",
     "rank_in_pull": "a rank died in the middle of a pull",
@@ -76,8 +76,8 @@ class Coverage(Observer):
     def __init__(self, world: World) -> None:
         self.world = world
         self.seen: dict[str, None] = {}  # in the order of meeting
-        self._dead_trainers: dict[str, int] = {}  # cluster → the life in which a trainer died
-        self._new_lives: dict[str, int] = {}
+        self._dead_trainers: dict[str, int] = {}  # cluster → the incarnation in which a trainer died
+        self._new_incarnations: dict[str, int] = {}
         self._ended: dict[tuple[str, int], None] = {}
         self._terms = 0
         self._orphans: dict[str, VersionId] = {}  # slave → what it had on its disk when it was lost in doubt
@@ -104,7 +104,7 @@ class Coverage(Observer):
         elif isinstance(record, ClusterEnded):
             self._ended[record.cluster, record.inc] = None
         elif isinstance(record, IncarnationGiven) and record.role == "cluster" and record.inc > 1:
-            self._new_lives[record.name] = record.inc
+            self._new_incarnations[record.name] = record.inc
 
     def _version(self, record: VersionCommitted) -> None:
         if self._terms > 1:
@@ -201,7 +201,7 @@ class Coverage(Observer):
             self.met("trainer")
         if agent.trainer is not None and agent.trainer.restart > 0:
             self.met("torchrun")
-        if self._new_lives.get(agent.name) == agent.inc:
+        if self._new_incarnations.get(agent.name) == agent.inc:
             self.met("cluster_back")
 
     def trainer_died(self, agent: SimAgent, rank: bool) -> None:

@@ -55,8 +55,8 @@ def _options(rng: Random) -> Options:
     """Short deadlines; every option that changes what is safe is drawn."""
     timing = TimingOptions(
         window_s=rng.choice((0.3, 0.6, 1.2, None)),
-        beat_s=1.9,
-        lease_beats=4,
+        heartbeat_s=1.9,
+        lease_heartbeats=4,
         hang_s=12.0,
         order_s=4.0,
         compute_s=8.0,

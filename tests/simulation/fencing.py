@@ -60,8 +60,8 @@ class FencingInvariant(Invariant):
             return False  # with it the master does what is due, whatever it hears
         if isinstance(event, PushStaged | PushRefused | OrderAnswered | OrderFailed):
             return event.sinc < self.sinc.get(event.slave, 0)
-        life = getattr(event, "push", None) or getattr(event, "pull", None) or event
-        cluster, inc = getattr(life, "cluster", None), getattr(life, "inc", None)
+        incarnation = getattr(event, "push", None) or getattr(event, "pull", None) or event
+        cluster, inc = getattr(incarnation, "cluster", None), getattr(incarnation, "inc", None)
         return (
             cluster is not None and inc is not None and master.coordinator.cluster_standing(cluster, inc)[0] == "fenced"
         )
@@ -112,7 +112,7 @@ class MonotoneInvariant(Invariant):
         elif isinstance(record, IncarnationGiven):
             key = (record.role, record.name)
             before = self.lives.get(key, 0)
-            self.require(record.inc == before + 1, f"{record.name} is given life {record.inc} after {before}")
+            self.require(record.inc == before + 1, f"{record.name} is given incarnation {record.inc} after {before}")
             self.lives[key] = record.inc
 
     def order_leaves(self, order: Order) -> None:
@@ -125,7 +125,7 @@ class MemoryInvariant(Invariant):
     """Banks in use stay within the written sum, each has one holder, and no slot outlives its push."""
 
     number = 11
-    LEAK_S = 15.0  # a slot that the master does not know of is dropped by a beat's answer long before
+    LEAK_S = 15.0  # a slot that the master does not know of is dropped by a heartbeat's answer long before
 
     def __init__(self, world: World) -> None:
         super().__init__(world)

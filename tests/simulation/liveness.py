@@ -81,11 +81,13 @@ class LivenessInvariant(Invariant):
             self.require(attempt < self.PULLS, f"{agent.name} has failed to pull {attempt} times without any fault")
 
 
-UNSEEN_BEATS = 2  # a master that sleeps for a beat at most cannot see where a gap began, and ignores one of a beat
+UNSEEN_HEARTBEATS = (
+    2  # a master that sleeps for a heartbeat at most cannot see where a gap began, and ignores one of a heartbeat
+)
 
 
 class LeaseInvariant(Invariant):
-    """Silence counts only while somebody listens: nobody is judged silent whose beat was read within its lease.
+    """Silence counts only while somebody listens: nobody is judged silent whose heartbeat was read within its lease.
 
     Less what a master cannot know of its own absence.
     """
@@ -97,8 +99,8 @@ class LeaseInvariant(Invariant):
         self.read: dict[tuple[str, str, int], float] = {}
         self.asleep_s = 0.0
 
-    def beat_read(self, role: str, name: str, life: int) -> None:
-        self.read[role, name, life] = self.world.heap.now - self.world.master_asleep_s
+    def heartbeat_read(self, role: str, name: str, incarnation: int) -> None:
+        self.read[role, name, incarnation] = self.world.heap.now - self.world.master_asleep_s
 
     def restored(self, state: LedgerState) -> None:
         for key in self.read:
@@ -110,15 +112,15 @@ class LeaseInvariant(Invariant):
         elif isinstance(verdict, SlaveSilent):
             self._lease("slave", verdict.slave, verdict.sinc)
 
-    def _lease(self, role: str, name: str, life: int) -> None:
-        read = self.read.get((role, name, life))
+    def _lease(self, role: str, name: str, incarnation: int) -> None:
+        read = self.read.get((role, name, incarnation))
         if read is not None:
             listened = self.world.heap.now - self.world.master_asleep_s - read
             timing = self.world.options.timing
-            lease = timing.lease_s - UNSEEN_BEATS * timing.beat_s
+            lease = timing.lease_s - UNSEEN_HEARTBEATS * timing.heartbeat_s
             self.require(
                 listened >= lease - 1e-6,
-                f"{name}/{life} is judged silent after {listened:.1f} s of listening, least {lease:g} s",
+                f"{name}/{incarnation} is judged silent after {listened:.1f} s of listening, least {lease:g} s",
             )
 
 

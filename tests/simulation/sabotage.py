@@ -49,13 +49,15 @@ SABOTAGES: dict[str, Sabotage] = {
     "install-alone": Sabotage("all ranks install, or none", (6,), cluster.install_alone),
     "blind-leases": Sabotage("silence counts while somebody listens", (12,), master.blind_leases),
     "tokens-cut-at-pull": Sabotage("progress is cut at the freeze, not at the pull", (9,), cluster.tokens_cut_at_pull),
-    "lose-what-was-settled": Sabotage("what was settled since a beat is not lost", (9,), cluster.lose_what_was_settled),
+    "lose-what-was-settled": Sabotage(
+        "what was settled since a heartbeat is not lost", (9,), cluster.lose_what_was_settled
+    ),
     "offers-without-ledger": Sabotage("only a row makes a snapshot a version", (2, 4), slave.offers_without_ledger),
     "tell-gated-as-accepted": Sabotage(
         "what is told of a push is what the ledger has", (4,), master.tell_gated_as_accepted
     ),
     "believe-fresh-slaves": Sabotage("a run does not begin anew for an empty slave", (7,), master.believe_fresh_slaves),
-    "lease-twice": Sabotage("a data range is leased to one life at a time", (10,), master.lease_twice),
+    "lease-twice": Sabotage("a data range is leased to one incarnation at a time", (10,), master.lease_twice),
     "forget-a-range": Sabotage("a push names every data range that it used up", (10,), cluster.forget_a_range),
     "leak-slot": Sabotage("what was dropped is never opened again", (11, 12), slave.leak_slot),
 }

@@ -55,7 +55,8 @@ def lived(seed: int, clusters: int, slots: int, pinned: int, window_s: float | N
     """Play one run of two fast clusters and, with `clusters` 3, a slow one."""
     diary = Diary()
     timing = TimingOptions(
-        window_s=window_s, beat_s=1.5, lease_beats=5, hang_s=12.0, order_s=4.0, compute_s=8.0, transfer_s=600.0,
+        window_s=window_s, heartbeat_s=1.5, lease_heartbeats=5, hang_s=12.0, order_s=4.0,
+        compute_s=8.0, transfer_s=600.0,
         least_transfer_s=10.0, busy_retry_s=0.7,
     )  # fmt: skip
     options = Options(penalty=PenaltyOptions(rule="none"), data=DataOptions(ranges=20_000), timing=timing)

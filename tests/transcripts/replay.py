@@ -27,7 +27,7 @@ COMMANDS: dict[str, Callable[[Teller, str, Words], list[str]]] = {
     "leaves": Teller.leaves,
     "trainer": Teller.trainer,
     "measures": Teller.measures,
-    "beats": Teller.beat,
+    "heartbeats": Teller.heartbeat,
     "readmitted": Teller.readmit,
     "drained": Teller.drain,
     "ready": Teller.ready,

@@ -51,7 +51,7 @@ class Teller:
     # ---- the master ------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """A new life of the master: what was durable is what it knows."""
+        """A new incarnation of the master: what was durable is what it knows."""
         self.orders.clear()
         ledger: Ledger = self.disk.open()
         ledger.start_term()
@@ -130,15 +130,15 @@ class Teller:
     def staged(self, slave: str, words: Words) -> list[str]:
         push = self._push(words["push"])
         names = [name for name, _ in self.ledger.state().row.placement] if slave == "all" else [slave]
-        return [line for n in names for line in self.step(ev.PushStaged(n, self._life(n, words), push, 16))]
+        return [line for n in names for line in self.step(ev.PushStaged(n, self._incarnation(n, words), push, 16))]
 
     def refuses_push(self, slave: str, words: Words) -> list[str]:
         return self.step(
-            ev.PushRefused(slave, self._life(slave, words), self._push(words["push"]), words.get("why", ""))
+            ev.PushRefused(slave, self._incarnation(slave, words), self._push(words["push"]), words.get("why", ""))
         )
 
     def slave_silent(self, slave: str, words: Words) -> list[str]:
-        return self.step(ev.SlaveSilent(slave, self._life(slave, words), 10.0))
+        return self.step(ev.SlaveSilent(slave, self._incarnation(slave, words), 10.0))
 
     # ---- commands: clusters ----------------------------------------------------------------------------------------
 
@@ -168,40 +168,40 @@ class Teller:
         return self.step(ev.PullFinished(0, self._pull(words["pull"]), words.get("installed", "yes") == "yes"), cluster)
 
     def leases(self, cluster: str, words: Words) -> list[str]:
-        inc = self._life(cluster, words)
+        inc = self._incarnation(cluster, words)
         return self.step(ev.RangesRequested(0, cluster, inc, int(words["seq"]), int(words.get("count", "2"))), cluster)
 
     def cluster_silent(self, cluster: str, words: Words) -> list[str]:
         consumed, lost = int(words.get("consumed", "0")), int(words.get("lost", "0"))
-        return self.step(ev.ClusterSilent(cluster, self._life(cluster, words), 10.0, consumed, lost))
+        return self.step(ev.ClusterSilent(cluster, self._incarnation(cluster, words), 10.0, consumed, lost))
 
     def told(self, cluster: str, words: Words) -> list[str]:
-        """The judge tells what the life's beats said of its tokens; asked before each Join."""
-        return self.step(ev.TokensReported(cluster, self._life(cluster, words), int(words["tokens"])))
+        """The judge tells what the incarnation's heartbeats said of its tokens; asked before each Join."""
+        return self.step(ev.TokensReported(cluster, self._incarnation(cluster, words), int(words["tokens"])))
 
     def leaves(self, cluster: str, words: Words) -> list[str]:
         return self.step(
-            ev.ClusterLeft(0, cluster, self._life(cluster, words), int(words.get("consumed", "0"))), cluster
+            ev.ClusterLeft(0, cluster, self._incarnation(cluster, words), int(words.get("consumed", "0"))), cluster
         )
 
     def trainer(self, cluster: str, words: Words) -> list[str]:
         moving = words.get("moves", "yes") == "yes"
         return self.step(
-            ev.TrainerChanged(cluster, self._life(cluster, words), moving, words.get("why", "its trainer died"))
+            ev.TrainerChanged(cluster, self._incarnation(cluster, words), moving, words.get("why", "its trainer died"))
         )
 
     def measures(self, cluster: str, words: Words) -> list[str]:
         """The judge has heard how fast its transfers move."""
-        return self.step(ev.BandwidthMeasured(cluster, self._life(cluster, words), float(words["bytes_per_s"])))
+        return self.step(ev.BandwidthMeasured(cluster, self._incarnation(cluster, words), float(words["bytes_per_s"])))
 
-    def beat(self, peer: str, words: Words) -> list[str]:
-        """What a beat of this life would be answered."""
-        life = self._life(peer, words)
+    def heartbeat(self, peer: str, words: Words) -> list[str]:
+        """What a heartbeat of this incarnation would be answered."""
+        incarnation = self._incarnation(peer, words)
         if peer.startswith("s"):
-            register, as_of, pushes, pulls = self.machine.slave_live(peer, life)
+            register, as_of, pushes, pulls = self.machine.slave_live(peer, incarnation)
             live = " ".join(map(str, (*pushes, *pulls))) or "nothing"
             return [f"{peer} ← {'register anew' if register else f'live is {live}, as of order {as_of}'}"]
-        standing, push, pull = self.machine.cluster_standing(peer, life)
+        standing, push, pull = self.machine.cluster_standing(peer, incarnation)
         return [f"{peer} ← {standing}, its push is {push or 'none'}, its pull {pull or 'none'}"]
 
     # ---- commands: an operator -------------------------------------------------------------------------------------
@@ -286,8 +286,8 @@ class Teller:
 
     # ---- names -----------------------------------------------------------------------------------------------------
 
-    def _life(self, name: str, words: Words) -> int:
-        return int(words["life"]) if "life" in words else self.lives[name]
+    def _incarnation(self, name: str, words: Words) -> int:
+        return int(words["incarnation"]) if "incarnation" in words else self.lives[name]
 
     def _push(self, text: str) -> PushId:
         cluster, inc, seq = transfer(text, "#")

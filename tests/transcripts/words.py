@@ -17,8 +17,8 @@ def parse(command: str) -> tuple[str, str, Words]:
 
 
 def transfer(text: str, sign: str) -> tuple[str, int, int]:
-    life, _, seq = text.partition(sign)
-    name, _, inc = life.partition("/")
+    incarnation, _, seq = text.partition(sign)
+    name, _, inc = incarnation.partition("/")
     return name, int(inc), int(seq)
 
 

@@ -1,4 +1,5 @@
-"""The rooms of design.md section 14: who may import whom. A line that does not fit here stands in the wrong room."""
+"""The rooms of docs/architecture.md#packages: who may import whom. A line that does not fit here stands in the wrong
+room."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_commented_keys_of_the_examples_are_real() -> None:
     lines = [line[2:].split("#")[0] for line in text.splitlines() if line.startswith("# ") and ": " in line[:20]]
     shown = dict(line.split(": ", 1) for line in lines)
     config = load_cluster(CONFIGS / "cluster.yaml")
-    for key in ("beat_s", "poll_s", "stall_s", "retry_s", "max_restarts"):
+    for key in ("heartbeat_s", "poll_s", "stall_s", "retry_s", "max_restarts"):
         assert getattr(config, key) == yaml.safe_load(shown[key])
 
 
@@ -160,7 +160,7 @@ def test_streaming_needs_whole_parameters(tmp_path: Path) -> None:
     streaming = {**changed(CLUSTER, "shared.codec", "bf16"), "install": "streaming"}
     with pytest.raises(ConfigError, match=r"install: streaming needs shared\.codec fp32, got bf16"):
         load_cluster(write(tmp_path / "cluster.yaml", streaming))
-    assert load_cluster(write(tmp_path / "cluster.yaml", {**CLUSTER, "install": "streaming"})).speakers == 256
+    assert load_cluster(write(tmp_path / "cluster.yaml", {**CLUSTER, "install": "streaming"})).max_transfer_ranks == 256
 
 
 def test_a_lazy_install_goes_with_every_codec_and_overlap(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""What a cluster's training has earned and not yet settled: tokens, inner steps, loss and data ranges (why.md 16, 37).
+"""What a cluster's training has earned and not yet settled: tokens, inner steps, loss and data ranges
+(docs/rationale.md#16, #37).
 
 Every token consumed in one incarnation of the cluster is in exactly one of: carried (the next push takes it), frozen
 (in the push under way), accepted, gated, lost. Progress is cut at the freeze of a push and settled by its Outcome; a

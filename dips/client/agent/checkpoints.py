@@ -1,4 +1,5 @@
-"""What a cluster's own checkpoint must hold of the outer loop, and how a trainer resumes from it (why.md 36, 37).
+"""What a cluster's own checkpoint must hold of the outer loop, and how a trainer resumes from it
+(docs/rationale.md#36, #37).
 
 A checkpoint is right for the cluster as long as no push of it was settled since: then θ, progress and data ranges of
 the checkpoint are what the run still waits for, and resuming is exact. If one was settled since, what the checkpoint

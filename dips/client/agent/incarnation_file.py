@@ -13,7 +13,7 @@ from pathlib import Path
 from dips.client.agent.account import NO_INCARNATION, PastIncarnation
 from dips.telemetry.logs import Log
 
-FILE = "life.json"
+FILE = "incarnation.json"
 
 
 class IncarnationFile:

@@ -62,7 +62,7 @@ class MasterLink:
 
     async def send_heartbeat(self, heartbeat: ClusterHeartbeat, deadline_s: float) -> ClusterHeartbeatAnswer:
         """Keep the lease; raise as `ask` does."""
-        return from_proto(await self._call(self._heartbeats.Beat, heartbeat, deadline_s), ClusterHeartbeatAnswer)
+        return from_proto(await self._call(self._heartbeats.Heartbeat, heartbeat, deadline_s), ClusterHeartbeatAnswer)
 
     async def close(self) -> None:
         for channel in self._channels:

@@ -68,7 +68,7 @@ def rejoin(s: AgentState) -> None:
     """The lease ran out: what was unsettled is lost, since the master has freed its ranges."""
     s.account.lose_carried()
     s.account.lose_frozen()
-    s.mark("life_ended", inc=s.membership.inc, tokens_lost=s.account.lost)
+    s.mark("incarnation_ended", inc=s.membership.inc, tokens_lost=s.account.lost)
     join(s, "its lease at the master ran out: it joins again")
 
 

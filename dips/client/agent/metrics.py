@@ -9,28 +9,30 @@ from prometheus_client.core import Metric
 
 from dips.client.agent.relay import Relay
 from dips.client.agent.state import AgentState
-from dips.telemetry.metrics import Row, Status, families
+from dips.telemetry.metrics import MetricRow, Status, families
 
 SELF = (
-    Row("dips_agent_incarnation", "inc", "Incarnations of this cluster so far, as its master counts."),
-    Row("dips_agent_attempts", "attempt", "Attempts of its training job since the agent started.", counter=True),
-    Row("dips_agent_training", "alive", "1 if a trainer is attached."),
-    Row("dips_agent_devices", "devices", "Ranks that hold a part of the model."),
-    Row("dips_agent_inner_steps", "inner_steps", "Inner steps since the agent started.", counter=True),
-    Row("dips_agent_tokens", "tokens", "Tokens trained since the agent started.", counter=True),
-    Row("dips_agent_tokens_per_second", "rate", "Mean of the last minute, pauses included."),
-    Row("dips_agent_tokens_per_device_second", "device_rate", "The same for one device."),
-    Row("dips_agent_loss", "loss", "Loss of the last inner step."),
-    Row("dips_agent_base_version", "base", "Outer steps of the version that it trains on."),
-    Row("dips_agent_progress", "progress", "Accepted tokens of the run over its target."),
-    Row("dips_agent_relayed_bytes", "relayed", "Passed on for ranks without a way out, both ways.", counter=True),
-    Row("dips_agent_relay_connections", "relay_open", "Connections of the relay."),
-    Row("dips_agent_relay_refused", "relay_refused", "Connections beyond the most that it serves.", counter=True),
-    Row("dips_agent_master_silent_seconds", "silent_s", "Since the master stopped to answer; 0 while it does."),
+    MetricRow("dips_agent_incarnation", "inc", "Incarnations of this cluster so far, as its master counts."),
+    MetricRow("dips_agent_attempts", "attempt", "Attempts of its training job since the agent started.", counter=True),
+    MetricRow("dips_agent_training", "alive", "1 if a trainer is attached."),
+    MetricRow("dips_agent_devices", "devices", "Ranks that hold a part of the model."),
+    MetricRow("dips_agent_inner_steps", "inner_steps", "Inner steps since the agent started.", counter=True),
+    MetricRow("dips_agent_tokens", "tokens", "Tokens trained since the agent started.", counter=True),
+    MetricRow("dips_agent_tokens_per_second", "rate", "Mean of the last minute, pauses included."),
+    MetricRow("dips_agent_tokens_per_device_second", "device_rate", "The same for one device."),
+    MetricRow("dips_agent_loss", "loss", "Loss of the last inner step."),
+    MetricRow("dips_agent_base_version", "base", "Outer steps of the version that it trains on."),
+    MetricRow("dips_agent_progress", "progress", "Accepted tokens of the run over its target."),
+    MetricRow("dips_agent_relayed_bytes", "relayed", "Passed on for ranks without a way out, both ways.", counter=True),
+    MetricRow("dips_agent_relay_connections", "relay_open", "Connections of the relay."),
+    MetricRow("dips_agent_relay_refused", "relay_refused", "Connections beyond the most that it serves.", counter=True),
+    MetricRow("dips_agent_master_silent_seconds", "silent_s", "Since the master stopped to answer; 0 while it does."),
 )
-SPENT = (Row("dips_agent_seconds", "seconds", "Time by what it went to; all but inner is standstill.", counter=True),)
-FATE = (Row("dips_agent_tokens_by_fate", "tokens", "Tokens of this incarnation, by what became of them."),)
-MOVED = (Row("dips_agent_moved_bytes", "nbytes", "Of pushes and pulls that were carried through.", counter=True),)
+SPENT = (
+    MetricRow("dips_agent_seconds", "seconds", "Time by what it went to; all but inner is standstill.", counter=True),
+)
+FATE = (MetricRow("dips_agent_tokens_by_fate", "tokens", "Tokens of this incarnation, by what became of them."),)
+MOVED = (MetricRow("dips_agent_moved_bytes", "nbytes", "Of pushes and pulls that were carried through.", counter=True),)
 
 
 def read(state: AgentState, now: float) -> dict[str, Any]:

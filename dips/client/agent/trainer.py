@@ -1,4 +1,4 @@
-"""The training command as a process group that is started, ended, and cleaned up after (why.md 27).
+"""The training command as a process group that is started, ended, and cleaned up after (docs/rationale.md#27).
 
 torchrun puts its workers into sessions of their own, so killing its group hard leaves them behind. The agent is their
 subreaper: they become its children and are found and killed here, so that two launches never overlap.

@@ -1,4 +1,5 @@
-"""Requests of a training job to its agent: rank 0 sends them, and every answer is broadcast to all ranks (why.md 25).
+"""Requests of a training job to its agent: rank 0 sends them, and every answer is broadcast to all ranks
+(docs/rationale.md#25).
 
 `ask` and `ask_until_answered` are collective. Each AskAgain reaches all ranks: no collective lasts longer than a poll.
 """

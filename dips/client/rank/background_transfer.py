@@ -1,4 +1,5 @@
-"""A transfer in progress: this rank's thread, and the collective that decides whether all ranks are done (why.md 7).
+"""A transfer in progress: this rank's thread, and the collective that decides whether all ranks are done
+(docs/rationale.md#7).
 
 The caller either waits until it is over (`wait`) or trains on and polls it now and then (`poll`). The first rank that
 fails ends the transfer on all ranks.

@@ -1,4 +1,5 @@
-"""The collectives of a training job: rank 0 talks to the agent, and its answers are broadcast to all ranks (why.md 25).
+"""The collectives of a training job: rank 0 talks to the agent, and its answers are broadcast to all ranks
+(docs/rationale.md#25).
 
 They run in a gloo group of their own, so they never queue behind the training's collectives. Every rank makes the same
 calls in the same order. A job of one process needs no torch.distributed.

@@ -7,8 +7,8 @@ One rank's share, over the pieces that it pushes. A push goes through
     settle_last_push    accepted: owed = difference − what its chunks decode to; skipped, dropped, gated: as before
 
 So what a codec rounds away is sent with the next push, and a push that was not applied loses nothing: its progress is
-still in θ_local, what was owed before it is still owed (why.md 38). The debt ends with the cluster's incarnation, with
-the trainer's process, and with a rollback of the lineage: another θ has no such debt.
+still in θ_local, what was owed before it is still owed (docs/rationale.md#38). The debt ends with the cluster's
+incarnation, with the trainer's process, and with a rollback of the lineage: another θ has no such debt.
 
 Costs 8 B for each parameter that the rank pushes, beside the 4 B of the host buffer: base and owed. Nothing is computed
 in fp32 runs: there is no Feedback then. No torch, no socket; one thread, but for `encode`.

@@ -1,4 +1,5 @@
-"""A rank whose agent is gone ends itself (why.md 27): no other process may act for its cluster, so it must not go on.
+"""A rank whose agent is gone ends itself (docs/rationale.md#27): no other process may act for its cluster, so it must
+not go on.
 
 torchrun dies with the agent (launch.py) and ends its workers; but it may be killed together with the agent, or hang,
 and on other hosts something else started it. So every rank watches its agent in a thread that sleeps in the kernel: by

@@ -68,7 +68,7 @@ class OuterLoop:
         agent = address.find(self._config)
         self._unwatch = watch_agent(agent, self._config.poll_s)
         self._collectives = JobCollectives(self._config.collective_s)
-        layout = lay_out(model, self._collectives, optimizer, self._config.speakers)
+        layout = lay_out(model, self._collectives, optimizer, self._config.max_transfer_ranks)
         memory = MEMORY[self._config.install](layout.adapter, layout.held, layout.plan, self._collectives)
         self._shard_transfer = ShardTransfer(memory, self._collectives, self._config.stall_s, self._config.shared.codec)
         self._agent_client = AgentClient(self._collectives, agent, self._config.poll_s)
@@ -276,8 +276,8 @@ def _load_config(config: str | os.PathLike[str] | None) -> ClusterFile:
 
 def _attach(agent_client: AgentClient, manifest: str, transfer_ranks: int) -> OuterState:
     """Announce this start of the trainer to the agent; raise CorruptManifest if the model is not the run's."""
-    life, restart = (int(os.environ.get(key, "0")) for key in ("DIPS_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
-    question = Attach(life, restart, process_name(), manifest, transfer_ranks, transfer_ranks)
+    incarnation, restart = (int(os.environ.get(key, "0")) for key in ("DIPS_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
+    question = Attach(incarnation, restart, process_name(), manifest, transfer_ranks, transfer_ranks)
     attached = agent_client.ask_until_answered(question)
     if not isinstance(attached, Attached):
         raise LocalProtocolError(f"expected Attached from the agent, got {attached!r}")

@@ -7,7 +7,7 @@ result is the next request, until the answer is to train on:
                   └──▶ TrainOn, Over
 
 Training either pauses for all of it (`run`), or goes on and the ranks poll what is in flight now and then (under
-`overlap: full`; why.md 36). Every method is collective: what they decide is the same on all ranks.
+`overlap: full`; docs/rationale.md#36). Every method is collective: what they decide is the same on all ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Moves this rank's bytes of a push or pull, and agrees with the other ranks on the result (why.md 7, 25).
+"""Moves this rank's bytes of a push or pull, and agrees with the other ranks on the result (docs/rationale.md#7, #25).
 
 The transfer runs in a thread of its own; meanwhile the ranks meet in a collective at least every `poll_s`, so none of
 them waits for anything outside the cluster, and the first rank that fails ends it for all. The host buffer is allocated
@@ -134,8 +134,8 @@ class ShardTransfer:
     def merge_version(self, version: VersionId) -> bool:
         """Bring what was pulled into a model that has trained on: θ_local ← θ_version + (θ_local − θ_pushed).
 
-        Legal after a push that was kept (why.md 36). If either of the two is not finite on any rank, the sum would
-        never be finite again: the version is installed as it is, on all ranks, and this returns False.
+        Legal after a push that was kept (docs/rationale.md#36). If either of the two is not finite on any rank, the sum
+        would never be finite again: the version is installed as it is, on all ranks, and this returns False.
         """
         self._take_version(version)
         (finite,) = self._collectives.all_min([int(self._memory.is_merge_finite())])

@@ -89,7 +89,7 @@ class ClusterHeartbeat(_message.Message):
     step_s: _builtins.float
     since_push: _builtins.int
     tokens_consumed: _builtins.int
-    """by this life in all"""
+    """by this incarnation in all"""
     @_builtins.property
     def base(self) -> _names_pb2.VersionId: ...
     def __init__(
@@ -312,7 +312,7 @@ class ClusterLeft(_message.Message):
     cluster: _builtins.str
     inc: _builtins.int
     tokens_consumed: _builtins.int
-    """by this life in all"""
+    """by this incarnation in all"""
     def __init__(
         self,
         *,
@@ -344,7 +344,7 @@ class Joined(_message.Message):
     term: _builtins.int
     inc: _builtins.int
     accounted: _builtins.int
-    """tokens of the life before: accepted, gated, written off, or with its last push"""
+    """tokens of the incarnation before: accepted, gated, written off, or with its last push"""
     settled: _builtins.int
     @_builtins.property
     def head(self) -> _names_pb2.VersionId: ...

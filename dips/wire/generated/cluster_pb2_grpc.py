@@ -39,8 +39,8 @@ class ClusterServiceStub(object):
                 request_serializer=dips_dot_v1_dot_cluster__pb2.ClusterJoined.SerializeToString,
                 response_deserializer=dips_dot_v1_dot_cluster__pb2.JoinReply.FromString,
                 _registered_method=True)
-        self.Beat = channel.unary_unary(
-                '/dips.v1.ClusterService/Beat',
+        self.Heartbeat = channel.unary_unary(
+                '/dips.v1.ClusterService/Heartbeat',
                 request_serializer=dips_dot_v1_dot_cluster__pb2.ClusterHeartbeat.SerializeToString,
                 response_deserializer=dips_dot_v1_dot_cluster__pb2.ClusterHeartbeatAnswer.FromString,
                 _registered_method=True)
@@ -90,14 +90,14 @@ class ClusterServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Join(self, request, context):
-        """Begins a life. The same nonce gets the same incarnation; an older life is fenced and its uncommitted push dropped.
+        """Begins an incarnation. The same nonce gets the same incarnation; an older incarnation is fenced and its uncommitted push dropped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Beat(self, request, context):
-        """Proves life; the answer lists what is live for the cluster.
+    def Heartbeat(self, request, context):
+        """Shows that the peer is alive; the answer lists what is live for the cluster.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -167,8 +167,8 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     request_deserializer=dips_dot_v1_dot_cluster__pb2.ClusterJoined.FromString,
                     response_serializer=dips_dot_v1_dot_cluster__pb2.JoinReply.SerializeToString,
             ),
-            'Beat': grpc.unary_unary_rpc_method_handler(
-                    servicer.Beat,
+            'Heartbeat': grpc.unary_unary_rpc_method_handler(
+                    servicer.Heartbeat,
                     request_deserializer=dips_dot_v1_dot_cluster__pb2.ClusterHeartbeat.FromString,
                     response_serializer=dips_dot_v1_dot_cluster__pb2.ClusterHeartbeatAnswer.SerializeToString,
             ),
@@ -251,7 +251,7 @@ class ClusterService(object):
             _registered_method=True)
 
     @staticmethod
-    def Beat(request,
+    def Heartbeat(request,
             target,
             options=(),
             channel_credentials=None,
@@ -264,7 +264,7 @@ class ClusterService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/dips.v1.ClusterService/Beat',
+            '/dips.v1.ClusterService/Heartbeat',
             dips_dot_v1_dot_cluster__pb2.ClusterHeartbeat.SerializeToString,
             dips_dot_v1_dot_cluster__pb2.ClusterHeartbeatAnswer.FromString,
             options,

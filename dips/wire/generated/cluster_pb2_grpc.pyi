@@ -32,9 +32,9 @@ class ClusterServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ClusterServiceAsyncStub: ...
     Join: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ClusterJoined, _cluster_pb2.JoinReply]
-    """Begins a life. The same nonce gets the same incarnation; an older life is fenced and its uncommitted push dropped."""
-    Beat: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ClusterHeartbeat, _cluster_pb2.ClusterHeartbeatAnswer]
-    """Proves life; the answer lists what is live for the cluster."""
+    """Begins an incarnation. The same nonce gets the same incarnation; an older incarnation is fenced and its uncommitted push dropped."""
+    Heartbeat: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.ClusterHeartbeat, _cluster_pb2.ClusterHeartbeatAnswer]
+    """Shows that the peer is alive; the answer lists what is live for the cluster."""
     RequestPush: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.PushRequested, _cluster_pb2.RequestPushReply]
     """Legal while training; `pending` means ask again, the same push gets the same grant."""
     FinishPush: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.PushFinished, _cluster_pb2.FinishPushReply]
@@ -56,9 +56,9 @@ class ClusterServiceStub:
 class ClusterServiceAsyncStub(ClusterServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Join: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ClusterJoined, _cluster_pb2.JoinReply]  # type: ignore[assignment]
-    """Begins a life. The same nonce gets the same incarnation; an older life is fenced and its uncommitted push dropped."""
-    Beat: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ClusterHeartbeat, _cluster_pb2.ClusterHeartbeatAnswer]  # type: ignore[assignment]
-    """Proves life; the answer lists what is live for the cluster."""
+    """Begins an incarnation. The same nonce gets the same incarnation; an older incarnation is fenced and its uncommitted push dropped."""
+    Heartbeat: _aio.UnaryUnaryMultiCallable[_cluster_pb2.ClusterHeartbeat, _cluster_pb2.ClusterHeartbeatAnswer]  # type: ignore[assignment]
+    """Shows that the peer is alive; the answer lists what is live for the cluster."""
     RequestPush: _aio.UnaryUnaryMultiCallable[_cluster_pb2.PushRequested, _cluster_pb2.RequestPushReply]  # type: ignore[assignment]
     """Legal while training; `pending` means ask again, the same push gets the same grant."""
     FinishPush: _aio.UnaryUnaryMultiCallable[_cluster_pb2.PushFinished, _cluster_pb2.FinishPushReply]  # type: ignore[assignment]
@@ -83,15 +83,15 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.ClusterJoined,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.JoinReply, _abc.Awaitable[_cluster_pb2.JoinReply]]:
-        """Begins a life. The same nonce gets the same incarnation; an older life is fenced and its uncommitted push dropped."""
+        """Begins an incarnation. The same nonce gets the same incarnation; an older incarnation is fenced and its uncommitted push dropped."""
 
     @_abc_1.abstractmethod
-    def Beat(
+    def Heartbeat(
         self,
         request: _cluster_pb2.ClusterHeartbeat,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.ClusterHeartbeatAnswer, _abc.Awaitable[_cluster_pb2.ClusterHeartbeatAnswer]]:
-        """Proves life; the answer lists what is live for the cluster."""
+        """Shows that the peer is alive; the answer lists what is live for the cluster."""
 
     @_abc_1.abstractmethod
     def RequestPush(

@@ -44,7 +44,7 @@ Global___VersionId: _TypeAlias = VersionId  # noqa: Y015
 
 @_typing.final
 class PushId(_message.Message):
-    """One push of one life of a cluster."""
+    """One push of one incarnation of a cluster."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -71,7 +71,7 @@ Global___PushId: _TypeAlias = PushId  # noqa: Y015
 
 @_typing.final
 class PullId(_message.Message):
-    """One pull of one life of a cluster; seq counts pushes and pulls together."""
+    """One pull of one incarnation of a cluster; seq counts pushes and pulls together."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -40,8 +40,8 @@ class SlaveServiceStub(object):
                 request_serializer=dips_dot_v1_dot_slave__pb2.SlaveRegistered.SerializeToString,
                 response_deserializer=dips_dot_v1_dot_slave__pb2.Registered.FromString,
                 _registered_method=True)
-        self.Beat = channel.unary_unary(
-                '/dips.v1.SlaveService/Beat',
+        self.Heartbeat = channel.unary_unary(
+                '/dips.v1.SlaveService/Heartbeat',
                 request_serializer=dips_dot_v1_dot_slave__pb2.SlaveHeartbeat.SerializeToString,
                 response_deserializer=dips_dot_v1_dot_slave__pb2.SlaveHeartbeatAnswer.FromString,
                 _registered_method=True)
@@ -67,15 +67,15 @@ class SlaveServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Beat(self, request, context):
-        """Proves life; the answer lists everything that is live for the slave.
+    def Heartbeat(self, request, context):
+        """Shows that the peer is alive; the answer lists everything that is live for the slave.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Staged(self, request, context):
-        """A push lies whole on this slave; repeated in every beat until it is measured or dropped.
+        """A push lies whole on this slave; repeated in every heartbeat until it is measured or dropped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,8 +96,8 @@ def add_SlaveServiceServicer_to_server(servicer, server):
                     request_deserializer=dips_dot_v1_dot_slave__pb2.SlaveRegistered.FromString,
                     response_serializer=dips_dot_v1_dot_slave__pb2.Registered.SerializeToString,
             ),
-            'Beat': grpc.unary_unary_rpc_method_handler(
-                    servicer.Beat,
+            'Heartbeat': grpc.unary_unary_rpc_method_handler(
+                    servicer.Heartbeat,
                     request_deserializer=dips_dot_v1_dot_slave__pb2.SlaveHeartbeat.FromString,
                     response_serializer=dips_dot_v1_dot_slave__pb2.SlaveHeartbeatAnswer.SerializeToString,
             ),
@@ -150,7 +150,7 @@ class SlaveService(object):
             _registered_method=True)
 
     @staticmethod
-    def Beat(request,
+    def Heartbeat(request,
             target,
             options=(),
             channel_credentials=None,
@@ -163,7 +163,7 @@ class SlaveService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/dips.v1.SlaveService/Beat',
+            '/dips.v1.SlaveService/Heartbeat',
             dips_dot_v1_dot_slave__pb2.SlaveHeartbeat.SerializeToString,
             dips_dot_v1_dot_slave__pb2.SlaveHeartbeatAnswer.FromString,
             options,

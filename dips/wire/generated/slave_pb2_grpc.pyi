@@ -34,10 +34,10 @@ class SlaveServiceStub:
     def __new__(cls, channel: _aio.Channel) -> SlaveServiceAsyncStub: ...
     Register: _grpc.UnaryUnaryMultiCallable[_slave_pb2.SlaveRegistered, _slave_pb2.Registered]
     """Says what the slave holds; asked again until the order is Hold. The same nonce gets the same incarnation."""
-    Beat: _grpc.UnaryUnaryMultiCallable[_slave_pb2.SlaveHeartbeat, _slave_pb2.SlaveHeartbeatAnswer]
-    """Proves life; the answer lists everything that is live for the slave."""
+    Heartbeat: _grpc.UnaryUnaryMultiCallable[_slave_pb2.SlaveHeartbeat, _slave_pb2.SlaveHeartbeatAnswer]
+    """Shows that the peer is alive; the answer lists everything that is live for the slave."""
     Staged: _grpc.UnaryUnaryMultiCallable[_slave_pb2.PushStaged, _names_pb2.Acknowledged]
-    """A push lies whole on this slave; repeated in every beat until it is measured or dropped."""
+    """A push lies whole on this slave; repeated in every heartbeat until it is measured or dropped."""
     Refused: _grpc.UnaryUnaryMultiCallable[_slave_pb2.PushRefused, _names_pb2.Acknowledged]
     """The slave dropped a push on its own account."""
 
@@ -46,10 +46,10 @@ class SlaveServiceAsyncStub(SlaveServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.UnaryUnaryMultiCallable[_slave_pb2.SlaveRegistered, _slave_pb2.Registered]  # type: ignore[assignment]
     """Says what the slave holds; asked again until the order is Hold. The same nonce gets the same incarnation."""
-    Beat: _aio.UnaryUnaryMultiCallable[_slave_pb2.SlaveHeartbeat, _slave_pb2.SlaveHeartbeatAnswer]  # type: ignore[assignment]
-    """Proves life; the answer lists everything that is live for the slave."""
+    Heartbeat: _aio.UnaryUnaryMultiCallable[_slave_pb2.SlaveHeartbeat, _slave_pb2.SlaveHeartbeatAnswer]  # type: ignore[assignment]
+    """Shows that the peer is alive; the answer lists everything that is live for the slave."""
     Staged: _aio.UnaryUnaryMultiCallable[_slave_pb2.PushStaged, _names_pb2.Acknowledged]  # type: ignore[assignment]
-    """A push lies whole on this slave; repeated in every beat until it is measured or dropped."""
+    """A push lies whole on this slave; repeated in every heartbeat until it is measured or dropped."""
     Refused: _aio.UnaryUnaryMultiCallable[_slave_pb2.PushRefused, _names_pb2.Acknowledged]  # type: ignore[assignment]
     """The slave dropped a push on its own account."""
 
@@ -63,12 +63,12 @@ class SlaveServiceServicer(metaclass=_abc_1.ABCMeta):
         """Says what the slave holds; asked again until the order is Hold. The same nonce gets the same incarnation."""
 
     @_abc_1.abstractmethod
-    def Beat(
+    def Heartbeat(
         self,
         request: _slave_pb2.SlaveHeartbeat,
         context: _ServicerContext,
     ) -> _typing.Union[_slave_pb2.SlaveHeartbeatAnswer, _abc.Awaitable[_slave_pb2.SlaveHeartbeatAnswer]]:
-        """Proves life; the answer lists everything that is live for the slave."""
+        """Shows that the peer is alive; the answer lists everything that is live for the slave."""
 
     @_abc_1.abstractmethod
     def Staged(
@@ -76,7 +76,7 @@ class SlaveServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _slave_pb2.PushStaged,
         context: _ServicerContext,
     ) -> _typing.Union[_names_pb2.Acknowledged, _abc.Awaitable[_names_pb2.Acknowledged]]:
-        """A push lies whole on this slave; repeated in every beat until it is measured or dropped."""
+        """A push lies whole on this slave; repeated in every heartbeat until it is measured or dropped."""
 
     @_abc_1.abstractmethod
     def Refused(

@@ -24,7 +24,7 @@ CREATE TABLE folds (
     tokens INTEGER NOT NULL, inner_steps INTEGER NOT NULL,
     weight REAL, norm REAL, score REAL, loss REAL, ranges TEXT NOT NULL,
     PRIMARY KEY (round, place),
-    UNIQUE (cluster, inc, seq)  -- once: no push is in two versions (design.md section 4, 4)
+    UNIQUE (cluster, inc, seq)  -- once: no push is in two versions (docs/architecture.md#invariant-4)
 ) STRICT;
 INSERT INTO "folds" VALUES(1,0,'a',1,2,0,0,197,4,1.0,0.896836479,0.0,2.5,'[0, 1]');
 INSERT INTO "folds" VALUES(1,1,'b',1,2,0,0,198,4,1.00507614,0.646855722,0.0,2.5,'[2, 3]');

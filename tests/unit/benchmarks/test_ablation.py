@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.cast import Cast
-from benchmarks.slow_cluster import Run, attempts, transfers
-from dips.wire.chunks import Layout, uncovered
+from benchmarks.slow_cluster import SlowClusterRun, attempts, transfers
+from dips.wire.chunks import LayerLayout, uncovered
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
@@ -18,7 +18,7 @@ def test_the_ranks_of_a_cast_hold_everything_once(codec: str) -> None:
     for slave in range(2):
         held = cast.held_by(slave)
         claims = {str(r): [p.range for p in cast.pieces(r, 0.0) if p.layer in held] for r in range(4)}
-        assert uncovered(Layout(cast.manifest, held), claims) == []
+        assert uncovered(LayerLayout(cast.manifest, held), claims) == []
     share = 1.0 if codec == "fp32" else 0.25
     assert share * cast.nbytes <= cast.wire_bytes <= 1.1 * share * cast.nbytes
 
@@ -47,4 +47,4 @@ def test_a_transfer_lasts_from_its_begin_to_its_good_end() -> None:
 def test_a_round_is_the_mean_time_between_outer_steps() -> None:
     """The first two of each cluster are warming up."""
     steps = {"a": [{"ended": t} for t in (0, 50, 60, 62, 66)], "b": [{"ended": t} for t in (0, 9, 60, 66)]}
-    assert Run(steps, {}).round_s(["a", "b"]) == 4
+    assert SlowClusterRun(steps, {}).round_s(["a", "b"]) == 4

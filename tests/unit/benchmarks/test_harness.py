@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import harness
-from benchmarks.harness import ROOT, Bench, Row, Seconds
+from benchmarks.harness import ROOT, Bench, BenchRow, Seconds
 
 
 @pytest.fixture(autouse=True)
@@ -102,10 +102,10 @@ def test_the_log_grows_by_a_dated_entry_with_what_failed(tmp_path: Path) -> None
     """An entry is appended, nothing rewritten, and a row that does not hold says so."""
     log = tmp_path / "LOG.md"
     log.write_text("# before\n")
-    row = Row("rate", 1e9, "B/s", "memcpy: 10 GB/s", 0.1, 0.8, False)
+    row = BenchRow("rate", 1e9, "B/s", "memcpy: 10 GB/s", 0.1, 0.8, False)
     result = {
         "machine": {"cpu": "x"}, "commit": "abc", "quick": False, "took_s": 2.0, "notes": ["why"],
-        "rows": [{name: getattr(row, name) for name in Row.__slots__}],
+        "rows": [{name: getattr(row, name) for name in BenchRow.__slots__}],
     }  # fmt: skip
     harness.append_log([("toy", result)], log)
     text = log.read_text()

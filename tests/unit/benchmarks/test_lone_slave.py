@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.lone_slave import LoneSlave, equal_layers
 from benchmarks.memory import outer_step
-from benchmarks.rank import Rank
+from benchmarks.rank import BenchRank
 from dips.ids import GENESIS, VersionId
 
 
@@ -18,7 +18,7 @@ def test_a_whole_outer_step_through_a_lone_slave(tmp_path: Path) -> None:
     """Two pushes of one θ_j, folded, applied, persisted, committed and pulled: the Nesterov step of their mean."""
     with LoneSlave(tmp_path, equal_layers(4096, 4), slots=2, pinned=1, transit_bytes=8 << 20) as slave:
         assert slave.printed_sum() == slave.memory_sum.line()
-        rank = Rank(slave)
+        rank = BenchRank(slave)
         rank.pull()
         assert not rank.pulled.any(), "v0@r0 is zeros"
         made = outer_step(slave, rank, GENESIS, contributions=2, slots=2, pinned=1)

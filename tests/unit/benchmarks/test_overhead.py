@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.overhead import FULL_RUN, QUICK_RUN, WIRE_SHARE, Setting
 from benchmarks.pace import rates
-from benchmarks.timed_rank import Lengths, Plan, Stretch
+from benchmarks.timed_rank import Lengths, Stretch, TimedPlan
 
 
 @pytest.mark.parametrize("setting", [*FULL_RUN.values(), *QUICK_RUN.values()])
@@ -32,8 +32,8 @@ def test_rates_are_over_the_time_and_over_that_of_the_steps_alone() -> None:
 
 def test_jitter_keeps_its_bounds_and_wanders_slowly() -> None:
     """Steps of one second of training have one length: drawn anew at each step, it would be gone in the mean."""
-    lengths = Lengths(Plan(1, 1, 1, step_s=0.1, jitter=0.1), "seed")
+    lengths = Lengths(TimedPlan(1, 1, 1, step_s=0.1, jitter=0.1), "seed")
     drawn = [lengths.next_s() for _ in range(2000)]
     assert 0.09 <= min(drawn) < 0.092 < 0.108 < max(drawn) <= 0.11
     assert len(set(drawn)) < 300
-    assert {Lengths(Plan(1, 1, 1, step_s=0.1), "seed").next_s() for _ in range(3)} == {0.1}
+    assert {Lengths(TimedPlan(1, 1, 1, step_s=0.1), "seed").next_s() for _ in range(3)} == {0.1}

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dips.data import DataSet, app
-from dips.data.build import Plan, build, source
+from dips.data.build import BuildPlan, build, source
 from dips.data.text import Tokenizer, tokenizer
 from dips.errors import ConfigError, Corrupt
 
@@ -44,10 +44,10 @@ def sources(corpus: Path) -> tuple[str, ...]:
     return f"web={corpus}/web/*", f"code={corpus}/code", f"books={corpus}/books.npy"
 
 
-def plan(corpus: Path, output: str = "set", ranges: int = 20, seed: int = 1, tolerance: float = 0.04) -> Plan:
+def plan(corpus: Path, output: str = "set", ranges: int = 20, seed: int = 1, tolerance: float = 0.04) -> BuildPlan:
     made = tokenizer("bytes", None)
     chosen = tuple(source(spec) for spec in sources(corpus))
-    return Plan(chosen, corpus / output, ranges, seed, made, tolerance=tolerance)
+    return BuildPlan(chosen, corpus / output, ranges, seed, made, tolerance=tolerance)
 
 
 def all_tokens(data: DataSet) -> Counter[int]:
@@ -142,19 +142,19 @@ def test_bad_sources_are_refused(corpus: Path) -> None:
         (f"x={corpus}/few.npy", "few.documents.npy beside it, or --eos"),
     ):
         with pytest.raises(ConfigError, match=words):
-            build(Plan((source(spec),), corpus / "bad", 2, 0, tokenizer("bytes", None)))
+            build(BuildPlan((source(spec),), corpus / "bad", 2, 0, tokenizer("bytes", None)))
     with pytest.raises(ConfigError, match="give --tokenizer"):
-        build(Plan((source(f"x={corpus}/code"),), corpus / "bad", 2, 0))
+        build(BuildPlan((source(f"x={corpus}/code"),), corpus / "bad", 2, 0))
     liar = Tokenizer("liar", lambda texts: [[7] for _ in texts], 5, 0)
     with pytest.raises(ConfigError, match="token 7, expected below 5"):
-        build(Plan((source(f"x={corpus}/code"),), corpus / "bad", 2, 0, liar))
+        build(BuildPlan((source(f"x={corpus}/code"),), corpus / "bad", 2, 0, liar))
 
 
 def test_documents_that_end_with_a_token(corpus: Path) -> None:
     """Without boundaries beside it, a raw file is split after each end token; nothing of it is copied."""
     rows = [*[[5, 6, 0]] * 50, *[[7, 0]] * 50]
     (corpus / "raw.bin").write_bytes(np.concatenate(rows).astype("<u4").tobytes())
-    built = build(Plan((source(f"x={corpus}/raw.bin"),), corpus / "raw", 5, 0, dtype="uint32", eos=0))
+    built = build(BuildPlan((source(f"x={corpus}/raw.bin"),), corpus / "raw", 5, 0, dtype="uint32", eos=0))
     assert (built.documents, built.tokens) == ((100,), 250)
     assert not (corpus / "raw" / "tokens").exists()
     assert all_tokens(DataSet(corpus / "raw")) == Counter({0: 100, 5: 50, 6: 50, 7: 50})

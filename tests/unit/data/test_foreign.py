@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dips.data import DataSet
-from dips.data.build import Plan, build, source
+from dips.data.build import BuildPlan, build, source
 from dips.data.text import tokenizer
 from dips.data.tokenfile import find
 from dips.errors import ConfigError
@@ -34,7 +34,7 @@ def test_a_megatron_data_set_is_read_where_it_lies(tmp_path: Path) -> None:
     """Its documents are dealt whole, and over all ranges every token is there once."""
     found = find(megatron(tmp_path / "corpus").with_suffix(".bin"), None, None)
     assert found.tokens.tolist() == [len(SEQUENCES[i]) + len(SEQUENCES[i + 1]) for i in range(0, 40, 2)]
-    build(Plan((source(f"m={tmp_path}/corpus.*"),), tmp_path / "set", 4, 0, cut=0))
+    build(BuildPlan((source(f"m={tmp_path}/corpus.*"),), tmp_path / "set", 4, 0, cut=0))
     data = DataSet(tmp_path / "set")
     read = np.concatenate([data.tokens(number) for number in range(4)])
     assert sorted(read) == sorted(np.concatenate(SEQUENCES))
@@ -78,5 +78,5 @@ def test_a_tokenizer_of_hugging_face(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--eos-token"):
         tokenizer(str(tmp_path / "tokenizer.json"), None)
     reader = tokenizer(str(tmp_path / "tokenizer.json"), "</s>")
-    build(Plan((source(f"x={tmp_path}/t.txt"),), tmp_path / "set", 1, 0, reader))
+    build(BuildPlan((source(f"x={tmp_path}/t.txt"),), tmp_path / "set", 1, 0, reader))
     assert DataSet(tmp_path / "set").tokens(0).tolist() == [0, 1, 2] * 30 + [3]

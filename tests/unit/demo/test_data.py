@@ -84,7 +84,7 @@ def test_sample_is_evenly_spaced() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_bigram_entropy_beside_its_twin(seed: int) -> None:
+def test_bigram_entropy_beside_its_reference(seed: int) -> None:
     """H(b|a) = −Σ p(a,b) ln p(b|a), counted with a dictionary."""
     sequences = np.random.default_rng(seed).choice([7, 8, 9, 200], (5, 40), p=[0.6, 0.2, 0.1, 0.1]).astype(np.uint8)
     pairs = Counter(pair for row in sequences.tolist() for pair in pairwise(row))

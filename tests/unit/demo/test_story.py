@@ -41,7 +41,7 @@ def test_a_used_directory_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_schedule() -> None:
-    """The rate warms up by steps of this life, falls by the run's progress, and never reaches zero."""
+    """The rate warms up by steps of this incarnation, falls by the run's progress, and never reaches zero."""
     warm = [train.learning_rate(step, 0.0) for step in range(train.WARMUP_STEPS)]
     assert warm == sorted(warm)
     assert warm[-1] == pytest.approx(train.LR)

@@ -102,7 +102,7 @@ def test_a_push_of_the_dead_does_not_count() -> None:
 
 @pytest.mark.parametrize("change", [{"sinc": 1}, {"state": "lost"}, {"bytes_out": 0}, {"bytes_out": None}])
 def test_a_slave_that_did_not_come_back(change: dict[str, Any]) -> None:
-    """The old life, a lost one, or one that sent nothing, serves nobody."""
+    """The old incarnation, a lost one, or one that sent nothing, serves nobody."""
     slave = {**STATUS["slaves"]["slave-1"], **change}
     assert any("slave-1" in claim for claim in failed(status={**STATUS, "slaves": {"slave-1": slave}}))
 

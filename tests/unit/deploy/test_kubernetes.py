@@ -88,7 +88,7 @@ def test_nobody_has_rights(directory: str, workload: dict[str, Any]) -> None:
 
 @everywhere
 def test_slaves_can_write_their_kernels(directory: str, workload: dict[str, Any]) -> None:
-    """Numba caches what it compiles; under a read-only root it needs a place (why.md 44)."""
+    """Numba caches what it compiles; under a read-only root it needs a place (docs/rationale.md#44)."""
     for container in containers(workload):
         if container.get("command", [""])[0] == "dips-slave":
             cache = {e["name"]: e.get("value") for e in container["env"]}["NUMBA_CACHE_DIR"]

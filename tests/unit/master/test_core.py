@@ -12,7 +12,7 @@ from dips.errors import StaleTerm
 from dips.ids import GENESIS, PullId
 from dips.master.core import EXIT_LEDGER, MasterCore
 from dips.master.held import PollOptions
-from dips.master.outbox import Action, HeartbeatReply, SlaveAddress, WriteRecords
+from dips.master.outbox import Action, HeartbeatReply, SlaveEndpoint, WriteRecords
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Acknowledged, Dropped, Effect, Grant, Joined, Note, OpenPull, Order, Pending, Reply
 from dips.protocol.enums import Activity, TrainerState
@@ -42,11 +42,11 @@ from dips.protocol.options import Options, TimingOptions
 from dips.protocol.records import ClusterEnded, LedgerState, Record, RunRow, ScoreHistory, VersionRow
 from dips.protocol.slaves import EXIT_STALE
 
-TIMING = TimingOptions(beat_s=2.0, lease_beats=5, transfer_s=60.0)
+TIMING = TimingOptions(heartbeat_s=2.0, lease_heartbeats=5, transfer_s=60.0)
 LEASE_S = TIMING.lease_s
 MANIFEST = Manifest((Layer("l", (Parameter("l.w", (4,)),)),))
 PULL = PullId("a", 1, 1)
-BEAT = ClusterHeartbeat("a", 1, TrainerState.TRAINING, Activity.INNER, 1, 0, 0, 0, 0.0, GENESIS, 0, 0, 0.0)
+HEARTBEAT = ClusterHeartbeat("a", 1, TrainerState.TRAINING, Activity.INNER, 1, 0, 0, 0, 0.0, GENESIS, 0, 0, 0.0)
 
 
 class Shell:
@@ -74,14 +74,14 @@ class Shell:
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
-    def run_to(self, when: float, *beating: str) -> None:
-        """Run until then, waking whenever the core wants to; the slave, and those named, beat all the time."""
+    def run_to(self, when: float, *heartbeating: str) -> None:
+        """Run until then, waking whenever the core wants to; the slave, and those named, heartbeat all the time."""
         while self.now < when:
             self.now = min(self.core.sleep_until(self.now), when)
             self._look()
-            self.beat_slave()
-            for name in beating:
-                self.beat(name)
+            self.heartbeat_slave()
+            for name in heartbeating:
+                self.heartbeat(name)
 
     def stop_until(self, when: float, *arrived: Event) -> None:
         """The process is stopped, and runs again then; `arrived` came in meanwhile."""
@@ -132,13 +132,13 @@ class Shell:
     def ask_pull(self) -> int:
         return self.ask(lambda r: PullRequested(r, PULL, 1))
 
-    def beat(self, name: str = "a", **fields: Any) -> Any:
+    def heartbeat(self, name: str = "a", **fields: Any) -> Any:
         self.req += 1
-        self.core.on_heartbeat(self.req, replace(BEAT, cluster=name, **fields), self.now)
+        self.core.on_heartbeat(self.req, replace(HEARTBEAT, cluster=name, **fields), self.now)
         self._carry_out()
         return self.answers.get(self.req)
 
-    def beat_slave(self, term: int = 3) -> Any:
+    def heartbeat_slave(self, term: int = 3) -> Any:
         self.req += 1
         heartbeat = SlaveHeartbeat("s", 1, term, GENESIS, (), (), 0, 0, 0, 0, 0.0, 0.0)
         self.core.on_heartbeat(self.req, heartbeat, self.now)
@@ -171,7 +171,7 @@ def test_an_answer_waits_for_its_record(shell: Shell) -> None:
     """Joined, and the heartbeat's answer behind it, leave when the incarnation is durable, in this order."""
     shell.disk_works = False
     joining = shell.join()
-    assert shell.beat() is None and joining not in shell.answers
+    assert shell.heartbeat() is None and joining not in shell.answers
     assert isinstance(shell.left[-1], WriteRecords)
     shell.finish_write()
     assert isinstance(shell.answers[joining], Joined)
@@ -182,8 +182,8 @@ def test_an_answer_waits_for_its_record(shell: Shell) -> None:
 def test_a_slave_is_reachable_before_its_first_order(shell: Shell) -> None:
     """The address of a slave that registers stands before every order to it."""
     kinds = [type(action) for action in shell.left]
-    assert kinds.index(SlaveAddress) < kinds.index(Reply)
-    assert SlaveAddress("s", "s:1") in shell.left
+    assert kinds.index(SlaveEndpoint) < kinds.index(Reply)
+    assert SlaveEndpoint("s", "s:1") in shell.left
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_a_record_that_cannot_be_written_ends_the_process(shell: Shell, error: E
     shell.join()
     exits = shell.core.on_write_failed(error)
     assert (exits.code, str(error) in exits.reason) == (code, True)
-    shell.beat()
+    shell.heartbeat()
     assert shell.core.take_actions() == []
 
 
@@ -208,7 +208,7 @@ def test_a_gap_moves_the_leases(shell: Shell) -> None:
     shell.stop_until(60.0)
     assert any(isinstance(event, Blind) and event.gap_s == 58.0 for event in shell.events)
     assert "blind" in shell.noted()
-    shell.run_to(60.0 + LEASE_S - TIMING.beat_s - 0.1)
+    shell.run_to(60.0 + LEASE_S - TIMING.heartbeat_s - 0.1)
     assert shell.ended() == []
     shell.run_to(60.0 + LEASE_S + 0.1)
     assert [record.cluster for record in shell.ended()] == ["a"]
@@ -219,10 +219,10 @@ def test_after_a_gap_nobody_is_judged_before_the_sockets_are_read(shell: Shell) 
     shell.join()
     shell.run_to(LEASE_S - 0.5)
     shell.stop_until(70.0)  # the core meant to look at 10.0, when the lease ends
-    assert shell.core.next_deadline() == 70.0 + TIMING.beat_s / 2
+    assert shell.core.next_deadline() == 70.0 + TIMING.heartbeat_s / 2
     shell.now = 70.9
     shell._look()
-    assert shell.beat().standing == "live"
+    assert shell.heartbeat().standing == "live"
     shell.run_to(75.0)
     assert shell.ended() == []
 
@@ -230,7 +230,7 @@ def test_after_a_gap_nobody_is_judged_before_the_sockets_are_read(shell: Shell) 
 def test_what_arrived_in_a_gap_is_read_before_a_deadline_is_acted_upon(shell: Shell) -> None:
     """The event that came in while the process was stopped is stepped after Blind and before any Ticked."""
     shell.join()
-    shell.beat()
+    shell.heartbeat()
     pull = shell.ask_pull()
     shell.answer_orders(OpenPull)
     shell.events.clear()
@@ -253,9 +253,9 @@ def test_a_gap_moves_the_deadline_of_a_transfer(shell: Shell) -> None:
 
 def test_a_delay_of_a_heartbeat_is_no_gap(shell: Shell) -> None:
     """A busy machine that runs the loop a little late moves nothing."""
-    shell.stop_until(2 * TIMING.beat_s)
+    shell.stop_until(2 * TIMING.heartbeat_s)
     assert "blind" not in shell.noted()
-    shell.stop_until(shell.now + 2 * TIMING.beat_s + 0.1)
+    shell.stop_until(shell.now + 2 * TIMING.heartbeat_s + 0.1)
     assert "blind" in shell.noted()
 
 
@@ -316,22 +316,22 @@ def test_what_changes_nothing_wakes_no_question(shell: Shell) -> None:
 def test_last_words_come_before_a_join(shell: Shell) -> None:
     """Tokens that only heartbeats have reported are counted as lost when the next incarnation fences this one."""
     shell.join()
-    shell.beat(tokens_consumed=50)
+    shell.heartbeat(tokens_consumed=50)
     shell.join(nonce="another process")
     (ended,) = shell.ended()
     assert (ended.cluster, ended.inc, ended.tokens_lost) == ("a", 1, 50)
-    assert shell.beat().standing == "fenced"
-    assert shell.beat(inc=2).standing == "live"
+    assert shell.heartbeat().standing == "fenced"
+    assert shell.heartbeat(inc=2).standing == "live"
 
 
 def test_who_has_ended_is_forgotten(shell: Shell) -> None:
     """A cluster that left is not judged silent later, is no longer waited for, and its heartbeat is not shown."""
     shell.join()
-    shell.beat(aligned_steps=10, step_s=1.0)
+    shell.heartbeat(aligned_steps=10, step_s=1.0)
     assert ("cluster", "a") in shell.core.heartbeats
     shell.ask(lambda r: ClusterLeft(r, "a", 1, 0))
     assert ("cluster", "a") not in shell.core.heartbeats
-    assert shell.beat(aligned_steps=10, step_s=1.0).push_in_s == OWN_PACE
+    assert shell.heartbeat(aligned_steps=10, step_s=1.0).push_in_s == OWN_PACE
     shell.run_to(3 * LEASE_S)
     assert not any(isinstance(event, ClusterSilent) for event in shell.events)
     assert len(shell.ended()) == 1
@@ -340,10 +340,10 @@ def test_who_has_ended_is_forgotten(shell: Shell) -> None:
 def test_who_is_silent_is_forgotten(shell: Shell) -> None:
     """A lease that runs out ends the incarnation once; a heartbeat that comes later is answered "gone"."""
     shell.join()
-    shell.beat(aligned_steps=10, step_s=1.0)
+    shell.heartbeat(aligned_steps=10, step_s=1.0)
     shell.run_to(LEASE_S + 0.1)
     assert [record.cluster for record in shell.ended()] == ["a"]
-    answer = shell.beat(aligned_steps=10, step_s=1.0)
+    answer = shell.heartbeat(aligned_steps=10, step_s=1.0)
     assert (answer.standing, answer.push_in_s) == ("gone", OWN_PACE)
     shell.run_to(3 * LEASE_S)
     assert len(shell.ended()) == 1
@@ -356,9 +356,9 @@ def test_aligned_clusters_are_told_when_to_push(shell: Shell) -> None:
     """Those that align hear in how many seconds their push begins, the others that they keep their own pace."""
     for name in ("a", "b", "c"):
         shell.join(name)
-    first = shell.beat("a", aligned_steps=10, step_s=1.0, since_push=0)
-    other = shell.beat("b", aligned_steps=10, step_s=1.0, since_push=4)
-    alone = shell.beat("c")
+    first = shell.heartbeat("a", aligned_steps=10, step_s=1.0, since_push=0)
+    other = shell.heartbeat("b", aligned_steps=10, step_s=1.0, since_push=4)
+    alone = shell.heartbeat("c")
     assert isinstance(first, ClusterHeartbeatAnswer)
     assert (first.push_in_s, other.push_in_s, alone.push_in_s) == (10.0, 10.0, OWN_PACE)
     paces = {name: cluster["pace"] for name, cluster in shell.core.view(shell.now)["clusters"].items()}
@@ -368,24 +368,24 @@ def test_aligned_clusters_are_told_when_to_push(shell: Shell) -> None:
 def test_a_gap_leaves_the_aligned_grid_where_the_clusters_are(shell: Shell) -> None:
     """The clusters kept working while the master was stopped: the next common time moves by whole periods only."""
     shell.join()
-    assert shell.beat(aligned_steps=10, step_s=1.0).push_in_s == 10.0
+    assert shell.heartbeat(aligned_steps=10, step_s=1.0).push_in_s == 10.0
     shell.stop_until(36.0)  # 34 s later than it meant to
-    assert shell.beat(aligned_steps=10, step_s=1.0, since_push=9).push_in_s == pytest.approx(4.0)
+    assert shell.heartbeat(aligned_steps=10, step_s=1.0, since_push=9).push_in_s == pytest.approx(4.0)
 
 
 def test_a_slave_of_an_older_term_must_register(shell: Shell) -> None:
     """A heartbeat with another master's term is answered with register, whatever the Coordinator remembers."""
-    stale, fresh = shell.beat_slave(term=2), shell.beat_slave(term=3)
+    stale, fresh = shell.heartbeat_slave(term=2), shell.heartbeat_slave(term=3)
     assert isinstance(stale, SlaveHeartbeatAnswer)
     assert (stale.register, fresh.register) == (True, False)
 
 
 def test_only_known_peers_are_kept_for_the_status(shell: Shell) -> None:
     """The newest heartbeat of a peer that the Coordinator knows is kept; a stranger's is not."""
-    shell.beat("stranger")
+    shell.heartbeat("stranger")
     assert list(shell.core.heartbeats) == []
     shell.join()
-    shell.beat(inner_steps=5)
-    shell.beat(inner_steps=6)
+    shell.heartbeat(inner_steps=5)
+    shell.heartbeat(inner_steps=6)
     kept, _ = shell.core.heartbeats["cluster", "a"]
     assert isinstance(kept, ClusterHeartbeat) and kept.inner_steps == 6

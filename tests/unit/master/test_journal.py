@@ -36,7 +36,7 @@ LARGE = JournalSection()
 
 
 class Journalled(Coordinator):
-    """Journals its own steps, as the runtime does; each life of the master writes a term of its own."""
+    """Journals its own steps, as the runtime does; each incarnation of the master writes a term of its own."""
 
     directory: Path
     options = LARGE

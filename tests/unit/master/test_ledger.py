@@ -111,7 +111,7 @@ def test_the_story_of_two_versions(ledger: Ledger) -> None:
     assert (state.leased, state.settled) == ((("a", 1, 1, (1,)),), (0,))
 
 
-def test_ranges_of_a_life(ledger: Ledger) -> None:
+def test_ranges_of_a_incarnation(ledger: Ledger) -> None:
     """Each lease is one entry; skipped pushes settle nothing; the dead hold nothing."""
     ledger.write([IncarnationGiven(Role.CLUSTER, "a", 1, "n"), IncarnationGiven(Role.CLUSTER, "b", 1, "n")])
     ledger.write([RangesLeased("a", 1, 1, (0, 1)), RangesLeased("b", 1, 1, (2,)), RangesLeased("a", 1, 2, (3,))])
@@ -135,7 +135,7 @@ def test_ranges_of_a_life(ledger: Ledger) -> None:
     }
 
 
-def test_a_push_that_its_life_left_open(ledger: Ledger) -> None:
+def test_a_push_that_its_incarnation_left_open(ledger: Ledger) -> None:
     """Its tokens are lost, unless an Outcome settles it: one that is skipped, or that never comes, does not."""
     clusters = [PushId("a", 1, 1), PushId("b", 1, 1), PushId("c", 1, 1)]
     ledger.write([IncarnationGiven(Role.CLUSTER, p.cluster, 1, "n") for p in clusters])
@@ -211,7 +211,7 @@ def test_what_follows_a_rollback(ledger: Ledger) -> None:
 
 
 def test_undone_ranges_are_leased_again(ledger: Ledger) -> None:
-    """A range that is leased anew is held by that lease alone, also by the life that trained it before."""
+    """A range that is leased anew is held by that lease alone, also by the incarnation that trained it before."""
     rolled_back(ledger)
     ledger.write([RangesLeased("a", 1, 2, (1,)), RangesLeased("b", 1, 2, (2,))])
     state = ledger.state()
@@ -263,7 +263,7 @@ def test_one_write_is_all_or_nothing(ledger: Ledger) -> None:
 
 
 def test_a_push_is_in_one_version_only(ledger: Ledger) -> None:
-    """The ledger itself refuses to fold a push twice (design.md section 4, 4)."""
+    """The ledger itself refuses to fold a push twice (docs/architecture.md#invariant-4)."""
     ledger.write([RoundReserved(1, 0.0), committed(V1, GENESIS, A1), RoundReserved(3, 0.0)])
     with pytest.raises(sqlite3.IntegrityError, match=r"folds\.cluster"):
         ledger.write([committed(V2, V1, A1)])

@@ -24,7 +24,7 @@ SPARE = recover.SPARE
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunFile:
-    """A run of two slaves whose ledger has seen term 2, round 5, one cluster and one life of each slave."""
+    """A run of two slaves whose ledger has seen term 2, round 5, one cluster and one incarnation of each slave."""
     slaves = [
         {"name": n, "master": "127.0.0.1:1", "directory": n, "initial_model": "m/initial/model.safetensors"}
         for n in ("s0", "s1")

@@ -47,8 +47,8 @@ from dips.protocol.options import TimingOptions
 from dips.protocol.records import IncarnationGiven, Record
 from dips.telemetry.timeline import Timeline, read
 
-BEAT_S = 0.05
-TIMING = TimingOptions(beat_s=BEAT_S, lease_beats=4)
+HEARTBEAT_S = 0.05
+TIMING = TimingOptions(heartbeat_s=HEARTBEAT_S, lease_heartbeats=4)
 PUSH = PushId("a", 1, 1)
 JOIN = ("a", "nonce", "run", "{}", "digest")
 
@@ -170,7 +170,7 @@ def joins(event: ClusterJoined) -> list[Effect]:
 
 
 async def test_an_answer_waits_for_its_record(tmp_path: Path) -> None:
-    """Joined is told when its incarnation is on disk, not before (why.md 29)."""
+    """Joined is told when its incarnation is on disk, not before (docs/rationale.md#29)."""
     async with running(tmp_path) as h:
         h.coordinator.script[ClusterJoined] = joins
         h.outside.disk.clear()
@@ -183,18 +183,18 @@ async def test_an_answer_waits_for_its_record(tmp_path: Path) -> None:
         assert h.outside.written == [IncarnationGiven(Role.CLUSTER, "a", 1, "nonce")]
 
 
-async def test_a_beat_tells_nothing_that_is_not_durable(tmp_path: Path) -> None:
-    """A beat's answer stands behind the records of the steps before it."""
+async def test_a_heartbeat_tells_nothing_that_is_not_durable(tmp_path: Path) -> None:
+    """A heartbeat's answer stands behind the records of the steps before it."""
     async with running(tmp_path) as h:
         h.coordinator.script[ClusterJoined] = joins
         h.outside.disk.clear()
         asking = asyncio.create_task(h.runtime.ask(lambda req: ClusterJoined(req, *JOIN)))
         await h.heard(ClusterJoined)
-        beating = asyncio.create_task(h.runtime.heartbeat(beat()))
-        done, _ = await asyncio.wait([beating], timeout=0.1)
+        heartbeating = asyncio.create_task(h.runtime.heartbeat(heartbeat()))
+        done, _ = await asyncio.wait([heartbeating], timeout=0.1)
         assert not done
         h.outside.disk.set()
-        answer = await beating
+        answer = await heartbeating
         assert (answer.term, answer.standing, answer.push, answer.lease_s) == (
             3,
             ClusterStanding.LIVE,
@@ -230,7 +230,7 @@ async def test_a_record_that_cannot_be_written_ends_the_master(tmp_path: Path) -
         await made.runtime.ask(lambda req: ClusterJoined(req, *JOIN))
     assert await ending == EXIT_LEDGER
     with pytest.raises(UnavailableMaster):
-        await made.runtime.heartbeat(beat())
+        await made.runtime.heartbeat(heartbeat())
     made.timeline.close()
 
 
@@ -261,7 +261,9 @@ async def test_a_bug_of_the_coordinator_ends_the_master(tmp_path: Path) -> None:
 
 
 async def test_nobody_dies_of_our_absence(tmp_path: Path) -> None:
-    """After a gap of a minute the leases have moved: Blind comes first, and the cluster that beats on is not judged."""
+    """After a gap of a minute the leases have moved: Blind comes first, and the cluster that heartbeats on is not
+    judged.
+    """
     async with running(tmp_path) as h:
         h.coordinator.script[ClusterJoined] = joins
         await h.runtime.ask(lambda req: ClusterJoined(req, *JOIN))
@@ -269,8 +271,8 @@ async def test_nobody_dies_of_our_absence(tmp_path: Path) -> None:
         blind = await h.heard(Blind)
         assert blind.gap_s == pytest.approx(60.0, abs=1.0)
         for _ in range(8):
-            await h.runtime.heartbeat(beat())
-            await asyncio.sleep(BEAT_S / 2)
+            await h.runtime.heartbeat(heartbeat())
+            await asyncio.sleep(HEARTBEAT_S / 2)
         assert "ClusterSilent" not in h.coordinator.kinds()
         await h.heard(ClusterSilent)  # and when it does fall silent, it is judged as ever
 
@@ -279,7 +281,7 @@ async def test_after_a_gap_the_unread_is_read_first(tmp_path: Path) -> None:
     """A deadline that passed while nobody looked is not acted upon before what lay in the inbox."""
     async with running(tmp_path) as h:
         h.coordinator.deadline = h.clock() + 30.0
-        await asyncio.sleep(BEAT_S)
+        await asyncio.sleep(HEARTBEAT_S)
         h.clock.added += 60.0
         h.runtime.put_event(PushStaged("s", 1, PUSH, 4))
         await h.heard(Ticked)
@@ -308,11 +310,11 @@ async def test_stop_refuses_those_who_wait(tmp_path: Path) -> None:
     made.timeline.close()
 
 
-def beat(inner_steps: int = 0) -> ClusterHeartbeat:
+def heartbeat(inner_steps: int = 0) -> ClusterHeartbeat:
     return ClusterHeartbeat(
         "a", 1, TrainerState.TRAINING, Activity.INNER, 1, inner_steps, 0, 0, 0.0, VersionId(0, 0), 0, 0, 0.0
     )
 
 
-def slave_beat(term: int) -> SlaveHeartbeat:
+def slave_heartbeat(term: int) -> SlaveHeartbeat:
     return SlaveHeartbeat("s", 1, term, GENESIS, (), (), 0, 0, 0, 0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""The status merges what the Coordinator knows with what the newest beats told."""
+"""The status merges what the Coordinator knows with what the newest heartbeats told."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ SLAVE = SlaveHeartbeat(
 )
 
 
-def test_beats_stand_beside_the_view() -> None:
-    """A peer's state and reason come from the Coordinator; steps, loss, bytes and the beat's age from its beat."""
+def test_heartbeats_stand_beside_the_view() -> None:
+    """A peer's state and reason come from the Coordinator; steps, loss, bytes and the heartbeat's age from its
+    heartbeat.
+    """
     view = {"term": 3, "clusters": {"a": {"state": "training"}}, "slaves": {"s": {"state": "ready", "slots": 2}}}
     merged = status(view, {("cluster", "a"): (CLUSTER, 10.0), ("slave", "s"): (SLAVE, 11.0)}, 12.0)
     assert merged["term"] == 3
@@ -36,14 +38,14 @@ def test_beats_stand_beside_the_view() -> None:
     assert view["clusters"] == {"a": {"state": "training"}}  # the view is not written into
 
 
-def test_tokens_lost_add_up_over_lives() -> None:
-    """What earlier lives lost is the Coordinator's to tell, what the present one lost its beat's."""
+def test_tokens_lost_add_up_over_incarnations() -> None:
+    """What earlier incarnations lost is the Coordinator's to tell, what the present one lost its heartbeat's."""
     view = {"clusters": {"a": {"tokens_lost": 7}}}
     merged = status(view, {("cluster", "a"): (replace(CLUSTER, tokens_lost=5), 0.0)}, 1.0)
     assert merged["clusters"]["a"]["tokens_lost"] == 12
 
 
-def test_a_peer_without_a_beat_and_a_beat_without_a_peer() -> None:
+def test_a_peer_without_a_heartbeat_and_a_heartbeat_without_a_peer() -> None:
     """A known peer that was not heard shows its view alone; a cluster and a slave of one name are two."""
     view = {"clusters": {"s": {"state": "gone"}}, "slaves": {}}
     merged = status(view, {("slave", "s"): (SLAVE, 1.0)}, 2.0)

@@ -113,7 +113,7 @@ def test_measure_tells_layers_apart() -> None:
 
 
 def test_no_fastmath_true_anywhere() -> None:
-    """`fastmath=True` deletes the check for NaN, so the word stands in no line of code (why.md 11)."""
+    """`fastmath=True` deletes the check for NaN, so the word stands in no line of code (docs/rationale.md#11)."""
     for path in Path(dips.outer.__path__[0]).rglob("*.py"):
         code = [line for line in path.read_text().splitlines() if "`fastmath=True`" not in line]
         assert not any("fastmath=True" in line.replace(" ", "") for line in code), path

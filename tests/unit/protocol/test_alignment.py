@@ -1,4 +1,4 @@
-"""Alignment: clusters of very different speed push at about the same time (design.md section 8, `aligned`)."""
+"""Alignment: clusters of very different speed push at about the same time (docs/architecture.md#pace, `aligned`)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dips.protocol.alignment import NEVER_S, Alignment, WindowTiming
 from dips.protocol.enums import Activity, TrainerState
 from dips.protocol.heartbeats import OWN_PACE, ClusterHeartbeat
 
-BEAT_S = 0.5
+HEARTBEAT_S = 0.5
 WINDOW_SHARE = 0.05  # of the time between pushes: the window's default
 
 
-def beat(name: str, step_s: float, since: int = 0, wanted: int = 64, bytes_per_s: float = 0.0) -> ClusterHeartbeat:
+def heartbeat(name: str, step_s: float, since: int = 0, wanted: int = 64, bytes_per_s: float = 0.0) -> ClusterHeartbeat:
     return ClusterHeartbeat(
         name, 1, TrainerState.TRAINING, Activity.INNER, 1, 0, 0, 0, 0.0, None, 0, 0, bytes_per_s, wanted, step_s, since,
     )  # fmt: skip
@@ -32,10 +32,10 @@ def test_who_keeps_its_own_pace_is_told_nothing() -> None:
     """No member, no meeting; a member that stops aligning is one no more."""
     alignment = Alignment()
     assert alignment.push_in_s("a", gathering(), 0.0) == OWN_PACE
-    alignment.record_heartbeat(beat("a", 0.1))
+    alignment.record_heartbeat(heartbeat("a", 0.1))
     assert alignment.push_in_s("a", gathering(), 0.0) == pytest.approx(6.4)
     assert "H 64 (by itself 64)" in alignment.explain("a", gathering(), 0.0)
-    alignment.record_heartbeat(beat("a", 0.1, wanted=0))
+    alignment.record_heartbeat(heartbeat("a", 0.1, wanted=0))
     assert alignment.push_in_s("a", gathering(), 0.0) == OWN_PACE
     assert alignment.explain("a", gathering(), 0.0) == ""
 
@@ -44,19 +44,19 @@ def test_the_late_come_and_the_early_wait_for_the_next() -> None:
     """One that has worked for it goes to a meeting that has just begun; one that was there goes to the next."""
     alignment = Alignment()
     for name in "ab":
-        alignment.record_heartbeat(beat(name, 0.1, since=64))
+        alignment.record_heartbeat(heartbeat(name, 0.1, since=64))
     alignment.push_in_s("a", gathering(), 0.0)  # the period is 6.4 s
     assert alignment.push_in_s("a", gathering(opened_at=10.0), 11.0) == 0.0
-    alignment.record_heartbeat(beat("b", 0.1, since=0))
+    alignment.record_heartbeat(heartbeat("b", 0.1, since=0))
     assert alignment.push_in_s("b", gathering(opened_at=10.0), 11.0) == pytest.approx(5.4)
 
 
 def test_the_period_moves_slowly() -> None:
     """A cluster that reports nonsense once moves the alignment by a quarter at most."""
     alignment = Alignment()
-    alignment.record_heartbeat(beat("a", 0.1))
+    alignment.record_heartbeat(heartbeat("a", 0.1))
     alignment.push_in_s("a", gathering(), 0.0)
-    alignment.record_heartbeat(beat("a", 100.0))
+    alignment.record_heartbeat(heartbeat("a", 100.0))
     alignment.push_in_s("a", gathering(opened_at=7.0), 7.0)
     assert alignment.period_s == pytest.approx(8.0)
 
@@ -65,7 +65,7 @@ def test_pushes_that_share_a_slot_begin_one_after_the_other() -> None:
     """With two slots, four pushes of 1 s each begin in two batches, and the last is in at the meeting."""
     alignment = Alignment()
     for name in "abcd":
-        alignment.record_heartbeat(beat(name, 0.1, bytes_per_s=100.0))
+        alignment.record_heartbeat(heartbeat(name, 0.1, bytes_per_s=100.0))
     told = sorted(alignment.push_in_s(name, gathering(nbytes=100), 0.0) for name in "abcd")
     assert told == pytest.approx([4.4, 4.4, 5.4, 5.4])
 
@@ -79,13 +79,13 @@ COUNTS = st.sampled_from([0, 1, 64, (1 << 53) - 1])
     st.sampled_from([0, 2, (1 << 53) - 1]),
     st.booleans(),
 )
-def test_no_beat_that_the_wire_lets_in_is_too_much(
+def test_no_heartbeat_that_the_wire_lets_in_is_too_much(
     members: list[tuple[float, int, int, float]], slots: int, opened: bool
 ) -> None:
     """Speeds and rates at the very edges give a number of seconds that the cluster's agent lets in as well."""
     alignment, found = Alignment(), gathering(5.0 if opened else None, slots, nbytes=1 << 40)
     for i, (step_s, since, wanted, bytes_per_s) in enumerate(members):
-        alignment.record_heartbeat(beat(f"c{i}", step_s, since, wanted, bytes_per_s))
+        alignment.record_heartbeat(heartbeat(f"c{i}", step_s, since, wanted, bytes_per_s))
     for i in range(len(members)):
         left = alignment.push_in_s(f"c{i}", found, 10.0)
         assert left == OWN_PACE or 0 <= left <= NEVER_S
@@ -95,8 +95,8 @@ def test_no_beat_that_the_wire_lets_in_is_too_much(
 def test_one_absurd_speed_leaves_the_others_a_number() -> None:
     """A cluster whose inner step takes 2^53 s makes the period long, and not endless, for the other."""
     alignment = Alignment()
-    alignment.record_heartbeat(beat("absurd", float(1 << 53), wanted=(1 << 53) - 1))
-    alignment.record_heartbeat(beat("a", 0.1))
+    alignment.record_heartbeat(heartbeat("absurd", float(1 << 53), wanted=(1 << 53) - 1))
+    alignment.record_heartbeat(heartbeat("a", 0.1))
     assert 0 <= alignment.push_in_s("a", gathering(), 0.0) <= NEVER_S
 
 
@@ -117,7 +117,7 @@ def rounds_of(seed: int, jitter: float, dies_at: float = 1e9, lasts_s: float = 1
     heap: list[tuple[float, int, str, Trainee]] = []
     for i, t in enumerate(trainees):
         heapq.heappush(heap, (t.step_s, i, "step", t))
-        heapq.heappush(heap, (BEAT_S * rng.random(), i + 10, "beat", t))
+        heapq.heappush(heap, (HEARTBEAT_S * rng.random(), i + 10, "heartbeat", t))
     found: list[tuple[float, set[str]]] = []
     opened, number = None, 100
     while heap[0][0] < lasts_s:
@@ -126,11 +126,11 @@ def rounds_of(seed: int, jitter: float, dies_at: float = 1e9, lasts_s: float = 1
         if t.name == "b" and now > dies_at:
             alignment.forget("b")
             continue
-        if what == "beat":
-            alignment.record_heartbeat(beat(t.name, t.step_s, t.since))
+        if what == "heartbeat":
+            alignment.record_heartbeat(heartbeat(t.name, t.step_s, t.since))
             told = alignment.push_in_s(t.name, gathering(opened), now)
             t.due = now + told
-            heapq.heappush(heap, (now + BEAT_S, number, "beat", t))
+            heapq.heappush(heap, (now + HEARTBEAT_S, number, "heartbeat", t))
             continue
         t.since += 1
         rest = 0.0

@@ -9,7 +9,7 @@ from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.membership import Judge
 from dips.protocol.options import TimingOptions
 
-TIMING = TimingOptions(beat_s=2.0, lease_beats=5, hang_s=8.0)
+TIMING = TimingOptions(heartbeat_s=2.0, lease_heartbeats=5, hang_s=8.0)
 LEASE_S = TIMING.lease_s
 PUSH = PushId("a", 2, 1)
 

@@ -1,4 +1,4 @@
-"""33 days of rounds leave the Coordinator as small as two of them (design.md section 4, 11)."""
+"""33 days of rounds leave the Coordinator as small as two of them (docs/architecture.md#invariant-11)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUNDS = 20_000  # two weeks of a round a minute
 CLUSTERS = ("a", "b")
 
 
-class Run:
+class BoundedRun:
     """One slave and two clusters that do the least: every question is asked, every order carried out at once."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ def largest(spelled: Any, path: str = "") -> Iterator[tuple[int, str]]:
 @pytest.mark.timeout(300)
 def test_the_state_of_a_long_run_is_bounded() -> None:
     """After 20,000 rounds nothing that the Coordinator holds is larger than after 2,000, but for counters."""
-    run = Run()
+    run = BoundedRun()
     sizes = list[int]()
     for number in range(1, ROUNDS + 1):
         run.round()

@@ -198,7 +198,7 @@ def test_another_shape_is_named() -> None:
 
 
 def test_nothing_walks_over_a_set() -> None:
-    """Nothing in the deciding room iterates over a set: its order differs between processes (why.md 30)."""
+    """Nothing in the deciding room iterates over a set: its order differs between processes (docs/rationale.md#30)."""
     found = [
         f"{path.name}:{node.iter.lineno}" for path in (ROOT / "dips/protocol").glob("*.py") for node in loops(path)
     ]

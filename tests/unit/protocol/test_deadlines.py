@@ -1,4 +1,4 @@
-"""Deadlines from size and bandwidth, and the bandwidth that they are made of (why.md 19, 31)."""
+"""Deadlines from size and bandwidth, and the bandwidth that they are made of (docs/rationale.md#19, #31)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_slow_link_is_refused_with_the_numbers() -> None:
 
 
 def test_bandwidth_is_told_when_it_is_news() -> None:
-    """The first measure, then changes of more than a quarter; a beat without a transfer says nothing."""
+    """The first measure, then changes of more than a quarter; a heartbeat without a transfer says nothing."""
     bandwidth = Bandwidth()
     assert bandwidth.measure(0.0) is None
     assert bandwidth.measure(100.0) == 100.0
@@ -62,14 +62,16 @@ def test_bandwidth_is_told_when_it_is_news() -> None:
     assert told[-1] is None
 
 
-def test_the_judge_tells_what_beats_say_of_a_life() -> None:
-    """A beat with a rate gives BandwidthMeasured for that life; an old life's beat gives nothing (invariant 5)."""
+def test_the_judge_tells_what_heartbeats_say_of_a_incarnation() -> None:
+    """A heartbeat with a rate gives BandwidthMeasured for that incarnation; an old incarnation's heartbeat gives
+    nothing (invariant 5).
+    """
     judge = Judge(TIMING)
     judge.welcome_cluster("a", 2, 0.0)
 
-    def beat(inc: int, rate: float) -> ClusterHeartbeat:
+    def heartbeat(inc: int, rate: float) -> ClusterHeartbeat:
         return ClusterHeartbeat("a", inc, TrainerState.TRAINING, Activity.PUSH, 1, 0, 0, 0, 0.0, None, 0, 0, rate)
 
-    assert judge.on_cluster_heartbeat(beat(2, 50.0), 1.0) == [BandwidthMeasured("a", 2, 50.0)]
-    assert judge.on_cluster_heartbeat(beat(2, 51.0), 2.0) == []
-    assert judge.on_cluster_heartbeat(beat(1, 5.0), 3.0) == []
+    assert judge.on_cluster_heartbeat(heartbeat(2, 50.0), 1.0) == [BandwidthMeasured("a", 2, 50.0)]
+    assert judge.on_cluster_heartbeat(heartbeat(2, 51.0), 2.0) == []
+    assert judge.on_cluster_heartbeat(heartbeat(1, 5.0), 3.0) == []

@@ -1,4 +1,5 @@
-"""Who a window waits for: whose push will be here before it ends, as far as pace and bandwidth tell (why.md 24)."""
+"""Who a window waits for: whose push will be here before it ends, as far as pace and bandwidth tell
+(docs/rationale.md#24)."""
 
 from __future__ import annotations
 

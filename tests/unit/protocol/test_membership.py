@@ -1,4 +1,4 @@
-"""The judge of liveness: leases, hung trainers, and a master that was not looking (why.md 12, 24)."""
+"""The judge of liveness: leases, hung trainers, and a master that was not looking (docs/rationale.md#12, #24)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.membership import Judge
 from dips.protocol.options import TimingOptions
 
-TIMING = TimingOptions(beat_s=2.0, lease_beats=5, hang_s=60.0)
+TIMING = TimingOptions(heartbeat_s=2.0, lease_heartbeats=5, hang_s=60.0)
 
 
-def beat(
+def heartbeat(
     cluster: str = "a",
     inc: int = 1,
     steps: int = 0,
@@ -26,11 +26,11 @@ def beat(
     )
 
 
-def test_a_lease_ends_after_five_beats_of_silence_and_is_said_once() -> None:
-    """Silence of a whole lease is death; the tokens that it carried are known from its last beat."""
+def test_a_lease_ends_after_five_heartbeats_of_silence_and_is_said_once() -> None:
+    """Silence of a whole lease is death; the tokens that it carried are known from its last heartbeat."""
     judge = Judge(TIMING)
     judge.welcome_cluster("a", 1, 0.0)
-    judge.on_cluster_heartbeat(beat(), 3.0)
+    judge.on_cluster_heartbeat(heartbeat(), 3.0)
     assert judge.next_deadline() == 13.0
     assert judge.verdicts(12.9) == []
     assert judge.verdicts(13.0) == [ClusterSilent("a", 1, 10.0, 100, 30)]
@@ -47,42 +47,47 @@ def test_a_blind_master_evicts_nobody() -> None:
     assert judge.verdicts(40.0) == [ClusterSilent("a", 1, 10.0, 0), SlaveSilent("s", 1, 10.0)]
 
 
-def test_beats_of_an_older_life_are_not_heard() -> None:
-    """Invariant 5: a zombie's beat renews nothing."""
+def test_heartbeats_of_an_older_incarnation_are_not_heard() -> None:
+    """Invariant 5: a zombie's heartbeat renews nothing."""
     judge = Judge(TIMING)
     judge.welcome_cluster("a", 2, 0.0)
-    judge.on_cluster_heartbeat(beat(inc=1), 9.0)
+    judge.on_cluster_heartbeat(heartbeat(inc=1), 9.0)
     assert [type(v) for v in judge.verdicts(10.0)] == [ClusterSilent]
 
 
 def test_a_hung_trainer_is_told_from_a_slow_one() -> None:
-    """Beats without inner steps for hang_s: not moving; a step later: moving again. Waiting for a window is no hang."""
+    """Heartbeats without inner steps for hang_s: not moving; a step later: moving again. Waiting for a window is no
+    hang.
+    """
     judge = Judge(TIMING)
     judge.welcome_cluster("a", 1, 0.0)
     for now in range(2, 60, 2):
-        assert judge.on_cluster_heartbeat(beat(steps=1), float(now)) == []
-    judge.on_cluster_heartbeat(beat(steps=1), 61.0)
-    assert judge.on_cluster_heartbeat(beat(steps=1), 62.0) == [
+        assert judge.on_cluster_heartbeat(heartbeat(steps=1), float(now)) == []
+    judge.on_cluster_heartbeat(heartbeat(steps=1), 61.0)
+    assert judge.on_cluster_heartbeat(heartbeat(steps=1), 62.0) == [
         TrainerChanged("a", 1, False, "its trainer hangs: no inner step seen for 60 s")
     ]
-    assert judge.on_cluster_heartbeat(beat(steps=2), 63.0) == [TrainerChanged("a", 1, True, "training")]
+    assert judge.on_cluster_heartbeat(heartbeat(steps=2), 63.0) == [TrainerChanged("a", 1, True, "training")]
     for now in range(64, 200, 2):
-        assert judge.on_cluster_heartbeat(beat(steps=2, activity=Activity.WINDOW), float(now)) == []
+        assert judge.on_cluster_heartbeat(heartbeat(steps=2, activity=Activity.WINDOW), float(now)) == []
 
 
-def test_progress_counts_as_life_during_a_long_transfer() -> None:
-    """Bytes that move are life however long they take; bytes that stand still for hang_s are a hang, told apart."""
+def test_progress_counts_as_incarnation_during_a_long_transfer() -> None:
+    """Bytes that move are incarnation however long they take; bytes that stand still for hang_s are a hang, told
+    apart.
+    """
     judge = Judge(TIMING)
     judge.welcome_cluster("a", 1, 0.0)
     for now in range(2, 400, 2):
         assert (
-            judge.on_cluster_heartbeat(beat(steps=2, activity=Activity.PUSH, moved=now, total=1000), float(now)) == []
+            judge.on_cluster_heartbeat(heartbeat(steps=2, activity=Activity.PUSH, moved=now, total=1000), float(now))
+            == []
         )
-    stuck = beat(steps=2, activity=Activity.PUSH, moved=398, total=1000)
+    stuck = heartbeat(steps=2, activity=Activity.PUSH, moved=398, total=1000)
     assert [judge.on_cluster_heartbeat(stuck, 398.0 + s) for s in (2, 30, 59)] == [[], [], []]
     hung = TrainerChanged("a", 1, False, "its trainer hangs: no byte of its transfer seen for 60 s")
     assert judge.on_cluster_heartbeat(stuck, 458.0) == [hung]
-    moved = beat(steps=2, activity=Activity.PUSH, moved=399, total=1000)
+    moved = heartbeat(steps=2, activity=Activity.PUSH, moved=399, total=1000)
     assert judge.on_cluster_heartbeat(moved, 460.0) == [TrainerChanged("a", 1, True, "training")]
 
 
@@ -91,24 +96,28 @@ def test_a_transfer_that_waits_for_its_turn_is_no_hang() -> None:
     judge = Judge(TIMING)
     judge.welcome_cluster("a", 1, 0.0)
     for now in range(2, 300, 2):
-        assert judge.on_cluster_heartbeat(beat(steps=2, activity=Activity.PULL, moved=0, total=1000), float(now)) == []
+        assert (
+            judge.on_cluster_heartbeat(heartbeat(steps=2, activity=Activity.PULL, moved=0, total=1000), float(now))
+            == []
+        )
     for now in range(300, 600, 2):
         assert (
-            judge.on_cluster_heartbeat(beat(steps=2, activity=Activity.PUSH, moved=1000, total=1000), float(now)) == []
+            judge.on_cluster_heartbeat(heartbeat(steps=2, activity=Activity.PUSH, moved=1000, total=1000), float(now))
+            == []
         )
 
 
 def test_a_dead_trainer_is_said_at_once() -> None:
-    """An agent that beats for a dead trainer keeps its lease, and no window waits for it."""
+    """An agent that heartbeats for a dead trainer keeps its lease, and no window waits for it."""
     judge = Judge(TIMING)
     judge.welcome_cluster("a", 1, 0.0)
-    assert judge.on_cluster_heartbeat(beat(trainer=TrainerState.DEAD), 1.0) == [
+    assert judge.on_cluster_heartbeat(heartbeat(trainer=TrainerState.DEAD), 1.0) == [
         TrainerChanged("a", 1, False, "its trainer died")
     ]
 
 
-def test_what_lies_staged_is_repeated_with_every_beat() -> None:
-    """A lost Staged heals with the next beat."""
+def test_what_lies_staged_is_repeated_with_every_heartbeat() -> None:
+    """A lost Staged heals with the next heartbeat."""
     judge = Judge(TIMING)
     judge.welcome_slave("s", 4, 0.0)
     push = PushId("a", 1, 3)
@@ -116,10 +125,10 @@ def test_what_lies_staged_is_repeated_with_every_beat() -> None:
     assert said == [PushStaged("s", 4, push, 0)]
 
 
-def test_the_last_words_of_a_life_are_what_its_beats_told() -> None:
-    """Asked before the next life of its name begins; nothing is known of a name that was never heard."""
+def test_the_last_words_of_a_incarnation_are_what_its_heartbeats_told() -> None:
+    """Asked before the next incarnation of its name begins; nothing is known of a name that was never heard."""
     judge = Judge(TIMING)
     judge.welcome_cluster("a", 1, 0.0)
-    judge.on_cluster_heartbeat(beat(), 1.0)
+    judge.on_cluster_heartbeat(heartbeat(), 1.0)
     assert judge.report_tokens("a") == [TokensReported("a", 1, 100, 30)]
     assert judge.report_tokens("b") == []

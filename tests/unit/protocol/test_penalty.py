@@ -1,4 +1,4 @@
-"""The penalty against its ten-line twin, and against the stories of why.md 10 and peers.md 5."""
+"""The penalty against its ten-line twin, and against the stories of docs/rationale.md#10."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dips.protocol.penalty import Penalty, Settled, Verdict
 OPTIONS = PenaltyOptions()
 
 
-class Story:
+class PenaltyStory:
     """Drives a Penalty as rounds do: everybody is judged against the past, then the round is settled."""
 
     def __init__(self, options: PenaltyOptions = OPTIONS, genesis_norm: float = 1e3) -> None:
@@ -32,9 +32,9 @@ def quiet(rng: random.Random, mean: float = 1.0) -> float:
     return mean * (1 + 0.05 * rng.gauss(0, 1))
 
 
-def test_statistics_equal_a_plain_twin() -> None:
+def test_statistics_equal_a_plain_reference() -> None:
     """Invariant 8: μ is the plain mean until 1/n < α, then an EMA; σ uses the new μ; the twin is written from §4.1."""
-    rng, story, mu, sigma, n = random.Random(1), Story(), 0.0, 0.0, 0
+    rng, story, mu, sigma, n = random.Random(1), PenaltyStory(), 0.0, 0.0, 0
     for _ in range(OPTIONS.warmup_rounds):
         g = quiet(rng)
         assert story.round(a=g)["a"].accepted
@@ -50,7 +50,7 @@ def test_statistics_equal_a_plain_twin() -> None:
 
 def test_a_quiet_run_gates_nobody() -> None:
     """4 clusters, noise of 5 %, 1000 rounds: not one false gate."""
-    rng, story = random.Random(2), Story()
+    rng, story = random.Random(2), PenaltyStory()
     gated = sum(not v.accepted for _ in range(1000) for v in story.round(**{c: quiet(rng) for c in "abcd"}).values())
     assert gated == 0
 
@@ -58,7 +58,7 @@ def test_a_quiet_run_gates_nobody() -> None:
 @pytest.mark.parametrize("factor", [2.0, 5.0])
 def test_a_change_of_all_for_good_locks_nobody_out(factor: float) -> None:
     """H doubled for everybody: a few gates, then new warm-ups, never 1200 of 1200."""
-    rng, story = random.Random(3), Story()
+    rng, story = random.Random(3), PenaltyStory()
     for _ in range(60):
         story.round(**{c: quiet(rng) for c in "abcd"})
     later = [story.round(**{c: quiet(rng, factor) for c in "abcd"}) for _ in range(300)]
@@ -70,7 +70,7 @@ def test_a_change_of_all_for_good_locks_nobody_out(factor: float) -> None:
 def test_one_cluster_that_is_far_off_stays_gated() -> None:
     """One of four clusters 5 times (and 100 times) too far, for good: never accepted, shown as quarantined."""
     for factor in (5.0, 100.0):
-        rng, story = random.Random(4), Story()
+        rng, story = random.Random(4), PenaltyStory()
         for _ in range(60):
             story.round(**{c: quiet(rng) for c in "abcd"})
         for _ in range(100):
@@ -82,7 +82,7 @@ def test_one_cluster_that_is_far_off_stays_gated() -> None:
 
 def test_one_cluster_somewhat_off_comes_back() -> None:
     """Half again as far as before, for good: gated as long as patience lasts, then warmed up anew."""
-    rng, story = random.Random(5), Story()
+    rng, story = random.Random(5), PenaltyStory()
     for _ in range(60):
         story.round(**{c: quiet(rng) for c in "abcd"})
     said = [story.round(a=quiet(rng, 1.5), **{c: quiet(rng) for c in "bcd"})["a"].accepted for _ in range(20)]
@@ -92,7 +92,7 @@ def test_one_cluster_somewhat_off_comes_back() -> None:
 
 def test_a_ratchet_is_bounded() -> None:
     """A cluster that grows as fast as it is let stays within a factor of 20 in 12 pushes (6e31 without the cap)."""
-    rng, story = random.Random(6), Story()
+    rng, story = random.Random(6), PenaltyStory()
     for _ in range(60):
         story.round(**{c: quiet(rng) for c in "abcd"})
     largest = 1.0
@@ -107,8 +107,8 @@ def test_a_ratchet_is_bounded() -> None:
 
 @pytest.mark.parametrize("bad", [nan, inf, 1e200])
 def test_failure_5_a_poisoned_detector(bad: float) -> None:
-    """peers.md 5: NaN, Inf and overflow are gated at any time, and leave the statistics as they were."""
-    story = Story()
+    """docs/rationale.md#10: NaN, Inf and overflow are gated at any time, and leave the statistics as they were."""
+    story = PenaltyStory()
     for _ in range(20):
         story.round(a=1.0, b=1.0)
     before = story.penalty.row("b")
@@ -119,9 +119,9 @@ def test_failure_5_a_poisoned_detector(bad: float) -> None:
 
 
 def test_failure_5_a_millionfold_first_push() -> None:
-    """peers.md 5: a 10⁶-fold norm is no warm-up: alone it is held against θ₀, beside others against them."""
-    assert not Story(genesis_norm=100.0).round(a=1e6)["a"].accepted
-    story = Story()
+    """docs/rationale.md#10: a 10⁶-fold norm is no warm-up: alone it is held against θ₀, beside others against them."""
+    assert not PenaltyStory(genesis_norm=100.0).round(a=1e6)["a"].accepted
+    story = PenaltyStory()
     story.round(b=1.0)
     assert not story.round(a=1e6, b=1.0)["a"].accepted
     for _ in range(5):
@@ -131,7 +131,7 @@ def test_failure_5_a_millionfold_first_push() -> None:
 
 def test_asking_changes_nothing() -> None:
     """A verdict that no round settles leaves no trace: skipped rounds do not move statistics."""
-    story = Story()
+    story = PenaltyStory()
     for _ in range(15):
         story.round(a=1.0)
     before = (story.penalty.row("a"), story.penalty.history)
@@ -141,7 +141,7 @@ def test_asking_changes_nothing() -> None:
 
 def test_an_orphan_is_exempt_from_the_score_but_not_from_the_cap() -> None:
     """A base that is no ancestor of θ: no score, statistics untouched, and still not ten times too far."""
-    story = Story()
+    story = PenaltyStory()
     for _ in range(20):
         story.round(a=1.0)
     far = story.penalty.judge_push("a", [25.0], True, 1, exempt=True)
@@ -152,14 +152,14 @@ def test_an_orphan_is_exempt_from_the_score_but_not_from_the_cap() -> None:
 
 def test_rule_none_asks_only_for_finite_numbers() -> None:
     """`penalty.rule: none` accepts whatever is finite."""
-    story = Story(PenaltyOptions(rule="none"))
+    story = PenaltyStory(PenaltyOptions(rule="none"))
     assert story.round(a=1e9)["a"].accepted
     assert not story.round(a=nan)["a"].accepted
 
 
 def test_a_cluster_alone_keeps_its_hard_cap() -> None:
     """Gated often, or readmitted, with no other cluster: a push ten times too far stays out, a usual one is in."""
-    story = Story()
+    story = PenaltyStory()
     for _ in range(20):
         story.round(a=1.0)
     assert not any(story.round(a=1e6)["a"].accepted for _ in range(5 * OPTIONS.gate_patience))
@@ -172,7 +172,7 @@ def test_a_cluster_alone_keeps_its_hard_cap() -> None:
 
 def test_a_cluster_alone_warms_up_again_below_its_cap() -> None:
     """H tripled for good, with nobody to compare with: patience, then a new warm-up."""
-    rng, story = random.Random(7), Story()
+    rng, story = random.Random(7), PenaltyStory()
     for _ in range(60):
         story.round(a=quiet(rng))
     said = [story.round(a=quiet(rng, 3.0))["a"].accepted for _ in range(20)]
@@ -182,7 +182,7 @@ def test_a_cluster_alone_warms_up_again_below_its_cap() -> None:
 
 def test_a_cluster_alone_without_statistics_is_held_against_the_model() -> None:
     """Its one accepted push had a base that is no ancestor and left no statistics: ‖θ₀‖ still bounds the next."""
-    story = Story(genesis_norm=100.0)
+    story = PenaltyStory(genesis_norm=100.0)
     exempt = story.penalty.judge_push("a", [1.0], True, 1, exempt=True)
     story.penalty.keep_statistics(*story.penalty.compute_statistics([Settled("a", exempt)], ["a"]))
     assert not story.round(a=1e6)["a"].accepted

@@ -15,7 +15,7 @@ from dips.slave.receiver import Receiver
 from dips.slave.sender import Sender
 from dips.transport.pool import Transit
 from dips.wire import streams
-from dips.wire.chunks import Layout, Range
+from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import BadFrame, Kind
 from dips.wire.streams import StreamName
 
@@ -27,7 +27,7 @@ PULLS = StreamName("demo", "pull", "x", 1, 1, 0, "s", 3, 1, str(V1))
 
 def opened() -> Admission:
     """Incarnation 3, with a push and a pull open."""
-    layout, array = Layout(Manifest.from_shapes([("a.w", (4,))]), (0,)), np.zeros(4, np.float32)
+    layout, array = LayerLayout(Manifest.from_shapes([("a.w", (4,))]), (0,)), np.zeros(4, np.float32)
     receiver, sender = Receiver(1, 4096, Transit(1 << 20), 1, 10.0), Sender(4096, 10.0, lambda: 0.0)
     receiver.use(layout)
     sender.use(layout)

@@ -15,7 +15,7 @@ from dips.slave.moves import Move, PushOver, Say, Staged
 from dips.slave.receiver import Receiver
 from dips.transport.pool import Transit
 from dips.wire import codecs, streams
-from dips.wire.chunks import Layout, Range
+from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import BadFrame, Dtype, Header, Kind
 from dips.wire.streams import StreamName
 
@@ -33,7 +33,7 @@ class OneRank:
     """A push of one rank, one lane, two chunks."""
 
     def __init__(self, codec: str = "fp32") -> None:
-        layout = Layout(Manifest((Layer("l", (Parameter("l.w", (N,)),)),)), (0,))
+        layout = LayerLayout(Manifest((Layer("l", (Parameter("l.w", (N,)),)),)), (0,))
         self.receiver = Receiver(1, 4096, Transit(1 << 20), 1, STALL_S)
         self.receiver.use(layout)
         self.buffer = np.zeros(N, np.float32)

@@ -11,7 +11,7 @@ from dips.slave.moves import Say
 from dips.slave.sender import Sender
 from dips.transport.credit import MOST_BYTES, MOST_CHUNKS
 from dips.wire import streams
-from dips.wire.chunks import Layout, Range
+from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import BadFrame, Kind
 from dips.wire.streams import StreamName
 
@@ -26,7 +26,7 @@ def name(epoch: int = 1, version: VersionId = V) -> StreamName:
 
 def serving(chunk_bytes: int = 4096) -> Sender:
     sender = Sender(chunk_bytes, 10.0, lambda: 0.0)
-    sender.use(Layout(MANIFEST, (0,)))
+    sender.use(LayerLayout(MANIFEST, (0,)))
     sender.open(PULL, V, {0: np.zeros(ITEMS, np.float32)}, 60.0, 0.0)
     return sender
 

@@ -18,7 +18,7 @@ from dips.slave.moves import Move, PushOver, Say, Staged
 from dips.slave.receiver import Receiver
 from dips.transport.pool import Transit
 from dips.wire import streams
-from dips.wire.chunks import Layout, Range
+from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import REASONS, BadFrame, Header, Kind, check_body, pack, run_id, unpack
 from dips.wire.streams import StreamName
 
@@ -36,13 +36,13 @@ VALUES = np.random.default_rng(7).standard_normal(N + 3).astype(np.float32)
 Frame = tuple[bytes, bytes]
 
 
-class World:
+class HostileWorld:
     """A slave's receiver, two honest ranks, and the frames between them, which the wire may do anything to."""
 
     def __init__(self) -> None:
         self.pool = Transit(LIMIT)
         self.receiver = Receiver(1, CHUNK, self.pool, concurrent_streams=2, stall_s=1e9)
-        self.layout = Layout(MANIFEST, (0,))
+        self.layout = LayerLayout(MANIFEST, (0,))
         self.receiver.use(self.layout)
         self.buffer = np.full(N + 3, np.nan, np.float32)
         self.receiver.open(PUSH, (0, 1), {0: self.buffer}, 1e9, 0.0)
@@ -129,7 +129,7 @@ deeds = st.one_of(
 )
 
 
-def play(world: World, deed: str, what) -> None:
+def play(world: HostileWorld, deed: str, what) -> None:
     """One thing that the wire, a stranger or a rank does."""
     if deed == "deliver":
         world.deliver(what)
@@ -166,7 +166,7 @@ def test_what_is_staged_is_what_was_sent(story):
 
     Guards: invariants 5 (old epochs change nothing), 8 and 11 (bounded memory, nothing written after the freeze).
     """
-    world = World()
+    world = HostileWorld()
     world.connect(0)
     world.connect(1)
     for deed, what in story:
@@ -197,7 +197,7 @@ def test_what_is_staged_is_what_was_sent(story):
 @given(st.binary(max_size=300), st.integers(0, 1 << 40))
 def test_arbitrary_bytes_are_refused_by_name(noise, claimed):
     """No bytes at all make anything but a BadFrame with a known reason, whatever length a body is said to have."""
-    world = World()
+    world = HostileWorld()
     world.take(b"x", (noise[:64], noise[64:]))
     assert len(world.refused) == 1
     assert world.refused[0] in REASONS

@@ -14,7 +14,7 @@ from dips.slave.moves import Move, PushOver, Say, Staged, Wake
 from dips.slave.receiver import Receiver
 from dips.transport.pool import FLOOR_BYTES, Transit
 from dips.wire import streams
-from dips.wire.chunks import Layout, Range
+from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import BadFrame, Header, Kind
 from dips.wire.streams import StreamName
 
@@ -29,13 +29,13 @@ def name(rank: int, epoch: int = 1) -> StreamName:
     return StreamName("demo", "push", "fast", 1, 1, rank, "s0", 1, epoch, "")
 
 
-class Story:
+class ReceiverStory:
     """A push of two ranks with half of the parameter each; order 1, 0; concurrent_streams 1."""
 
     def __init__(self, transit: int = 1 << 20, concurrent_streams: int = 1) -> None:
         self.pool = Transit(transit)
         self.receiver = Receiver(1, 4096, self.pool, concurrent_streams, stall_s=10.0)
-        self.receiver.use(Layout(MANIFEST, (0,)))
+        self.receiver.use(LayerLayout(MANIFEST, (0,)))
         self.buffer = np.zeros(N, np.float32)
         self.receiver.open(PUSH, (1, 0), {0: self.buffer}, 60.0, 0.0)
 
@@ -62,7 +62,7 @@ def kinds(moves: list[Move]) -> list[str]:
 
 def test_nobody_is_asked_before_all_ranks_said_hello():
     """The ranges of all ranks are compared before the first WANT."""
-    story = Story()
+    story = ReceiverStory()
     assert kinds(story.hello(0)) == ["WELCOME"]
     assert story.wants() == []
     assert kinds(story.hello(1)) == ["WELCOME", "Wake", "Wake"]
@@ -71,7 +71,7 @@ def test_nobody_is_asked_before_all_ranks_said_hello():
 
 def test_a_new_order_of_asking_holds_from_the_next_turn_on():
     """Reorder before the ranks are there, repeated, unknown or of another size: the last good one counts."""
-    story = Story()
+    story = ReceiverStory()
     story.receiver.reorder(PUSH, (1, 0))
     story.receiver.reorder(PUSH, (0, 1))
     story.receiver.reorder(PUSH, (0, 1))
@@ -86,7 +86,7 @@ def test_a_new_order_of_asking_holds_from_the_next_turn_on():
 
 def test_pushes_stand_in_one_line():
     """The ranks of a push that joins come between those of the first, as their places say."""
-    story, later = Story(), PushId("fast", 1, 2)
+    story, later = ReceiverStory(), PushId("fast", 1, 2)
     story.receiver.open(later, (0,), {0: np.zeros(N, np.float32)}, 60.0, 0.0)
     story.receiver.reorder(PUSH, (2, 0))
     story.receiver.reorder(later, (1,))
@@ -105,7 +105,7 @@ def test_pushes_stand_in_one_line():
 
 def test_a_push_is_staged_when_the_last_chunk_is_in_its_place():
     """Each rank hears DONE when its own are here; the push is staged once, then frozen."""
-    story = Story()
+    story = ReceiverStory()
     story.hello(0)
     story.hello(1)
     news: list[str] = []
@@ -123,14 +123,14 @@ def test_a_push_is_staged_when_the_last_chunk_is_in_its_place():
 
 def test_ranks_without_anything_make_no_push_wait():
     """A push all of whose ranges one rank holds needs the HELLO of the other, and no byte of it."""
-    story = Story()
+    story = ReceiverStory()
     assert kinds(story.hello(0, ())) == ["WELCOME"]
     assert kinds(story.hello(1, HALVES)) == ["WELCOME", "Wake", "DONE"]
 
 
 def test_a_gap_is_told_to_every_rank():
     """And the push is over: the next HELLO hears it too."""
-    story = Story()
+    story = ReceiverStory()
     story.hello(0)
     moves = story.hello(1, ())
     assert kinds(moves) == ["WELCOME", "ERROR", "ERROR", "PushOver"]
@@ -140,7 +140,7 @@ def test_a_gap_is_told_to_every_rank():
 
 def test_other_ranges_after_a_break_are_refused():
     """What all agreed on does not change under way."""
-    story = Story()
+    story = ReceiverStory()
     story.hello(0)
     (answer,) = story.hello(0, (), epoch=2)
     assert isinstance(answer, Say)
@@ -149,7 +149,7 @@ def test_other_ranges_after_a_break_are_refused():
 
 def test_a_drop_between_claim_and_copy_writes_nothing():
     """A chunk waits in the stage's queue while its push is dropped: its bytes go nowhere, the books balance."""
-    story = Story()
+    story = ReceiverStory()
     story.hello(0)
     story.hello(1)
     peer, chunk = story.wants()[0]
@@ -164,7 +164,7 @@ def test_a_drop_between_claim_and_copy_writes_nothing():
 
 def test_who_waits_for_its_turn_is_not_stalled():
     """Silence counts only while something is owed: a push that nobody asks does not end."""
-    story = Story(transit=4096)
+    story = ReceiverStory(transit=4096)
     assert story.pool.take(4096)  # others use the whole pool
     story.hello(0)
     story.hello(1)
@@ -178,7 +178,7 @@ def test_who_waits_for_its_turn_is_not_stalled():
 
 def test_a_silent_rank_loses_its_turn_to_the_next():
     """Rank 1 was asked and does not answer: rank 0 is asked; the push goes on when rank 1 does."""
-    story = Story()
+    story = ReceiverStory()
     story.hello(0)
     story.hello(1)
     first = story.wants()
@@ -192,7 +192,7 @@ def test_a_silent_rank_loses_its_turn_to_the_next():
 
 def test_the_next_deadline_is_the_stall_the_deadline_or_a_turn_that_is_waited_for():
     """Who ticks then misses nothing: a push that stalls, one that is over, a rank that waits behind a slow one."""
-    story = Story()
+    story = ReceiverStory()
     assert story.receiver.next_deadline(0.0) == 10.0
     story.hello(0)
     story.hello(1)
@@ -209,7 +209,7 @@ def test_a_pool_with_room_for_no_chunk_of_the_smallest_cost_counts_as_empty():
     """A lane that was refused by the pool is woken by the next chunk that comes to its place on any lane."""
     manifest = Manifest((Layer("a", (Parameter("a.w", (4,)),)),))
     receiver = Receiver(2, 8, Transit(FLOOR_BYTES + 100), 1, stall_s=10.0)
-    receiver.use(Layout(manifest, (0,)))
+    receiver.use(LayerLayout(manifest, (0,)))
     receiver.open(PUSH, (0,), {0: np.zeros(4, np.float32)}, 60.0, 0.0)
     names = [StreamName("demo", "push", "fast", 1, 1, 0, "s0", 1, 1, "", lane) for lane in range(2)]
     for lane in range(2):

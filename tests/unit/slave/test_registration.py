@@ -57,7 +57,7 @@ class RegistrationRig:
         assert self.answer(Hold(), Followed.SERVES, 0.0) == []
         return self
 
-    def beat(self, now: float) -> SlaveHeartbeat:
+    def heartbeat(self, now: float) -> SlaveHeartbeat:
         """The heartbeat that is due now."""
         (call,) = self.heartbeats.tick(now)
         assert isinstance(call, CallMaster)
@@ -134,11 +134,11 @@ def test_one_heartbeat_at_a_time_every_two_seconds() -> None:
     """The next is due two seconds after the last began, or as soon as that has ended."""
     slave = RegistrationRig().serving()
     assert slave.heartbeats.tick(0.0) == []
-    slave.beat(2.0)
+    slave.heartbeat(2.0)
     assert slave.heartbeats.tick(4.0) == []
     slave.heartbeats.on_answer(UnavailableMaster("slow"), 5.0)
     assert slave.heartbeats.next_deadline() == 5.0
-    slave.beat(5.0)
+    slave.heartbeat(5.0)
     slave.heartbeats.on_answer(UnavailableMaster("slow"), 5.5)
     assert slave.heartbeats.next_deadline() == 7.0
 
@@ -165,7 +165,7 @@ def test_a_heartbeat_can_ask_for_a_register(answer: SlaveHeartbeatAnswer | Excep
     """A master that does not know us as ready, a new master, and one that calls us stale."""
     slave = RegistrationRig().serving()
     slave.heartbeats.tick(0.0)
-    slave.beat(2.0)
+    slave.heartbeat(2.0)
     assert work_of(slave.heartbeats.on_answer(answer, 2.1)) == [DESCRIBE]
 
 
@@ -173,16 +173,16 @@ def test_an_answer_from_before_a_register_asks_for_no_second_one() -> None:
     """A slave that registers again loses its open round: the heartbeat had been sent under the registration before."""
     slave = RegistrationRig().serving()
     slave.heartbeats.tick(0.0)
-    slave.beat(2.0)
+    slave.heartbeat(2.0)
     assert slave.registration.request(slave.registration.number, 2.1) == [DESCRIBE]
     late = SlaveHeartbeatAnswer(1, 8.0, True, 0, (), ())
     assert work_of(slave.heartbeats.on_answer(late, 2.2)) == []
     slave.answer(Hold(), Followed.SERVES, 2.3)
-    slave.beat(4.0)
+    slave.heartbeat(4.0)
     slave.registration.request(slave.registration.number, 4.1)
     slave.answer(Hold(), Followed.SERVES, 4.2)
     assert work_of(slave.heartbeats.on_answer(late, 4.3)) == []
-    slave.beat(6.0)
+    slave.heartbeat(6.0)
     assert work_of(slave.heartbeats.on_answer(late, 6.1)) == [DESCRIBE]
 
 
@@ -191,16 +191,16 @@ def test_the_newest_list_of_what_is_live_heals_once_the_shard_has_a_turn() -> No
     slave = RegistrationRig().serving()
     slave.heartbeats.tick(0.0)
     lists = [SlaveHeartbeatAnswer(1, 8.0, False, n, (PushId("x", 1, n),), ()) for n in range(4)]
-    slave.beat(2.0)
+    slave.heartbeat(2.0)
     assert slave.heartbeats.on_answer(lists[0], 2.1) == [HealTransfers(lists[0])]
     for n, now in ((1, 4.0), (2, 6.0)):
-        slave.beat(now)
+        slave.heartbeat(now)
         assert slave.heartbeats.on_answer(lists[n], now) == []
     assert slave.heartbeats.on_healed([]) == [HealTransfers(lists[2])]
     assert slave.heartbeats.on_healed([]) == []
-    slave.beat(8.0)
+    slave.heartbeat(8.0)
     assert slave.heartbeats.on_answer(SlaveHeartbeatAnswer(0, 8.0, False, 9, (), ()), 8.1) == []
-    slave.beat(10.0)
+    slave.heartbeat(10.0)
     slave.standing = Standing(8, 1, GENESIS, (), 0, 0)
     assert slave.heartbeats.on_answer(lists[3], 10.1) == []
 
@@ -214,7 +214,7 @@ def test_a_silent_master_is_told_to_the_log_once_and_so_is_its_return() -> None:
         UnavailableMaster("1"), UnavailableMaster("2"), SlaveHeartbeatAnswer(1, 8.0, False, 0, (), ())
     ]  # fmt: skip
     for n, answer in enumerate(answers):
-        slave.beat(2.0 * (n + 1))
+        slave.heartbeat(2.0 * (n + 1))
         actions = slave.heartbeats.on_answer(answer, 2.0 * (n + 1))
         events += [action.event for action in actions if isinstance(action, WriteLog)]
     assert events == ["master_silent", "master_back"]

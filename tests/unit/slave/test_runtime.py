@@ -54,7 +54,7 @@ from dips.wire.messages import from_proto, to_proto, unwrap
 
 MANIFEST = Manifest.from_shapes([("a.w", (3,))])
 PUSH = PushId("x", 1, 1)
-BEAT_S = 0.01
+HEARTBEAT_S = 0.01
 
 
 class BufferFlow:
@@ -111,16 +111,18 @@ class GatedDisk:
 
 
 class ScriptedMaster:
-    """Answers by a script: `orders` one after another for Register, the last for ever; then `beat` for every beat."""
+    """Answers by a script: `orders` one after another for Register, the last for ever; then `heartbeat` for every
+    heartbeat.
+    """
 
     def __init__(self, *orders: SlaveOrder | Exception) -> None:
         self.orders = list(orders)
         self.term = 1
         self.registered: list[SlaveRegistered] = []
-        self.beats: list[SlaveHeartbeat] = []
+        self.heartbeats: list[SlaveHeartbeat] = []
         self.told: list[PushStaged | PushRefused] = []
-        self.beat: SlaveHeartbeatAnswer | Exception = SlaveHeartbeatAnswer(1, 10.0, False, 10**6, (PUSH,), ())
-        self.deaf_reports = 0
+        self.heartbeat: SlaveHeartbeatAnswer | Exception = SlaveHeartbeatAnswer(1, 10.0, False, 10**6, (PUSH,), ())
+        self.unresponsive_reports = 0
         self.happened = asyncio.Condition()
 
     async def Register(self, request: Any, timeout: float) -> Any:
@@ -130,11 +132,11 @@ class ScriptedMaster:
             raise order
         return to_proto(Registered(self.term, 7, order, GENESIS, (0,), ("",), MANIFEST.to_json()))
 
-    async def Beat(self, request: Any, timeout: float) -> Any:
-        await self._note(self.beats, from_proto(request, SlaveHeartbeat))
-        if isinstance(self.beat, Exception):
-            raise self.beat
-        return to_proto(self.beat)
+    async def Heartbeat(self, request: Any, timeout: float) -> Any:
+        await self._note(self.heartbeats, from_proto(request, SlaveHeartbeat))
+        if isinstance(self.heartbeat, Exception):
+            raise self.heartbeat
+        return to_proto(self.heartbeat)
 
     async def Staged(self, request: Any, timeout: float) -> Any:
         return await self._hear(from_proto(request, PushStaged))
@@ -148,8 +150,8 @@ class ScriptedMaster:
             await self.happened.wait_for(holds)
 
     async def _hear(self, report: PushStaged | PushRefused) -> Any:
-        if self.deaf_reports:
-            self.deaf_reports -= 1
+        if self.unresponsive_reports:
+            self.unresponsive_reports -= 1
             raise UnavailableMaster("away")
         await self._note(self.told, report)
         return to_proto(Acknowledged())
@@ -173,7 +175,13 @@ class RunningSlave:
         self.thread.own(self.shard)
         who = SlaveIdentity("run", "s", "nonce", "h:1", ("h:2",), "m:1")
         self.core = SlaveCore(
-            who, SlaveTiming(BEAT_S), lambda: self.thread.standing, self.flow.transfers, self.meters, prepare, Random()
+            who,
+            SlaveTiming(HEARTBEAT_S),
+            lambda: self.thread.standing,
+            self.flow.transfers,
+            self.meters,
+            prepare,
+            Random(),
         )
         self.runtime = SlaveRuntime(self.core, self.thread, master, master, "m:1", log)
         self.servicer = OrderServicer(self.runtime)
@@ -185,8 +193,10 @@ class RunningSlave:
         return Meters(5, 6, self.thread.persist_s, self.thread.apply_s)
 
     async def ready(self) -> None:
-        """Wait until Hold was followed and a beat was answered: a beat alone may come before the last Register."""
-        await self.master.until(lambda: self.core.serving and bool(self.master.beats))
+        """Wait until Hold was followed and a heartbeat was answered: a heartbeat alone may come before the last
+        Register.
+        """
+        await self.master.until(lambda: self.core.serving and bool(self.master.heartbeats))
 
     async def order(self, body: OrderBody, deadline_s: float = 10.0, number: int | None = None) -> Any:
         self.number += number is None
@@ -200,66 +210,66 @@ async def living(
     master: ScriptedMaster, prepare: Callable[[Registered], None] = lambda _: None
 ) -> AsyncIterator[RunningSlave]:
     with ThreadPoolExecutor(1) as thread:
-        life = RunningSlave(master, thread, prepare)
+        incarnation = RunningSlave(master, thread, prepare)
         try:
-            yield life
+            yield incarnation
         finally:
-            life.task.cancel()
-            await asyncio.gather(life.task, return_exceptions=True)
+            incarnation.task.cancel()
+            await asyncio.gather(incarnation.task, return_exceptions=True)
 
 
-async def test_it_registers_until_hold_then_beats() -> None:
-    """Away, RegisterLater and Load are followed by another Register with the same nonce; then beats name it."""
+async def test_it_registers_until_hold_then_heartbeats() -> None:
+    """Away, RegisterLater and Load are followed by another Register with the same nonce; then heartbeats name it."""
     master = ScriptedMaster(UnavailableMaster("away"), RegisterLater(0.001, "restoring"), LoadVersion(GENESIS), Hold())
-    async with living(master) as life:
-        await life.ready()
-        await master.until(lambda: master.beats[-1].memory == GENESIS)
+    async with living(master) as incarnation:
+        await incarnation.ready()
+        await master.until(lambda: master.heartbeats[-1].memory == GENESIS)
         assert [r.memory for r in master.registered] == [None, None, None, GENESIS]
         assert {r.nonce for r in master.registered} == {"nonce"}
-        beat = master.beats[-1]
-        assert (beat.slave, beat.sinc, beat.term) == ("s", 7, 1)
-        assert (beat.bytes_in, beat.bytes_out, beat.transfers[0].nbytes) == (5, 6, 4)
-        assert beat.pool_limit == 12 * 5
-        assert not life.task.done()
+        heartbeat = master.heartbeats[-1]
+        assert (heartbeat.slave, heartbeat.sinc, heartbeat.term) == ("s", 7, 1)
+        assert (heartbeat.bytes_in, heartbeat.bytes_out, heartbeat.transfers[0].nbytes) == (5, 6, 4)
+        assert heartbeat.pool_limit == 12 * 5
+        assert not incarnation.task.done()
 
 
-async def test_it_registers_again_when_a_beat_says_so() -> None:
-    """A master that does not know us as ready gets a Register; a beat sent before it asks for no second one."""
+async def test_it_registers_again_when_a_heartbeat_says_so() -> None:
+    """A master that does not know us as ready gets a Register; a heartbeat sent before it asks for no second one."""
     master = ScriptedMaster(LoadVersion(GENESIS), Hold())
-    async with living(master) as life:
-        await life.ready()
+    async with living(master) as incarnation:
+        await incarnation.ready()
         assert len(master.registered) == 2
-        master.beat = SlaveHeartbeatAnswer(1, 10.0, True, 0, (), ())
+        master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, True, 0, (), ())
         await master.until(lambda: len(master.registered) == 3)
-        master.beat = SlaveHeartbeatAnswer(1, 10.0, False, 0, (), ())
-        seen = len(master.beats)
-        await master.until(lambda: len(master.beats) >= seen + 5)
+        master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, False, 0, (), ())
+        seen = len(master.heartbeats)
+        await master.until(lambda: len(master.heartbeats) >= seen + 5)
         assert len(master.registered) <= 4
 
 
 @pytest.mark.parametrize("trouble", [UnavailableMaster("gone"), StaleTerm("you are early")])
 async def test_a_master_that_goes_away_is_waited_for(trouble: Exception) -> None:
-    """Beats that fail end nothing; after a refusal as stale the slave registers with whoever answers."""
+    """Heartbeats that fail end nothing; after a refusal as stale the slave registers with whoever answers."""
     master = ScriptedMaster(LoadVersion(GENESIS), Hold())
     with capture_logs() as logs:
-        async with living(master) as life:
-            await life.ready()
-            master.beat = trouble
-            seen = len(master.beats)
-            await master.until(lambda: len(master.beats) >= seen + 3)
+        async with living(master) as incarnation:
+            await incarnation.ready()
+            master.heartbeat = trouble
+            seen = len(master.heartbeats)
+            await master.until(lambda: len(master.heartbeats) >= seen + 3)
             master.term = 2
-            master.beat = SlaveHeartbeatAnswer(2, 10.0, False, 0, (), ())
-            await master.until(lambda: master.beats[-1].term == 2)
-            assert not life.task.done()
-    assert {"master_silent", "beat_refused"} & {line["event"] for line in logs}
+            master.heartbeat = SlaveHeartbeatAnswer(2, 10.0, False, 0, (), ())
+            await master.until(lambda: master.heartbeats[-1].term == 2)
+            assert not incarnation.task.done()
+    assert {"master_silent", "heartbeat_refused"} & {line["event"] for line in logs}
 
 
 @pytest.mark.parametrize("error", [ConfigError("slave 's': no such slave"), LocalProtocolError("our bug")])
 async def test_a_refusal_for_good_ends_the_session(error: Exception) -> None:
     """What no waiting mends is raised, so that the daemon ends with its message and code."""
-    async with living(ScriptedMaster(error)) as life:
+    async with living(ScriptedMaster(error)) as incarnation:
         with pytest.raises(type(error), match=str(error)):
-            await asyncio.wait_for(life.task, 10)
+            await asyncio.wait_for(incarnation.task, 10)
 
 
 async def test_a_machine_without_the_memory_ends_the_session() -> None:
@@ -268,100 +278,100 @@ async def test_a_machine_without_the_memory_ends_the_session() -> None:
     def prepare(registered: Registered) -> None:
         raise ConfigError("slots, pinned, transit_bytes: this slave needs ..")
 
-    async with living(ScriptedMaster(LoadVersion(GENESIS)), prepare) as life:
+    async with living(ScriptedMaster(LoadVersion(GENESIS)), prepare) as incarnation:
         with pytest.raises(ConfigError, match="this slave needs"):
-            await asyncio.wait_for(life.task, 10)
-        assert life.shard.versions.limit_bytes == 0
+            await asyncio.wait_for(incarnation.task, 10)
+        assert incarnation.shard.versions.limit_bytes == 0
 
 
 async def test_staged_and_refused_are_told_until_heard() -> None:
-    """News of the flow reaches the master although it was away at first; every beat repeats what is staged."""
+    """News of the flow reaches the master although it was away at first; every heartbeat repeats what is staged."""
     master = ScriptedMaster(LoadVersion(GENESIS), Hold())
-    master.deaf_reports = 2
-    async with living(master) as life:
-        await life.ready()
-        assert await life.order(OpenPush(PUSH, (0,), 60.0)) == Done()
-        assert life.flow.events is not None
-        life.flow.events.staged(PUSH, 12)
+    master.unresponsive_reports = 2
+    async with living(master) as incarnation:
+        await incarnation.ready()
+        assert await incarnation.order(OpenPush(PUSH, (0,), 60.0)) == Done()
+        assert incarnation.flow.events is not None
+        incarnation.flow.events.staged(PUSH, 12)
         await master.until(lambda: master.told == [PushStaged("s", 7, PUSH, 12)])
-        await master.until(lambda: master.beats[-1].staged == (PUSH,))
-        life.flow.events.refused(PUSH, "it stalled")
+        await master.until(lambda: master.heartbeats[-1].staged == (PUSH,))
+        incarnation.flow.events.refused(PUSH, "it stalled")
         await master.until(lambda: master.told[1:] == [PushRefused("s", 7, PUSH, "it stalled")])
 
 
-async def test_beats_go_on_while_the_shard_is_busy() -> None:
-    """An order that takes long does not silence the slave: beats read the last standing."""
+async def test_heartbeats_go_on_while_the_shard_is_busy() -> None:
+    """An order that takes long does not silence the slave: heartbeats read the last standing."""
     master = ScriptedMaster(LoadVersion(GENESIS), Hold())
-    async with living(master) as life:
-        await life.ready()
+    async with living(master) as incarnation:
+        await incarnation.ready()
         gate = threading.Event()
-        working = asyncio.wrap_future(life.thread.submit(lambda shard: gate.wait(10)))
-        seen = len(master.beats)
-        await master.until(lambda: len(master.beats) >= seen + 5)
+        working = asyncio.wrap_future(incarnation.thread.submit(lambda shard: gate.wait(10)))
+        seen = len(master.heartbeats)
+        await master.until(lambda: len(master.heartbeats) >= seen + 5)
         gate.set()
         assert await working is True
 
 
-async def test_a_beat_heals_what_the_master_does_not_list() -> None:
+async def test_a_heartbeat_heals_what_the_master_does_not_list() -> None:
     """A push that is not live at the master is dropped here, and its slot is free again."""
     master = ScriptedMaster(LoadVersion(GENESIS), Hold())
-    async with living(master) as life:
-        await life.ready()
-        await life.order(OpenPush(PUSH, (0,), 60.0))
-        master.beat = SlaveHeartbeatAnswer(1, 10.0, False, 10**6, (), ())
-        await master.until(lambda: not life.flow.pushes)
+    async with living(master) as incarnation:
+        await incarnation.ready()
+        await incarnation.order(OpenPush(PUSH, (0,), 60.0))
+        master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, False, 10**6, (), ())
+        await master.until(lambda: not incarnation.flow.pushes)
 
 
 async def test_busy_is_tried_again_until_the_deadline() -> None:
     """An OpenPush that finds no slot waits for a DropPush behind it; without one it is refused before its deadline."""
     master = ScriptedMaster(LoadVersion(GENESIS), Hold())
     other = PushId("y", 1, 1)
-    master.beat = SlaveHeartbeatAnswer(1, 10.0, False, 0, (), ())
-    async with living(master) as life:
-        await life.ready()
-        await life.order(OpenPush(PUSH, (0,), 60.0))
+    master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, False, 0, (), ())
+    async with living(master) as incarnation:
+        await incarnation.ready()
+        await incarnation.order(OpenPush(PUSH, (0,), 60.0))
         with pytest.raises(Busy):
-            await life.order(OpenPush(other, (0,), 60.0), deadline_s=0.2)
-        waiting = asyncio.create_task(life.order(OpenPush(other, (0,), 60.0)))
-        await life.order(Ping())
+            await incarnation.order(OpenPush(other, (0,), 60.0), deadline_s=0.2)
+        waiting = asyncio.create_task(incarnation.order(OpenPush(other, (0,), 60.0)))
+        await incarnation.order(Ping())
         assert not waiting.done()
-        await life.order(DropPush(PUSH, "over"))
+        await incarnation.order(DropPush(PUSH, "over"))
         assert await waiting == Done()
 
 
 async def test_orders_of_a_round_through_the_servicer() -> None:
-    """Orders and answers pass the wire's spelling unchanged, and the time of Apply is told in beats."""
+    """Orders and answers pass the wire's spelling unchanged, and the time of Apply is told in heartbeats."""
     master = ScriptedMaster(LoadVersion(GENESIS), Hold())
-    async with living(master) as life:
-        await life.ready()
-        await life.order(OpenPush(PUSH, (0,), 60.0))
-        life.flow.pushes[PUSH][0].fill(0.5)
-        assert life.flow.events is not None
-        life.flow.events.staged(PUSH, 12)
-        measured = await life.order(Measure(1, PUSH, GENESIS))
+    async with living(master) as incarnation:
+        await incarnation.ready()
+        await incarnation.order(OpenPush(PUSH, (0,), 60.0))
+        incarnation.flow.pushes[PUSH][0].fill(0.5)
+        assert incarnation.flow.events is not None
+        incarnation.flow.events.staged(PUSH, 12)
+        measured = await incarnation.order(Measure(1, PUSH, GENESIS))
         assert (measured.layer_sq, measured.finite) == ((0.75,), True)
-        assert (await life.order(Fold(1, PUSH, 1.0))).acc_sq == 0.75
-        assert await life.order(Apply(1, VersionId(1, 1), 1.0, 0.7, 0.8)) == Prepared(VersionId(1, 1))
-        await master.until(lambda: master.beats[-1].apply_s > 0)
+        assert (await incarnation.order(Fold(1, PUSH, 1.0))).acc_sq == 0.75
+        assert await incarnation.order(Apply(1, VersionId(1, 1), 1.0, 0.7, 0.8)) == Prepared(VersionId(1, 1))
+        await master.until(lambda: master.heartbeats[-1].apply_s > 0)
 
 
 async def test_a_snapshot_is_written_beside_the_orders() -> None:
     """While the served version is being written, a push opens and an Apply waits; a repeated Persist writes once."""
     master = ScriptedMaster(LoadVersion(GENESIS), Hold())
-    async with living(master) as life:
-        await life.ready()
-        disk = life.shard._disk
+    async with living(master) as incarnation:
+        await incarnation.ready()
+        disk = incarnation.shard._disk
         assert isinstance(disk, GatedDisk)
-        await make_version(life, 1, PUSH, GENESIS)
-        await life.order(Commit(VersionId(1, 1), (), 1.0))
+        await make_version(incarnation, 1, PUSH, GENESIS)
+        await incarnation.order(Commit(VersionId(1, 1), (), 1.0))
         persist = Persist(VersionId(1, 1))
-        first = asyncio.create_task(life.order(persist, number=100))
+        first = asyncio.create_task(incarnation.order(persist, number=100))
         second = PushId(PUSH.cluster, PUSH.inc, PUSH.seq + 1)
-        master.beat = SlaveHeartbeatAnswer(1, 10.0, False, 10**6, (second,), ())
-        apply = asyncio.create_task(make_version(life, 2, second, VersionId(1, 1)))
-        await master.until(lambda: life.shard.versions.folded)
+        master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, False, 10**6, (second,), ())
+        apply = asyncio.create_task(make_version(incarnation, 2, second, VersionId(1, 1)))
+        await master.until(lambda: incarnation.shard.versions.folded)
         first.cancel()  # the connection breaks, and the order is sent again
-        again = asyncio.create_task(life.order(persist, number=100))
+        again = asyncio.create_task(incarnation.order(persist, number=100))
         await asyncio.sleep(0.05)
         assert not (apply.done() or again.done())
         disk.may_write.set()
@@ -370,15 +380,15 @@ async def test_a_snapshot_is_written_beside_the_orders() -> None:
         assert disk.writes == 1
 
 
-async def make_version(life: RunningSlave, round_: int, push: PushId, head: VersionId) -> Any:
+async def make_version(incarnation: RunningSlave, round_: int, push: PushId, head: VersionId) -> Any:
     """One push in, up to Prepared."""
-    await life.order(OpenPush(push, (0,), 60.0))
-    life.flow.pushes[push][0].fill(0.5)
-    assert life.flow.events is not None
-    life.flow.events.staged(push, 12)
-    await life.order(Measure(round_, push, head))
-    await life.order(Fold(round_, push, 1.0))
-    return await life.order(Apply(round_, VersionId(head.version + 1, round_), 1.0, 0.7, 0.8))
+    await incarnation.order(OpenPush(push, (0,), 60.0))
+    incarnation.flow.pushes[push][0].fill(0.5)
+    assert incarnation.flow.events is not None
+    incarnation.flow.events.staged(push, 12)
+    await incarnation.order(Measure(round_, push, head))
+    await incarnation.order(Fold(round_, push, 1.0))
+    return await incarnation.order(Apply(round_, VersionId(head.version + 1, round_), 1.0, 0.7, 0.8))
 
 
 async def test_a_failure_in_news_of_the_flow_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.moves import Move, Released, Say, SourceMoved
 from dips.slave.sender import ChunkSend, Sender
 from dips.wire import streams
-from dips.wire.chunks import Layout, Range
+from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import BadFrame, Kind, check_body, unpack
 from dips.wire.streams import StreamName
 
@@ -21,7 +21,7 @@ MANIFEST = Manifest((Layer("a", (Parameter("a.w", (1000,)),)),))
 CHUNK = Range(0, 0, 100, 50)
 
 
-class Tracker:
+class SentTracker:
     """libzmq's word on a body, as the test wants it."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ def name(epoch: int = 1) -> StreamName:
 
 def make() -> Sender:
     sender = Sender(4096, 10.0, lambda: 0.0)
-    sender.use(Layout(MANIFEST, (0,)))
+    sender.use(LayerLayout(MANIFEST, (0,)))
     sender.open(PULL, V, {0: np.arange(1000, dtype=np.float32)}, 60.0, 0.0)
     return sender
 
@@ -62,7 +62,7 @@ def test_a_chunk_leaves_from_the_source_with_its_checksum():
 
 def test_a_source_is_held_until_the_last_tracker_is_done():
     """Not at send, not at DONE, not at close: when libzmq has let go; and it is said once."""
-    sender, tracker = make(), Tracker()
+    sender, tracker = make(), SentTracker()
     job = asked(sender)
     sender.sent(job, tracker)
     sender.done(0, b"p", name().id)
@@ -91,7 +91,7 @@ def test_a_source_that_was_moved_is_held_until_its_last_chunk_is_gone():
 
     SourceMoved is said once, when no queued chunk and no tracker holds a byte of the old one.
     """
-    sender, tracker, copy = make(), Tracker(), np.arange(1000, dtype=np.float32)
+    sender, tracker, copy = make(), SentTracker(), np.arange(1000, dtype=np.float32)
     before = asked(sender)
     (queued,) = sender.want(0, b"p", name().id, (CHUNK,), 0.0)
     sender.sent(before, tracker)
@@ -125,7 +125,7 @@ def test_a_closed_pull_is_released_and_not_moved():
 
 def test_a_superseded_connection_is_waited_for():
     """A later epoch takes over at once; what libzmq still holds for the old one keeps the source."""
-    sender, old, new = make(), Tracker(), Tracker()
+    sender, old, new = make(), SentTracker(), SentTracker()
     sender.sent(asked(sender, b"old", 1), old)
     sender.sent(asked(sender, b"new", 2), new)
     with pytest.raises(BadFrame, match="no stream"):
@@ -140,7 +140,7 @@ def test_a_superseded_connection_is_waited_for():
 
 def test_progress_keeps_a_pull_and_silence_ends_it():
     """A pull stalls when nothing is asked and nothing leaves; its deadline ends it in any case."""
-    sender, tracker = make(), Tracker()
+    sender, tracker = make(), SentTracker()
     sender.sent(asked(sender), tracker)
     assert sender.tick(9.0) == []
     tracker.done = True

@@ -50,7 +50,8 @@ def test_failure_4_a_swallowed_error() -> None:
 
 
 def test_a_full_disk_is_found_before_anything_is_computed() -> None:
-    """Apply reserves the snapshot's room first; without room it changes nothing and is legal again (why.md 21)."""
+    """Apply reserves the snapshot's room first; without room it changes nothing and is legal again
+    (docs/rationale.md#21)."""
     slave = ShardRig().ready()
     slave.fold(P1, 0.5)
     before, slave.disk.full = slave.shard.versions.holders(), True
@@ -74,7 +75,8 @@ def test_a_failed_persist_leaves_what_is_prepared() -> None:
 
 
 def test_what_is_written_beside_is_not_taken_away() -> None:
-    """While the served version's snapshot is being written, pushes go on; Apply and Load wait (protocol.md 2)."""
+    """While the served version's snapshot is being written, pushes go on; Apply and Load wait
+    (docs/protocol.md#memory)."""
     slave = ShardRig().ready()
     first = slave.prepare(persist=False)
     slave.order(Commit(first, (), 1.0))
@@ -162,7 +164,8 @@ def test_a_later_round_presumes_the_earlier_aborted() -> None:
 
 
 def test_a_slave_in_doubt_enters_no_round() -> None:
-    """With a prepared version neither committed nor aborted, no other round begins; it is kept (why.md 1)."""
+    """With a prepared version neither committed nor aborted, no other round begins; it is kept
+    (docs/rationale.md#1)."""
     slave = ShardRig().ready()
     version = slave.prepare()
     slave.stage(P2, 0.5)
@@ -207,7 +210,8 @@ def test_apply_waits_for_a_reader() -> None:
 
 
 def test_apply_moves_slow_readers_to_the_snapshot_file() -> None:
-    """A version too many in memory gives its bank up to θ′: its readers read the same bytes from its file (why.md 19).
+    """A version too many in memory gives its bank up to θ′: its readers read the same bytes from its file
+    (docs/rationale.md#19).
 
     The bank is free when the flow says that nothing of it is in flight, not before (guards invariant 11).
     """

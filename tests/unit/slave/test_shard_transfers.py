@@ -123,7 +123,7 @@ def test_a_refused_push_frees_its_slot_and_is_told() -> None:
 
 
 def test_a_pin_ends_when_the_flow_says_released() -> None:
-    """ClosePull alone unpins nothing: libzmq may still read (guards invariant 11, why.md 8)."""
+    """ClosePull alone unpins nothing: libzmq may still read (guards invariant 11, docs/rationale.md#8)."""
     slave = ShardRig().ready()
     slave.order(OpenPull(PULL, GENESIS, 60.0))
     slave.order(ClosePull(PULL))
@@ -135,7 +135,7 @@ def test_a_pin_ends_when_the_flow_says_released() -> None:
 
 
 def test_heal_drops_what_the_master_does_not_list() -> None:
-    """Only what an order up to as_of opened is dropped; what a later order opened stays (why.md 13)."""
+    """Only what an order up to as_of opened is dropped; what a later order opened stays (docs/rationale.md#13)."""
     slave = ShardRig(slots=2).ready()
     slave.stage(P1, 0.5)
     slave.order(OpenPull(PULL, GENESIS, 60.0))

@@ -243,7 +243,8 @@ def test_delete_removes_what_is_named_only(tmp_path: Path) -> None:
 
 
 def test_a_mapped_snapshot_outlives_its_deletion(tmp_path: Path) -> None:
-    """A slow reader keeps the bytes of a version that is retired, replaced or deleted under it (why.md 19)."""
+    """A slow reader keeps the bytes of a version that is retired, replaced or deleted under it
+    (docs/rationale.md#19)."""
     snapshots = opened(tmp_path / "s")
     theta, momentum = arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2)
     snapshots.write(V1, theta, momentum)
@@ -292,7 +293,7 @@ def test_version_zero_is_mapped_where_its_layers_lie_whole(tmp_path: Path) -> No
 
 
 def test_a_second_slave_on_the_directory_is_refused(tmp_path: Path) -> None:
-    """The directory is held for life: a second process gets an error that names it, until the first is gone."""
+    """The directory is held as long as its slave runs: a second process gets an error that names it."""
     snapshots = opened(tmp_path / "s")
     with pytest.raises(ConfigError, match=f"{tmp_path / 's'} is held by another running slave"):
         opened(tmp_path / "s")

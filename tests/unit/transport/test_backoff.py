@@ -7,7 +7,7 @@ from random import Random
 from dips.transport.backoff import Backoff
 
 
-class FullPauses(Random):
+class LongestPauses(Random):
     """Draws the longest pause that is allowed."""
 
     def uniform(self, a: float, b: float) -> float:
@@ -16,7 +16,7 @@ class FullPauses(Random):
 
 def test_pauses_double_up_to_the_longest() -> None:
     """Without jitter: 0.5, 1, 2, 3, 3 seconds, and after a success 0.5 again."""
-    backoff = Backoff(0.5, 3.0, FullPauses())
+    backoff = Backoff(0.5, 3.0, LongestPauses())
     assert [backoff.next_pause_s() for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
     backoff.reset()
     assert backoff.next_pause_s() == 0.5

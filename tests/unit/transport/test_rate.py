@@ -1,4 +1,4 @@
-"""Rate: what a transfer moves now, not what it moved in its life."""
+"""Rate: what a transfer moves now, not what it moved in its incarnation."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.wire.chunks import Layout, Range, split, uncovered
+from dips.wire.chunks import LayerLayout, Range, split, uncovered
 
 MANIFEST = Manifest(
     (
@@ -14,7 +14,7 @@ MANIFEST = Manifest(
         Layer("b", (Parameter("b.w", (8,)),)),
     )
 )
-LAYOUT = Layout(MANIFEST, (0, 1))
+LAYOUT = LayerLayout(MANIFEST, (0, 1))
 WHOLE = [Range(0, 0, 0, 30), Range(0, 1, 0, 10), Range(1, 0, 0, 8)]
 
 
@@ -39,7 +39,7 @@ def test_what_is_not_held_is_outside():
     assert LAYOUT.outside([Range(0, 2, 0, 1)]) == "layer 0 parameter 2 is not held here"
     assert LAYOUT.outside([Range(0, 1, 9, 2)]) == "a.b: elements 9 to 11 were named, it has 10"
     assert LAYOUT.outside([Range(0, 1, 0, 0)]) is not None
-    assert Layout(MANIFEST, (1,)).outside([Range(0, 0, 0, 1)]) is not None
+    assert LayerLayout(MANIFEST, (1,)).outside([Range(0, 0, 0, 1)]) is not None
 
 
 def test_ranks_that_cover_everything_once_have_no_problem():
@@ -60,7 +60,7 @@ def test_a_gap_and_an_overlap_are_named():
 def test_a_long_list_of_problems_is_cut():
     """A person reads at most a few lines."""
     manifest = Manifest(tuple(Layer(f"l{i}", (Parameter(f"l{i}.w", (2,)),)) for i in range(20)))
-    problems = uncovered(Layout(manifest, range(20)), {})
+    problems = uncovered(LayerLayout(manifest, range(20)), {})
     assert len(problems) == 6
     assert problems[-1] == "and 15 more"
 
@@ -68,7 +68,7 @@ def test_a_long_list_of_problems_is_cut():
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 8)), max_size=5))
 def test_the_cover_check_agrees_with_counting(spans):
     """Against the dumb twin: each element is counted once, or there is a problem."""
-    layout = Layout(MANIFEST, (1,))
+    layout = LayerLayout(MANIFEST, (1,))
     pieces = [Range(1, 0, offset, min(length, 8 - offset)) for offset, length in spans]
     counts = [sum(p.offset <= e < p.offset + p.length for p in pieces) for e in range(8)]
     claims = {f"rank {i}": [piece] for i, piece in enumerate(pieces)}

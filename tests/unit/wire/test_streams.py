@@ -93,7 +93,7 @@ def test_a_hello_that_does_not_fit_says_so_to_its_sender():
 
 
 def test_every_part_of_a_name_makes_another_stream():
-    """No two lives of anybody share a stream."""
+    """No two incarnations of anybody share a stream."""
     for field in fields(StreamName):
         value = getattr(NAME, field.name)
         other = replace(NAME, **{field.name: value + 1 if isinstance(value, int) else value + "x"})

@@ -49,7 +49,7 @@ def test_what_is_saved(play: Play) -> None:
     assert (found.ranges, found.ahead, found.pending, found.settled) == ((5,), (6, 7), False, 0)
 
 
-def test_resumed_in_the_same_life(play: Play) -> None:
+def test_resumed_in_the_same_incarnation(play: Play) -> None:
     """The trainer crashed after the checkpoint: nothing is lost but what came after it."""
     found = saved_in(play)
     play.step(2)
@@ -63,7 +63,7 @@ def test_resumed_in_the_same_life(play: Play) -> None:
     assert play.send(RangeWanted(2, 1)) == RangeGiven(6), "the half-trained range first, the used-up one not again"
 
 
-def test_resumed_in_a_new_life(play: Play) -> None:
+def test_resumed_in_a_new_incarnation(play: Play) -> None:
     """The agent was started anew: the checkpoint's ranges are claimed by name."""
     found, other = saved_in(play), Play()
     other.begin(inc=2)
@@ -105,8 +105,8 @@ def test_not_after_an_inner_step(play: Play) -> None:
     assert isinstance(play.send(Resume(1, saved_in(play))), ErrorReply)
 
 
-def test_the_master_counts_what_was_settled_in_all_lives() -> None:
-    """Joined tells how many pushes of this cluster were settled before this life."""
+def test_the_master_counts_what_was_settled_in_all_incarnations() -> None:
+    """Joined tells how many pushes of this cluster were settled before this incarnation."""
     play = Play()
     play.send(play.attach())
     play.reply(Joined(3, 2, GENESIS, NONE_YET, (), settled=17))

@@ -37,7 +37,7 @@ def play() -> Play:
 
 
 def test_a_push_that_the_master_has_dropped_is_halted(play: Play) -> None:
-    """A beat that left while the push moved, answered without it, ends it; one from before the grant does not."""
+    """A heartbeat that left while the push moved, answered without it, ends it; one from before the grant does not."""
     play.begin()
     play.step()
     assert build_heartbeat(play.s) is not None
@@ -65,24 +65,32 @@ def test_a_push_that_the_master_has_dropped_is_halted(play: Play) -> None:
 
 
 def test_a_heartbeat_reports_the_rate_of_the_present_or_last_transfer(play: Play) -> None:
-    """Bytes over the time since the grant, while they move and after; a transfer shorter than a beat counts too."""
+    """Bytes over the time since the grant, while they move and after; a transfer shorter than a heartbeat counts
+    too.
+    """
     play.begin()
     play.step()
     play.now = 10.0
     verdict = play.push_until_granted()
     play.now = 12.0
     play.send(TransferProgress(play.s.trainer.attempt, 100, 400))
-    beat = build_heartbeat(play.s)
-    assert beat is not None and (beat.bytes_moved, beat.bytes_total, beat.bytes_per_s) == (100, 400, 50.0)
+    heartbeat = build_heartbeat(play.s)
+    assert heartbeat is not None and (heartbeat.bytes_moved, heartbeat.bytes_total, heartbeat.bytes_per_s) == (
+        100,
+        400,
+        50.0,
+    )
     play.now = 14.0
     play.send(PushMoved(play.s.trainer.attempt, next(play.number), verdict.seq, True, "", 400))
     play.now = 60.0
-    beat = build_heartbeat(play.s)
-    assert beat is not None and (beat.bytes_moved, beat.bytes_per_s) == (400, 100.0)
+    heartbeat = build_heartbeat(play.s)
+    assert heartbeat is not None and (heartbeat.bytes_moved, heartbeat.bytes_per_s) == (400, 100.0)
 
 
 def test_gone_joins_again_and_pulls_before_anything_counts(play: Play) -> None:
-    """The lease ran out: what was unsettled is lost, a new life begins with a new nonce, the trainer pulls the head."""
+    """The lease ran out: what was unsettled is lost, a new incarnation begins with a new nonce, the trainer pulls the
+    head.
+    """
     play.begin(ranges=(5,))
     play.send(RangeWanted(1, 1))
     play.step(3)
@@ -117,7 +125,9 @@ def test_fenced_stops_with_75(play: Play) -> None:
 
 
 def test_stale_incarnation_waits_for_the_heartbeat(play: Play) -> None:
-    """A question of a life that is not live says nothing about why; the next beat does, and it is hurried."""
+    """A question of an incarnation that is not live says nothing about why; the next heartbeat does, and it is
+    hurried.
+    """
     play.begin()
     play.step()
     want = play.want_push()

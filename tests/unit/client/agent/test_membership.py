@@ -21,7 +21,7 @@ def play() -> Play:
 
 
 def test_a_new_incarnation_has_no_accepted_push(play: Play) -> None:
-    """Its seq begins anew, so the old life's numbers must settle nothing [invariant 5]."""
+    """Its seq begins anew, so the old incarnation's numbers must settle nothing [invariant 5]."""
     play.begin()
     moved = play.push_until_committed()
     play.reply(outcome(OutcomeKind.ACCEPTED))
@@ -37,7 +37,7 @@ def test_a_new_incarnation_has_no_accepted_push(play: Play) -> None:
 
 
 def test_what_the_master_has_of_another_incarnation_is_not_taken_for_ours(play: Play) -> None:
-    """Between our lives 1 and 3 somebody else lived: nothing of life 1 is told again (seeds 86 and 233)."""
+    """Between our lives 1 and 3 somebody else lived: nothing of incarnation 1 is told again (seeds 86 and 233)."""
     play.begin()
     play.step(3)
     play.answer_heartbeat(ClusterStanding.GONE)
@@ -50,7 +50,9 @@ def test_what_the_master_has_of_another_incarnation_is_not_taken_for_ours(play: 
     [(2, 20, "the master knows of 30 of its 50 tokens"), (3, 0, "another agent lived between, elsewhere")],
 )
 def test_what_the_agent_before_consumed_is_reported_by_the_next(inc: int, lost: int, why: str) -> None:
-    """It died, and so did the master that had heard its beats: the next one in its directory tells what is missing."""
+    """It died, and so did the master that had heard its heartbeats: the next one in its directory tells what is
+    missing.
+    """
     play = Play(former=PastIncarnation(1, 50))
     assert isinstance(play.send(play.attach()), AskAgain)
     play.asked(ClusterJoined)

@@ -1,4 +1,4 @@
-"""The agent under `overlap: full`: the trainer trains on while push and pull move (why.md 36)."""
+"""The agent under `overlap: full`: the trainer trains on while push and pull move (docs/rationale.md#36)."""
 
 from __future__ import annotations
 

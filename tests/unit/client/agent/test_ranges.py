@@ -18,7 +18,9 @@ def play() -> Play:
 
 
 def test_a_data_range_is_to_be_had_between_join_and_pull(play: Play) -> None:
-    """A trainer of a new life gets ranges of that life, and nothing that it trains before its pull uses them up."""
+    """A trainer of a new incarnation gets ranges of that incarnation, and nothing that it trains before its pull uses
+    them up.
+    """
     play.begin(ranges=(5,))
     play.send(RangeWanted(1, 1))
     play.answer_heartbeat(ClusterStanding.GONE)

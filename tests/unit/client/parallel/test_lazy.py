@@ -17,7 +17,7 @@ from dips.client.rank.collectives import JobCollectives
 from dips.errors import ConfigError, LocalProtocolError
 
 
-class Layer(nn.Module):
+class LazyLayer(nn.Module):
     """Reads a weight of a module that it does not call, as nn.MultiheadAttention does."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Layer(nn.Module):
         return nn.functional.linear(self.inner(x), self.beside.weight, self.beside.bias)
 
 
-class Model(nn.Module):
+class LazyModel(nn.Module):
     """Parameters of its own, a list of layers, an output that is tied to the embedding."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
@@ -36,7 +36,7 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.scale = nn.Parameter(torch.ones(4))
         self.embed = nn.Embedding(7, 4)
-        self.layers = nn.ModuleList([Layer() for _ in range(3)])
+        self.layers = nn.ModuleList([LazyLayer() for _ in range(3)])
         self.outputs = nn.ModuleDict({"words": nn.Linear(4, 7, bias=False)})
         self.outputs["words"].weight = self.embed.weight
         self.to(dtype)
@@ -48,7 +48,7 @@ class Model(nn.Module):
         return self.outputs["words"](x)
 
 
-class Peeping(Model):
+class Peeping(LazyModel):
     """Reads a layer's weight without calling it or anything in it."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ def at(model: nn.Module, number: float) -> set[str]:
 
 def test_a_read_group_is_what_is_read_together() -> None:
     """The rest of the model, each layer, and what is tied in both places where it stands."""
-    model = Model()
+    model = LazyModel()
     found = find_read_groups(model, {p: name for name, p in model.named_parameters()})
     layers = [
         {f"layers.{i}.{part}.{kind}" for part in ("inner", "beside") for kind in ("weight", "bias")} for i in range(3)
@@ -90,7 +90,7 @@ def test_a_read_group_is_what_is_read_together() -> None:
 
 def test_frozen_parameters_are_in_no_read_group() -> None:
     """What is not pulled is not installed."""
-    model = Model()
+    model = LazyModel()
     model.layers.requires_grad_(False)
     memory = laid(model)
     land(memory, 2.0)
@@ -101,7 +101,7 @@ def test_frozen_parameters_are_in_no_read_group() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_layer_is_written_when_the_forward_comes_to_it(dtype: torch.dtype) -> None:
     """Before its first module computes, all of it, and nothing of the layers behind it."""
-    model = Model(dtype)
+    model = LazyModel(dtype)
     memory = laid(model)
     seen: dict[str, set[str]] = {}
     for name, module in model.named_modules():
@@ -154,7 +154,7 @@ class Queue:
 @torch.no_grad()
 def test_a_read_group_waits_for_its_own_copies_and_for_no_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """All are asked for when the version has landed; each forward finds its own arrived, in the order of the calls."""
-    model, queue = Model(), Queue()
+    model, queue = LazyModel(), Queue()
     memory = laid(model)
     monkeypatch.setattr(lazy, "_write_pulled", lambda one: queue.asked.append(lambda: one.view.copy_(one.host)))
     monkeypatch.setattr(memory, "_device", queue)
@@ -174,7 +174,7 @@ def test_a_read_group_waits_for_its_own_copies_and_for_no_later_ones(monkeypatch
 
 def test_a_module_called_by_itself_installs_all_of_its_read_group() -> None:
     """A model whose forward calls the parts of its layers, not the layers."""
-    model = Model()
+    model = LazyModel()
     memory = laid(model)
     land(memory, 3.0)
     model.layers[1].inner(torch.zeros(1, 4))
@@ -194,7 +194,7 @@ def test_a_module_called_by_itself_installs_all_of_its_read_group() -> None:
 )
 def test_whoever_reads_otherwise_has_all_of_it(reader: Any) -> None:
     """A checkpoint, of the model or of a part; a push; who asks for it."""
-    model = Model()
+    model = LazyModel()
     memory = laid(model)
     land(memory, 3.0)
     reader(model, memory)
@@ -204,7 +204,7 @@ def test_whoever_reads_otherwise_has_all_of_it(reader: Any) -> None:
 
 def test_what_a_checkpoint_brings_is_not_written_over() -> None:
     """Loaded after a pull: what was left of the pull comes before it."""
-    model = Model()
+    model = LazyModel()
     memory = laid(model)
     other = {name: torch.full_like(p, 9.0) for name, p in model.state_dict().items()}
     land(memory, 3.0)
@@ -216,7 +216,7 @@ def test_what_a_checkpoint_brings_is_not_written_over() -> None:
 
 def test_an_optimizer_finds_all_of_it() -> None:
     """What no forward came to is installed before the step; another model's optimizer is none of its business."""
-    model, other = Model(), nn.Linear(2, 2)
+    model, other = LazyModel(), nn.Linear(2, 2)
     memory = laid(model)
     land(memory, 3.0)
     torch.optim.SGD(other.parameters(), lr=1.0).step()
@@ -228,7 +228,7 @@ def test_an_optimizer_finds_all_of_it() -> None:
 
 def test_an_optimizer_with_a_closure_has_the_forward_still_before_it() -> None:
     """LBFGS calls the model within its step: all of it is installed before."""
-    model = Model()
+    model = LazyModel()
     memory = laid(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     land(memory, 3.0)
@@ -238,7 +238,7 @@ def test_an_optimizer_with_a_closure_has_the_forward_still_before_it() -> None:
 
 def test_a_step_on_the_former_version_is_refused() -> None:
     """Nothing of the model was called: its gradients, or what was written by hand, are of what is replaced."""
-    model = Model()
+    model = LazyModel()
     memory = laid(model)
     land(memory, 3.0)
     model.embed.forward(TOKENS).sum().backward()  # who calls this, and not the module, calls no hook
@@ -258,7 +258,7 @@ def test_a_parameter_that_was_read_in_passing_is_noticed() -> None:
 
 def test_an_install_that_breaks_off_leaves_a_torn_model() -> None:
     """Two tensors of a layer, the second of which cannot be written: nobody computes with it, nobody saves it."""
-    model = Model()
+    model = LazyModel()
     memory = laid(model)
     land(memory, 3.0)
     write, count = memory._write_copy, [0]
@@ -286,7 +286,7 @@ def test_an_install_that_breaks_off_leaves_a_torn_model() -> None:
 
 def test_a_copy_of_the_model_takes_nothing_of_it_along() -> None:
     """deepcopy while something is left: no host memory is copied, a call of the copy installs nothing anywhere."""
-    model = Model()
+    model = LazyModel()
     memory = laid(model)
     land(memory, 3.0)
     twin = copy.deepcopy(model)
@@ -302,8 +302,8 @@ def test_a_copy_of_the_model_takes_nothing_of_it_along() -> None:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: torch.compile(Model(), backend="eager"), "break the compiled graph of a OptimizedModule"),
-        (lambda: [Model()], "not supported for a model given in parts"),
+        (lambda: torch.compile(LazyModel(), backend="eager"), "break the compiled graph of a OptimizedModule"),
+        (lambda: [LazyModel()], "not supported for a model given in parts"),
         (lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "cannot hook into a RecursiveScriptModule"),
     ],
 )
@@ -315,9 +315,9 @@ def test_what_it_cannot_hook_into_is_refused(make: Any, why: str) -> None:
 
 def test_a_module_compiled_in_place_is_refused() -> None:
     """`module.compile()` leaves the module's class as it is."""
-    model = Model()
+    model = LazyModel()
     model.layers[1].compile(backend="eager")
-    with pytest.raises(ConfigError, match="break the compiled graph of a Layer"):
+    with pytest.raises(ConfigError, match="break the compiled graph of a LazyLayer"):
         laid(model)
 
 

@@ -111,7 +111,7 @@ def test_neither_end_believes_the_other_without_the_token() -> None:
         TokenClient(TOKEN, b"HTTP/1.1 400 Bad Request" + bytes(GREETING))
 
 
-class Agent:
+class AgentThread:
     """Answers Moving with Noted, in a thread with a loop of its own."""
 
     def __init__(self) -> None:
@@ -158,8 +158,8 @@ class Agent:
 
 
 @pytest.fixture(name="agent")
-def made_agent() -> Iterator[Agent]:
-    agent = Agent()
+def made_agent() -> Iterator[AgentThread]:
+    agent = AgentThread()
     yield agent
     agent.close()
 
@@ -168,7 +168,7 @@ def at(port: int, token: bytes = TOKEN) -> OnAnyHost:
     return OnAnyHost("127.0.0.1", port, token, "DIPS_AGENT")
 
 
-def test_questions_and_notices_over_tcp(agent: Agent) -> None:
+def test_questions_and_notices_over_tcp(agent: AgentThread) -> None:
     """As over the Unix socket."""
     connection = AgentConnection(at(agent.port), 2.0)
     connection.send(Stepped(1, 10, None))
@@ -177,7 +177,7 @@ def test_questions_and_notices_over_tcp(agent: Agent) -> None:
     connection.close()
 
 
-def test_a_rank_with_another_token_is_refused_at_once(agent: Agent) -> None:
+def test_a_rank_with_another_token_is_refused_at_once(agent: AgentThread) -> None:
     """Waiting would not help it."""
     with pytest.raises(Denied, match=r"tcp://127.0.0.1:.*same token"):
         AgentConnection.connect_within(at(agent.port, b"another token...."), 2.0, 60.0)
@@ -195,7 +195,7 @@ def test_an_error_names_what_was_tried(tmp_path: Path) -> None:
         AgentConnection(OnThisHost(tmp_path / "absent", "socket"), 2.0)
 
 
-def test_a_silent_connection_ends_with_the_agent_or_when_it_is_closed(agent: Agent) -> None:
+def test_a_silent_connection_ends_with_the_agent_or_when_it_is_closed(agent: AgentThread) -> None:
     """It is how a rank of another host sees that its agent is gone."""
     connections = [AgentConnection(at(agent.port), 2.0) for _ in range(2)]
     ended = [threading.Event(), threading.Event()]

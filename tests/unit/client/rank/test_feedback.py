@@ -16,7 +16,7 @@ CHUNK_BYTES = 4096
 LOSSY = ["bf16", "int8"]
 
 
-class Rank:
+class FeedbackRank:
     """A rank's model and host buffer, and a slave that decodes what it sends."""
 
     def __init__(self, codec: str, inc: int = 1) -> None:
@@ -78,7 +78,7 @@ def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def step_of(rank: Rank) -> float:
+def step_of(rank: FeedbackRank) -> float:
     """The most that one push of `train` can lose of an element."""
     return 6e-3 / 127 if rank.codec == "int8" else 6e-3 * 2.0**-8
 
@@ -86,7 +86,7 @@ def step_of(rank: Rank) -> float:
 @pytest.mark.parametrize("codec", LOSSY)
 def test_what_is_lost_comes_back(codec):
     """After 40 accepted pushes θ has the sum of all changes but one error; without feedback it drifts."""
-    rank, version = Rank(codec), GENESIS
+    rank, version = FeedbackRank(codec), GENESIS
     begin = [t.astype(np.float64) for t in rank.theta]
     true = [np.zeros(t.size) for t in rank.theta]
     bare = [np.zeros(t.size) for t in rank.theta]
@@ -110,7 +110,7 @@ def test_what_is_lost_comes_back(codec):
 @pytest.mark.parametrize("outcome", ["skipped", "dropped"])
 def test_a_push_that_came_to_nothing_changes_nothing_that_is_owed(codec, outcome):
     """Its progress is still in the model: the same push again, with the same debt, is bit for bit the same."""
-    rank = Rank(codec)
+    rank = FeedbackRank(codec)
     rank.train()
     theta = rank.push()
     rank.outcome("accepted")
@@ -127,7 +127,7 @@ def test_a_push_that_came_to_nothing_changes_nothing_that_is_owed(codec, outcome
 @pytest.mark.parametrize("codec", LOSSY)
 def test_a_gated_push_owes_nothing_of_its_own(codec):
     """Its work is gone with the pull; what was owed by accepted work before it is still owed."""
-    rank = Rank(codec)
+    rank = FeedbackRank(codec)
     rank.train()
     theta = rank.push()
     rank.outcome("accepted")
@@ -142,7 +142,7 @@ def test_a_gated_push_owes_nothing_of_its_own(codec):
 
 def test_a_push_granted_in_fp32_pays_the_debt():
     """θ_local plus what is owed, exactly; after it is accepted nothing is owed."""
-    rank = Rank("int8")
+    rank = FeedbackRank("int8")
     rank.train()
     theta = rank.push()
     rank.outcome("accepted")
@@ -160,7 +160,7 @@ def test_a_push_granted_in_fp32_pays_the_debt():
 
 def test_what_the_model_still_contains_is_not_owed_twice():
     """Accepted, and the pull failed: the model has all of its work, so the next push carries no debt beside it."""
-    rank = Rank("int8")
+    rank = FeedbackRank("int8")
     rank.train()
     rank.push()
     rank.outcome("accepted")
@@ -168,16 +168,18 @@ def test_what_the_model_still_contains_is_not_owed_twice():
     assert same(rank.push("fp32"), rank.model)
 
 
-@pytest.mark.parametrize("end", ["another life", "a lineage that went back"])
-def test_what_is_owed_ends_with_the_life_and_with_the_lineage(end):
-    """A new life's seq begins anew and its θ contains nothing of ours; after a rollback θ owes nothing to old work."""
-    rank = Rank("int8")
+@pytest.mark.parametrize("end", ["another incarnation", "a lineage that went back"])
+def test_what_is_owed_ends_with_the_incarnation_and_with_the_lineage(end):
+    """A new incarnation's seq begins anew and its θ contains nothing of ours; after a rollback θ owes nothing to old
+    work.
+    """
+    rank = FeedbackRank("int8")
     rank.train()
     theta = rank.push()
     rank.outcome("accepted")
     rank.pull(VersionId(5, 5), theta)
     assert any(o.any() for o in rank.owed())
-    if end == "another life":
+    if end == "another incarnation":
         rank.inc, rank.seq, rank.accepted = 2, 0, 0
     else:
         rank.pull(VersionId(5, 8))
@@ -186,7 +188,7 @@ def test_what_is_owed_ends_with_the_life_and_with_the_lineage(end):
 
 def test_an_outcome_of_another_push_settles_nothing():
     """Only the frozen push's own seq counts: an older accepted one was settled, or came to nothing [invariant 5]."""
-    rank = Rank("int8")
+    rank = FeedbackRank("int8")
     rank.train()
     rank.push()
     rank.accepted = rank.seq - 1
@@ -198,7 +200,7 @@ def test_an_outcome_of_another_push_settles_nothing():
 @pytest.mark.parametrize("codec", LOSSY)
 def test_a_difference_that_is_not_finite_arrives_so(codec):
     """A diverged model is pushed as such and the gate sees it; nothing of it is owed, since it is never accepted."""
-    rank = Rank(codec)
+    rank = FeedbackRank(codec)
     rank.train()
     rank.model[1][7], rank.model[0][0] = np.nan, np.inf
     staged = rank.push()

@@ -38,7 +38,7 @@ TORN = replace(FAILED, torn=True)
 PULL, PUSH = PullNow(1, 7, GRANT, 0.5), PushNow(1, 7, replace(GRANT, version=GENESIS))
 
 
-class Agent:
+class AgentScript:
     """Gives the scripted answers, one after the other, and keeps what it was asked."""
 
     def __init__(self, *answers: Answer) -> None:
@@ -106,7 +106,7 @@ class Transfers:
         self.calls.append("finish")
 
 
-def make(agent: Agent, transfers: Transfers, overlap: str = "none") -> SimpleNamespace:
+def make(agent: AgentScript, transfers: Transfers, overlap: str = "none") -> SimpleNamespace:
     config = ClusterFile(
         shared=Shared(run="r"), cluster="c", master="127.0.0.1:1", directory=Path("/d"), overlap=overlap
     )
@@ -115,13 +115,13 @@ def make(agent: Agent, transfers: Transfers, overlap: str = "none") -> SimpleNam
     return SimpleNamespace(state=state, steps=steps, agent=agent, transfers=transfers)
 
 
-def kinds(agent: Agent) -> list[type]:
+def kinds(agent: AgentScript) -> list[type]:
     return [type(question) for question in agent.asked]
 
 
 def test_a_push_and_the_pull_after_it() -> None:
     """Each result is the next request; progress and pace come with the answer to train on."""
-    m = make(Agent(PUSH, AskAgain("the window"), PULL, TrainOn("", 64, 0.6)), Transfers(WELL, WELL))
+    m = make(AgentScript(PUSH, AskAgain("the window"), PULL, TrainOn("", 64, 0.6)), Transfers(WELL, WELL))
     m.steps.poll(demanded=False)
     assert kinds(m.agent) == [PushWanted, PushMoved, PushMoved, PullMoved]
     assert [question.number for question in m.agent.asked] == [1, 2, 2, 3], "asked again it has the same number"
@@ -132,7 +132,7 @@ def test_a_push_and_the_pull_after_it() -> None:
 
 def test_a_pull_that_failed_is_installed_nowhere() -> None:
     """Version and progress stay what they were, and the reason is reported."""
-    m = make(Agent(PULL, TrainOn("", 1, 0.0)), Transfers(FAILED))
+    m = make(AgentScript(PULL, TrainOn("", 1, 0.0)), Transfers(FAILED))
     m.steps.pull_newest()
     assert m.agent.asked[-1] == PullMoved(3, 2, 7, False, "ps1 is gone", 12, torn=False)
     assert (m.state.version, m.state.progress, m.transfers.calls) == (GENESIS, 0.0, ["pull", "finish"])
@@ -140,7 +140,7 @@ def test_a_pull_that_failed_is_installed_nowhere() -> None:
 
 def test_a_torn_model_stays_torn_until_a_pull_succeeds() -> None:
     """A further pull that fails, even before its first layer, mends nothing; one that succeeds replaces all."""
-    m = make(Agent(PULL, PULL, PULL, TrainOn("", 1, 0.0)), Transfers(TORN, FAILED, WELL))
+    m = make(AgentScript(PULL, PULL, PULL, TrainOn("", 1, 0.0)), Transfers(TORN, FAILED, WELL))
     m.steps.pull_newest()
     assert [question.torn for question in m.agent.asked[1:]] == [True, True, False]
     assert m.state.torn is False
@@ -148,14 +148,16 @@ def test_a_torn_model_stays_torn_until_a_pull_succeeds() -> None:
 
 def test_a_torn_model_is_known_when_training_would_go_on() -> None:
     """The agent gave up pulling: the flag is what keeps the next step from training on two versions."""
-    m = make(Agent(PULL, Over("", 1.0)), Transfers(TORN))
+    m = make(AgentScript(PULL, Over("", 1.0)), Transfers(TORN))
     m.steps.pull_newest()
     assert m.state.torn and m.state.finished
 
 
 def test_training_goes_on_beside_a_push() -> None:
     """Under overlap: a poll waits neither for the transfer nor for the agent; it asks without waiting."""
-    agent = Agent(AskAgain("slots", 2), PUSH, AskAgain("the window", 3), replace(PULL, merge=True), TrainOn("", 9, 0.6))
+    agent = AgentScript(
+        AskAgain("slots", 2), PUSH, AskAgain("the window", 3), replace(PULL, merge=True), TrainOn("", 9, 0.6)
+    )
     m = make(agent, Transfers(WELL, WELL, polls=1), overlap="full")
     seen = []
     for _ in range(6):
@@ -171,7 +173,7 @@ def test_training_goes_on_beside_a_push() -> None:
 
 def test_a_version_that_is_not_merged_is_pulled_with_training_paused() -> None:
     """Inner steps beside it would be lost."""
-    m = make(Agent(PULL, TrainOn("", 9, 0.6)), Transfers(WELL, polls=5), overlap="full")
+    m = make(AgentScript(PULL, TrainOn("", 9, 0.6)), Transfers(WELL, polls=5), overlap="full")
     m.steps.poll(demanded=False)
     assert (m.steps.in_flight, m.state.version, m.state.steps_until_poll) == (False, V1, 9)
 
@@ -186,7 +188,7 @@ def test_a_version_that_is_not_merged_is_pulled_with_training_paused() -> None:
 )
 def test_settling_waits_for_what_is_in_flight(answers: tuple[Answer, ...], polls: int, asked: list[type]) -> None:
     """A transfer is waited for, an unanswered request is asked until it is answered."""
-    m = make(Agent(*answers), Transfers(WELL, polls=polls), overlap="full")
+    m = make(AgentScript(*answers), Transfers(WELL, polls=polls), overlap="full")
     m.steps.poll(demanded=False)
     assert m.steps.in_flight
     m.steps.settle()
@@ -198,7 +200,7 @@ def test_settling_waits_for_what_is_in_flight(answers: tuple[Answer, ...], polls
 
 def test_cancelling_ends_the_transfer_in_flight() -> None:
     """A rank that leaves does not wait for its push."""
-    m = make(Agent(PUSH), Transfers(WELL, polls=5), overlap="full")
+    m = make(AgentScript(PUSH), Transfers(WELL, polls=5), overlap="full")
     m.steps.cancel()
     m.steps.poll(demanded=True)
     m.steps.cancel()
@@ -210,12 +212,12 @@ def test_cancelling_ends_the_transfer_in_flight() -> None:
 def test_an_answer_that_orders_nothing_is_refused(call: Callable[[OuterSteps], None]) -> None:
     """A bug of ours, named with what came."""
     with pytest.raises(LocalProtocolError, match=r"expected an order from the agent, got Noted\(\)"):
-        call(make(Agent(Noted()), Transfers()).steps)
+        call(make(AgentScript(Noted()), Transfers()).steps)
 
 
 def test_the_newest_version_is_asked_for_by_name() -> None:
     """A trainer that begins wants the head, not a push."""
-    m = make(Agent(PULL, TrainOn("", 9, 0.0)), Transfers(WELL))
+    m = make(AgentScript(PULL, TrainOn("", 9, 0.0)), Transfers(WELL))
     m.steps.pull_newest()
     assert kinds(m.agent) == [PullWanted, PullMoved]
     assert m.transfers.calls == ["pull", f"install {V1}", "finish"]

@@ -22,7 +22,7 @@ from dips.wire import codecs
 CODEC = codecs.named("int8")
 
 
-class Slaves:
+class FakeSlaves:
     """What pulls bring and pushes leave; `fails_at` counts the pulls of layers down to one that fails."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,11 +47,11 @@ class Slaves:
 
 
 @pytest.fixture
-def slaves(monkeypatch: pytest.MonkeyPatch) -> Slaves:
-    return Slaves(monkeypatch)
+def slaves(monkeypatch: pytest.MonkeyPatch) -> FakeSlaves:
+    return FakeSlaves(monkeypatch)
 
 
-class Rank:
+class TransferRank:
     """A rank of a job of one, under int8 pushes."""
 
     def __init__(self, memory: type[HostMemory] = HostMemory, codec: str = "int8") -> None:
@@ -92,9 +92,9 @@ V1, V2 = VersionId(1, 1), VersionId(2, 2)
 
 
 @pytest.fixture
-def indebted(slaves: Slaves) -> Rank:
+def indebted(slaves: FakeSlaves) -> TransferRank:
     """A rank whose first push was accepted and whose second is out: it owes what the first one rounded away."""
-    rank = Rank()
+    rank = TransferRank()
     rank.pull(GENESIS)
     rank.train()
     first = rank.push(GENESIS)
@@ -105,14 +105,14 @@ def indebted(slaves: Slaves) -> Rank:
     return rank
 
 
-def test_an_accepted_push_is_settled_by_the_next_pull(indebted: Rank) -> None:
+def test_an_accepted_push_is_settled_by_the_next_pull(indebted: TransferRank) -> None:
     """What it carried of the debt is paid, what it rounded away is the new debt."""
     before = indebted.owed()
     indebted.pull(V2, accepted=indebted._seq)
     assert indebted.owed().any() and not np.array_equal(indebted.owed(), before)
 
 
-def test_an_accepted_push_is_settled_by_the_next_push(indebted: Rank, slaves: Slaves) -> None:
+def test_an_accepted_push_is_settled_by_the_next_push(indebted: TransferRank, slaves: FakeSlaves) -> None:
     """Its pull failed, so the model still holds what was rounded away: the next push carries the difference alone."""
     indebted.push(V1, accepted=indebted._seq)
     assert not indebted.owed().any()
@@ -120,7 +120,7 @@ def test_an_accepted_push_is_settled_by_the_next_push(indebted: Rank, slaves: Sl
 
 @pytest.mark.parametrize("outcome", ["skipped", "gated"])
 def test_a_push_that_was_not_accepted_changes_nothing_that_is_owed(
-    indebted: Rank, slaves: Slaves, outcome: str
+    indebted: TransferRank, slaves: FakeSlaves, outcome: str
 ) -> None:
     """Skipped: the same push again is bit for bit the same. Gated: the debt outlives the pull."""
     before, carried = indebted.owed(), slaves.pushed
@@ -132,17 +132,17 @@ def test_a_push_that_was_not_accepted_changes_nothing_that_is_owed(
     assert np.array_equal(indebted.owed(), before)
 
 
-def test_a_lossy_push_without_its_base_fails(slaves: Slaves) -> None:
+def test_a_lossy_push_without_its_base_fails(slaves: FakeSlaves) -> None:
     """Differences to a version that is not held here would be differences to nothing."""
-    rank = Rank()
+    rank = TransferRank()
     result = rank.transfers.begin_push(rank.request(V1, 0, "int8")).wait(5)
     assert not result.ok and "differences to v1@r1, not held here" in result.reason
 
 
 @pytest.mark.parametrize("fails_at", [1, 2])
-def test_a_streamed_pull_is_torn_once_a_layer_was_installed(slaves: Slaves, fails_at: int) -> None:
+def test_a_streamed_pull_is_torn_once_a_layer_was_installed(slaves: FakeSlaves, fails_at: int) -> None:
     """Failed at the first layer it left the model alone; at the second it left a model of two versions."""
-    rank = Rank(StreamedMemory, codec="fp32")
+    rank = TransferRank(StreamedMemory, codec="fp32")
     before = [p.detach().clone() for p in rank.model.parameters()]
     slaves.theta, slaves.fails_at = 7.0, fails_at
     result = rank.transfers.begin_pull(rank.request(V1, 0, "fp32")).wait(5)
