@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from dips.errors import StaleTerm
 from dips.master import ledger as ledger_module
 from dips.master.ledger import Ledger
 from dips.protocol.manifest import Manifest
-from dips.protocol.records import RunRow
+from dips.protocol.records import RoundReserved, RunRow
 
 MANIFEST = Manifest.from_shapes([("a.w", (4,))])
 ROW = RunRow("r", "c", MANIFEST.to_json(), (("s", (0,)),), ("0" * 32,), (1.0,))
@@ -66,3 +67,18 @@ def test_a_new_ledger_s_name_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "fsync", recorded)
     Ledger.create(tmp_path / "ledger.sqlite", ROW).close()
     assert synced == [str(tmp_path)]
+
+
+def test_a_master_does_not_write_over_its_successor(tmp_path: Path) -> None:
+    """A later term began in the same file, on a file system without locks: nothing more is written by this one."""
+    path = tmp_path / "ledger.sqlite"
+    first = Ledger.create(path, ROW)
+    term = first.start_term()
+    successor = sqlite3.connect(path)
+    successor.execute("INSERT INTO terms VALUES (?, 0.0)", (term + 1,))
+    successor.commit()
+    successor.close()
+    with pytest.raises(StaleTerm):
+        first.write([RoundReserved(1, 0.0)])
+    assert first.state().next_round == 1
+    first.close()
