@@ -6,7 +6,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check sim chaos bench proto clean
+.PHONY: help demo test test-slow mutants check sim chaos bench proto clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -27,6 +27,9 @@ test: $(VENV)/dev.stamp ## unit, transcript, simulation and integration tests, t
 
 test-slow: $(VENV)/dev.stamp ## the tests that make test leaves out: longer runs of real frameworks
 	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+mutants: $(VENV)/dev.stamp ## break one line at a time and run the tests that must find it, two mutants at a time (ARGS="--only word")
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 check: $(VENV)/dev.stamp ## ruff, format, mypy --strict, generated stubs, manifests
 	@echo "ruff check";          $(BIN)/ruff check -q .

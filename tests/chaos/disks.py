@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dips.ids import VersionId
-from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE
+from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE, MOMENTUM, THETA
+from tests.damage import flip_bit
 
 FILLER = "filler"
 TAKE_S = 0.01
@@ -70,12 +71,14 @@ def versions(directory: Path) -> list[VersionId]:
     return sorted(VersionId.parse(path.name) for path in directory.glob("v*@r*"))
 
 
-def flip_a_byte(directory: Path, version: VersionId) -> None:
-    """Rot: one bit in the middle of the parameters."""
-    path = directory / str(version) / MODEL_FILE
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+def rot_theta(directory: Path, version: VersionId) -> None:
+    """One bit of the parameters."""
+    flip_bit(directory / str(version) / MODEL_FILE, THETA)
+
+
+def rot_momentum(directory: Path, version: VersionId) -> None:
+    """One bit of the outer momentum, which nobody pulls: only its digest shows it."""
+    flip_bit(directory / str(version) / MODEL_FILE, MOMENTUM)
 
 
 def halve(directory: Path, version: VersionId) -> None:

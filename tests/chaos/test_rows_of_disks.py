@@ -68,7 +68,7 @@ def test_row_7_old_snapshots_that_nobody_shares(house: Deployment, tmp_path: Pat
 # ---- 8: snapshot corrupt or half written -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hurt", [disks.flip_a_byte, disks.halve, disks.lose_manifest])
+@pytest.mark.parametrize("hurt", [disks.rot_theta, disks.rot_momentum, disks.halve, disks.lose_manifest])
 def test_row_8_snapshot_corrupt_or_half_written(house: Deployment, hurt: Callable[[Path, VersionId], None]) -> None:
     """It is passed over, loudly; the one before it becomes the head."""
     since, directory = time.time(), house.directory / "ps1"

@@ -16,6 +16,8 @@ import pytest
 
 from dips.master import journal
 from dips.master.replay import replay
+from dips.slave.snapshot_manifest import THETA
+from tests.damage import flip_bit
 from tests.integration import cluster_harness as harness
 from tests.integration import train_constant as script
 
@@ -75,16 +77,13 @@ def test_a_whole_run_is_decided_again(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(180)
 def test_snapshots_are_verified(run: Any, tmp_path: Path) -> None:
-    """All intact; one byte changed in the newest: 65, the slave is named, and what the run would go back to."""
+    """All intact; one bit of θ changed in the newest: 65, the slave is named, and what the run would go back to."""
     trained(run, tmp_path)
     words = ("verify", "--config", str(run.file))
     said = say("dips", *words)
     newest = max(path.name for path in (tmp_path / "ps0").glob("v12@*"))
     assert f"the newest durable version {newest} is intact on all slaves" in said
-    model = tmp_path / "ps1" / newest / "model.safetensors"
-    raw = bytearray(model.read_bytes())
-    raw[-1] ^= 1
-    model.write_bytes(raw)
+    flip_bit(tmp_path / "ps1" / newest / "model.safetensors", THETA)
     said = " ".join(say("dips", *words, code=65).split())
     before = max(path.name for path in (tmp_path / "ps0").glob("v11@*"))
     assert f"the newest durable version {newest} is not intact (ps1: " in said

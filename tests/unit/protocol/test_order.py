@@ -83,8 +83,9 @@ def test_any_pairs_need_as_few_turns_as_brute_force(wanted: list[list[bool]]) ->
     pairs = frozenset((w, s) for w, row in enumerate(wanted) for s, x in enumerate(row) if x)
     line = lines(workers_of(loads), len(wanted[0]))
     assert all(sorted(row) == list(range(len(wanted))) for row in line)
+    if pairs and len(pairs) <= 9:  # more take brute force too long
+        assert bound(loads) == fewest_turns(pairs)
     if pairs:
-        assert bound(loads) == fewest_turns(pairs) if len(pairs) <= 9 else True
         assert planned(workers_of(loads), len(wanted[0])) == bound(loads)
 
 

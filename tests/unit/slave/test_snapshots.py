@@ -19,7 +19,9 @@ from dips.ids import GENESIS, VersionId
 from dips.protocol.manifest import Manifest
 from dips.slave import tensorfile
 from dips.slave.export import export
+from dips.slave.snapshot_manifest import MOMENTUM, THETA
 from dips.slave.snapshots import Snapshots
+from tests.damage import flip_bit
 
 MANIFEST = Manifest.from_shapes(
     [("a.0.10.w", (2, 3)), ("a.0.2.b", (2,)), ("b.w", (4, 1)), ("empty.w", (0,)), ("scale", ())]
@@ -115,10 +117,8 @@ def _truncate(path: Path) -> None:
     os.truncate(path / "model.safetensors", 300)
 
 
-def _flip_last_byte(path: Path) -> None:
-    raw = bytearray((path / "model.safetensors").read_bytes())
-    raw[-1] ^= 1
-    (path / "model.safetensors").write_bytes(raw)
+def _flip(path: Path, part: str) -> None:
+    flip_bit(path / "model.safetensors", part)
 
 
 def _change(path: Path, **fields: object) -> None:
@@ -128,7 +128,8 @@ def _change(path: Path, **fields: object) -> None:
 
 DAMAGE = {
     "truncated": (_truncate, "bytes, got 300"),
-    "one bit flipped": (_flip_last_byte, "expected xxh3-128"),
+    "one bit of θ flipped": (lambda p: _flip(p, THETA), "theta.a.0: expected xxh3-128"),
+    "one bit of m flipped": (lambda p: _flip(p, MOMENTUM), "momentum.a.0: expected xxh3-128"),
     "no manifest": (lambda p: (p / "manifest.json").unlink(), "no whole snapshot"),
     "no model": (lambda p: (p / "model.safetensors").unlink(), "no whole snapshot"),
     "torn manifest": (lambda p: (p / "manifest.json").write_text('{"format": 1,'), "no snapshot manifest"),
@@ -162,12 +163,13 @@ def test_a_damaged_or_foreign_snapshot_is_passed_over_loudly(tmp_path: Path, nam
     again.close()
 
 
-def test_damage_after_the_start_is_found_when_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", [THETA, MOMENTUM])
+def test_damage_after_the_start_is_found_when_read(tmp_path: Path, part: str) -> None:
     """Every read verifies: what rotted since it was written raises, and is offered no more."""
     path = tmp_path / "s"
     snapshots = opened(path)
     snapshots.write(V1, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
-    _flip_last_byte(path / str(V1))
+    _flip(path / str(V1), part)
     with pytest.raises(CorruptSnapshot, match="expected xxh3-128"):
         read(snapshots, V1)
     assert snapshots.complete() == ()

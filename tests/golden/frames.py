@@ -1,0 +1,45 @@
+"""One frame of each kind that carries numbers: header and body, as hexadecimal text."""
+
+from __future__ import annotations
+
+import numpy as np
+import xxhash
+
+from dips.wire import codecs, streams
+from dips.wire.chunks import Range
+from dips.wire.frame import Header, Kind, message, pack, run_id
+from dips.wire.streams import StreamName, Welcome
+
+FILE = "frames.txt"
+VALUES = np.array([0.0, 1.0, -2.5, 3.1415927, 1e-3, -0.0], np.float32)
+RUN, STREAM = run_id("golden"), 0x0123456789ABCDEF
+NAME = StreamName("golden", "push", "east", 2, 7, 3, "ps0", 4, 1, "", 1)
+RANGES = (Range(5, 2, 64, 6), Range(6, 0, 0, 1))
+
+
+def chunk(codec: str) -> tuple[bytes, bytes]:
+    """VALUES from element 64 of layer 5, parameter 2."""
+    spelled = codecs.named(codec)
+    body = bytes(spelled.encode(VALUES))
+    checksum = xxhash.xxh3_64_intdigest(body)
+    return pack(Header(Kind.CHUNK, RUN, STREAM, len(body), checksum, 5, 2, 64, spelled.dtype)), body
+
+
+def make() -> dict[str, bytes]:
+    frames = {f"CHUNK {name}": chunk(name) for name in codecs.CODECS}
+    frames["HELLO"] = message(Kind.HELLO, RUN, STREAM, streams.encode_hello(NAME, RANGES))
+    frames["WELCOME"] = message(Kind.WELCOME, RUN, STREAM, streams.encode_welcome(Welcome(4096, 1 << 20)))
+    frames["WANT"] = message(Kind.WANT, RUN, STREAM, streams.encode_want(RANGES))
+    frames["DONE"] = message(Kind.DONE, RUN, STREAM, streams.encode_done(4096))
+    lines = [f"{name}: {header.hex()} {body.hex()}\n" for name, (header, body) in frames.items()]
+    return {FILE: "".join(lines).encode()}
+
+
+def read(text: str) -> dict[str, tuple[bytes, bytes]]:
+    """Header and body of each frame, by name."""
+    found = {}
+    for line in text.splitlines():
+        name, _, parts = line.partition(": ")
+        header, body = parts.split(" ")
+        found[name] = bytes.fromhex(header), bytes.fromhex(body)
+    return found

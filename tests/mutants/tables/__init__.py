@@ -1,0 +1,7 @@
+"""All mutants: a table for each part of the package."""
+
+from __future__ import annotations
+
+from tests.mutants.tables import client, master, protocol, slave, transport
+
+MUTANTS = (*protocol.MUTANTS, *slave.MUTANTS, *transport.MUTANTS, *master.MUTANTS, *client.MUTANTS)

@@ -1,0 +1,43 @@
+"""Mutants of agent and ranks (dips/client)."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+AGENT, RANK = "dips/client/agent", "dips/client/rank"
+TRANSFER = "tests/unit/client/rank/test_transfer.py tests/unit/client/rank/test_shard_transfer.py"
+FEEDBACK = "tests/unit/client/rank/test_feedback.py"
+RANKS = "tests/unit/client/rank/test_background_transfer.py tests/unit/client/rank/test_outer_steps.py"
+HEARTBEATS = "tests/unit/client/agent/test_heartbeats.py tests/unit/client/agent/test_membership.py"
+
+MUTANTS = (
+    # ---- what a rank believes of what it pulls
+    Mutant(
+        "a pulled chunk's body is not checked",
+        RANK,
+        "except BadFrame:\n            return 0",
+        "except BadFrame:\n            pass",
+        TRANSFER,
+    ),
+    Mutant("a wrong chunk of a pull is never asked again", RANK, "intake.wrong(", "intake.drop(", TRANSFER),
+    # ---- error feedback
+    Mutant(
+        "error feedback is never settled", RANK, "elif self._seq and accepted == self._seq:", "elif False:", FEEDBACK
+    ),
+    Mutant(
+        "error feedback settles what came to nothing",
+        RANK,
+        "self._seq and accepted == self._seq",
+        "self._seq",
+        FEEDBACK,
+    ),
+    Mutant("what is owed is never sent", RANK, "host += owed", "host += 0 * owed", FEEDBACK),
+    Mutant("another incarnation pays what is owed", RANK, "if inc != self._inc:", "if False:", FEEDBACK),
+    Mutant("what is owed and contained is sent twice", RANK, "if self._contained:", "if False:", FEEDBACK),
+    # ---- among ranks, and at the agent
+    Mutant("ranks move different transfers", RANK, "[self._seq, -self._seq, int(", "[0, 0, int(", RANKS),
+    Mutant("a torn model is not reported", RANK, "torn=layer > 0", "torn=False", TRANSFER),
+    Mutant("a torn model is whole after the next failure", RANK, "torn and not ", "torn and False and not ", RANKS),
+    Mutant("an old term's answer is believed by the agent", AGENT, " or answer.term < ", " or None is ", HEARTBEATS),
+    Mutant("an answer to an old incarnation is believed by the agent", AGENT, "if inc != ", "if None is ", HEARTBEATS),
+)

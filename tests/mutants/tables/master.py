@@ -1,0 +1,118 @@
+"""Mutants of the master's core, its ledger and its recovery (dips/master)."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+ROOM = "dips/master"
+CORE = "tests/unit/master/test_core.py"
+LEDGER = "tests/unit/master/test_bites_ledger.py tests/unit/master/test_ledger.py"
+OUTBOX = "tests/unit/master/test_outbox.py"
+HELD = "tests/unit/master/test_held.py"
+JOURNAL = "tests/unit/master/test_journal.py"
+RECOVER = "tests/unit/master/test_recover.py"
+GENESIS = "tests/unit/master/test_bites_ledger.py tests/unit/master/test_genesis.py"
+
+MUTANTS = (
+    # ---- a gap, and what is said before a Join
+    Mutant(
+        "whoever beats is judged at once after a gap",
+        ROOM,
+        "self._judging_from = now + ",
+        "self._judging_from = now - ",
+        CORE,
+    ),
+    Mutant("a gap is judged before what arrived", ROOM, "if now < self._judging_from:", "if False:", CORE),
+    Mutant("a gap does not move the leases", ROOM, "self._judge.shift(gap_s)", "pass", CORE),
+    Mutant(
+        "a gap does not move the alignment",
+        ROOM,
+        "self._alignment.shift(gap_s)",
+        "pass",
+        "equivalent: the grid moves by whole periods, and a cluster is told the next of its points",
+    ),
+    Mutant("a gap is not told to the Coordinator", ROOM, "self._step(Blind(gap_s), now)", "pass", CORE),
+    Mutant("no last words before a Join", ROOM, "if isinstance(event, ClusterJoined):", "if False:", CORE),
+    Mutant(
+        "a heartbeat of an old term is believed", ROOM, "register or heartbeat.term != ", "register or None is ", CORE
+    ),
+    Mutant("a stranger's heartbeat is kept", ROOM, "if standing is ClusterStanding.LIVE:", "if True:", CORE),
+    Mutant("who has gone is judged silent", ROOM, "self._judge.forget_cluster(effect.cluster)", "pass", CORE),
+    Mutant("who has gone is waited for", ROOM, "self._alignment.forget(effect.cluster)", "pass", CORE),
+    Mutant("a question is held beyond its patience", ROOM, "now < question.until and", "True and", CORE),
+    # ---- the outbox and held questions
+    Mutant(
+        "what stands behind a record leaves",
+        ROOM,
+        "        self._writing = True",
+        "        self._writing = False",
+        OUTBOX,
+    ),
+    Mutant(
+        "records leave one by one",
+        ROOM,
+        "records = tuple(item for item in self._queue if _is_record(item))",
+        "records = tuple(item for item in list(self._queue)[:1] if _is_record(item))",
+        OUTBOX,
+    ),
+    Mutant("a change wakes no question", ROOM, "max(now, self._asked_at + pause_s)", "now + 99.0", HELD),
+    Mutant("questions are asked without pause", ROOM, "max(now, self._asked_at + pause_s)", "now", HELD),
+    Mutant(
+        "questions wait for changes only", ROOM, "again_s: float = 2.0", "again_s: float = 200.0", HELD + " " + CORE
+    ),
+    # ---- the ledger
+    Mutant("the ledger is not fsynced", ROOM, "PRAGMA synchronous = FULL", "PRAGMA synchronous = NORMAL", LEDGER),
+    Mutant(
+        "the ledger has no write-ahead log", ROOM, "PRAGMA journal_mode = WAL", "PRAGMA journal_mode = DELETE", LEDGER
+    ),
+    Mutant("rows may refer to nothing", ROOM, "PRAGMA foreign_keys = ON", "PRAGMA foreign_keys = OFF", LEDGER),
+    Mutant("a new ledger's name is not fsynced", ROOM, "sync(Path(path).parent)", "pass", LEDGER),
+    Mutant("a master writes over its successor", ROOM, "if newest != self._term:", "if False:", LEDGER),
+    Mutant(
+        "a term is given twice", ROOM, "max(coalesce(max(term), 0), ?) + 1", "max(coalesce(max(term), 0), ?)", LEDGER
+    ),
+    Mutant(
+        "half a transaction is written",
+        ROOM,
+        'db.execute("ROLLBACK")\n        raise',
+        'db.execute("COMMIT")\n        raise',
+        LEDGER,
+    ),
+    Mutant("a newer ledger is opened", ROOM, "elif schema > SCHEMA_VERSION:", "elif False:", LEDGER),
+    Mutant("any SQLite file is a ledger", ROOM, "if application != APPLICATION_ID:", "if False:", LEDGER),
+    Mutant(
+        "a push is in two versions",
+        ROOM,
+        "    UNIQUE (cluster, inc, seq)  -- once",
+        "    CHECK (seq >= 0)  -- once",
+        LEDGER,
+    ),
+    Mutant(
+        "the initial model is not fsynced",
+        ROOM,
+        "sync(aside)\n    aside.replace(model)",
+        "aside.replace(model)",
+        GENESIS,
+    ),
+    Mutant(
+        "the initial manifest is not fsynced",
+        ROOM,
+        "sync(aside)\n    aside.replace(listing)",
+        "aside.replace(listing)",
+        GENESIS,
+    ),
+    # ---- recovery, journal
+    Mutant("a recovered term is not above what was seen", ROOM, "found_term + SPARE", "found_term", RECOVER),
+    Mutant("a recovered round is not above what was seen", ROOM, "found_round + SPARE", "found_round", RECOVER),
+    Mutant(
+        "incarnations are given twice after a recovery",
+        ROOM,
+        "(role, peer.name, peer.inc + SPARE, REASON)",
+        "(role, peer.name, peer.inc + 1, REASON)",
+        RECOVER,
+    ),
+    Mutant(
+        "a ledger of another run is recovered", ROOM, "if state.row.run != config.shared.run:", "if False:", RECOVER
+    ),
+    Mutant("the journal keeps every segment", ROOM, "[: -self._options.segments]", "[:0]", JOURNAL),
+)

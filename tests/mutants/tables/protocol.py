@@ -1,0 +1,218 @@
+"""Mutants of what the master decides (dips/protocol)."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+ROOM = "dips/protocol"
+STORIES = "tests/transcripts"
+ROUND = "tests/unit/protocol/test_bites_round.py " + STORIES
+PUSHES = "tests/unit/protocol/test_bites_transfers.py " + STORIES
+END = "tests/unit/protocol/test_bites_end_of_run.py " + STORIES
+DISKS = "tests/unit/protocol/test_bites_durability.py " + STORIES
+OLD = "tests/unit/protocol/test_bites_old_ledger.py " + STORIES
+BLIND = "tests/unit/protocol/test_bites_blind.py"
+PENALTY = "tests/unit/protocol/test_bites_penalty.py tests/unit/protocol/test_penalty.py"
+JUDGE = "tests/unit/protocol/test_bites_judge.py tests/unit/protocol/test_membership.py"
+DATA = "tests/unit/protocol/test_bites_transfers.py tests/unit/protocol/test_small.py " + STORIES
+PACE = "tests/unit/protocol/test_bites_alignment.py tests/unit/protocol/test_alignment.py"
+TIMES = "tests/unit/protocol/test_deadlines.py"
+ORDER = "tests/unit/protocol/test_order.py"
+
+MUTANTS = (
+    # ---- the end of a run
+    Mutant("stop.tokens is never reached", ROOM, "(stop.tokens and", "(False and", END),
+    Mutant(
+        "stop.tokens is reached one token late",
+        ROOM,
+        "tokens_accepted >= stop.tokens",
+        "tokens_accepted > stop.tokens",
+        END,
+    ),
+    Mutant("stop.wall_s is never reached", ROOM, "(stop.wall_s and", "(False and", END),
+    Mutant("stop.wall_s wakes nobody", ROOM, "options.stop.wall_s and not", "options.stop.versions and not", END),
+    Mutant("stop.versions is one late", ROOM, "head.version >= stop.versions", "head.version > stop.versions", END),
+    # ---- the outer step's numbers
+    Mutant("relative clip is off", ROOM, "if clip.relative is not None:", "if False:", ROUND),
+    Mutant(
+        "relative clip takes the largest norm",
+        ROOM,
+        "clip.relative * median(norms)",
+        "clip.relative * max(norms)",
+        ROUND,
+    ),
+    Mutant("clip of what is short", ROOM, "r.delta_norm > limit", "r.delta_norm < limit", ROUND),
+    Mutant("clip the wrong way", ROOM, "c * (limit / r.delta_norm)", "c * (r.delta_norm / limit)", ROUND),
+    Mutant(
+        "mean over pushes, not tokens",
+        ROOM,
+        "tokens / sum(p.tokens for p in r.folded)",
+        "tokens / sum(100 for p in r.folded)",
+        ROUND,
+    ),
+    Mutant("weight upside down", ROOM, "push.tokens / r.folded[0].tokens", "r.folded[0].tokens / push.tokens", ROUND),
+    Mutant("squares of all folds are added", ROOM, "r.acc_sq = 0.0", "r.acc_sq += 0.0", ROUND),
+    Mutant("norm of the sum unscaled", ROOM, "c * sqrt(r.acc_sq)", "sqrt(r.acc_sq)", ROUND),
+    Mutant("a mean that is not finite is applied", ROOM, "return isfinite(r.delta_norm)", "return True", ROUND),
+    Mutant("few norms are kept for the clip", ROOM, "DELTA_NORMS_KEPT = 50", "DELTA_NORMS_KEPT = 2", ROUND),
+    # ---- the window
+    Mutant("a push without tokens is folded", ROOM, "if push.tokens <= 0:", "if push.tokens < 0:", ROUND),
+    Mutant("a slave's NaN is not believed", ROOM, "answer.finite and len(", "len(", ROUND),
+    Mutant("ancestors are exempt, strangers scored", ROOM, "exempt = not ", "exempt = ", ROUND),
+    Mutant("a cluster's pace is forgotten", ROOM, "+ cluster.pace +", "+ 0 *", ROUND),
+    Mutant("windows wait for whoever comes after them", ROOM, "push.due <= r.closes and", "True and", ROUND),
+    Mutant("late is waited for", ROOM, "LATE_SHARE = 0.1 ", "LATE_SHARE = 5.0 ", ROUND),
+    Mutant("windows are half of a pace", ROOM, "WINDOW_SHARE = 0.05", "WINDOW_SHARE = 0.5", ROUND),
+    Mutant("windows follow the slowest", ROOM, "WINDOW_SHARE * median(paces)", "WINDOW_SHARE * max(paces)", ROUND),
+    Mutant(
+        "tokens of a dead cluster's skipped push vanish",
+        ROOM,
+        'tokens["lost"] += push.tokens',
+        'tokens["lost"] += 0',
+        ROUND,
+    ),
+    Mutant("tokens are never settled", ROOM, "cluster.settled += push.tokens if", "cluster.settled += 0 if", ROUND),
+    # ---- pushes
+    Mutant("a stale push seq opens", ROOM, "if event.push.seq <=", "if False and event.push.seq <=", PUSHES),
+    Mutant("the last push seq opens again", ROOM, "event.push.seq <= cluster", "event.push.seq < cluster", PUSHES),
+    Mutant(
+        "ranks of a push without bound", ROOM + "/pushes.py", "<= event.ranks <= MAX_RANKS", "<= event.ranks", PUSHES
+    ),
+    Mutant("a cluster settles another's ranges", ROOM, "if foreign:", "if False:", PUSHES),
+    Mutant("negative inner steps", ROOM, "event.tokens < 0 or event.inner_steps < 0", "event.tokens < 0", PUSHES),
+    Mutant("tokens beyond what adds up", ROOM, "+ tokens <= MAX_TOKENS", "+ tokens <= 2 * MAX_TOKENS", PUSHES),
+    Mutant("a base of the future is taken", ROOM, "event.base.round >= ", "event.base.round > ", PUSHES),
+    Mutant("one push more than slots", ROOM, "if used >= slots", "if used > slots", PUSHES),
+    Mutant("ask for a slot too late", ROOM, "min(longest, max(LEAST_RETRY_S", "max(longest, max(LEAST_RETRY_S", PUSHES),
+    Mutant(
+        "an old incarnation of a slave stages",
+        ROOM,
+        "if slave and slave.sinc == event.sinc else None",
+        "if slave else None",
+        PUSHES,
+    ),
+    Mutant("a push outlives its deadline", ROOM, "now >= cluster.push.deadline", "now > cluster.push.deadline", PUSHES),
+    Mutant("no grace for a push", ROOM, "TRANSFER_GRACE_S = 5.0", "TRANSFER_GRACE_S = 0.0", PUSHES),
+    # ---- pulls
+    Mutant("a stale pull seq opens", ROOM, "if event.pull.seq <=", "if False and event.pull.seq <=", PUSHES),
+    Mutant("the last pull seq opens again", ROOM, "event.pull.seq <= cluster", "event.pull.seq < cluster", PUSHES),
+    Mutant(
+        "ranks of a pull without bound", ROOM + "/pulls.py", "<= event.ranks <= MAX_RANKS", "<= event.ranks", PUSHES
+    ),
+    Mutant("all pulls begin at one slave", ROOM, "first = sum(", "first = 0 * sum(", PUSHES),
+    Mutant("a pull outlives its deadline", ROOM, "now >= cluster.pull.deadline", "now > cluster.pull.deadline", PUSHES),
+    # ---- durability, rollback, drain
+    Mutant("three failures before a disk is given up", ROOM, "FAILURES = 2", "FAILURES = 3", DISKS),
+    Mutant("a disk that failed is tried at once", ROOM, "RETRY_S = 30.0", "RETRY_S = 0.0", DISKS),
+    Mutant(
+        "failures are counted for ever",
+        ROOM,
+        "d.failures, d.again_at = 0, 0.0",
+        "d.failures, d.again_at = d.failures, 0.0",
+        DISKS,
+    ),
+    Mutant("only the newest snapshot is kept", ROOM, "complete[-keep]", "complete[-1]", DISKS),
+    Mutant(
+        "a partial snapshot counts as complete",
+        ROOM,
+        "version.version > 0 and v.durable",
+        "version.version > 0",
+        DISKS,
+    ),
+    Mutant("roll back before all have spoken", ROOM, "if unasked:", "if False:", DISKS),
+    Mutant("undone tokens stay accepted", ROOM, "tokens_accepted -= row.tokens", "tokens_accepted -= 0", DISKS),
+    Mutant("undone tokens stay their cluster's", ROOM, ".ACCEPTED] -= tokens", ".ACCEPTED] -= 0", DISKS),
+    Mutant("a slave with open orders is drained", ROOM, "orders = sum(", "orders = 0 * sum(", PUSHES),
+    # ---- slaves
+    Mutant("a slave may be unresponsive for longer", ROOM, "_ORDERS = 2", "_ORDERS = 3", OLD),
+    Mutant("a snapshot of the next round is no alarm", ROOM, "if newest >= ", "if newest > ", OLD),
+    Mutant("a later term is no alarm", ROOM, "event.term_seen > ", "event.term_seen > 1 + ", OLD),
+    # ---- a gap of the master
+    Mutant("Blind moves no transfer deadline", ROOM, "transfer.deadline += ", "transfer.deadline += 0 * ", BLIND),
+    Mutant("Blind moves no window", ROOM, "round.closes += ", "round.closes += 0 * ", BLIND),
+    Mutant("Blind counts as a cluster's pace", ROOM, "requested_at += ", "requested_at += 0 * ", BLIND),
+    Mutant("Blind counts as the run's time", ROOM, "started += ", "started += 0 * ", BLIND),
+    Mutant("Blind shortens the pause of a disk", ROOM, "again_at += ", "again_at += 0 * ", BLIND),
+    # ---- liveness
+    Mutant("a heartbeat of an old incarnation renews a lease", ROOM, "known.inc != ", "None is ", JUDGE),
+    Mutant(
+        "a heartbeat of a slave's old incarnation renews its lease",
+        ROOM + "/membership.py",
+        "known.sinc != ",
+        "None is ",
+        JUDGE,
+    ),
+    Mutant("a lease does not move with a gap", ROOM, "cluster.heard_at += ", "cluster.heard_at += 0 * ", JUDGE),
+    Mutant("a gap counts as a hang", ROOM, "cluster.progressed_at += ", "cluster.progressed_at += 0 * ", JUDGE),
+    Mutant("a slave's lease does not move with a gap", ROOM, "slave.heard_at += ", "slave.heard_at += 0 * ", JUDGE),
+    Mutant(
+        "a cluster's lease ends late", ROOM, "now - cluster.heard_at >= lease", "now - cluster.heard_at > lease", JUDGE
+    ),
+    Mutant("a slave's lease ends late", ROOM, "now - slave.heard_at >= lease", "now - slave.heard_at > lease", JUDGE),
+    Mutant("a trainer hangs late", ROOM, "cluster.progressed_at >= self", "cluster.progressed_at > self", JUDGE),
+    # ---- penalty
+    Mutant("threshold half as much again", ROOM, "return o.beta * min(", "return 1.5 * o.beta * min(", PENALTY),
+    Mutant("the moving average never begins", ROOM, "weight = max(alpha, 1.0 / n)", "weight = 1.0 / n", PENALTY),
+    Mutant(
+        "the hard cap follows the largest",
+        ROOM,
+        "return factor * median(others)",
+        "return factor * max(others)",
+        PENALTY,
+    ),
+    Mutant("patience follows the largest", ROOM, "2 * median(others)", "2 * max(others)", PENALTY),
+    Mutant("variance never fades", ROOM, "(1.0 - alpha) * row.sigma**2", "row.sigma**2", PENALTY),
+    Mutant("warm-up for ever", ROOM, "row.warm_left - 1", "row.warm_left", PENALTY),
+    Mutant("an outlier moves the mean in full", ROOM, "g = min(g, row.mu", "g = max(g, row.mu", PENALTY),
+    Mutant(
+        "half of the clusters is most of them", ROOM, "len(gating) > len(live)", "len(gating) >= len(live)", PENALTY
+    ),
+    Mutant("sigma without correction", ROOM, "sqrt(1.0 - (1.0", "sqrt(1.0 - 0 * (1.0", PENALTY),
+    Mutant("sigma without floor", ROOM, "self._options.sigma_floor * row.mu", "0.0 * row.mu", PENALTY),
+    Mutant("a quiet history gates everybody", ROOM, "max(1.0, largest)", "max(0.0, largest)", PENALTY),
+    Mutant("a loud history gates nobody", ROOM, "min(o.e_cap, ", "max(o.e_cap, ", PENALTY),
+    Mutant(
+        "a norm over steps, not their root", ROOM, "for sq in layer_sq) / sqrt(", "for sq in layer_sq) / (", PENALTY
+    ),
+    Mutant(
+        "cap of the genesis grows with steps",
+        ROOM,
+        "return self._genesis_norm / sqrt(",
+        "return self._genesis_norm * sqrt(",
+        PENALTY,
+    ),
+    Mutant("history of one round", ROOM, "[-self._options.history :]", "[-1:]", PENALTY),
+    Mutant(
+        "patience one round longer", ROOM, "gated_in_a_row < self._options", "gated_in_a_row <= self._options", PENALTY
+    ),
+    # ---- data ranges
+    Mutant("a lease is asked again and grows", ROOM, "if seq <= lease.seq", "if seq < lease.seq", DATA),
+    Mutant("freed ranges come last", ROOM, "self._freed.pop(0)", "self._freed.pop()", DATA),
+    Mutant("data is used up while leased", ROOM, "not self.free and not self.leased", "not self.free", DATA),
+    Mutant(
+        "a claim beyond the last range",
+        ROOM,
+        "self._next <= number < self.total",
+        "self._next <= number <= self.total",
+        DATA,
+    ),
+    Mutant("the committed push's ranges are freed", ROOM, "if r not in keep)", "if True)", DATA),
+    # ---- order, pace, deadlines
+    Mutant("all workers begin where they are", ROOM, "(worker + turn) % slaves", "(turn) % slaves", ORDER),
+    Mutant("a slave's line runs backwards", ROOM, "(slave - w) % slaves", "(slave + w) % slaves", ORDER),
+    Mutant("begin at a slave with hardly any link left", ROOM, "LEAST_SHARE = 0.5 ", "LEAST_SHARE = 0.01 ", ORDER),
+    Mutant("meet after the meeting", ROOM, "begin = self._anchor - ", "begin = self._anchor + ", PACE),
+    Mutant("shortest push first", ROOM, "(-durations[name], name)", "(durations[name], name)", PACE),
+    Mutant("the period leaps", ROOM, "MOST_CHANGE = 1.25", "MOST_CHANGE = 12.5", PACE),
+    Mutant(
+        "a gap moves the grid off its clusters",
+        ROOM,
+        "self.period_s * (gap_s // self.period_s)",
+        "gap_s",
+        PACE,
+    ),
+    Mutant("whoever is late comes anyway", ROOM, "LATE_SHARE = 0.25", "LATE_SHARE = 0.99", PACE),
+    Mutant("no slack in a deadline", ROOM, "SLACK = 3.0", "SLACK = 1.0", TIMES),
+    Mutant("the newest heartbeat decides", ROOM, "NEWEST_SHARE = 0.3", "NEWEST_SHARE = 0.9", TIMES),
+    Mutant("an old measurement bars a link for ever", ROOM, " or measured_s_ago >= timing.transfer_s", "", TIMES),
+)

@@ -1,0 +1,213 @@
+"""Mutants of the shard, its memory and its disk (dips/slave, dips/outer)."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+ROOM, OUTER = "dips/slave", "dips/outer"
+SHARD = " ".join(f"tests/unit/slave/test_shard_{part}.py" for part in ("rounds", "orders", "transfers", "registration"))
+DISK = "tests/unit/slave/test_bites_disk.py tests/unit/slave/test_snapshots.py"
+RECEIVER = "tests/unit/slave/test_bites_receiver.py tests/unit/slave/test_receiver.py"
+SENDER = "tests/unit/slave/test_bites_sender.py tests/unit/slave/test_sender.py"
+KERNELS = "tests/unit/outer/test_kernels.py"
+VERSIONS = "tests/unit/outer/test_bites_versions.py tests/unit/outer/test_versions.py"
+
+MUTANTS = (
+    # ---- what is durable
+    Mutant(
+        "the model is not fsynced", ROOM + "/tensorfile.py", "        os.fsync(file.fileno())", "        pass", DISK
+    ),
+    Mutant("the manifest is not fsynced", ROOM + "/snapshots.py", "os.fsync(file.fileno())", "pass", DISK),
+    Mutant("the names in a snapshot are not fsynced", ROOM, "sync_directory(aside)", "pass", DISK),
+    Mutant(
+        "the rename is not fsynced",
+        ROOM,
+        "aside.rename(path)\n        sync_directory(self._directory)",
+        "aside.rename(path)",
+        DISK,
+    ),
+    Mutant(
+        "the removal is not fsynced",
+        ROOM,
+        "path.rename(aside)\n                sync_directory(self._directory)",
+        "path.rename(aside)",
+        DISK,
+    ),
+    Mutant("fsync of a directory does nothing", ROOM + "/tensorfile.py", "        os.fsync(fd)", "        pass", DISK),
+    # ---- what is believed
+    Mutant(
+        "the digest of θ is not checked at Load",
+        ROOM,
+        'if found != expected:\n        raise CorruptSnapshot(\n            f"{reader.path}',
+        'if found != expected and prefix != THETA:\n        raise CorruptSnapshot(\n            f"{reader.path}',
+        DISK,
+    ),
+    Mutant(
+        "the digest of m is not checked at Load",
+        ROOM,
+        'if found != expected:\n        raise CorruptSnapshot(\n            f"{reader.path}',
+        'if found != expected and prefix != MOMENTUM:\n        raise CorruptSnapshot(\n            f"{reader.path}',
+        DISK,
+    ),
+    Mutant("the initial model is not checked", ROOM, "if digest_of(theta[index]) != expected:", "if False:", DISK),
+    Mutant(
+        "another slave's snapshot is loaded",
+        ROOM + "/snapshots.py",
+        "(manifest.run, manifest.slave, manifest.version) != mine",
+        "(manifest.run, manifest.version) != (self._run, version)",
+        DISK,
+    ),
+    Mutant("a model file of another size is whole", ROOM, "if size != manifest.size:", "if False:", DISK),
+    Mutant(
+        "a snapshot of other layers is loaded",
+        ROOM,
+        "if found != expected:\n            raise",
+        "if False:\n            raise",
+        DISK,
+    ),
+    Mutant(
+        "another slave takes the directory",
+        "dips/pidlock.py",
+        "fcntl.LOCK_EX",
+        "fcntl.LOCK_SH",
+        "tests/unit/test_pidlock.py",
+    ),
+    # ---- fences
+    Mutant("orders of an old term are obeyed", ROOM, "if term < self.term:", "if False:", SHARD),
+    Mutant("orders to an old incarnation are obeyed", ROOM, "if order.sinc != self.sinc:", "if False:", SHARD),
+    Mutant(
+        "an answer of the term before is given again",
+        ROOM,
+        "            self._answers.clear()",
+        "            pass",
+        SHARD,
+    ),
+    Mutant("another order under the same number", ROOM, "if body != order.body:", "if False:", SHARD),
+    Mutant("an order forgotten is carried out again", ROOM, "if order.number <= self._forgotten:", "if False:", SHARD),
+    Mutant(
+        "a heartbeat's answer of an old term is believed",
+        ROOM,
+        "answer.register or answer.term < ",
+        "answer.register or None is ",
+        SHARD,
+    ),
+    # ---- the shard's round
+    Mutant(
+        "a push is measured against another version",
+        ROOM,
+        "if self.versions.memory != order.version:",
+        "if False:",
+        SHARD,
+    ),
+    Mutant("a push is folded unmeasured", ROOM, "if known.measured != order.round:", "if False:", SHARD),
+    Mutant("a served version is retired", ROOM, "if needed:", "if False:", SHARD),
+    Mutant("an old round begins again", ROOM, "if round_ < self._last", "if False and round_ < self._last", SHARD),
+    Mutant("a committed round is aborted", ROOM, "memory.round == order.round", "False", SHARD),
+    Mutant("a late persist's answer crosses terms", ROOM, "if order.term == self.term:", "if True:", SHARD),
+    Mutant("poison is forgotten", ROOM, 'self.poison = f"{what} failed', 'self.reason = f"{what} failed', SHARD),
+    Mutant(
+        "a tombstone below its transfer",
+        ROOM,
+        "(transfer.inc, transfer.seq) <= closed",
+        "(transfer.inc, transfer.seq) < closed",
+        SHARD,
+    ),
+    Mutant("heal drops what the list cannot know", ROOM, "if known.opened <= as_of and", "if", SHARD),
+    # ---- pushes in
+    Mutant(
+        "an old epoch comes back to a push",
+        ROOM,
+        "if name.epoch <= known.epoch:",
+        "if name.epoch < known.epoch:",
+        RECEIVER,
+    ),
+    Mutant(
+        "a chunk in another codec",
+        ROOM,
+        "if header.dtype is not stream.push.codec.dtype:",
+        "if False:",
+        RECEIVER,
+    ),
+    Mutant("a pushed chunk's body is not checked", ROOM, "check_body(claim.header, claim.body)", "pass", RECEIVER),
+    Mutant(
+        "a wrong chunk is never asked again",
+        ROOM,
+        "stream.intake.wrong(claim.chunk)",
+        "stream.intake.drop(claim.chunk)",
+        RECEIVER,
+    ),
+    Mutant("drop does not wait for a copy", ROOM, "while push.copying:", "while False:", RECEIVER),
+    Mutant(
+        "a push stalls for ever",
+        ROOM,
+        "push.live and now - push.moved_at >= ",
+        "push.live and now - push.moved_at >= 9 * ",
+        RECEIVER,
+    ),
+    Mutant("a push outlives its deadline at the slave", ROOM, "elif now >= push.deadline_at:", "elif False:", RECEIVER),
+    Mutant("lanes of two pushes are not lined up", ROOM, "push.places = dict(enumerate(places))", "pass", RECEIVER),
+    # ---- pulls out
+    Mutant(
+        "an old epoch comes back to a pull", ROOM, "name.epoch <= latest.epoch", "name.epoch < latest.epoch", SENDER
+    ),
+    Mutant("a pull of another version", ROOM, "if name.version != str(", "if None is str(", SENDER),
+    Mutant("credit without bound", ROOM, "> 2 * MOST_BYTES or", "> 2000 * MOST_BYTES or", SENDER),
+    Mutant("a source is let go at send", ROOM, "while self.held and self.held[0][0].done:", "while self.held:", SENDER),
+    Mutant("a source is released while it is read", ROOM, "if pull.closed and pull.idle:", "if pull.closed:", SENDER),
+    Mutant(
+        "moved before its chunks have left",
+        ROOM,
+        "pull.former and not any(source.in_flight",
+        "pull.former and any(True or source.in_flight",
+        SENDER,
+    ),
+    Mutant("a pull stalls for ever", ROOM, "now - pull.moved_at >= ", "now - pull.moved_at >= 9 * ", SENDER),
+    # ---- kernels
+    Mutant("plain momentum for Nesterov's", OUTER, "(g + mu * m)", "m", KERNELS),
+    Mutant("momentum subtracts", OUTER, "mu * momentum[i] + g", "mu * momentum[i] - g", KERNELS),
+    Mutant("a step uphill", OUTER, "theta[i] - lr", "theta[i] + lr", KERNELS),
+    Mutant("a fold without its weight", OUTER, "weight * (a[i] - b[i])", "(a[i] - b[i])", KERNELS),
+    Mutant("squares in fp32", OUTER, "x = np.float64(a[i])", "x = np.float32(a[i])", KERNELS),
+    Mutant(
+        "a fused multiply-add",
+        OUTER,
+        "@_compiled()\ndef _apply(",
+        '@_compiled(fastmath={"contract"})\ndef _apply(',
+        KERNELS,
+    ),
+    Mutant(
+        "blocks of another size",
+        OUTER,
+        "BLOCK = 4096",
+        "BLOCK = 8192",
+        "equivalent: a bound of the cache; sums of squares are told to 1e-12 and no bit of θ depends on it",
+    ),
+    # ---- memory
+    Mutant(
+        "one slot more than the sum", OUTER, "len(self._open) >= self.slots", "len(self._open) > self.slots", VERSIONS
+    ),
+    Mutant("every older version is in excess", OUTER, "len(self.older) - self._pinned)", "len(self.older))", VERSIONS),
+    Mutant(
+        "any prepared version is flipped to",
+        OUTER,
+        "made is None or made.version != version or",
+        "made is None or",
+        VERSIONS,
+    ),
+    Mutant("a first push of any weight", OUTER, "if weight != 1.0:", "if False:", VERSIONS),
+    Mutant("a load over open slots", OUTER, "        if self._open:\n", "        if False:\n", VERSIONS),
+    Mutant(
+        "an unread version keeps its bank",
+        OUTER,
+        "for t in self._older if not t.pulls]",
+        "for t in self._older if not t.pulls and t.moving]",
+        VERSIONS,
+    ),
+    Mutant(
+        "a bank is given back twice",
+        OUTER,
+        "if bank.holder is None:\n            raise",
+        "if False:\n            raise",
+        VERSIONS,
+    ),
+)

@@ -1,0 +1,142 @@
+"""Mutants of frames, codecs and streams (dips/wire, dips/transport)."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+WIRE, ROOM = "dips/wire", "dips/transport"
+FRAME = "tests/unit/wire/test_bites_frame.py tests/unit/wire/test_frame.py"
+CHUNKS = "tests/unit/wire/test_chunks.py"
+CODECS = "tests/unit/wire/test_bites_codecs.py tests/unit/wire/test_codecs.py"
+INTAKE = "tests/unit/transport/test_bites_intake.py tests/unit/transport/test_intake.py"
+TURNS = "tests/unit/transport/test_turns.py"
+SHARES = "tests/unit/transport/test_shares.py"
+
+MUTANTS = (
+    Mutant(
+        "a header's checksum is not checked",
+        WIRE,
+        "if _CHECKSUM.unpack_from(",
+        "if False and _CHECKSUM.unpack_from(",
+        FRAME,
+    ),
+    Mutant(
+        "a body's checksum is not checked",
+        WIRE,
+        "if xxhash.xxh3_64_intdigest(body) != header.body_xxh3:",
+        "if False:",
+        FRAME,
+    ),
+    Mutant("a body of another length", WIRE, "if header.length != body_bytes:", "if False:", FRAME),
+    Mutant(
+        "a chunk of twice the size",
+        WIRE,
+        "header.length <= chunk_bytes or",
+        "header.length <= 2 * chunk_bytes or",
+        FRAME,
+    ),
+    Mutant("an empty chunk", WIRE, "if not 0 < header.length", "if not 0 <= header.length", FRAME),
+    Mutant("reserved bits are ignored", WIRE, "    if reserved:", "    if False:", FRAME),
+    Mutant("a frame of another run", WIRE, "if its_run != run:", "if False:", FRAME),
+    Mutant("a place beyond 2^62", WIRE, "header.offset > 1 << 62:", "header.offset > 1 << 63:", FRAME),
+    Mutant(
+        "a message of twice the limit",
+        WIRE,
+        "if header.length > MESSAGE_LIMIT:",
+        "if header.length > 2 * MESSAGE_LIMIT:",
+        FRAME,
+    ),
+    Mutant("half an element of bf16", WIRE, "header.length % (2 if", "header.length % (1 if", FRAME),
+    Mutant(
+        "a step of int8 without elements",
+        WIRE,
+        "(ITEM_BYTES + BLOCK) <= ITEM_BYTES",
+        "(ITEM_BYTES + BLOCK) < ITEM_BYTES",
+        FRAME,
+    ),
+    Mutant(
+        "a message that names a place",
+        WIRE,
+        "header.layer or header.param or header.offset",
+        "header.layer or header.offset",
+        FRAME,
+    ),
+    Mutant(
+        "a range beyond its parameter",
+        WIRE,
+        "piece.offset + piece.length > field.numel:",
+        "piece.offset > field.numel:",
+        CHUNKS,
+    ),
+    Mutant("an empty range", WIRE, "if piece.length < 1 or", "if piece.length < 0 or", CHUNKS),
+    Mutant("overlaps are not seen", WIRE, "elif offset < at:", "elif False:", CHUNKS),
+    Mutant("the last gap is not seen", WIRE, "if at < field.numel:", "if False:", CHUNKS),
+    Mutant("chunks beyond their range", WIRE, "min(most, length - begin)", "most", CHUNKS),
+    Mutant(
+        "a block's step is not counted",
+        WIRE,
+        "ITEM_BYTES * -(-self.length // BLOCK)",
+        "ITEM_BYTES * (self.length // BLOCK)",
+        CHUNKS + " tests/unit/wire/test_codecs.py",
+    ),
+    Mutant("bf16 rounds halves up", WIRE, "odd += 0x7FFF", "odd += 0x8000", CODECS),
+    Mutant("a NaN becomes an infinity", WIRE, "np.uint16(0x7FC0)", "np.uint16(0x7F80)", CODECS),
+    Mutant("steps below the normal numbers", WIRE, "2.0**-119", "2.0**-149", CODECS),
+    Mutant(
+        "what is not finite becomes zero",
+        WIRE,
+        "steps[~np.isfinite(steps)] = np.nan",
+        "steps[~np.isfinite(steps)] = 0",
+        CODECS,
+    ),
+    Mutant("int8 overflows", WIRE, "_STEPS = np.float32(127)", "_STEPS = np.float32(128.5)", CODECS),
+    Mutant("blocks are cut in two", WIRE, "most - most % (4 * BLOCK)", "most - most % 4", CODECS),
+    # ---- streams
+    Mutant(
+        "a chunk of another length is claimed",
+        ROOM,
+        "(chunk.nbytes, chunk.dtype) != (header.length, header.dtype)",
+        "False",
+        INTAKE,
+    ),
+    Mutant(
+        "one chunk too many in flight",
+        ROOM,
+        "len(self._asked) < MOST_CHUNKS:",
+        "len(self._asked) <= MOST_CHUNKS:",
+        INTAKE,
+    ),
+    Mutant(
+        "what was asked is lost with its connection",
+        ROOM,
+        "for chunk in reversed(self._asked.values()):",
+        "for chunk in ():",
+        INTAKE,
+    ),
+    Mutant(
+        "asked again in reverse",
+        ROOM,
+        "for chunk in reversed(self._asked.values()):",
+        "for chunk in list(self._asked.values()):",
+        INTAKE,
+    ),
+    Mutant(
+        "a claimed chunk is given to nobody", ROOM, "        self._claimed -= 1", "        self._claimed -= 0", INTAKE
+    ),
+    Mutant("credit of one bandwidth-delay product", ROOM, "2 * max(self._rtt", "1 * max(self._rtt", INTAKE),
+    Mutant(
+        "credit below its least", ROOM, "min(max(wanted, LEAST_BYTES), MOST_BYTES)", "min(wanted, MOST_BYTES)", INTAKE
+    ),
+    Mutant(
+        "credit above its most", ROOM, "min(max(wanted, LEAST_BYTES), MOST_BYTES)", "max(wanted, LEAST_BYTES)", INTAKE
+    ),
+    Mutant("transit above its limit", ROOM, "self._used + nbytes > self.limit", "self._used > self.limit", INTAKE),
+    Mutant("small chunks cost nothing", ROOM, "FLOOR_BYTES = 4096", "FLOOR_BYTES = 1", INTAKE),
+    Mutant("a turn's debt is forgiven", ROOM, "self._debt[key] = min(left, 0)", "self._debt[key] = 0", TURNS),
+    Mutant("a slow stream keeps its turn", ROOM, "elif slow(key) or (", "elif (", TURNS),
+    Mutant("a turn ends in flight", ROOM, "(left <= 0 and drained(key))", "left <= 0", TURNS),
+    Mutant("one stream too many is asked", ROOM, "len(self._active) < self.", "len(self._active) <= self.", TURNS),
+    Mutant("a view beyond its piece", ROOM, "offset + length <= end:", "offset < end:", SHARES),
+    Mutant("a view before its piece", ROOM, "if first <= offset and", "if", SHARES),
+    Mutant("a piece of another dtype is sent", ROOM, "if array.dtype != np.float32 or", "if", SHARES),
+)

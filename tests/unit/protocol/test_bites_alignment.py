@@ -1,0 +1,32 @@
+"""A gap of the master moves no meeting: the clusters kept working, and their grid stays where it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from dips.protocol.alignment import Alignment, WindowTiming
+from dips.protocol.enums import Activity, TrainerState
+from dips.protocol.heartbeats import ClusterHeartbeat
+
+PERIOD_S = 6.4  # 64 steps of 0.1 s
+
+
+def heartbeat(since_push: int) -> ClusterHeartbeat:
+    return ClusterHeartbeat(
+        "a", 1, TrainerState.TRAINING, Activity.INNER, 1, 0, 0, 0, 0.0, None, 0, 0, 0.0, 64, 0.1, since_push
+    )
+
+
+@pytest.mark.parametrize("gap_s", [1.0, PERIOD_S, 10.0, 1000.0])
+def test_the_grid_is_the_same_after_a_gap(gap_s: float) -> None:
+    """Whoever worked on meets at the next point of the grid that was told before."""
+    alignment, timing = Alignment(), WindowTiming(None, 2, 0)
+    alignment.record_heartbeat(heartbeat(0))
+    first_s = alignment.push_in_s("a", timing, 0.0)
+    assert first_s == pytest.approx(PERIOD_S)
+    alignment.shift(gap_s)
+    alignment.record_heartbeat(heartbeat(16))
+    meets_at = gap_s + alignment.push_in_s("a", timing, gap_s)
+    periods = (meets_at - first_s) / PERIOD_S
+    assert periods == pytest.approx(round(periods), abs=1e-6)
+    assert 0 <= meets_at - gap_s <= PERIOD_S + 1e-6

@@ -1,0 +1,50 @@
+"""Failures of a disk count only in a row; and what a rollback undoes is taken back from its clusters."""
+
+from __future__ import annotations
+
+from dips.errors import FailedDisk
+from dips.ids import VersionId
+from dips.protocol import events as ev
+from dips.protocol.effects import Persist
+from tests.unit.protocol.scripted_run import ScriptedRun
+
+V1 = VersionId(1, 1)
+
+
+def fail_persist(run: ScriptedRun) -> None:
+    """The next push's version finds no room on the disk."""
+    run.held.add(Persist)
+    push = run.push("a")
+    order = run.orders.popleft()
+    run.held.clear()
+    run.step(ev.OrderFailed(order.slave, order.sinc, order.number, FailedDisk, "full"))
+    assert run.outcome(push).kind == "skipped"
+
+
+def test_a_snapshot_that_succeeds_ends_the_row_of_failures() -> None:
+    """One failure, a success, and another failure are not two in a row; the one after is."""
+    run = ScriptedRun()
+    run.train("a")
+    fail_persist(run)
+    assert run.outcome(run.push("a")).kind == "accepted"
+    fail_persist(run)
+    assert run.view["durability"]["state"] == "durable"
+    run.held.add(Persist)
+    run.push("a")
+    order = run.orders.popleft()
+    run.step(ev.OrderFailed(order.slave, order.sinc, order.number, FailedDisk, "full"))
+    assert run.view["durability"]["state"] == "degraded"
+
+
+def test_tokens_of_a_version_that_is_undone_are_taken_back() -> None:
+    """From the run's total and from their cluster's, where they are shown as undone."""
+    run = ScriptedRun()
+    run.train("a")
+    for tokens in (100, 30):
+        run.outcome(run.push("a", tokens=tokens))
+    lost = ev.SlaveRegistered(0, "s", "n2", "r", "s:1", ("s:2",), 0, None, None, (V1,), 4, "")
+    run.ask(lost)
+    cluster = run.view["clusters"]["a"]
+    assert run.head == V1 and run.view["progress"]["tokens"] == 100
+    assert (cluster["tokens_accepted"], cluster["tokens_undone"]) == (100, 30)
+    assert cluster["accepted"] == 1

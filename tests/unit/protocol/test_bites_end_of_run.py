@@ -1,0 +1,48 @@
+"""A run ends when what `stop` names is reached: at that moment, and not before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+from dips.protocol.effects import Finished
+from dips.protocol.events import PushRequested
+from dips.protocol.options import StopOptions
+from dips.protocol.records import RunFinished
+from tests.unit.protocol.scripted_run import OPTIONS, ScriptedRun
+
+
+def make(stop: StopOptions) -> ScriptedRun:
+    run = ScriptedRun(replace(OPTIONS, stop=stop))
+    run.train("a")
+    return run
+
+
+def test_the_run_ends_with_the_token_that_stop_names() -> None:
+    """One token fewer goes on; exactly as many end the run, by a row, and no push is granted any more."""
+    run = make(StopOptions(tokens=200))
+    run.outcome(run.push("a", tokens=199))
+    assert run.view["finished"] is None
+    run.outcome(run.push("a", tokens=1))
+    assert run.view["finished"] == "v2@r2"
+    assert [row.version for row in run.all_of(RunFinished)] == [run.head]
+    assert isinstance(run.ask(PushRequested(0, run.next_push("a"), run.head, 1)), Finished)
+
+
+def test_the_run_ends_with_its_last_version() -> None:
+    run = make(StopOptions(versions=2))
+    run.outcome(run.push("a"))
+    assert run.view["finished"] is None
+    run.outcome(run.push("a"))
+    assert run.view["finished"] == "v2@r2"
+
+
+def test_the_run_ends_when_its_time_is_over() -> None:
+    """Nobody needs to push: the master wakes at `stop.wall_s`, and only then says that the run is finished."""
+    run = make(StopOptions(wall_s=50.0))
+    assert run.machine.next_deadline() == 50.0
+    run.wait(49.0)
+    assert run.view["finished"] is None
+    run.wait(1.0)
+    assert run.view["finished"] == "v0@r0"
+    assert run.machine.next_deadline() == inf

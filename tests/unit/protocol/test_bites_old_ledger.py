@@ -1,0 +1,40 @@
+"""A slave that holds what this ledger does not know shows that the ledger is an old copy: the master stops."""
+
+from __future__ import annotations
+
+import pytest
+
+from dips.ids import VersionId
+from dips.protocol import events as ev
+from dips.protocol.effects import Exit, Failed
+from tests.unit.protocol.scripted_run import ScriptedRun
+
+
+def registers(run: ScriptedRun, term: int = 0, *complete: VersionId) -> object:
+    return run.ask(ev.SlaveRegistered(0, "s", "n2", "r", "s:1", ("s:2",), term, None, None, complete, 4, ""))
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_a_snapshot_of_a_round_that_was_never_reserved_stops_the_master(beyond: int) -> None:
+    """The very next round is one too many: its number would be given twice."""
+    run = ScriptedRun()
+    run.train("a")
+    run.outcome(run.push("a"))  # round 1; the next is 2
+    assert isinstance(registers(run, 0, VersionId(2, 2 + beyond)), Failed)
+    assert [e.code for e in run.all_of(Exit)] == [78]
+
+
+def test_a_snapshot_that_was_never_committed_does_not() -> None:
+    """A round that was reserved may have left one that has no row."""
+    run = ScriptedRun()
+    run.train("a")
+    run.outcome(run.push("a"))
+    assert not isinstance(registers(run, 0, VersionId(2, 1)), Failed)
+    assert run.all_of(Exit) == []
+
+
+def test_the_next_term_stops_the_master() -> None:
+    """Its successor has begun."""
+    run = ScriptedRun()
+    registers(run, 2)
+    assert [e.code for e in run.all_of(Exit)] == [75]

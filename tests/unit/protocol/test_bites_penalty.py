@@ -1,0 +1,146 @@
+"""The penalty's numbers, each from statistics that are given, so that a changed constant or operator shows."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+import pytest
+
+from dips.protocol.options import PenaltyOptions
+from dips.protocol.penalty import Penalty, Settled, Verdict
+from dips.protocol.records import PenaltyRow, ScoreHistory
+
+OPTIONS = PenaltyOptions()
+
+
+def row(cluster: str, *, n: int = 40, mu: float = 1.0, sigma: float = 0.1, **other: float) -> PenaltyRow:
+    """Statistics of a cluster that was heard often."""
+    values = {"last_norm": mu, "warm_left": 0, "gated_in_a_row": 0, "quarantined": False, "accepted": n} | other
+    return PenaltyRow(cluster, n, mu, sigma, **values)  # type: ignore[arg-type]
+
+
+def judged(penalty: Penalty, norm: float, cluster: str = "a", steps: int = 1) -> Verdict:
+    return penalty.judge_push(cluster, [norm**2], True, steps)
+
+
+def after(penalty: Penalty, verdict: Verdict, cluster: str = "a", live: str = "a") -> tuple[PenaltyRow, ScoreHistory]:
+    rows, history = penalty.compute_statistics([Settled(cluster, verdict)], list(live))
+    return rows[cluster], history
+
+
+@pytest.mark.parametrize(("scores", "largest"), [((), 1.0), ((0.5,), 1.0), ((2.0,), 2.0), ((1e9,), OPTIONS.e_cap)])
+def test_the_threshold_is_beta_times_the_largest_score_within_its_bounds(
+    scores: tuple[float, ...], largest: float
+) -> None:
+    """β·min(E_cap, max(1, max E)): a quiet history does not gate everybody, a loud one gates still."""
+    penalty = Penalty(OPTIONS, history=ScoreHistory((scores,), ()))
+    assert penalty.threshold() == pytest.approx(OPTIONS.beta * largest)
+
+
+def test_a_score_at_the_threshold_enters_and_one_above_it_does_not() -> None:
+    """E = (G − μ)/σ with the corrected σ; the limit is β while all scores are small."""
+    known = row("a")
+    penalty = Penalty(PenaltyOptions(hard_cap=1e6), [known])
+    sigma = 0.1 / sqrt(1.0 - (1.0 - OPTIONS.alpha) ** known.n)
+    for share, accepted in ((0.99, True), (1.01, False)):
+        verdict = judged(penalty, 1.0 + share * OPTIONS.beta * sigma)
+        assert verdict.accepted is accepted
+        assert verdict.score == pytest.approx(share * OPTIONS.beta)
+
+
+def test_sigma_is_corrected_while_it_is_young() -> None:
+    """After two pushes σ has seen little: it is divided by √(1 − (1 − α)ⁿ)."""
+    penalty = Penalty(PenaltyOptions(hard_cap=1e6), [row("a", n=2)])
+    sigma = 0.1 / sqrt(1.0 - (1.0 - OPTIONS.alpha) ** 2)
+    assert judged(penalty, 1.5).score == pytest.approx(0.5 / sigma)
+
+
+def test_sigma_has_a_floor() -> None:
+    """A history without any spread does not gate what is a little longer."""
+    penalty = Penalty(OPTIONS, [row("a", sigma=0.0)])
+    assert judged(penalty, 1.0 + OPTIONS.sigma_floor).score == pytest.approx(1.0)
+
+
+def test_the_mean_becomes_a_moving_average() -> None:
+    """Once 1/n < α: μ′ = α·G + (1 − α)·μ and σ′² = (1 − α)·σ² + α·(G − μ′)²."""
+    penalty = Penalty(OPTIONS, [row("a", n=1000)])
+    known, _ = after(penalty, judged(penalty, 1.1))
+    mu = 1.0 + OPTIONS.alpha * 0.1
+    assert known.mu == pytest.approx(mu)
+    assert known.sigma == pytest.approx(sqrt((1.0 - OPTIONS.alpha) * 0.01 + OPTIONS.alpha * (1.1 - mu) ** 2))
+
+
+def test_before_that_it_is_the_plain_mean() -> None:
+    penalty = Penalty(OPTIONS, [row("a", n=1)])
+    known, _ = after(penalty, judged(penalty, 1.1))
+    assert known.mu == pytest.approx(1.05)
+
+
+def test_an_outlier_that_enters_moves_the_mean_by_the_limit_only() -> None:
+    """G counts as at most μ + limit·σ."""
+    penalty = Penalty(PenaltyOptions(hard_cap=1e6), [row("a", n=1000)])
+    known, _ = after(penalty, Verdict(True, 50.0, 2.0, "let in"))
+    assert known.mu == pytest.approx(1.0 + OPTIONS.alpha * OPTIONS.beta * 0.1, rel=1e-6)
+
+
+def test_a_warm_up_counts_down() -> None:
+    penalty = Penalty(OPTIONS, [row("a", n=1, warm_left=2)])
+    known, _ = after(penalty, judged(penalty, 1.0))
+    assert known.warm_left == 1
+
+
+def test_the_cap_of_a_new_cluster_is_that_of_the_median_of_the_others() -> None:
+    """One cluster that shouts does not open the door for another."""
+    penalty = Penalty(OPTIONS, [row("a", mu=1.0), row("b", mu=1.0), row("c", mu=1000.0)])
+    assert judged(penalty, 0.99 * OPTIONS.hard_cap, "new").accepted
+    assert not judged(penalty, 1.01 * OPTIONS.hard_cap, "new").accepted
+
+
+def test_without_others_the_initial_model_is_the_cap() -> None:
+    """Nobody moves θ by more than its own length; for a norm over √steps, that over √steps, too."""
+    penalty = Penalty(OPTIONS, genesis_norm=8.0)
+    for steps in (1, 4):
+        assert judged(penalty, 7.9, steps=steps).accepted
+        assert not judged(penalty, 8.1, steps=steps).accepted
+
+
+def test_a_norm_is_over_the_root_of_its_steps() -> None:
+    assert judged(Penalty(OPTIONS), 6.0, steps=9).norm == pytest.approx(2.0)
+
+
+def test_the_scores_of_many_rounds_are_kept() -> None:
+    """`history` rounds, the oldest leave."""
+    history = ScoreHistory(tuple((float(i),) for i in range(OPTIONS.history)), ())
+    penalty = Penalty(OPTIONS, [row("a")], history)
+    _, kept = after(penalty, judged(penalty, 1.0))
+    assert kept.scores == (*history.scores[1:], (0.0,))
+
+
+# ---- patience --------------------------------------------------------------------------------------------------------
+
+
+def gated_again(*others: PenaltyRow, norm: float = 100.0, before: int = OPTIONS.gate_patience - 1) -> PenaltyRow:
+    """`a` is gated for one time more, with a norm; the others live, too."""
+    penalty = Penalty(OPTIONS, [row("a", gated_in_a_row=before), *others])
+    verdict = Verdict(False, norm, 9.0, "gated")
+    return after(penalty, verdict, live="a" + "".join(o.cluster for o in others))[0]
+
+
+def test_patience_ends_with_the_gate_that_it_names() -> None:
+    calm = row("b")
+    assert not gated_again(calm, before=OPTIONS.gate_patience - 2).quarantined
+    assert gated_again(calm).quarantined
+
+
+def test_half_of_the_clusters_gated_is_not_the_world() -> None:
+    """One of two is quarantined; two of three, and the world has changed: warm up again."""
+    assert gated_again(row("b")).quarantined
+    both = gated_again(row("b", gated_in_a_row=1), row("c"))
+    assert not both.quarantined and both.warm_left == OPTIONS.warmup_rounds
+
+
+def test_who_is_like_the_median_of_the_others_warms_up_again() -> None:
+    """Less than twice the median of the others' norms is no reason for a quarantine; more is, whoever shouts."""
+    others = [row("b", mu=1.0), row("c", mu=1.0), row("d", mu=1000.0)]
+    assert not gated_again(*others, norm=1.9).quarantined
+    assert gated_again(*others, norm=2.1).quarantined

@@ -1,0 +1,233 @@
+"""What the master refuses of pushes and pulls: stale numbers, foreign ranges, absurd counts; how long they may take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dips.errors import RemoteProtocolError, StalePush
+from dips.ids import PullId, PushId, VersionId
+from dips.protocol import events as ev
+from dips.protocol.effects import Committed, DropPush, Failed, OpenPull, OpenPush, Pending, Refused
+from dips.protocol.options import DataOptions, TimingOptions
+from tests.unit.protocol.scripted_run import MANIFEST, OPTIONS, ScriptedRun
+
+MAX_TOKENS = (1 << 53) - 1
+
+
+def make(clusters: str = "a", slots: int = 4, ranges: int = 0, **timing: float) -> ScriptedRun:
+    options = replace(OPTIONS, data=DataOptions(ranges=ranges), timing=TimingOptions(window_s=10.0, **timing))
+    run = ScriptedRun(options, slots)
+    run.train(*clusters)
+    return run
+
+
+def failure(result: object) -> type[Exception]:
+    assert isinstance(result, Failed), result
+    return result.error
+
+
+# ---- numbers that are used once --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seq", [1, 2, 3])
+def test_a_seq_at_or_below_the_highest_opens_no_push(seq: int) -> None:
+    """Each transfer of an incarnation has a seq above all before it, pushes and pulls counted together."""
+    run = make()
+    run.pull("a")
+    run.pull("a")  # seq 3
+    assert failure(run.ask(ev.PushRequested(0, PushId("a", 1, seq), run.head, 1))) is StalePush
+    assert run.all_of(OpenPush) == []
+    assert isinstance(run.ask(ev.PushRequested(0, PushId("a", 1, 4), run.head, 1)), Pending)
+
+
+@pytest.mark.parametrize("seq", [1, 2, 3])
+def test_a_seq_at_or_below_the_highest_opens_no_pull(seq: int) -> None:
+    run = make()
+    for _ in range(2):
+        run.ask(ev.PushAborted(0, run.open_push("a"), "no"))
+    opened = len(run.all_of(OpenPull))
+    if seq > 1:  # that of the first pull is answered with how it ended
+        assert failure(run.ask(ev.PullRequested(0, PullId("a", 1, seq), 1))) is StalePush
+    assert len(run.all_of(OpenPull)) == opened
+    assert isinstance(run.ask(ev.PullRequested(0, PullId("a", 1, 4), 1)), Pending)
+
+
+def test_an_old_incarnation_of_a_slave_stages_nothing() -> None:
+    """What lay in the memory of a process that is gone is gone."""
+    run = make()
+    run.ask(ev.SlaveRegistered(0, "s", "n2", "r", "s:1", ("s:2",), 0, run.head, None, (), 4, ""))
+    push = run.open_push("a")
+    run.step(ev.PushStaged("s", 1, push, 4))
+    assert isinstance(run.ask(ev.PushFinished(0, push, 1, 1, (), 0.0)), Pending)
+    run.step(ev.PushStaged("s", 2, push, 4))
+    assert isinstance(run.ask(ev.PushFinished(0, push, 1, 1, (), 0.0)), Committed)
+
+
+def test_a_base_of_a_round_that_was_never_reserved_shows_an_old_ledger() -> None:
+    """The very next round is already one that this ledger does not know."""
+    run = make()
+    run.outcome(run.push("a"))
+    refused = run.ask(ev.PushRequested(0, run.next_push("a"), VersionId(2, 2), 1))
+    assert isinstance(refused, Refused) and "this ledger knows rounds below 2" in refused.reason
+
+
+# ---- counts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [-1, 0, 65_537, 1 << 31])
+def test_a_number_of_ranks_that_cannot_be_is_refused(ranks: int) -> None:
+    """Before anything is made for each of them."""
+    run = make()
+    assert failure(run.ask(ev.PushRequested(0, PushId("a", 1, 5), run.head, ranks))) is RemoteProtocolError
+    assert failure(run.ask(ev.PullRequested(0, PullId("a", 1, 6), ranks))) is RemoteProtocolError
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [(-1, 1), (1, -1)])
+def test_negative_work_is_refused(tokens: int, steps: int) -> None:
+    run = make()
+    assert failure(run.commit(run.open_push("a"), tokens, steps)) is RemoteProtocolError
+
+
+def test_tokens_stay_where_sums_are_exact() -> None:
+    """The most that a run can have is accepted, and not one more: of this push, or with what is accepted and waits."""
+    run = make("ab")
+    assert failure(run.commit(run.open_push("a"), MAX_TOKENS + 1)) is RemoteProtocolError
+    run.push("b", MAX_TOKENS - 10)
+    push = run.next_push("a")
+    run.ask(ev.PushAborted(0, PushId("a", 1, push.seq - 1), "too much"))
+    run.ask(ev.PushRequested(0, push, run.head, 1))
+    assert failure(run.commit(push, 11)) is RemoteProtocolError
+    assert isinstance(run.commit(push, 10), Committed)
+
+
+# ---- data ranges -----------------------------------------------------------------------------------------------------
+
+
+def leased(run: ScriptedRun, cluster: str, seq: int = 1, count: int = 2) -> tuple[int, ...]:
+    result = run.ask(ev.RangesRequested(0, cluster, run.inc(cluster), seq, count))
+    return tuple(result.ranges)
+
+
+def test_nobody_finishes_a_range_that_is_leased_to_another() -> None:
+    """Nor one that is leased to nobody, nor one of its own that it has finished before; all at once are refused."""
+    run = make("ab", ranges=10)
+    mine, others = leased(run, "a"), leased(run, "b")
+    push = run.open_push("a")
+    for foreign in (others[:1], (mine[0], others[1]), (9,), (99,)):
+        result = run.commit(push, ranges=foreign)
+        assert failure(result) is RemoteProtocolError and "not leased to a" in result.message
+    assert run.view["ranges"]["settled"] == 0
+    assert isinstance(run.commit(push, ranges=mine), Committed)
+    run.wait(11.0)
+    run.outcome(push)
+    assert run.view["ranges"]["settled"] == 2
+    assert failure(run.commit(run.open_push("a"), ranges=mine[:1])) is RemoteProtocolError
+
+
+def test_a_question_repeated_gets_its_ranges_and_no_more() -> None:
+    run = make("a", ranges=10)
+    first = leased(run, "a", seq=1)
+    assert leased(run, "a", seq=1, count=5) == first
+    assert leased(run, "a", seq=2) == (2, 3)
+    assert run.view["ranges"]["leased"] == 4
+
+
+def test_a_range_beyond_the_last_cannot_be_claimed() -> None:
+    """Ranges are numbered from 0; what a checkpoint claims and nobody has is leased, what does not exist is not."""
+    run = make("a", ranges=4)
+    result = run.ask(ev.RangesRequested(0, "a", 1, 1, 2, (3, 4, 5)))
+    assert result.ranges == (3,)
+    assert (run.view["ranges"]["free"], run.view["ranges"]["leased"]) == (3, 1)
+
+
+def test_freed_ranges_are_leased_first_and_in_order() -> None:
+    """What a dead incarnation held comes before what nobody had."""
+    run = make("ab", ranges=10)
+    assert (leased(run, "a", count=3), leased(run, "b")) == ((0, 1, 2), (3, 4))
+    run.step(ev.ClusterSilent("a", 1, 10.0, 0, 0))
+    assert leased(run, "b", seq=2, count=4) == (0, 1, 2, 5)
+
+
+def test_ranges_of_a_committed_push_outlive_their_cluster() -> None:
+    """It died before its Outcome: what it committed is still trained once, and what else it held is free."""
+    run = make("ab", ranges=4)
+    mine = leased(run, "a", count=3)
+    run.push("a", ranges=mine[:2])
+    run.step(ev.ClusterSilent("a", 1, 10.0, 0, 0))
+    assert leased(run, "b", count=4) == (2, 3)
+
+
+def test_data_is_not_used_up_while_some_of_it_is_leased() -> None:
+    """The last range is out, and its cluster may still die with it."""
+    run = make("ab", ranges=2)
+    (first,), _ = leased(run, "a", count=1), leased(run, "b", count=1)
+    push = run.push("a", ranges=(first,))
+    run.wait(11.0)
+    run.outcome(push)
+    assert run.view["finished"] is None
+
+
+# ---- slots and time --------------------------------------------------------------------------------------------------
+
+
+def test_there_are_as_many_pushes_as_slots() -> None:
+    """The next hears when the first of them is due, at least a moment and at most the usual pause from now."""
+    run = make("abc", slots=2, busy_retry_s=5.0)
+    run.step(ev.BandwidthMeasured("a", 1, MANIFEST.numel * 4 / 3.0))  # its push takes 3 s
+    run.open_push("a")
+    run.open_push("b")
+    refused = run.ask(ev.PushRequested(0, run.next_push("c"), run.head, 1))
+    assert isinstance(refused, Refused) and "all 2 slots" in refused.reason
+    assert refused.retry_after_s == pytest.approx(3.0)
+    run.wait(2.95)
+    refused = run.ask(ev.PushRequested(0, run.next_push("c"), run.head, 1))
+    assert refused.retry_after_s == pytest.approx(0.2)
+
+
+def test_a_push_ends_at_its_deadline() -> None:
+    """Its transfer time, and 5 s in which the slaves say so first."""
+    run = make(transfer_s=100.0)
+    run.open_push("a")
+    assert run.machine.next_deadline() == pytest.approx(105.0)
+    run.wait(104.9)
+    assert run.all_of(DropPush) == []
+    run.now = run.machine.next_deadline()
+    run.step(ev.Ticked())
+    assert len(run.all_of(DropPush)) == 1
+
+
+def test_a_pull_ends_at_its_deadline() -> None:
+    run = make(transfer_s=100.0)
+    run.ask(ev.PullRequested(0, PullId("a", 1, 9), 1))
+    assert run.machine.next_deadline() == pytest.approx(105.0)
+    run.now = run.machine.next_deadline()
+    run.step(ev.Ticked())
+    assert run.view["clusters"]["a"]["state"] == "training"
+
+
+def test_pulls_at_the_same_time_begin_at_different_slaves() -> None:
+    """The second walks on from where the first began: with one slave, by its place in the line of all."""
+    run = make("ab")
+    for cluster in "ab":
+        run.ask(ev.PullRequested(0, PullId(cluster, 1, 9), 3))
+    firsts = [c.first for c in _pulls(run)]
+    assert firsts == [0, 3]
+
+
+def _pulls(run: ScriptedRun) -> list[object]:
+    return list(run.machine.state().open_pulls())  # type: ignore[attr-defined]
+
+
+def test_a_slave_is_drained_when_it_has_answered_everything() -> None:
+    """An order under way is a reason to wait: the slave would be stopped in the middle of it."""
+    run = make()
+    push = run.open_push("a")
+    run.held.add(DropPush)
+    run.ask(ev.PushAborted(0, push, "no"))
+    assert isinstance(run.ask(ev.DrainAsked(0, "s")), Pending)
+    run.held.clear()
+    run.answer()
+    run.step(ev.Ticked())
+    assert run.view["slaves"]["s"]["state"] == "draining"

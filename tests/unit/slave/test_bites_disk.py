@@ -1,0 +1,127 @@
+"""What a snapshot promises: every byte and every name is on the disk before it is told, and every byte is looked at."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import structlog
+import xxhash
+from safetensors.numpy import save_file
+
+from dips.errors import CorruptSnapshot
+from dips.ids import VersionId
+from dips.protocol.manifest import Manifest
+from dips.slave.snapshot_manifest import MOMENTUM, THETA
+from dips.slave.snapshots import Snapshots
+from tests.damage import flip_bit
+
+MANIFEST = Manifest.from_shapes([("a.w", (4,))])
+V1 = VersionId(1, 1)
+Arrays = dict[int, np.ndarray]
+
+
+def opened(path: Path) -> Snapshots:
+    """A slave's directory, bound to one layer of four zeros."""
+    zeros = np.zeros(4, np.float32)
+    save_file({"a.w": zeros}, path.parent / "initial.safetensors")
+    snapshots = Snapshots(path, "r", "s", path.parent / "initial.safetensors", structlog.get_logger())
+    snapshots.bind(MANIFEST, (0,), [xxhash.xxh3_128_hexdigest(zeros.tobytes())], sinc=1)
+    return snapshots
+
+
+def filled(value: float) -> Arrays:
+    return {0: np.full(4, value, np.float32)}
+
+
+class DiskCalls:
+    """The calls of the operating system that matter for durability, in their order, with the names they touched."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self._root = root
+        fsync, rename = os.fsync, Path.rename
+
+        def recorded_fsync(fd: int) -> None:
+            self.calls.append(f"fsync {self._name(os.readlink(f'/proc/self/fd/{fd}'))}")
+            fsync(fd)
+
+        def recorded_rename(path: Path, target: Path) -> Path:
+            self.calls.append(f"rename {self._name(path)} {self._name(target)}")
+            return rename(path, target)
+
+        monkeypatch.setattr(os, "fsync", recorded_fsync)
+        monkeypatch.setattr(Path, "rename", recorded_rename)
+        self._remove = shutil.rmtree
+        monkeypatch.setattr(shutil, "rmtree", self._removed)
+
+    def _removed(self, path: Path, *args: object, **kwargs: object) -> None:
+        self.calls.append(f"remove {self._name(path)}")
+        self._remove(path, *args, **kwargs)  # type: ignore[arg-type]
+
+    def _name(self, path: str | Path) -> str:
+        return os.path.relpath(path, self._root)
+
+
+def test_a_snapshot_is_on_the_disk_before_its_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model, manifest and their names, then the rename, then the directory that holds the new name: nothing else."""
+    snapshots = opened(tmp_path / "d")
+    journal = DiskCalls(tmp_path / "d", monkeypatch)
+    snapshots.write(V1, filled(1.0), filled(2.0))
+    assert journal.calls == [
+        "fsync .unfinished-v1@r1/model.safetensors",
+        "fsync .unfinished-v1@r1/manifest.json",
+        "fsync .unfinished-v1@r1",
+        "rename .unfinished-v1@r1 v1@r1",
+        "fsync .",
+    ]
+    snapshots.close()
+
+
+def test_a_snapshot_has_lost_its_name_on_the_disk_before_it_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A half-removed one is never found under the name of a whole one."""
+    snapshots = opened(tmp_path / "d")
+    snapshots.write(V1, filled(1.0), filled(2.0))
+    journal = DiskCalls(tmp_path / "d", monkeypatch)
+    snapshots.delete((V1,))
+    assert journal.calls == ["rename v1@r1 .unfinished-v1@r1", "fsync .", "remove .unfinished-v1@r1"]
+    snapshots.close()
+
+
+@pytest.mark.parametrize("part", [THETA, MOMENTUM])
+@pytest.mark.parametrize("how", ["read", "complete"])
+def test_one_wrong_bit_of_either_is_found(tmp_path: Path, part: str, how: str) -> None:
+    """θ and m have digests of their own, and a Load compares both, as does whoever lists what is whole."""
+    snapshots = opened(tmp_path / "d")
+    snapshots.write(V1, filled(1.0), filled(2.0))
+    flip_bit(tmp_path / "d" / str(V1) / "model.safetensors", part)
+    if how == "complete":
+        snapshots.close()
+        snapshots = opened(tmp_path / "d")
+        assert snapshots.complete() == ()
+    else:
+        with pytest.raises(CorruptSnapshot, match="expected xxh3-128"):
+            snapshots.read(V1, filled(0.0), filled(0.0))
+    snapshots.close()
+
+
+@pytest.mark.parametrize("name", ["t", "s"])
+def test_a_snapshot_of_another_slave_is_not_loaded(tmp_path: Path, name: str) -> None:
+    """Copied into this directory by mistake, it has the right version, run and layers, and another slave's name."""
+    other = Snapshots(tmp_path / "o", "r", name, tmp_path / "initial.safetensors", structlog.get_logger())
+    other.bind(MANIFEST, (0,), [""], sinc=1)
+    other.write(V1, filled(1.0), filled(2.0))
+    other.close()
+    snapshots = opened(tmp_path / "d")
+    shutil.copytree(tmp_path / "o" / str(V1), tmp_path / "d" / str(V1))
+    if name == "s":
+        snapshots.read(V1, filled(0.0), filled(0.0))
+    else:
+        with pytest.raises(CorruptSnapshot, match="of slave t"):
+            snapshots.read(V1, filled(0.0), filled(0.0))
+    snapshots.close()

@@ -1,0 +1,142 @@
+"""What a slave believes of a push's bytes: the body's checksum, the codec, the epoch; and when it gives a push up."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import xxhash
+
+from dips.ids import PushId
+from dips.protocol.manifest import Layer, Manifest, Parameter
+from dips.slave import receiver as receiver_module
+from dips.slave.moves import Move, PushOver, Say, Staged
+from dips.slave.receiver import Receiver
+from dips.transport.pool import Transit
+from dips.wire import codecs, streams
+from dips.wire.chunks import LayerLayout, Range
+from dips.wire.frame import BadFrame, Dtype, Header, Kind
+from dips.wire.streams import StreamName
+
+PUSH, N, STALL_S, DEADLINE_S = PushId("a", 1, 1), 2048, 10.0, 60.0
+WHOLE = Range(0, 0, 0, N)
+VALUES = np.arange(N, dtype=np.float32)
+PEER = b"p"
+
+
+def name(epoch: int = 1) -> StreamName:
+    return StreamName("r", "push", "a", 1, 1, 0, "s", 1, epoch, "")
+
+
+class OneRank:
+    """A push of one rank, one lane, two chunks."""
+
+    def __init__(self, codec: str = "fp32") -> None:
+        layout = LayerLayout(Manifest((Layer("l", (Parameter("l.w", (N,)),)),)), (0,))
+        self.receiver = Receiver(1, 4096, Transit(1 << 20), 1, STALL_S)
+        self.receiver.use(layout)
+        self.buffer = np.zeros(N, np.float32)
+        self.receiver.open(PUSH, (0,), {0: self.buffer}, DEADLINE_S, 0.0, codecs.named(codec))
+
+    def hello(self, epoch: int = 1, now: float = 0.0) -> Say:
+        """Return the answer."""
+        answer = self.receiver.hello(0, PEER, name(epoch), (WHOLE,), now)[0]
+        assert isinstance(answer, Say)
+        return answer
+
+    def wants(self, now: float = 0.0) -> list[Range]:
+        says = [move for move in self.receiver.plan(0, now) if isinstance(move, Say)]
+        return [chunk for say in says for chunk in streams.decode_want(say.body)]
+
+    def bring(self, chunk: Range, *, wrong: bool = False, dtype: Dtype = Dtype.FP32, epoch: int = 1) -> list[Move]:
+        body = VALUES[chunk.offset : chunk.offset + chunk.length].tobytes()
+        checksum = xxhash.xxh3_64_intdigest(body)
+        if wrong:
+            body = bytes([body[0] ^ 1]) + body[1:]
+        header = Header(Kind.CHUNK, 0, name(epoch).id, len(body), checksum, *chunk[:3], dtype)
+        return self.receiver.stage(self.receiver.claim(0, PEER, header, memoryview(body), 0.0))
+
+
+def test_a_body_that_is_not_what_was_sent_is_refused_and_asked_again() -> None:
+    """It is counted by its reason, nothing of it is in the buffer, and the push is whole when it came right."""
+    push = OneRank()
+    push.hello()
+    first, second = push.wants()
+    with pytest.raises(BadFrame) as refused:
+        push.bring(first, wrong=True)
+    assert refused.value.reason == "body_checksum"
+    assert not push.buffer.any()
+    push.bring(second)
+    assert push.wants() == [first]
+    assert any(isinstance(move, Staged) for move in push.bring(first))
+    assert np.array_equal(push.buffer, VALUES)
+
+
+def test_a_chunk_in_a_codec_that_was_not_granted_is_refused() -> None:
+    """Differences would be written as parameters, or added to them."""
+    push = OneRank()
+    push.hello()
+    chunk = push.wants()[0]
+    with pytest.raises(BadFrame) as refused:
+        push.bring(chunk, dtype=Dtype.BF16)
+    assert refused.value.reason == "type"
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_an_epoch_that_is_over_does_not_come_back(epoch: int) -> None:
+    """A HELLO at or below the last one is refused; what the last one may do it still may."""
+    push = OneRank()
+    push.hello(1)
+    push.hello(2)
+    assert streams.decode_error(push.hello(epoch).body).code == "stale_push"
+    for chunk in push.wants():
+        push.bring(chunk, epoch=2)
+    assert np.array_equal(push.buffer, VALUES)
+
+
+def test_a_push_that_does_not_move_is_given_up_after_the_stall() -> None:
+    """Asked, and nothing came: not before `stall_s`, and then with who owes how much."""
+    push = OneRank()
+    push.hello()
+    push.wants()
+    assert push.receiver.tick(STALL_S - 0.1) == []
+    over = [move for move in push.receiver.tick(STALL_S) if isinstance(move, PushOver)]
+    assert [o.push for o in over] == [PUSH] and "rank 0 brought 0 of" in over[0].reason
+
+
+def test_a_push_that_moves_is_given_up_at_its_deadline() -> None:
+    """However lively it is."""
+    push = OneRank()
+    push.hello()
+    push.receiver.tick(DEADLINE_S - 1)  # nothing is asked: nothing is owed
+    push.wants(DEADLINE_S - 1)
+    assert push.receiver.tick(DEADLINE_S - 0.1) == []
+    over = [move for move in push.receiver.tick(DEADLINE_S) if isinstance(move, PushOver)]
+    assert over and "deadline" in over[0].reason
+
+
+def test_a_drop_returns_when_nobody_writes_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that is under way ends first: the slot may be another push's a moment later."""
+    push = OneRank()
+    push.hello()
+    chunk = push.wants()[0]
+    copying, go_on, dropped = threading.Event(), threading.Event(), threading.Event()
+    check = receiver_module.check_body
+
+    def slowly(header: Header, body: memoryview) -> None:
+        check(header, body)
+        copying.set()
+        assert go_on.wait(10)
+
+    monkeypatch.setattr(receiver_module, "check_body", slowly)
+    stage = threading.Thread(target=push.bring, args=(chunk,))
+    stage.start()
+    assert copying.wait(10)
+    drop = threading.Thread(target=lambda: (push.receiver.drop(PUSH), dropped.set()))
+    drop.start()
+    assert not dropped.wait(0.05)
+    go_on.set()
+    assert dropped.wait(10)
+    stage.join()
+    drop.join()

@@ -1,0 +1,45 @@
+"""Headers that are nearly right: each refused for its reason, and its nearest neighbour that is right is read."""
+
+from __future__ import annotations
+
+import pytest
+
+from dips.wire.frame import BLOCK, BadFrame, Dtype, Header, Kind, pack, unpack
+
+RUN, CHUNK_BYTES = 7, 4096
+
+
+def reason(header: Header) -> str:
+    """Why a frame with this header is refused; empty if it is not."""
+    try:
+        unpack(pack(header), RUN, header.length, CHUNK_BYTES)
+    except BadFrame as refused:
+        return refused.reason
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "length", "whole"),
+    [
+        (Dtype.BF16, 2, True),
+        (Dtype.BF16, 3, False),
+        (Dtype.FP32, 4, True),
+        (Dtype.FP32, 6, False),
+        (Dtype.INT8, 4, False),  # a step, and no element
+        (Dtype.INT8, 5, True),
+        (Dtype.INT8, 4 + BLOCK, True),
+        (Dtype.INT8, 4 + BLOCK + 4, False),
+        (Dtype.INT8, 4 + BLOCK + 5, True),
+    ],
+)
+def test_a_chunk_is_a_number_of_whole_elements(dtype: Dtype, length: int, whole: bool) -> None:
+    """In its own spelling; of int8 each block is a step and at least one element."""
+    assert reason(Header(Kind.CHUNK, RUN, 1, length, 0, 0, 0, 0, dtype)) == ("" if whole else "length")
+
+
+@pytest.mark.parametrize("place", [{"layer": 1}, {"param": 1}, {"offset": 1}])
+def test_only_a_chunk_names_a_place(place: dict[str, int]) -> None:
+    """Each of the three numbers alone is one too many in a message."""
+    assert reason(Header(Kind.DONE, RUN, 1, 4, 0)) == ""
+    assert reason(Header(Kind.DONE, RUN, 1, 4, 0, **place)) == "place"
+    assert reason(Header(Kind.CHUNK, RUN, 1, 4, 0, **place)) == ""
