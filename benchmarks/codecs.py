@@ -22,7 +22,7 @@ from torch import nn
 from benchmarks.harness import Bench, main
 from dips.demo import data
 from dips.demo.model import Decoder, Shape, loss_of
-from dips.outer import twins
+from dips.outer import reference
 from dips.wire.codecs import CODECS, Codec
 
 F32 = npt.NDArray[np.float32]
@@ -37,7 +37,7 @@ LOSSY = ("bf16", "int8")
 
 @dataclass
 class CodecChannel:
-    """One cluster's way to the slaves; a twin of client/feedback.py in three lines."""
+    """One cluster's way to the slaves; a reference of client/feedback.py in three lines."""
 
     codec: Codec
     feedback: bool
@@ -101,7 +101,7 @@ def train(mean: Mean, rounds: int, watch: Callable[[list[F32]], None] = lambda _
             differences.append(flat(model) - theta)
         watch(differences)
         acc, after = -mean(differences), np.empty_like(theta)
-        twins.apply(theta, acc, momentum, 1.0, OUTER_LR, MOMENTUM, after)
+        reference.apply(theta, acc, momentum, 1.0, OUTER_LR, MOMENTUM, after)
         theta, momentum = after, acc
     load(model, theta)
     with torch.no_grad():

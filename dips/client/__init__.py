@@ -1,4 +1,4 @@
-"""LIVES, beside a training job: the agent (a process of its own) and the library inside every rank.
+"""What runs beside a training job: the agent, a process of its own, and the library inside every rank.
 
     from dips.client import OuterLoop
 

@@ -1,4 +1,4 @@
-"""SORTS: the user's text or tokens into data ranges, and hands a range's tokens to a training script (§4.2 of Di-PS).
+"""Deals the user's text or tokens into data ranges, and hands a range's tokens to a training script (§4.2 of Di-PS).
 
     dips data build --output corpus --ranges 4096 --source web=web/*.jsonl.gz --source code=code.npy --seed 1
 

@@ -1,1 +1,1 @@
-"""SHOWS: the demonstration: a small language model, its data, two unequal clusters, plots."""
+"""The demonstration: a small language model, its data, two unequal clusters, plots."""

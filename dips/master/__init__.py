@@ -1,1 +1,1 @@
-"""LIVES: the master, which decides and holds no tensors."""
+"""The master: a daemon that makes every decision of a run and holds no tensors."""

@@ -1,1 +1,1 @@
-"""COMPUTES: the outer step on flat arrays: kernels, and the versions and slots that they work on."""
+"""The outer step on flat arrays: kernels, and the versions and slots that they work on."""

@@ -21,7 +21,7 @@ SLICE = 1 << 20  # elements, 4 MiB: some 100 µs of work for 3 µs of Python; pa
 
 
 class Kernels(Protocol):
-    """kernels.py or twins.py: each function takes flat arrays of one length."""
+    """kernels.py or reference.py: each function takes flat arrays of one length."""
 
     def measure(self, theta: F32, theta_j: F32) -> float: ...
 

@@ -1,6 +1,6 @@
 """The kernels of the outer step, compiled: plain functions over flat fp32 arrays that release the GIL.
 
-What must stay true: element-wise results have the bits of twins.py, so they are compiled without fastmath (a fused
+What must stay true: element-wise results have the bits of reference.py, so they are compiled without fastmath (a fused
 multiply-add would round once less). Sums are inner functions that index from 0 (with an offset numba's wrap-around of
 negative indices turns the loop into gathers: 12 GB/s instead of 41) and may be reassociated, but never run under
 `fastmath=True`, which deletes the check for NaN and infinity. Sums are kept in fp64: a finite sum is a finite push.

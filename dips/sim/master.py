@@ -212,7 +212,7 @@ class MasterProcess:
         self.ledger.start_term()
         state = self.ledger.state()
         now, timing = self.world.heap.now, self.world.options.timing
-        self.trusted = not machine.disk.old  # what it decides is compared with the twins
+        self.trusted = not machine.disk.old  # what it decides is compared with the reference
         if self.trusted:
             self.world.monitor.restored(state)
         self.coordinator = Coordinator(state, self.world.manifest, self.world.options, now)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from dips.errors import DipsError, UnavailableMaster
 from dips.ids import PullId, PushId, VersionId
-from dips.outer import twins
+from dips.outer import reference
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
 from dips.protocol.effects import Failed, Order, Persist, Registered
@@ -146,7 +146,7 @@ class SlaveProcess:
             self.gate,
             self.world.frame_refused,
         )
-        self.versions = Versions(KernelPool(twins), settings.slots, settings.pinned)
+        self.versions = Versions(KernelPool(reference), settings.slots, settings.pinned)
         self.shard = Shard(self.name, self.versions, machine.disk, self.flow, self)
         self.core = SlaveCore(
             SlaveIdentity(settings.run, self.name, nonce, f"{self.name}:1", (f"{self.name}:2",), "master"),

@@ -1,1 +1,1 @@
-"""LIVES: a slave, which holds layers and moves them."""
+"""A slave: a daemon that holds some layers of the model, updates them and serves them."""

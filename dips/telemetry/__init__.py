@@ -1,1 +1,1 @@
-"""TELLS: logs, the timeline, metrics, status."""
+"""Logs, the timeline, metrics, status."""

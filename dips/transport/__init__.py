@@ -1,1 +1,1 @@
-"""MOVES: pools, lanes, streams of the data flow; channels of the control flow."""
+"""The data flow's buffers, lanes and streams over ZeroMQ, and the control flow's gRPC channels."""

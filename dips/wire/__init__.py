@@ -1,1 +1,1 @@
-"""SPELLS: frames, chunks, and protobuf messages ⇄ events."""
+"""Wire formats: frames and chunks of the data flow, and protobuf messages to and from events."""

@@ -6,7 +6,7 @@
         house.slaves["ps0"].process.kill()
         house.start_slave("ps0")
         house.progress(2)
-        house.check()                                  # every element is the twin's number; tokens add up
+        house.check()                                  # every element is the reference's number; tokens add up
 
 Whoever dials does so through a line of wires.py: clusters to the master, slaves to the master, the master to slaves,
 ranks to the slaves' lanes. The tests themselves ask the master directly. Steps are placed by what timelines, ledger and
@@ -391,7 +391,7 @@ class Deployment(Run):
         return [] if ok else [f"{name} consumed {least} to {begun}, told {sum(parts.values())}: {parts}, {c['state']}"]
 
     def _check_export(self) -> None:
-        """Every element of the exported model is the twin's number; the head, if that is durable."""
+        """Every element of the exported model is the reference's number; the head, if that is durable."""
         with self.ledger() as ledger:
             rows, rounds = ledger.state().versions, ledger.history(EVER)  # rows first: each one has its round
         head = next(row.version for row in reversed(rows) if row.durable)
@@ -402,7 +402,7 @@ class Deployment(Run):
         assert {name: t.shape for name, t in tensors.items()} == SHAPES
         elements = np.concatenate([t.reshape(-1) for t in tensors.values()])
         assert (elements == elements[0]).all(), f"torn export of {head}: {elements.min()} to {elements.max()}"
-        assert abs(float(elements[0]) - expected) < predict.TOLERANCE, f"{head}: {elements[0]}, twin {expected}"
+        assert abs(float(elements[0]) - expected) < predict.TOLERANCE, f"{head}: {elements[0]}, reference {expected}"
 
     def _written(self, name: str, what: str) -> list[Any]:
         """Lines that the trainers of a cluster wrote, wherever it ran."""

@@ -1,7 +1,7 @@
 """What must be true after any failure, worked out from the ledger alone: θ of every version, tokens, ranges, lineage.
 
-The twin is the outer step in ten lines: a constant model is one number, so a version is one number, and m another. A
-version's parent is in its row, so a history with undone branches is predicted as it is.
+The reference is the outer step in ten lines: a constant model is one number, so a version is one number, and m
+another. A version's parent is in its row, so a history with undone branches is predicted as it is.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def check_once(rounds: Sequence[RoundHistory], lineage: Sequence[VersionId]) -> 
 
 
 def check_numbers(seen: Iterable[tuple[str, float]], predicted: Mapping[str, float], who: str) -> None:
-    """Every version that a rank installed is in the ledger, and is the twin's number."""
+    """Every version that a rank installed is in the ledger, and is the reference's number."""
     for version, number in seen:
         assert version in predicted, f"{who} was served {version}, which has no row"
-        assert abs(number - predicted[version]) < TOLERANCE, f"{who} at {version}: {number}, twin {predicted[version]}"
+        assert abs(number - predicted[version]) < TOLERANCE, (
+            f"{who} at {version}: {number}, expected {predicted[version]}"
+        )

@@ -23,7 +23,7 @@ def test_each_of_two_ranks_dies_at_every_point(tmp_path: Path, loop: Loop) -> No
     """east's ranks die in turn at the points of a push, west's at those of a pull; twenty deaths end a torchrun.
 
     north pushes all the while, and no round of its waits for the dead; every version that any rank installed is the
-    twin's number, also on the rank that was not killed; there is one incarnation of each cluster.
+    reference's number, also on the rank that was not killed; there is one incarnation of each cluster.
     """
     with Deployment(tmp_path, loop, clusters=("east", "west", "north")) as house:
         house.start_master()

@@ -1,7 +1,7 @@
 """SIGKILL, and SIGSTOP with SIGCONT, of every role, in the middle of a living run.
 
 What is true after any of them is checked at the end of each test by its house (conftest.py): each cluster takes part in
-new versions, θ is the twin's number wherever it is, the tokens add up, nobody's log names a bug of ours.
+new versions, θ is the reference's number wherever it is, the tokens add up, nobody's log names a bug of ours.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def test_row_3_cluster_comes_back(house: Deployment) -> None:
 def test_row_4_frames_are_corrupt(house: Deployment) -> None:
     """One bit of every 20 kB towards the slaves is wrong: it is refused, asked again, and never enters a version.
 
-    The house checks at the end that every version is the twin's number: one wrong bit would show.
+    The house checks at the end that every version is the reference's number: one wrong bit would show.
     """
     for lane in house.lanes.values():
         lane.flip(20_000)

@@ -24,7 +24,7 @@ HOUSE = {"clusters": ("east", "west", "north")}
 
 @pytest.mark.timeout(SECONDS + 2 * CALM_S + 60)
 def test_the_storm(house: Deployment) -> None:
-    """At its end every cluster takes part, the ledger adds up, and θ is the twin's."""
+    """At its end every cluster takes part, the ledger adds up, and θ is the reference's."""
     print(f"\nDIPS_STORM_SEED={SEED} DIPS_STORM_S={SECONDS:g}")
     storm = Storm(house, random.Random(SEED))
     head, end = house.head(), time.monotonic() + SECONDS

@@ -181,8 +181,8 @@ def check(kind: str, collectives: JobCollectives) -> dict[str, Any]:
     for side in both:
         side.land(version(9))
     is_so["a step without a forward is refused"] = "no module of the model was called" in refused(lazy.optimizer.step)
-    twin = copy.deepcopy(lazy.inner) if kind == "plain" else None
-    is_so["a copy of the model is a model"] = twin is None or bool(twin(tokens).isfinite().all())
+    reference = copy.deepcopy(lazy.inner) if kind == "plain" else None
+    is_so["a copy of the model is a model"] = reference is None or bool(reference(tokens).isfinite().all())
     lazy.memory.finish_install()
     same("at the end", *(side.shards() for side in both))
 

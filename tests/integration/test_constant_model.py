@@ -21,7 +21,7 @@ ROUNDS = 20
 LR, MOMENTUM, CLIP = 0.7, 0.8, 1.0
 
 
-def twin(rounds: Sequence[tuple[VersionId, Sequence[FoldRow]]], numel: int) -> dict[str, float]:
+def reference(rounds: Sequence[tuple[VersionId, Sequence[FoldRow]]], numel: int) -> dict[str, float]:
     """θ of every version, from the ledger's folds alone: the outer step in ten lines of fp32."""
     f = np.float32
     theta, m, history = f(script.START), f(0), {"v0@r0": script.START}
@@ -50,7 +50,7 @@ def push_bytes(timeline: Path) -> list[int]:
 def test_every_element_is_one_number_and_the_twin_predicts_it(
     tmp_path: Path, codec: str, element_bytes: int, within: float
 ) -> None:
-    """Two FSDP2 ranks and a plain rank, two slaves, 20 outer steps: everywhere and always the twin's number."""
+    """Two FSDP2 ranks and a plain rank, two slaves, 20 outer steps: everywhere and always the reference's number."""
     tensors = {
         name: np.full(tuple(p.shape), script.START, np.float32) for name, p in script.ConstantModel().named_parameters()
     }
@@ -73,7 +73,7 @@ def test_every_element_is_one_number_and_the_twin_predicts_it(
         with run.ledger() as ledger:
             rounds = [(r.version, r.folds) for r in ledger.history(1000) if r.version is not None]
 
-    expected = twin(rounds, numel)
+    expected = reference(rounds, numel)
     assert len(rounds) == ROUNDS
     assert {fold.push.cluster for _, folds in rounds for fold in folds} == {"fast", "slow"}
     assert any(len(folds) == 2 for _, folds in rounds), "no round had two contributions: nothing was weighted"

@@ -68,7 +68,7 @@ class Nodes(harness.Run):  # type: ignore[misc, name-defined]
         """Both ranks end with the number that the ledger's folds predict, and installed the same versions."""
         rounds = [(r.version, r.folds) for r in self.versions()]
         assert len(rounds) == VERSIONS
-        expected = constant.twin(rounds, sum(t.size for t in TENSORS.values()))
+        expected = constant.reference(rounds, sum(t.size for t in TENSORS.values()))
         seen = [dict(json.loads((self.directory / f"fast.out.{rank}").read_text())) for rank in range(2)]
         assert list(seen[0]) == list(seen[1]) and f"v{VERSIONS}@r{rounds[-1][0].round}" in seen[0]
         for numbers in seen:

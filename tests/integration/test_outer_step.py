@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from dips.ids import GENESIS, PushId, VersionId
 from dips.outer import kernel_pool as kernel_pool_module
-from dips.outer import kernels, twins
+from dips.outer import kernels, reference
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
 from dips.protocol.effects import (
@@ -225,14 +225,16 @@ def _compare(theta: Model, plain: Torch) -> None:
 
 
 def test_the_number_of_slaves_and_threads_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One ledger gives one θ, bit for bit, on 1 or 4 slaves, 1 or 3 threads, compiled or twins (guards invariant 1)."""
+    """One ledger gives one θ, bit for bit, on 1 or 4 slaves, 1 or 3 threads, compiled or reference (guards invariant
+    1).
+    """
     monkeypatch.setattr(kernel_pool_module, "SLICE", 100)
     thetas = []
     with ThreadPoolExecutor(3) as threads:
         for name, slaves, kernel_pool in (
             ("a", 1, KernelPool(kernels)),
             ("b", 4, KernelPool(kernels, threads, 3)),
-            ("c", 2, KernelPool(twins)),
+            ("c", 2, KernelPool(reference)),
         ):
             (tmp_path / name).mkdir()
             rng = np.random.default_rng(5)

@@ -106,11 +106,11 @@ def main(out: Path, saves: int) -> None:
     end = one_number(model)
     found = []
     for number, (at, inner_steps) in enumerate(expected):
-        twin = wrapped(Model())
-        state = {"model": twin.state_dict(), "outer": {"inner_steps": -1}}
+        reference = wrapped(Model())
+        state = {"model": reference.state_dict(), "outer": {"inner_steps": -1}}
         path = out.with_name(f"{out.name}.save{number}")
         dcp.load(state, storage_reader=FileSystemReader(path), process_group=own_group)
-        found.append((one_number(twin), at * DELTA, state["outer"]["inner_steps"] == inner_steps))
+        found.append((one_number(reference), at * DELTA, state["outer"]["inner_steps"] == inner_steps))
     out.with_name(f"{out.name}.{rank}").write_text(json.dumps({"saves": found, "steps": steps, "end": end}))
     dist.destroy_process_group()
 

@@ -6,7 +6,7 @@ import pytest
 
 from dips.errors import LocalProtocolError
 from dips.ids import GENESIS, PullId, PushId, VersionId
-from dips.outer import twins
+from dips.outer import reference
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.pool import Pool
 from dips.outer.versions import Versions
@@ -18,7 +18,7 @@ def fill(arrays: dict, value: float) -> None:
 
 
 def made(pinned: int) -> Versions:
-    versions = Versions(KernelPool(twins), 2, pinned)
+    versions = Versions(KernelPool(reference), 2, pinned)
     versions.allocate({0: 4})
     versions.load(GENESIS, lambda theta, m: fill(theta, 1.0) or fill(m, 0.0))
     return versions

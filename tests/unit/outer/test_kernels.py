@@ -1,4 +1,4 @@
-"""The compiled kernels beside their NumPy twins, plain formulas, and NaN."""
+"""The compiled kernels beside their NumPy reference, plain formulas, and NaN."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 import dips.outer
 from dips.outer import kernel_pool as kernel_pool_module
-from dips.outer import kernels, twins
+from dips.outer import kernels, reference
 from dips.outer.kernel_pool import KernelPool, Kernels
 
-BOTH = pytest.mark.parametrize("k", [kernels, twins], ids=["compiled", "twins"])
+BOTH = pytest.mark.parametrize("k", [kernels, reference], ids=["compiled", "reference"])
 SIZES = (1, 3, 17, kernels.BLOCK, 3 * kernels.BLOCK + 5)
 
 
@@ -24,9 +24,9 @@ def arrays(n: int, count: int, seed: int = 0) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("n", SIZES)
 def test_elementwise_results_have_the_same_bits_as_the_twins(n: int) -> None:
-    """acc, m′ and θ′ of the compiled kernels equal the twins' bit for bit: no fused multiply-add, no fp64."""
+    """acc, m′ and θ′ of the compiled kernels equal the reference's bit for bit: no fused multiply-add, no fp64."""
     results = []
-    for k in (kernels, twins):
+    for k in (kernels, reference):
         theta, acc, theta_j, m = arrays(n, 4)
         theta_next = np.empty_like(theta)
         k.fold_first(theta, acc)
@@ -35,8 +35,8 @@ def test_elementwise_results_have_the_same_bits_as_the_twins(n: int) -> None:
         folded = acc.copy()
         k.apply(theta, acc, m, 0.123, 0.7, 0.8, theta_next)
         results.append((first, folded, acc, theta_next))
-    for mine, twin in zip(*results, strict=True):
-        assert mine.tobytes() == twin.tobytes()
+    for compiled, expected in zip(*results, strict=True):
+        assert compiled.tobytes() == expected.tobytes()
 
 
 @BOTH

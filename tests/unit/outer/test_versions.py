@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dips.errors import Busy, ConfigError, LocalProtocolError, StalePush, StaleVersion
 from dips.ids import GENESIS, PullId, PushId, VersionId
-from dips.outer import twins
+from dips.outer import reference
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.pool import MemorySum, Pool
 from dips.outer.versions import Versions
@@ -19,7 +19,7 @@ LAYERS = {0: 3, 4: 2}
 
 
 def made(slots: int = 2, pinned: int = 1) -> Versions:
-    versions = Versions(KernelPool(twins), slots, pinned)
+    versions = Versions(KernelPool(reference), slots, pinned)
     versions.allocate(LAYERS)
     versions.load(GENESIS, lambda theta, m: fill(theta, 1.0) or fill(m, 0.0))
     return versions

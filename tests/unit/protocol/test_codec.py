@@ -76,10 +76,10 @@ def test_every_state_of_a_troubled_run_survives_its_text(monkeypatch: pytest.Mon
             assert same(self.state(), read, {}) == ""
             assert codec.text(read) == written
             met_classes.update(name for name in codec.CLASSES if f'["{name}"' in written)
-            twin = Coordinator.restored(read)
+            reference = Coordinator.restored(read)
             effects = super().step(event, now)
-            assert twin.step(event, now) == effects
-            assert codec.text(twin.state()) == codec.text(self.state())
+            assert reference.step(event, now) == effects
+            assert codec.text(reference.state()) == codec.text(self.state())
             states += 1
             return effects
 

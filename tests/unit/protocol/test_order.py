@@ -78,7 +78,7 @@ def test_equal_workers_need_no_turn_too_many(workers: int, slaves: int) -> None:
     )
 )
 def test_any_pairs_need_as_few_turns_as_brute_force(wanted: list[list[bool]]) -> None:
-    """Whoever has something for whom: the fewest turns that any order reaches (twin: brute force up to 4 × 4)."""
+    """Whoever has something for whom: the fewest turns that any order reaches (reference: brute force up to 4 × 4)."""
     loads = [[float(x) for x in row] for row in wanted]
     pairs = frozenset((w, s) for w, row in enumerate(wanted) for s, x in enumerate(row) if x)
     line = lines(workers_of(loads), len(wanted[0]))

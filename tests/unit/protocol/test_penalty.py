@@ -1,4 +1,4 @@
-"""The penalty against its ten-line twin, and against the stories of docs/rationale.md#10."""
+"""The penalty against its ten-line reference, and against the stories of docs/rationale.md#10."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def quiet(rng: random.Random, mean: float = 1.0) -> float:
 
 
 def test_statistics_equal_a_plain_reference() -> None:
-    """Invariant 8: μ is the plain mean until 1/n < α, then an EMA; σ uses the new μ; the twin is written from §4.1."""
+    """Invariant 8: μ is the plain mean until 1/n < α, then an EMA; σ uses the new μ; the reference is written from
+    §4.1.
+    """
     rng, story, mu, sigma, n = random.Random(1), PenaltyStory(), 0.0, 0.0, 0
     for _ in range(OPTIONS.warmup_rounds):
         g = quiet(rng)

@@ -25,7 +25,7 @@ def manifest_of(numels: list[int]) -> Manifest:
 
 
 def best_balance(numels: list[int], slaves: int) -> int:
-    """The dumb twin: try every assignment, return the smallest possible largest load."""
+    """The dumb reference: try every assignment, return the smallest possible largest load."""
     best = sum(numels)
     for code in range(slaves ** len(numels)):
         load = [0] * slaves

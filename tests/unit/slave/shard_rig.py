@@ -10,7 +10,7 @@ from dips.errors import (
     RemoteProtocolError,
 )
 from dips.ids import GENESIS, PullId, PushId, VersionId
-from dips.outer import twins
+from dips.outer import reference
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
 from dips.protocol.effects import (
@@ -140,7 +140,7 @@ class ShardRig:
 
     def __init__(self, slots: int = 2, pinned: int = 1, disk: MemoryDisk | None = None) -> None:
         self.flow, self.disk = RecordingFlow(), disk or MemoryDisk()
-        self.shard = Shard("s", Versions(KernelPool(twins), slots, pinned), self.disk, self.flow)
+        self.shard = Shard("s", Versions(KernelPool(reference), slots, pinned), self.disk, self.flow)
         self.term, self.number = 1, 0
 
     def ready(self) -> ShardRig:

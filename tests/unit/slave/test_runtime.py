@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from dips.errors import Busy, ConfigError, LocalProtocolError, StaleTerm, UnavailableMaster
 from dips.ids import GENESIS, PullId, PushId, VersionId
-from dips.outer import twins
+from dips.outer import reference
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
 from dips.protocol.effects import (
@@ -171,7 +171,7 @@ class RunningSlave:
         self.flow = BufferFlow()
         log = structlog.get_logger()
         self.thread = ShardThread(thread, time.monotonic, log)
-        self.shard = Shard("s", Versions(KernelPool(twins), 1, 0), GatedDisk(), self.flow, self.thread)
+        self.shard = Shard("s", Versions(KernelPool(reference), 1, 0), GatedDisk(), self.flow, self.thread)
         self.thread.own(self.shard)
         who = SlaveIdentity("run", "s", "nonce", "h:1", ("h:2",), "m:1")
         self.core = SlaveCore(
@@ -395,7 +395,7 @@ async def test_a_failure_in_news_of_the_flow_is_logged(monkeypatch: pytest.Monke
     """Nobody waits for the flow's news to be taken in, so a failure there must reach the log."""
     with capture_logs() as logs, ThreadPoolExecutor(1) as thread:
         owner = ShardThread(thread, time.monotonic, structlog.get_logger())
-        shard = Shard("s", Versions(KernelPool(twins), 1, 0), GatedDisk(), BufferFlow(), owner)
+        shard = Shard("s", Versions(KernelPool(reference), 1, 0), GatedDisk(), BufferFlow(), owner)
         monkeypatch.setattr(OpenTransfers, "staged", None)
         owner.own(shard)
         owner.staged(PUSH, 12)

@@ -67,7 +67,7 @@ def test_a_long_list_of_problems_is_cut():
 
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 8)), max_size=5))
 def test_the_cover_check_agrees_with_counting(spans):
-    """Against the dumb twin: each element is counted once, or there is a problem."""
+    """Against the dumb reference: each element is counted once, or there is a problem."""
     layout = LayerLayout(MANIFEST, (1,))
     pieces = [Range(1, 0, offset, min(length, 8 - offset)) for offset, length in spans]
     counts = [sum(p.offset <= e < p.offset + p.length for p in pieces) for e in range(8)]

@@ -289,13 +289,13 @@ def test_a_copy_of_the_model_takes_nothing_of_it_along() -> None:
     model = LazyModel()
     memory = laid(model)
     land(memory, 3.0)
-    twin = copy.deepcopy(model)
-    twin(TOKENS)
+    reference = copy.deepcopy(model)
+    reference(TOKENS)
     assert at(model, 3.0) == set() and not memory._forward_seen
     memory.finish_install()
     land(memory, 4.0)
     memory.finish_install()
-    assert at(twin, 3.0) == at(twin, 4.0) == set()
+    assert at(reference, 3.0) == at(reference, 4.0) == set()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
