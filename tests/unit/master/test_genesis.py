@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 from dips.config import MasterSection, RunFile, Shared, SlaveSection
 from dips.errors import ConfigError
+from dips.master import genesis
 from dips.master.genesis import INITIAL_MANIFEST, INITIAL_MODEL, ledger_path, make_run
 from dips.master.ledger import Ledger
 from dips.protocol.manifest import Manifest
@@ -115,3 +116,26 @@ def test_a_model_without_parameters(tmp_path: Path) -> None:
     """Nothing to train is an error, not an empty run."""
     with pytest.raises(ConfigError, match="no parameters"):
         make_run(run_file(tmp_path), {})
+
+
+def test_version_0_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model and manifest are synced before their renames, and their directories after: a crash leaves both or none."""
+    calls: list[str] = []
+    sync, replace = genesis.sync, Path.replace
+
+    def recorded_sync(path: Path) -> None:
+        calls.append(f"sync {path.name}")
+        sync(path)
+
+    def recorded_replace(path: Path, target: Path) -> Path:
+        calls.append(f"rename {path.name}")
+        return replace(path, target)
+
+    monkeypatch.setattr(genesis, "sync", recorded_sync)
+    monkeypatch.setattr(Path, "replace", recorded_replace)
+    make_run(run_file(tmp_path), model())
+    model_aside, manifest_aside = (f.with_suffix(".tmp").name for f in (INITIAL_MODEL, INITIAL_MANIFEST))
+    assert calls[:4] == [
+        f"sync {model_aside}", f"rename {model_aside}", f"sync {manifest_aside}", f"rename {manifest_aside}",
+    ]  # fmt: skip
+    assert calls[4:6] == [f"sync {INITIAL_MODEL.parent.name}", f"sync {tmp_path.name}"]

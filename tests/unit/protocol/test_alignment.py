@@ -159,3 +159,13 @@ def test_one_that_dies_does_not_hold_up_the_others() -> None:
     """The three that live go on meeting."""
     rounds = [who for at, who in rounds_of(1, 0.1, dies_at=500.0) if at > 600.0]
     assert sum(who == {"a", "c", "d"} for who in rounds) >= 0.9 * len(rounds)
+
+
+def test_the_longest_push_has_the_slot_next_to_the_window() -> None:
+    """With one slot the short push goes first, and the long one ends as the window opens."""
+    alignment = Alignment()
+    alignment.record_heartbeat(heartbeat("long", 0.1, since=64, bytes_per_s=100.0))
+    alignment.record_heartbeat(heartbeat("short", 0.1, since=64, bytes_per_s=300.0))
+    one_slot = WindowTiming(None, 1, 300)  # 3 s for the one, 1 s for the other; the window is 6.4 s away
+    assert alignment.push_in_s("long", one_slot, 0.0) == pytest.approx(6.4 - 3.0)
+    assert alignment.push_in_s("short", one_slot, 0.0) == pytest.approx(6.4 - 3.0 - 1.0)

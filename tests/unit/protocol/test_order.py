@@ -180,3 +180,12 @@ def test_a_push_that_joins_half_way_is_done_with_the_first_near_the_optimum(
         + [sum(row) / r for row, r in zip(nbytes, rate, strict=True)]
     )
     assert fluid(nbytes, rate, link, lines(workers, slaves)) <= 1.1 * optimum
+
+
+def test_a_worker_does_not_begin_on_the_rest_of_a_link() -> None:
+    """It waits for at least half of its own rate: begun on a tenth, it would hold its own link for that long."""
+    first, second = plan([Worker((10.0,), 0.9), Worker((1.0,), 0.9)], 1)
+    assert (first.worker, second.worker) == (0, 1)
+    assert second.begin == pytest.approx(first.end)
+    beside = plan([Worker((10.0,), 0.5), Worker((1.0,), 0.9)], 1)
+    assert [turn.begin for turn in beside] == [0.0, 0.0], "half of the link is more than half of its rate"
