@@ -34,7 +34,7 @@ import yaml
 from benchmarks.harness import ROOT
 from dips.client.rank.transfer import TransferIdentity
 from dips.ids import GENESIS, PullId, PushId, VersionId
-from dips.master.links import Link
+from dips.master.links import SlaveLink
 from dips.outer.pool import BYTES, MemorySum
 from dips.protocol import effects as e
 from dips.protocol.events import Answer, OrderAnswered, PushRefused, PushStaged, SlaveRegistered
@@ -238,8 +238,8 @@ class LoneSlave:
         await self._server.start()
         return f"127.0.0.1:{port}"
 
-    async def _connect(self, address: str) -> Link:
-        return Link(NAME, address)
+    async def _connect(self, address: str) -> SlaveLink:
+        return SlaveLink(NAME, address)
 
     async def _close(self) -> None:
         if hasattr(self, "_link"):

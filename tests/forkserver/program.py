@@ -7,6 +7,7 @@ import importlib.util
 import io
 import os
 import signal
+import site
 import sys
 import threading
 import types
@@ -35,7 +36,10 @@ def run(program: Program) -> None:
     main.__dict__["__builtins__"] = __builtins__
     first, name, code = _load(program, main)
     extra = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    sys.path[:] = [first, *extra, *_installed_path]
+    sys.path[:] = [*extra, *_installed_path]
+    for folder in site.getsitepackages():
+        site.addsitedir(folder)  # an editable install is passed over where PYTHONPATH has it, as it had for the server
+    sys.path.insert(0, first)
     sys.argv[:] = [name, *program.arguments]
     sys.modules["__main__"] = main
     exec(code, main.__dict__)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
-from train_constant import Model, local
+from train_constant import ConstantModel, local
 
 from dips.client.parallel import HostMemory, ModelLayout, StreamedMemory, lay_out
 from dips.client.rank import transfer
@@ -33,7 +33,7 @@ GRANT = Grant(GENESIS, (), ((), ()), 60.0)
 
 
 def sharded(mesh: Any) -> nn.Module:
-    model = Model()
+    model = ConstantModel()
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -179,7 +179,7 @@ def pull_and_merge(collectives: JobCollectives, diverged: bool) -> dict[str, Any
 
 def replaced_on(collectives: JobCollectives, ranks: set[int]) -> str:
     """What a rank is told of a push when the parameters of `ranks` are not those that were laid out."""
-    model = Model()
+    model = ConstantModel()
     shard_transfer = make_shard_transfer(model, collectives)
     if collectives.rank in ranks:
         model.blocks[0] = nn.Linear(4, 5)
@@ -192,7 +192,7 @@ def replaced_on(collectives: JobCollectives, ranks: set[int]) -> str:
 
 def sharded_late(collectives: JobCollectives) -> str:
     """What a rank is told of a push when `fully_shard` came after the model was laid out."""
-    model = Model()
+    model = ConstantModel()
     shard_transfer = make_shard_transfer(model, collectives)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     try:
@@ -218,7 +218,7 @@ def main(out: Path) -> None:
     found = {
         "heard": words.decode(),
         "numbered": collectives.number_ranks(collectives.rank == 1),
-        "plain": of(Model()),
+        "plain": of(ConstantModel()),
         "fsdp": of(sharded(flat)),
         "hsdp": of(sharded(replicated)),
         "replicated": of(plain),

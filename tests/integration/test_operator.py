@@ -138,7 +138,7 @@ def test_a_drained_slave_costs_no_round(run: Any, tmp_path: Path) -> None:
     run.wait(west, 60)
     with run.ledger() as ledger:
         assert {r.kind for r in ledger.history(100)} == {"applied"}
-    assert "never heard" in say("dips", "readmit", "east", "--config", str(run.file), code=78)
+    assert "has never joined" in say("dips", "readmit", "east", "--config", str(run.file), code=78)
     assert "west is not quarantined" in say("dips", "readmit", "west", "--config", str(run.file), code=1)
     assert "none of this run" in say("dips", "drain", "ps7", "--config", str(run.file), code=78)
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import torch
-from train_constant import Model
+from train_constant import ConstantModel
 
 from dips.client import OuterLoop
 
@@ -22,7 +22,7 @@ STEPS_A_RANGE = 4
 
 def main(out: Path, save_at: int, crash_at: int) -> None:
     torch.manual_seed(0)
-    model, checkpoint, crashed = Model(), out.with_suffix(".pt"), out.with_suffix(".crashed")
+    model, checkpoint, crashed = ConstantModel(), out.with_suffix(".pt"), out.with_suffix(".crashed")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     with OuterLoop(model) as outer, out.open("a", buffering=1) as log:
         cursor, steps = 0, 0

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.fsdp import fully_shard
-from train_constant import Model, local, one_number
+from train_constant import ConstantModel, local, one_number
 
 from dips.client import OuterLoop
 from dips.client.rank import transfer
@@ -58,7 +58,7 @@ def hold_pushes() -> threading.Event:
     return go
 
 
-def wrapped(model: Model) -> Model:
+def wrapped(model: ConstantModel) -> ConstantModel:
     for block in model.blocks:
         fully_shard(block)
     return fully_shard(model)
@@ -69,7 +69,7 @@ def main(out: Path, saves: int) -> None:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
     own_group = dist.new_group(backend="gloo")
-    model, pushes = wrapped(Model()), hold_pushes()
+    model, pushes = wrapped(ConstantModel()), hold_pushes()
     steps, expected = 0, []
 
     def step(outer: OuterLoop) -> None:
@@ -106,7 +106,7 @@ def main(out: Path, saves: int) -> None:
     end = one_number(model)
     found = []
     for number, (at, inner_steps) in enumerate(expected):
-        reference = wrapped(Model())
+        reference = wrapped(ConstantModel())
         state = {"model": reference.state_dict(), "outer": {"inner_steps": -1}}
         path = out.with_name(f"{out.name}.save{number}")
         dcp.load(state, storage_reader=FileSystemReader(path), process_group=own_group)

@@ -12,14 +12,14 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
-from train_constant import Model
+from train_constant import ConstantModel
 
 from dips.client import OuterLoop
 
 
 def main(out: Path) -> None:
     dist.init_process_group("gloo")
-    OuterLoop(Model())
+    OuterLoop(ConstantModel())
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as unresponsive as a rank in a collective of C++ code
     with out.open("a") as file:
         file.write(f"{os.getpid()}\n")

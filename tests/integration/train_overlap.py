@@ -18,14 +18,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from train_constant import Model, local, one_number
+from train_constant import ConstantModel, local, one_number
 
 from dips.client import OuterLoop
 
 
 def main(out: Path, step_s: float, delta: float) -> None:
     rank = int(os.environ.get("RANK", "0"))
-    model = Model()
+    model = ConstantModel()
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
         for block in model.blocks:

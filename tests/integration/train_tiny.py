@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from train_constant import Model
+from train_constant import ConstantModel
 
 from dips.client import OuterLoop
 
 
 def main(mode: str, out: Path) -> None:
-    model = Model()
+    model = ConstantModel()
     if mode == "wrong":
         model.head = nn.Linear(3, 2)
     with OuterLoop(model) as outer, out.open("a", buffering=1) as log:

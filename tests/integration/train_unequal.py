@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from train_constant import Model
+from train_constant import ConstantModel
 
 from dips.client import OuterLoop
 from dips.errors import LocalProtocolError
@@ -21,7 +21,7 @@ from dips.errors import LocalProtocolError
 
 def main(out: Path) -> None:
     dist.init_process_group("gloo")
-    outer = OuterLoop(torch.nn.parallel.DistributedDataParallel(Model()))
+    outer = OuterLoop(torch.nn.parallel.DistributedDataParallel(ConstantModel()))
     begun = time.monotonic()
     if dist.get_rank() != 1:
         try:

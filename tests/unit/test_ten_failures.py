@@ -14,7 +14,7 @@ FAILURES: dict[int, tuple[str, tuple[str, ...]]] = {
     1: ("fresh weights become the truth", ("chaos/test_ten_failures.py",)),
     2: ("bulk starves heartbeats", ("chaos/test_ten_failures.py",)),
     3: ("lost acknowledgement, lost run", ("chaos/test_ten_failures.py",)),
-    4: ("a swallowed error", ("unit/slave/test_shard.py",)),
+    4: ("a swallowed error", ("unit/slave/test_shard_rounds.py",)),
     5: ("a poisoned detector", ("unit/protocol/test_penalty.py", "chaos/test_ten_failures.py")),
     6: ("wrong mean, wrong sign", ("integration/test_outer_step.py",)),
     7: ("joining while busy", ("chaos/test_ten_failures.py",)),
