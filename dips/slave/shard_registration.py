@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from dips.errors import Busy, Corrupt, LocalProtocolError, Stale
+from dips.errors import Busy, Corrupt, Stale, StaleVersion
 from dips.protocol.effects import AbortVersion, CommitVersion, Hold, LoadVersion, RegisterLater, SlaveOrder
 from dips.slave.shard_round import ShardRound
 
@@ -46,7 +46,9 @@ def _obey(rounds: ShardRound, order: LoadVersion | CommitVersion | AbortVersion)
     prepared, memory = rounds.versions.prepared, rounds.versions.memory
     if isinstance(order, AbortVersion):
         if memory == order.version:
-            raise LocalProtocolError(f"{order.version} is committed and served here, and was to be aborted")
+            # The Commit was under way when this slave registered, and the master has rolled the version back since: it
+            # must hear what is served here now, and will order a load (seed 64).
+            raise StaleVersion(f"{order.version} is committed and served here, and was to be aborted")
         if prepared == order.version:
             rounds.end_round()
     elif prepared == order.version:

@@ -19,7 +19,7 @@ def ran(directory: Path, save_at: int, crash_at: int, codec: str = "fp32") -> tu
     """Play a run of one cluster; return its log, the accepted pushes in order, and its snapshots' digests."""
     directory.mkdir()
     rng = np.random.default_rng(1)
-    model = constant.Model()
+    model = constant.ConstantModel()
     tensors = {n: rng.standard_normal(tuple(p.shape), dtype=np.float32) for n, p in model.named_parameters()}
     shared = {"data": {"ranges": RANGES}, "penalty": {"rule": "none"}, "codec": codec}
     out = directory / "out"

@@ -208,7 +208,7 @@ def test_a_cluster_that_leaves_says_what_it_had_not_settled(long_run: Any, tmp_p
 def test_a_hung_trainer_and_a_dead_one_are_told_apart(long_run: Any, tmp_path: Path) -> None:
     """SIGSTOP: idle, "hangs"; SIGKILL: idle, "died", until it is back; SIGKILL of the agent: gone, "silent"."""
     run = long_run
-    west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "a")], steps=1000)
+    west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "a")], steps=1000, max_restarts=1)
     run.until(lambda: (tmp_path / "a").exists(), 60, "it trains")
     pid = marks(run, "west", "trainer_start")[0]["pid"]
     os.kill(pid, signal.SIGSTOP)

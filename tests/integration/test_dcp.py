@@ -25,7 +25,7 @@ def test_a_save_and_a_push_tear_nothing_and_wait_for_nothing_of_each_other(
 ) -> None:
     """Two FSDP2 ranks. A save is written after the push, or while it is out; both hold the steps before them, all of
     them, on every element; the outer step is over while the save is not, and the save while the push is not."""
-    tensors = {n: np.zeros(tuple(p.shape), np.float32) for n, p in constant.Model().named_parameters()}
+    tensors = {n: np.zeros(tuple(p.shape), np.float32) for n, p in constant.ConstantModel().named_parameters()}
     shared = {
         "stop": {"versions": SAVES},
         "outer": {"lr": 1.0, "momentum": 0.0, "clip": {}},

@@ -16,7 +16,7 @@ DEADLINE_S = 3.0
 @pytest.mark.timeout(120)
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     """Rank 1 of three never reaches the push: the others raise after the deadline, rank 0 says who."""
-    tensors = {n: np.zeros(tuple(p.shape), np.float32) for n, p in constant.Model().named_parameters()}
+    tensors = {n: np.zeros(tuple(p.shape), np.float32) for n, p in constant.ConstantModel().named_parameters()}
     out = tmp_path / "told"
     with harness.Run(tmp_path, tensors) as run:
         run.start_master()

@@ -1,5 +1,5 @@
 PRAGMA application_id = 1147752531;
-PRAGMA user_version = 3;
+PRAGMA user_version = 4;
 BEGIN TRANSACTION;
 CREATE TABLE digests (
     round INTEGER NOT NULL REFERENCES versions, slave TEXT NOT NULL, digest TEXT NOT NULL, PRIMARY KEY (round, slave)
@@ -49,6 +49,11 @@ CREATE TABLE incarnations (
 INSERT INTO "incarnations" VALUES('slave','s',1,'n');
 INSERT INTO "incarnations" VALUES('cluster','a',1,'p');
 INSERT INTO "incarnations" VALUES('cluster','b',1,'p');
+CREATE TABLE incarnations_ended (
+    cluster TEXT NOT NULL, inc INTEGER NOT NULL, reason TEXT NOT NULL, tokens_lost INTEGER NOT NULL, at REAL, wall REAL,
+    PRIMARY KEY (cluster, inc)
+) STRICT;
+INSERT INTO "incarnations_ended" VALUES('b',1,'silent for 10.0 s',2762,88.0,0.0);
 CREATE TABLE leases (
     place INTEGER PRIMARY KEY, cluster TEXT NOT NULL, inc INTEGER NOT NULL, seq INTEGER NOT NULL, ranges TEXT NOT NULL,
     UNIQUE (cluster, inc, seq)
@@ -71,11 +76,6 @@ CREATE TABLE left_open (
     cluster TEXT NOT NULL, inc INTEGER NOT NULL, seq INTEGER NOT NULL, tokens INTEGER NOT NULL,
     PRIMARY KEY (cluster, inc)
 ) STRICT;
-CREATE TABLE lives_ended (
-    cluster TEXT NOT NULL, inc INTEGER NOT NULL, reason TEXT NOT NULL, tokens_lost INTEGER NOT NULL, at REAL, wall REAL,
-    PRIMARY KEY (cluster, inc)
-) STRICT;
-INSERT INTO "lives_ended" VALUES('b',1,'silent for 10.0 s',2762,88.0,0.0);
 CREATE TABLE outcomes (
     place INTEGER PRIMARY KEY, round INTEGER NOT NULL REFERENCES rounds,
     cluster TEXT NOT NULL, inc INTEGER NOT NULL, seq INTEGER NOT NULL,

@@ -78,7 +78,7 @@ MUTANTS = (
         'db.execute("COMMIT")\n        raise',
         LEDGER,
     ),
-    Mutant("a newer ledger is opened", ROOM, "elif schema > SCHEMA_VERSION:", "elif False:", LEDGER),
+    Mutant("a ledger of another format is opened", ROOM, "elif schema != SCHEMA_VERSION:", "elif False:", LEDGER),
     Mutant("any SQLite file is a ledger", ROOM, "if application != APPLICATION_ID:", "if False:", LEDGER),
     Mutant(
         "a push is in two versions",
