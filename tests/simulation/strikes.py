@@ -205,16 +205,18 @@ def full_ledger(world: World, rng: Random) -> None:
 
 
 def old_ledger(world: World, rng: Random) -> None:
-    """With everybody down, a backup of the ledger is put back; a version was made in a round that it does not know.
+    """With everybody down, a backup of the ledger is put back; every disk has a version of a round it does not know.
 
-    So every slave that holds that version can tell, and the first to register makes the master refuse; before that it
-    answers no cluster. A backup that lacks no round nobody can tell from the newest (docs/rationale.md#2, #4).
+    So every slave can tell, and the first to register makes the master refuse; before that it answers no cluster. A
+    backup that lacks no round nobody can tell from the newest (docs/rationale.md#2, #4), nor one that lacks only what
+    was in memory alone, under `durability: async`, of slaves that have crashed since (seed 731).
     """
     copy = world.master.disk.copy()
     (known,) = copy.execute("SELECT coalesce(max(round), 0) FROM rounds").fetchone()
 
     def put_back() -> None:
-        if world.books.head.round <= known or world.master.disk.old:
+        newest = [max((v.round for v in m.disk.complete()), default=0) for m in world.machines.values()]
+        if min(newest) <= known or world.master.disk.old:
             return  # nobody could tell
         world.crash_master()
         world.master.disk.put_back(copy)
