@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import cast
 
-from dips import errors
 from dips.client.ipc import encoding
 from dips.client.ipc.address import Address
 from dips.client.ipc.messages import Answer, AskAgain, ErrorReply, Noted, Notice, Question, TransferProgress
 from dips.client.rank.agent_connection import AgentConnection
 from dips.client.rank.collectives import JobCollectives
-from dips.errors import DipsError
+from dips.errors import DipsError, class_named
 
 
 class AgentClient:
@@ -35,8 +34,7 @@ class AgentClient:
         message = encoding.encode(self._ask_agent(question)) if self._collectives.rank == 0 else None
         answer = cast(Answer, encoding.decode(self._collectives.broadcast(message)[encoding.LENGTH.size :]))
         if isinstance(answer, ErrorReply):
-            raised = getattr(errors, answer.error, DipsError)
-            raise raised(answer.message)
+            raise (class_named(answer.error) or DipsError)(answer.message)
         return answer
 
     def notify(self, notice: Notice) -> None:
