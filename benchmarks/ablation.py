@@ -25,7 +25,7 @@ from benchmarks.namespaces import End, missing, network
 from benchmarks.told import Told, company
 from dips.protocol.enums import AskOrder
 from dips.protocol.order import Worker, lines, slaves_in_order, workers_in_order
-from dips.transport.pipeline import cores
+from dips.transport.pipeline import available_cores
 
 PIPELINE, LANES, ORDER, JOIN = 1.3, 1.2, 1.2, 1 / 1.1  # what must be reached
 PAYLOAD = 1448 / 1514  # of a packet's bytes on the line
@@ -139,10 +139,10 @@ def in_turns(works: Mapping[str, Callable[[], Took]], runs: int) -> dict[str, li
 def limit(took: Took, cast: Cast, mbit: float) -> str:
     """How near a push is to what the lines and the cores can do."""
     line_s = cast.wire_bytes / cast.slaves / (mbit * 1e6 / 8 * PAYLOAD)
-    busy = took.processor_s / (cores() * took.seconds)
+    busy = took.processor_s / (available_cores() * took.seconds)
     wire = line_s / took.seconds
     name = "the wire" if wire >= 0.85 else "the processor" if busy >= 0.85 else "neither alone"
-    return f"{name} (line busy {wire:.0%}, {cores()} cores busy {busy:.0%})"
+    return f"{name} (line busy {wire:.0%}, {available_cores()} cores busy {busy:.0%})"
 
 
 # ---- the rows --------------------------------------------------------------------------------------------------------

@@ -234,7 +234,7 @@ class LoneSlave:
     async def _serve(self) -> str:
         self._server = control.server(lambda method, error: print(f"{method}: {error!r}", file=sys.stderr))
         add_SlaveServiceServicer_to_server(self._master, self._server)
-        port = control.bind(self._server, "127.0.0.1:0", "benchmark")
+        port = control.bind_server(self._server, "127.0.0.1:0", "benchmark")
         await self._server.start()
         return f"127.0.0.1:{port}"
 

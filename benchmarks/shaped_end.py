@@ -59,7 +59,7 @@ class ShapedEvents:
 
 def slave(cast: Cast, number: int, ip: str, concurrent_streams: int, lanes: int, secret: str) -> None:
     """Serve pushes; several may be open at once."""
-    key, layers = curve.new() if secret == "curve" else None, cast.held_by(number)
+    key, layers = curve.new_keys() if secret == "curve" else None, cast.held_by(number)
     flow = ZmqFlow(
         RUN, f"s{number}", (f"{ip}:0",) * lanes, CHUNK_BYTES, TRANSIT_BYTES, concurrent_streams, STALL_S, key=key
     )

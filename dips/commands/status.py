@@ -48,7 +48,7 @@ def status(
 
 async def ask_status(address: str, deadline_s: float = STATUS_DEADLINE_S) -> dict[str, Any]:
     """Ask the master once; raise UnavailableMaster if nobody answers in time."""
-    channel = control.channel(address)
+    channel = control.open_channel(address)
     try:
         return await _ask(StatusServiceStub(channel), address, deadline_s)
     finally:
@@ -56,7 +56,7 @@ async def ask_status(address: str, deadline_s: float = STATUS_DEADLINE_S) -> dic
 
 
 async def _ask(stub: Any, address: str, deadline_s: float) -> dict[str, Any]:
-    reply = await control.call(
+    reply = await control.call_method(
         stub.Status,
         StatusRequest(),
         deadline_s=deadline_s,
@@ -75,7 +75,7 @@ def _show(answer: dict[str, Any], as_json: bool) -> None:
 
 
 async def _watch(address: str, as_json: bool) -> None:
-    console, channel = Console(), control.channel(address)
+    console, channel = Console(), control.open_channel(address)
     try:
         with Live(console=console, auto_refresh=False, screen=console.is_terminal and not as_json) as live:
             while True:

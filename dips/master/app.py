@@ -108,7 +108,7 @@ async def serve(
         server = control.server(lambda method, error: log.error("call failed", method=method, exc_info=error))
         stack.push_async_callback(server.stop, GRACE_S)
         host, _ = config.master.listen.rsplit(":", 1)
-        address = f"{host}:{control.bind(server, config.master.listen, KEY)}"
+        address = f"{host}:{control.bind_server(server, config.master.listen, KEY)}"
         runtime = _build(config, ledger, outside, log, timeline, stack)
         checker = await _add_services(server, runtime, _agreed(config, row))
         await server.start()

@@ -28,7 +28,7 @@ class SlaveLink:
 
     def __init__(self, slave: str, address: str) -> None:
         self.slave, self.address = slave, address
-        self._channel: aio.Channel = control.channel(address)
+        self._channel: aio.Channel = control.open_channel(address)
         self._execute: Any = OrderServiceStub(self._channel).Execute
         self._gate = asyncio.Lock()  # first come, first begun
 
@@ -54,7 +54,7 @@ class SlaveLink:
         if sent.needs_listener and not await self._listens():
             return sent.on_refusal(UnavailableSlave(f"nobody listens at {self.address}"))
         try:
-            reply = await control.call(
+            reply = await control.call_method(
                 self._begin,
                 messages.to_proto(sent.order),
                 deadline_s=sent.order.deadline_s,

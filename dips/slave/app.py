@@ -36,7 +36,7 @@ from dips.slave.snapshots import Snapshots
 from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming
 from dips.telemetry import exits, logs, metrics
 from dips.transport import control, curve
-from dips.transport.pipeline import cores
+from dips.transport.pipeline import available_cores
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServiceServicer_to_server
 
 HEALTH_SERVICES = ("", "dips.v1.OrderService")
@@ -133,7 +133,7 @@ async def serve(
         server = control.server(lambda method, error: log.error("call_failed", method=method, exc_info=error))
         checker = await control.serve_health(server, HEALTH_SERVICES)
         host, _ = host_port(section.listen)
-        address = f"{host}:{control.bind(server, section.listen, 'slaves.listen')}"
+        address = f"{host}:{control.bind_server(server, section.listen, 'slaves.listen')}"
         runtime = _runtime(config, parts, address, stack)
         add_OrderServiceServicer_to_server(OrderServicer(runtime), server)
         await server.start()
@@ -180,12 +180,12 @@ def _build(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncEx
     flow = ZmqFlow(
         run,
         name,
-        section.data_lanes(cores()),
+        section.data_lanes(available_cores()),
         config.shared.chunk_bytes,
         section.transit_bytes,
         section.concurrent_streams,
         section.stall_s,
-        key=None if section.curve_key is None else curve.load(section.curve_key),
+        key=None if section.curve_key is None else curve.load_keys(section.curve_key),
     )
     stack.callback(flow.close)
     thread = ShardThread(executor, time.monotonic, log)
@@ -197,7 +197,7 @@ def _build(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncEx
 
 def _runtime(config: RunFile, parts: Parts, address: str, stack: AsyncExitStack) -> SlaveRuntime:
     section = parts.section
-    channel, heartbeat_channel = control.channel(section.master), control.channel(section.master)
+    channel, heartbeat_channel = control.open_channel(section.master), control.open_channel(section.master)
     stack.push_async_callback(channel.close)
     stack.push_async_callback(heartbeat_channel.close)
     identity = SlaveIdentity(

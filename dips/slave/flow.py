@@ -32,7 +32,7 @@ from dips.slave.sender import ChunkSend, Sender
 from dips.transport.curve import KeyPair
 from dips.transport.lane import Lane, Outgoing
 from dips.transport.memory import keep_message_memory
-from dips.transport.pipeline import Stage, cores, spare_threads
+from dips.transport.pipeline import Stage, available_cores, spare_threads
 from dips.transport.pool import Transit
 from dips.wire import codecs
 from dips.wire.chunks import LayerLayout
@@ -125,7 +125,7 @@ class ZmqFlow:
     @property
     def transit(self) -> tuple[int, int]:
         """Bytes asked for and not yet in place, and their limit."""
-        return self._pool.used, self._pool.limit
+        return self._pool.used_bytes, self._pool.limit
 
     def links(self) -> dict[str, dict[str, int]]:
         """Bytes by cluster, received (`in`) and sent (`out`), since the start of the process."""
@@ -149,8 +149,8 @@ class ZmqFlow:
             self._started = True
             for lane in self._lanes:
                 name = f"lane-{lane.index}"
-                self._intake.append(Stage(f"{name}-intake", self._pool.frames, self._stage))
-                self._outgo.append(Stage(f"{name}-outgo", OUTGO_DEPTH, self._frame, spare_threads(cores())))
+                self._intake.append(Stage(f"{name}-intake", self._pool.most_chunks, self._stage))
+                self._outgo.append(Stage(f"{name}-outgo", OUTGO_DEPTH, self._frame, spare_threads(available_cores())))
             for lane in self._lanes:
                 lane.start(self)
 
@@ -215,7 +215,7 @@ class ZmqFlow:
         header = unpack(parts[0].buffer, self._run, len(body), self._chunk_bytes)
         if header.kind is Kind.CHUNK:
             claim = self._receiver.claim(lane, peer, header, body, self._clock())
-            assert self._intake[lane].put(claim), "the intake queue is as deep as all that may be asked"
+            assert self._intake[lane].put_item(claim), "the intake queue is as deep as all that may be asked"
         else:
             check_body(header, body)
             self._message(lane, peer, header, body)
@@ -225,13 +225,13 @@ class ZmqFlow:
             self._hello(lane, peer, header, body)
         elif header.kind is Kind.WANT:
             for job in self._sender.want(lane, peer, header.stream, decode_want(body), self._clock()):
-                if not self._outgo[lane].put(job):
+                if not self._outgo[lane].put_item(job):
                     self._sender.gone(job)
         elif header.kind is Kind.DONE:
             decode_done(body)
             self._sender.done(lane, peer, header.stream)
         elif header.kind is Kind.PROBE:
-            self._lanes[lane].post(self._probes[lane].answer(peer, header.stream, decode_probe(body)))
+            self._lanes[lane].post_frame(self._probes[lane].answer(peer, header.stream, decode_probe(body)))
         else:
             raise BadFrame("kind", f"a slave is not sent {header.kind.name}")
 
@@ -268,7 +268,7 @@ class ZmqFlow:
     def _frame(self, job: ChunkSend) -> None:
         if job.wanted():
             frame = Outgoing(job.stream.peer, job.header(self._run), job.body, watch=job)
-            self._lanes[job.stream.lane].post(frame)
+            self._lanes[job.stream.lane].post_frame(frame)
         else:
             self._sender.gone(job)
 
@@ -278,7 +278,7 @@ class ZmqFlow:
         for move in moves:
             match move:
                 case Say(lane, peer, kind, stream, body):
-                    self._lanes[lane].post(Outgoing(peer, *message(kind, self._run, stream, body)))
+                    self._lanes[lane].post_frame(Outgoing(peer, *message(kind, self._run, stream, body)))
                 case Wake(lane):
                     self._lanes[lane].wake()
                 case Staged(push, nbytes):

@@ -53,7 +53,7 @@ class InStream:
 
     def is_slow(self, now: float) -> bool:
         """It was asked, and nothing comes."""
-        return self.intake.in_flight > 0 and now - self.intake.heard_at > SLOW_S
+        return self.intake.in_flight > 0 and now - self.intake.last_byte_at > SLOW_S
 
     def done(self) -> Say:
         """Tell the rank that all of it is here."""

@@ -17,7 +17,7 @@ from dips.slave.incoming_push import SLOW_S, ClaimedChunk, IncomingPush, InStrea
 from dips.slave.moves import Closed, Move, PushOver, Say, Staged, Wake, error
 from dips.slave.ports import Arrays
 from dips.transport.intake import Intake
-from dips.transport.pool import Transit, cost
+from dips.transport.pool import Transit, pool_cost
 from dips.transport.rate import Rate
 from dips.transport.turns import Turns
 from dips.wire import codecs, streams
@@ -113,7 +113,7 @@ class Receiver:
         else:
             del self._streams[lane, stream.peer, stream.stream]
             stream.epoch, stream.stream, stream.peer = name.epoch, name.id, peer
-            stream.intake.lost()
+            stream.intake.on_connection_lost()
         self._streams[lane, peer, name.id] = stream
         return stream
 
@@ -132,7 +132,7 @@ class Receiver:
                 if stream.intake.complete:
                     moves.append(stream.done())
                 else:
-                    turns.enter(stream.key)
+                    turns.enter_line(stream.key)
                     moves.append(Wake(lane))
         push.total = sum(stream.intake.total for stream in push.streams.values())
         if len(self._pushes) > 1:
@@ -143,15 +143,15 @@ class Receiver:
         """The WANTs that this lane may send now."""
         with self._changed:
             turns, moves = self._turns[lane], list[Move]()
-            for key in turns.rotate(
+            for key in turns.rotate_turns(
                 drained=lambda key: self._at(key, lane).intake.in_flight == 0,
                 slow=lambda key: self._at(key, lane).is_slow(now),
             ):
                 stream = self._at(key, lane)
-                for unit in stream.intake.ask(now, turns.left(key)):
-                    turns.spend(key, sum(chunk.nbytes for chunk in unit))
+                for unit in stream.intake.ask_chunks(now, turns.bytes_left(key)):
+                    turns.spend_bytes(key, sum(chunk.nbytes for chunk in unit))
                     moves.append(Say(lane, stream.peer, Kind.WANT, stream.stream, streams.encode_want(unit)))
-            if self._pool.limit - self._pool.used < cost(self._chunk_bytes):
+            if self._pool.limit - self._pool.used_bytes < pool_cost(self._chunk_bytes):
                 self._starved.add(lane)
             return moves
 
@@ -170,7 +170,7 @@ class Receiver:
             if header.dtype is not stream.push.codec.dtype:
                 granted = stream.push.codec.name
                 raise BadFrame("type", f"push {stream.push.push} is granted in {granted}, not {header.dtype.name}")
-            chunk = stream.intake.claim(header, now)
+            chunk = stream.intake.claim_chunk(header, now)
             if chunk is None:
                 raise BadFrame("unasked", f"{header} of push {stream.push.push} was not asked for")
             stream.push.moved_at = now
@@ -181,7 +181,7 @@ class Receiver:
         stream, push = claim.stream, claim.stream.push
         with self._changed:
             if not push.live:
-                stream.intake.drop(claim.chunk)
+                stream.intake.drop_claim(claim.chunk)
                 return []
             push.copying += 1
         wrong: BadFrame | None = None
@@ -195,12 +195,12 @@ class Receiver:
             if not push.copying:
                 self._changed.notify_all()
             if push.phase is not PushPhase.MOVING:
-                stream.intake.drop(claim.chunk)
+                stream.intake.drop_claim(claim.chunk)
                 return []
             if wrong is not None:
-                stream.intake.wrong(claim.chunk)
+                stream.intake.mark_wrong(claim.chunk)
                 raise wrong
-            stream.intake.here(claim.chunk)
+            stream.intake.mark_received(claim.chunk)
             return self._after(stream)
 
     def _copy(self, claim: ClaimedChunk) -> None:
@@ -216,7 +216,7 @@ class Receiver:
         lanes, self._starved = self._starved, set()  # else a lane asks when it has read: nobody need wake it
         if not stream.intake.complete:
             return [Wake(lane) for lane in sorted(lanes)]
-        self._turns[stream.lane].leave(stream.key)
+        self._turns[stream.lane].leave_line(stream.key)
         wakes = [Wake(lane) for lane in sorted(lanes | {stream.lane})]
         return [stream.done(), *wakes, *self._freeze_if_whole(stream.push)]
 
@@ -241,7 +241,7 @@ class Receiver:
         moves: list[Move] = []
         with self._changed:
             for push in list(self._pushes.values()):
-                push.rate.saw(push.here, now)
+                push.rate.record_bytes(push.here, now)
                 if now >= push.deadline_at and not push.live:
                     self._forget(push)
                 elif now >= push.deadline_at:
@@ -282,8 +282,8 @@ class Receiver:
         """No more writes: give back what was asked, wait out copies under way."""
         push.phase, push.reason, push.targets = phase, reason, {}
         for stream in push.streams.values():
-            stream.intake.lost()
-            self._turns[stream.lane].leave(stream.key)
+            stream.intake.on_connection_lost()
+            self._turns[stream.lane].leave_line(stream.key)
             self._streams.pop((stream.lane, stream.peer, stream.stream), None)
         while push.copying:
             self._changed.wait()

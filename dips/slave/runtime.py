@@ -22,7 +22,7 @@ from dips.slave.core import SlaveCore
 from dips.slave.open_transfers import Report
 from dips.slave.shard_thread import ShardThread
 from dips.telemetry.logs import Log
-from dips.transport.control import call
+from dips.transport.control import call_method
 from dips.wire.messages import from_proto, to_proto
 
 
@@ -122,7 +122,7 @@ class SlaveRuntime:
         method, kind = self._calls[type(action.message)]
         reply: object
         try:
-            raw = await call(
+            raw = await call_method(
                 method,
                 to_proto(action.message),
                 deadline_s=action.deadline_s,

@@ -244,7 +244,7 @@ class Sender:
             for pull in list(self._pulls.values()):
                 for stream in pull.streams:
                     self._reap(stream, now)
-                pull.rate.saw(pull.out, now)
+                pull.rate.record_bytes(pull.out, now)
                 pull.streams = [s for s in pull.streams if not s.over or s.jobs or s.held]
                 if not pull.closed and now >= pull.deadline_at:
                     self._close(pull, "it passed its deadline")

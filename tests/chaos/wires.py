@@ -228,14 +228,14 @@ class Interpreter:
         self._loop.run(self._close())
 
     async def _retarget(self, target: str) -> None:
-        old, self._channel = self._channel, control.channel(target)
+        old, self._channel = self._channel, control.open_channel(target)
         await old.close()
 
     async def _open(self) -> int:
-        self._channel = control.channel(self._target)
+        self._channel = control.open_channel(self._target)
         self._server = aio.server(options=control._SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((_Everything(self._carry),))
-        port = control.bind(self._server, "127.0.0.1:0", "interpreter")
+        port = control.bind_server(self._server, "127.0.0.1:0", "interpreter")
         await self._server.start()
         return port
 

@@ -170,7 +170,7 @@ async def listening(slave: SlaveScript) -> AsyncIterator[SlaveScript]:
     """Serve a scripted slave on a free port."""
     server = control.server(lambda method, error: pytest.fail(f"{method}: {error!r}"))
     add_OrderServiceServicer_to_server(slave, server)
-    slave.address = f"127.0.0.1:{control.bind(server, slave.address or '127.0.0.1:0', 'slaves.listen')}"
+    slave.address = f"127.0.0.1:{control.bind_server(server, slave.address or '127.0.0.1:0', 'slaves.listen')}"
     await server.start()
     try:
         yield slave
@@ -179,7 +179,7 @@ async def listening(slave: SlaveScript) -> AsyncIterator[SlaveScript]:
 
 
 async def ask(method: Any, obj: object) -> Any:
-    return await control.call(
+    return await control.call_method(
         method, messages.to_proto(obj), deadline_s=15.0, peer="the master", unavailable=UnavailableMaster
     )
 
@@ -226,7 +226,7 @@ async def house(config: RunFile) -> AsyncIterator[tuple[ClusterScript, list[Slav
     """A master with two registered slaves and a channel for a cluster."""
     async with AsyncExitStack() as stack:
         address = await stack.enter_async_context(master(config))
-        channel = await stack.enter_async_context(control.channel(address))
+        channel = await stack.enter_async_context(control.open_channel(address))
         slaves = [await stack.enter_async_context(listening(SlaveScript(f"s{i}"))) for i in range(2)]
         stub = SlaveServiceStub(channel)
         for slave in slaves:
@@ -276,7 +276,7 @@ async def test_a_new_master_remembers(config: RunFile) -> None:
         await cluster.push(2, slaves, stub)
     async with AsyncExitStack() as stack:
         address = await stack.enter_async_context(master(config))
-        channel = await stack.enter_async_context(control.channel(address))
+        channel = await stack.enter_async_context(control.open_channel(address))
         stub = SlaveServiceStub(channel)
         for slave in slaves:
             assert (await slave.heartbeat(stub)).register
@@ -302,7 +302,7 @@ async def test_status_shows_everybody_with_a_reason(config: RunFile) -> None:
         assert (answer.standing, answer.term, answer.lease_s) == ("live", 1, 4.0)
         assert not (await slaves[0].heartbeat(stub)).register
         status_stub = StatusServiceStub(cluster.channel)
-        reply = await control.call(
+        reply = await control.call_method(
             status_stub.Status,
             status_pb2.StatusRequest(),
             deadline_s=5.0,
@@ -414,7 +414,7 @@ async def test_more_tokens_than_can_be_counted(config: RunFile) -> None:
         await cluster.ask("FinishPull", events.PullFinished(0, PullId("a", 1, 3), True))
         with pytest.raises(RemoteProtocolError, match=f"tokens: 1 more would bring the count above {most}"):
             await cluster.push(4, slaves, stub, tokens=1)
-    async with master(config) as address, control.channel(address) as channel:
+    async with master(config) as address, control.open_channel(address) as channel:
         assert (await slaves[0].heartbeat(SlaveServiceStub(channel))).register
     ledger = Ledger.open(ledger_path(config), readonly=True)
     assert ledger.tokens()["a"]["accepted"] == most
@@ -427,7 +427,7 @@ async def test_a_master_that_has_a_successor_ends(config: RunFile) -> None:
     task = asyncio.create_task(serve(config, structlog.get_logger(), ready.set_result))
     slave = SlaveScript("s0")
     slave.term, slave.address = 9, "127.0.0.1:9"
-    async with control.channel(await ready) as channel:
+    async with control.open_channel(await ready) as channel:
         with pytest.raises(StaleTerm, match=r"has seen term 9.*dips-master recover"):
             await slave.register(SlaveServiceStub(channel))
     assert await task == 75
@@ -570,7 +570,7 @@ def test_the_process_serves_and_ends_by_sigterm(tmp_path: Path, config: RunFile)
 
 
 async def health(address: str) -> int:
-    async with control.channel(address) as channel:
+    async with control.open_channel(address) as channel:
         reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
         return int(reply.status)
 

@@ -29,10 +29,10 @@ async def ask(handler: Handler, deadline_s: float = 5.0, reports: list[str] | No
     said = [] if reports is None else reports
     server = control.server(lambda method, error: said.append(f"{method}: {error!r}"))
     status_pb2_grpc.add_StatusServiceServicer_to_server(Servicer(handler), server)
-    port = control.bind(server, "127.0.0.1:0", "master.listen")
+    port = control.bind_server(server, "127.0.0.1:0", "master.listen")
     await server.start()
     try:
-        async with control.channel(f"127.0.0.1:{port}") as channel:
+        async with control.open_channel(f"127.0.0.1:{port}") as channel:
             return await status_of(channel, deadline_s)
     finally:
         await server.stop(None)
@@ -40,7 +40,7 @@ async def ask(handler: Handler, deadline_s: float = 5.0, reports: list[str] | No
 
 async def status_of(channel: Any, deadline_s: float) -> str:
     stub = status_pb2_grpc.StatusServiceStub(channel)
-    reply = await control.call(
+    reply = await control.call_method(
         stub.Status,
         status_pb2.StatusRequest(),
         deadline_s=deadline_s,
@@ -98,10 +98,10 @@ def test_nobody_there_is_unavailability() -> None:
 
     async def knock() -> str:
         server = control.server(lambda method, error: None)
-        port = control.bind(server, "127.0.0.1:0", "master.listen")
+        port = control.bind_server(server, "127.0.0.1:0", "master.listen")
         await server.start()  # a server that never started keeps its socket
         await server.stop(None)
-        async with control.channel(f"127.0.0.1:{port}") as channel:
+        async with control.open_channel(f"127.0.0.1:{port}") as channel:
             return await status_of(channel, 5.0)
 
     with pytest.raises(UnavailableMaster, match="the master cannot be reached"):
@@ -123,10 +123,10 @@ def test_a_port_in_use_names_the_key() -> None:
 
     async def twice() -> None:
         first, second = control.server(lambda m, e: None), control.server(lambda m, e: None)
-        port = control.bind(first, "127.0.0.1:0", "master.listen")
+        port = control.bind_server(first, "127.0.0.1:0", "master.listen")
         await first.start()
         try:
-            control.bind(second, f"127.0.0.1:{port}", "master.listen")
+            control.bind_server(second, f"127.0.0.1:{port}", "master.listen")
         finally:
             await first.stop(None)
             await second.stop(None)

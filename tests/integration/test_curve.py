@@ -64,7 +64,7 @@ def pieces(value: float) -> list[Piece]:
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_a_push_and_a_pull_go_by_curve(lanes: int) -> None:
     """Bit for bit as without, on every lane."""
-    with house(curve.new(), lanes) as flow:
+    with house(curve.new_keys(), lanes) as flow:
         slot = {i: np.zeros(NUMEL, np.float32) for i in range(2)}
         flow.open_push(PushId("a", 1, 1), (0,), slot, 20.0)
         stats = push(grant(flow, flow.public_key), TransferIdentity(RUN, "a", 1, 1, 0), pieces(2.5))
@@ -79,8 +79,8 @@ def test_a_push_and_a_pull_go_by_curve(lanes: int) -> None:
 @pytest.mark.parametrize("known", ["", "another's"])
 def test_who_does_not_know_the_key_moves_nothing(known: str) -> None:
     """A plain rank, and one that takes us for another slave, never get past the handshake."""
-    with house(curve.new()) as flow:
-        key = known and curve.new().public
+    with house(curve.new_keys()) as flow:
+        key = known and curve.new_keys().public
         slot = {i: np.zeros(NUMEL, np.float32) for i in range(2)}
         flow.open_push(PushId("a", 1, 1), (0,), slot, 20.0)
         with pytest.raises(UnavailableSlave, match="not connected"):
@@ -91,20 +91,20 @@ def test_who_does_not_know_the_key_moves_nothing(known: str) -> None:
 def test_a_plain_lane_takes_no_rank_that_expects_a_key() -> None:
     """A rank that was told a key never speaks plain text."""
     with house(None) as flow, pytest.raises(UnavailableSlave, match="not connected"):
-        push(grant(flow, curve.new().public, 1.0), TransferIdentity(RUN, "a", 1, 1, 0), pieces(2.5))
+        push(grant(flow, curve.new_keys().public, 1.0), TransferIdentity(RUN, "a", 1, 1, 0), pieces(2.5))
     assert flow.public_key == ""
 
 
 def test_the_key_of_lanes_is_a_zeromq_certificate(tmp_path: Path) -> None:
     """Its secret file is read; what is none says so, with its name."""
     public, secret = zmq.auth.create_certificates(tmp_path, "s0")
-    pair = curve.load(Path(secret))
+    pair = curve.load_keys(Path(secret))
     assert len(pair.public) == len(pair.secret) == 40
     with pytest.raises(ConfigError, match="no secret key"):
-        curve.load(Path(public))
+        curve.load_keys(Path(public))
     with pytest.raises(ConfigError, match=r"absent.*expected a ZeroMQ certificate"):
-        curve.load(tmp_path / "absent")
+        curve.load_keys(tmp_path / "absent")
     mixed = tmp_path / "mixed.key_secret"
-    mixed.write_text(Path(secret).read_text().replace(pair.public, curve.new().public))
+    mixed.write_text(Path(secret).read_text().replace(pair.public, curve.new_keys().public))
     with pytest.raises(ConfigError, match="does not belong"):
-        curve.load(mixed)
+        curve.load_keys(mixed)

@@ -51,7 +51,7 @@ class MasterLink:
 
     def __init__(self, address: str) -> None:
         self._peer = f"the master at {address}"
-        self._channels: tuple[aio.Channel, aio.Channel] = (control.channel(address), control.channel(address))
+        self._channels: tuple[aio.Channel, aio.Channel] = (control.open_channel(address), control.open_channel(address))
         self._questions, self._heartbeats = (ClusterServiceStub(channel) for channel in self._channels)
 
     async def ask(self, event: object) -> Result:
@@ -69,6 +69,6 @@ class MasterLink:
             await channel.close()
 
     async def _call(self, method: Any, event: object, deadline_s: float) -> Any:
-        return await control.call(
+        return await control.call_method(
             method, to_proto(event), deadline_s=deadline_s, peer=self._peer, unavailable=UnavailableMaster
         )

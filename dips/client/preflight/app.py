@@ -84,9 +84,9 @@ def examine(
 
 async def describe(address: str) -> dict[str, Any]:
     """Ask the master to describe the run; raise UnavailableMaster if it does not answer in time."""
-    channel = control.channel(address)
+    channel = control.open_channel(address)
     try:
-        reply = await control.call(
+        reply = await control.call_method(
             StatusServiceStub(channel).Describe,
             DescribeRequest(),
             deadline_s=MASTER_S,

@@ -111,7 +111,7 @@ class Feedback:
 
     @staticmethod
     def _elements(share: Share, chunk: Range) -> F32:
-        view = share.view(chunk)
+        view = share.view_chunk(chunk)
         assert view is not None, f"{chunk} was sent and is not held here"
         return np.frombuffer(view, np.float32)
 

@@ -101,7 +101,7 @@ class HostileWorld:
                 for rank in (0, 1):
                     if move.peer == self.peer(rank):
                         self.up += [(move.peer, self.chunk(rank, c)) for c in streams.decode_want(move.body)]
-        assert 0 <= self.pool.used <= LIMIT
+        assert 0 <= self.pool.used_bytes <= LIMIT
 
     def chunk(self, rank: int, chunk: Range) -> Frame:
         begin, end = self.layout.place(chunk)
@@ -189,7 +189,7 @@ def test_what_is_staged_is_what_was_sent(story):
     for deed, what in story:  # and all of it again after the freeze
         play(world, deed, what)
     assert np.array_equal(world.buffer, frozen)
-    assert world.pool.used == 0
+    assert world.pool.used_bytes == 0
     assert set(world.refused) <= set(REASONS) - {"failed"}
 
 
@@ -204,5 +204,5 @@ def test_arbitrary_bytes_are_refused_by_name(noise, claimed):
     with pytest.raises(BadFrame) as refused:
         unpack(noise[:64], RUN, claimed, CHUNK)
     assert refused.value.reason in REASONS
-    assert world.pool.used == 0
+    assert world.pool.used_bytes == 0
     assert np.isnan(world.buffer).all()

@@ -19,7 +19,7 @@ def test_answers_on_their_way_are_bounded() -> None:
     probes, tracker = Probes(run=5), Leaving()
     for _ in range(MOST_ANSWERS):
         answer = probes.answer(b"p", 7, 1000)
-        answer.watch.sent(tracker)
+        answer.watch.on_sent(tracker)
     with pytest.raises(BadFrame, match="probes are being answered"):
         probes.answer(b"p", 7, 1000)
     tracker.done = True
@@ -27,7 +27,7 @@ def test_answers_on_their_way_are_bounded() -> None:
         probes.answer(b"p", 7, 1000)
     with pytest.raises(BadFrame):
         probes.answer(b"p", 7, 1000)
-    answer.watch.gone()  # its peer is gone
+    answer.watch.on_not_sent()  # its peer is gone
     probes.answer(b"p", 7, 1000)
 
 

@@ -118,7 +118,7 @@ def test_a_push_is_staged_when_the_last_chunk_is_in_its_place():
         story.bring(0, HALVES[0])
     assert refused.value.reason == "unasked"
     assert kinds(story.hello(0, epoch=2)) == ["WELCOME", "DONE"]  # its DONE was lost: it is told again
-    assert story.pool.used == 0
+    assert story.pool.used_bytes == 0
 
 
 def test_ranks_without_anything_make_no_push_wait():
@@ -159,18 +159,18 @@ def test_a_drop_between_claim_and_copy_writes_nothing():
     story.receiver.drop(PUSH)
     assert story.receiver.stage(claim) == []
     assert not story.buffer.any()
-    assert story.pool.used == 0
+    assert story.pool.used_bytes == 0
 
 
 def test_who_waits_for_its_turn_is_not_stalled():
     """Silence counts only while something is owed: a push that nobody asks does not end."""
     story = ReceiverStory(transit=4096)
-    assert story.pool.take(4096)  # others use the whole pool
+    assert story.pool.take_bytes(4096)  # others use the whole pool
     story.hello(0)
     story.hello(1)
     assert story.wants() == []
     assert story.receiver.tick(1000.0 - 950) == []
-    story.pool.give(4096)
+    story.pool.give_back(4096)
     assert len(story.wants(50.0)) == 1
     assert kinds(story.receiver.tick(59.9)) == []
     assert kinds(story.receiver.tick(60.0)) == ["ERROR", "ERROR", "PushOver"]  # its deadline
