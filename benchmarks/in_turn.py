@@ -27,7 +27,7 @@ from benchmarks.told import heard, processor_s, say
 from dips.transport.memory import keep_message_memory
 from dips.wire import codecs
 from dips.wire.chunks import Range
-from dips.wire.frame import Header, Kind, check_body, pack, run_id, unpack
+from dips.wire.frame import Header, Kind, check_body, pack_header, run_id, unpack_header
 
 HELLO, GO, DONE = b"hello", b"go", b"done"
 OPTIONS = {zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.LINGER: 0}
@@ -86,8 +86,8 @@ def _serve(router: zmq.Socket[bytes], cast: Cast, slot: dict[int, Any], concurre
 
 
 def _put(cast: Cast, frames: list[list[zmq.Frame]], target: Any) -> None:
-    codec = codecs.named(cast.codec)
-    headers = [unpack(head.buffer, run_id(RUN), len(body.buffer), CHUNK_BYTES) for head, body in frames]
+    codec = codecs.codec_named(cast.codec)
+    headers = [unpack_header(head.buffer, run_id(RUN), len(body.buffer), CHUNK_BYTES) for head, body in frames]
     for header, (_, body) in zip(headers, frames, strict=True):
         check_body(header, body.buffer)
     lengths = {chunk.offset: chunk.length for rank in range(cast.ranks) for chunk in cast.chunks(0, cast.share(rank))}
@@ -117,11 +117,13 @@ def rank(cast: Cast, number: int) -> None:
 
 def _send(dealer: zmq.Socket[bytes], cast: Cast, layer: int, share: Range, values: Any) -> float:
     """Send a rank's share of a layer; return the seconds of spelling and checksums."""
-    codec, begun = codecs.named(cast.codec), time.perf_counter()
+    codec, begun = codecs.codec_named(cast.codec), time.perf_counter()
     chunks = cast.chunks(layer, share)
     bodies = [codec.encode(values[c.offset - share.offset : c.offset - share.offset + c.length]) for c in chunks]
     headers = [
-        pack(Header(Kind.CHUNK, run_id(RUN), 1, chunk.nbytes, xxhash.xxh3_64_intdigest(body), *chunk[:3], chunk.dtype))
+        pack_header(
+            Header(Kind.CHUNK, run_id(RUN), 1, chunk.nbytes, xxhash.xxh3_64_intdigest(body), *chunk[:3], chunk.dtype)
+        )
         for chunk, body in zip(chunks, bodies, strict=True)
     ]
     made_s = time.perf_counter() - begun

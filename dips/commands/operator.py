@@ -23,6 +23,6 @@ async def ask(address: str, method: str, question: object) -> Any:
             peer=f"the master at {address}",
             unavailable=UnavailableMaster,
         )
-        return messages.unwrap(reply)
+        return messages.unwrap_oneof(reply)
     finally:
         await channel.close()

@@ -63,7 +63,7 @@ class SlaveLink:
             )
         except DipsError as error:
             return sent.on_error(error, clock())
-        return sent.on_answer(messages.unwrap(reply))
+        return sent.on_answer(messages.unwrap_oneof(reply))
 
     async def _listens(self) -> bool:
         """Connect if need be; False as soon as that is refused."""

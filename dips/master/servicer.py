@@ -64,7 +64,7 @@ class ClusterServicer(ClusterServiceServicer):
 
     async def _answer(self, request: Message, question: type[Any], reply: type[Reply]) -> Reply:
         result = await _ask(self._runtime, lambda req: messages.from_proto(request, question, req=req))
-        return cast(Reply, messages.wrap(result, reply))
+        return cast(Reply, messages.wrap_oneof(result, reply))
 
 
 class SlaveServicer(SlaveServiceServicer):
@@ -98,11 +98,11 @@ class OperatorServicer(OperatorServiceServicer):
 
     async def Readmit(self, request: Any, context: Any) -> operator_pb2.ReadmitReply:
         result = await _ask(self._runtime, lambda req: messages.from_proto(request, events.ReadmissionAsked, req=req))
-        return cast(operator_pb2.ReadmitReply, messages.wrap(result, operator_pb2.ReadmitReply))
+        return cast(operator_pb2.ReadmitReply, messages.wrap_oneof(result, operator_pb2.ReadmitReply))
 
     async def Drain(self, request: Any, context: Any) -> operator_pb2.DrainReply:
         result = await _ask(self._runtime, lambda req: messages.from_proto(request, events.DrainAsked, req=req))
-        return cast(operator_pb2.DrainReply, messages.wrap(result, operator_pb2.DrainReply))
+        return cast(operator_pb2.DrainReply, messages.wrap_oneof(result, operator_pb2.DrainReply))
 
 
 class StatusServicer(StatusServiceServicer):

@@ -84,7 +84,7 @@ class SimFlow:
         self._admission.start(sinc)
 
     def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str) -> None:
-        self.receiver.open(push, order, buffers, deadline_s, self._heap.now, codecs.named(codec))
+        self.receiver.open(push, order, buffers, deadline_s, self._heap.now, codecs.codec_named(codec))
         self._plan_tick()
 
     def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
@@ -113,7 +113,7 @@ class SimFlow:
     def hello(self, peer: bytes, end: RankEnd, name: StreamName, pieces: tuple[Range, ...]) -> None:
         """A rank begins a stream on a connection of its own."""
         self._ends[peer] = end
-        self._do(self._admission.hello(0, peer, name.id, name, pieces, self._heap.now))
+        self._do(self._admission.hello(0, peer, name.stream_id, name, pieces, self._heap.now))
         self._turn()
 
     def disconnect(self, peer: bytes) -> None:

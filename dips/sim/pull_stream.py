@@ -16,7 +16,7 @@ from dips.sim.flow import CHUNK_BYTES, SimFlow, SimTracker
 from dips.sim.streams import STALL_S, SimStream, SimTransfer
 from dips.slave.ports import F32
 from dips.slave.sender import ChunkSend
-from dips.wire.chunks import Range, split
+from dips.wire.chunks import Range, split_chunks
 from dips.wire.frame import Kind
 
 
@@ -48,7 +48,7 @@ class PullStream(SimStream):
     ) -> None:
         super().__init__(net, moving, pull, address, str(grant.version), pulled.rank, ranks)
         self.pulled, self.ended, self._granted = pulled, ended, grant.version
-        self._missing = dict.fromkeys(split(self.pieces, CHUNK_BYTES))
+        self._missing = dict.fromkeys(split_chunks(self.pieces, CHUNK_BYTES))
 
     def _on_message(self, kind: Kind, body: bytes) -> None:
         assert kind is Kind.WELCOME, kind
@@ -98,7 +98,7 @@ class PullStream(SimStream):
             return
         self._heard_at = self.net.heap.now
         del self._missing[chunk]
-        begin, end = self.net.layout.place(chunk)
+        begin, end = self.net.layout.place_range(chunk)
         self.pulled.versions.append(self._granted)
         self.pulled.pieces.append((chunk.layer, slice(begin, end), np.frombuffer(body, np.float32)))
         self.moving.meter.nbytes += len(body)

@@ -39,7 +39,7 @@ class PushStream(SimStream):
         ended: Callable[[bool], None],
     ) -> None:
         super().__init__(net, moving, push, address, "", rank, ranks)
-        self.spell, self.ended, self._dtype = spell, ended, codecs.named(grant.codec).dtype
+        self.spell, self.ended, self._dtype = spell, ended, codecs.codec_named(grant.codec).dtype
 
     def _on_message(self, kind: Kind, body: bytes) -> None:
         if kind is Kind.WANT:

@@ -17,7 +17,7 @@ from dips.sim.pull_stream import Pulled
 from dips.slave.ports import F32
 from dips.transport.shares import Piece
 from dips.wire import codecs
-from dips.wire.chunks import LayerLayout, Range, split
+from dips.wire.chunks import LayerLayout, Range, split_chunks
 from dips.wire.frame import Buffer
 
 Arrays = dict[int, F32]  # flat layers by number
@@ -49,7 +49,7 @@ class SimRanks:
         """
         self._pushed = {layer: a.copy() for layer, a in self.theta.items()}
         grant = verdict.grant
-        codec = codecs.named(grant.codec)
+        codec = codecs.codec_named(grant.codec)
         for layer, a in theta.items():
             self._host[layer][:] = a
         self.hear(verdict)
@@ -60,7 +60,7 @@ class SimRanks:
         content = {layer: a.copy() for layer, a in start.items()}
         bodies: dict[tuple[int, Range], Buffer] = {}
         for rank, chunk in self._chunks():
-            where = slice(*self.layout.place(chunk))
+            where = slice(*self.layout.place_range(chunk))
             values = self._host[chunk.layer][where]
             body: Buffer = codec.encode(values) if not codec.lossy else b""
             if self._feedback:
@@ -104,8 +104,8 @@ class SimRanks:
 
     def _chunks(self) -> list[tuple[int, Range]]:
         """Every chunk that slaves will ask for, by rank."""
-        return [(rank, chunk) for rank, held in enumerate(self._pieces) for chunk in split(held, CHUNK_BYTES)]
+        return [(rank, chunk) for rank, held in enumerate(self._pieces) for chunk in split_chunks(held, CHUNK_BYTES)]
 
     def _feedback_of(self, rank: int) -> Feedback:
-        place = self.layout.place
+        place = self.layout.place_range
         return Feedback([Piece(*p, self._host[p.layer][slice(*place(p))]) for p in self._pieces[rank]])

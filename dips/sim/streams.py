@@ -121,7 +121,7 @@ class SimStream(ABC):
         name = StreamName(
             self.net.run, self.kind, t.cluster, t.inc, t.seq, rank, slave, sinc, self.epoch, self._version
         )
-        self._peer, self._stream = self.net.connect(), name.id
+        self._peer, self._stream = self.net.connect(), name.stream_id
         flow.hello(self._peer, self, name, self.pieces)
 
     def _say(self, what: str, arrive: Callable[[], None]) -> None:

@@ -31,11 +31,11 @@ class Admission:
         self, lane: int, peer: bytes, stream: int, name: StreamName, pieces: tuple[Range, ...], now: float
     ) -> list[Move]:
         """A rank begins a stream, numbered `stream` in its header; raise BadFrame if that is not the name's number."""
-        if name.id != stream or name.run != self._run:
+        if name.stream_id != stream or name.run != self._run:
             raise BadFrame("message", f"the HELLO of {name} bears another stream's number")
         refusal = self._misdirected(name)
         if refusal is not None:
-            return [error(lane, peer, name.id, *refusal)]
+            return [error(lane, peer, name.stream_id, *refusal)]
         if name.kind == "push":
             return self._receiver.hello(lane, peer, name, pieces, now)
         return self._sender.hello(lane, peer, name, pieces, now)

@@ -36,7 +36,7 @@ from dips.transport.pipeline import Stage, available_cores, spare_threads
 from dips.transport.pool import Transit
 from dips.wire import codecs
 from dips.wire.chunks import LayerLayout
-from dips.wire.frame import BadFrame, Header, Kind, check_body, message, run_id, unpack
+from dips.wire.frame import BadFrame, Header, Kind, check_body, make_message, run_id, unpack_header
 from dips.wire.streams import decode_done, decode_hello, decode_probe, decode_want
 
 TICK_S = 0.05  # how often stalls, deadlines and trackers are looked at
@@ -158,7 +158,7 @@ class ZmqFlow:
         self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str = "fp32"
     ) -> None:
         """Accept HELLOs of the push's ranks and ask them, in that order, into `buffers`."""
-        self._receiver.open(push, order, buffers, deadline_s, self._clock(), codecs.named(codec))
+        self._receiver.open(push, order, buffers, deadline_s, self._clock(), codecs.codec_named(codec))
 
     def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
         """Ask the push's ranks at these places of the line, from the next turn on."""
@@ -212,7 +212,7 @@ class ZmqFlow:
         if len(parts) != 2:
             raise BadFrame("parts", f"expected a header and a body, got {len(parts)} parts")
         body = parts[1].buffer
-        header = unpack(parts[0].buffer, self._run, len(body), self._chunk_bytes)
+        header = unpack_header(parts[0].buffer, self._run, len(body), self._chunk_bytes)
         if header.kind is Kind.CHUNK:
             claim = self._receiver.claim(lane, peer, header, body, self._clock())
             assert self._intake[lane].put_item(claim), "the intake queue is as deep as all that may be asked"
@@ -278,7 +278,7 @@ class ZmqFlow:
         for move in moves:
             match move:
                 case Say(lane, peer, kind, stream, body):
-                    self._lanes[lane].post_frame(Outgoing(peer, *message(kind, self._run, stream, body)))
+                    self._lanes[lane].post_frame(Outgoing(peer, *make_message(kind, self._run, stream, body)))
                 case Wake(lane):
                     self._lanes[lane].wake()
                 case Staged(push, nbytes):

@@ -14,7 +14,7 @@ from dips.slave.ports import Arrays
 from dips.transport.intake import Intake
 from dips.transport.rate import Rate
 from dips.wire import streams
-from dips.wire.chunks import LayerLayout, Range, uncovered
+from dips.wire.chunks import LayerLayout, Range, describe_uncovered
 from dips.wire.codecs import Codec
 from dips.wire.frame import Buffer, Header, Kind
 from dips.wire.streams import StreamName
@@ -115,11 +115,11 @@ class IncomingPush:
         """Say where the ranges of all ranks overlap, leave gaps or lie outside; [] if each element has one owner."""
         claims: dict[str, list[Range]] = {}
         for (rank, _), stream in sorted(self.streams.items()):
-            outside = layout.outside(stream.pieces)
+            outside = layout.describe_outside(stream.pieces)
             if outside:
                 return [f"rank {rank}: {outside}"]
             claims.setdefault(f"rank {rank}", []).extend(stream.pieces)
-        return uncovered(layout, claims)
+        return describe_uncovered(layout, claims)
 
     def missing(self) -> str:
         """Say what has not come, for a person."""

@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from dips.transport.lane import Outgoing
-from dips.wire.frame import MESSAGE_LIMIT, BadFrame, Header, Kind, pack
+from dips.wire.frame import MESSAGE_LIMIT, BadFrame, Header, Kind, pack_header
 
 if TYPE_CHECKING:
     import zmq
@@ -35,7 +35,9 @@ class Probes:
             raise BadFrame("credit", f"more than {MOST_ANSWERS} probes are being answered")
         self._posted += 1
         # No checksum of the body: its bytes mean nothing, and what is measured is the way.
-        return Outgoing(peer, pack(Header(Kind.PROBE, self._run, stream, nbytes, 0)), _PADDING[:nbytes], watch=self)
+        return Outgoing(
+            peer, pack_header(Header(Kind.PROBE, self._run, stream, nbytes, 0)), _PADDING[:nbytes], watch=self
+        )
 
     def wanted(self) -> bool:
         return True

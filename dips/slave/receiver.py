@@ -63,7 +63,7 @@ class Receiver:
         with self._changed:
             if push not in self._pushes:
                 places = {rank: place for place, rank in enumerate(order)}
-                total = sum(piece.nbytes for piece in codec.ranges(layout.whole()))
+                total = sum(piece.nbytes for piece in codec.encoded_ranges(layout.whole_layers()))
                 self._pushes[push] = IncomingPush(push, places, buffers, codec, total, now + deadline_s, now, Rate(now))
 
     def reorder(self, push_id: PushId, places: tuple[int, ...]) -> None:
@@ -87,9 +87,9 @@ class Receiver:
             push = self._pushes.get(PushId(name.cluster, name.inc, name.seq))
             refusal = self._closed.verdict(name) if push is None else push.refusal(lane, name, pieces)
             if refusal is not None:
-                return [error(lane, peer, name.id, *refusal)]
+                return [error(lane, peer, name.stream_id, *refusal)]
             assert push is not None
-            pieces = push.codec.ranges(pieces)
+            pieces = push.codec.encoded_ranges(pieces)
             stream = self._admit(push, lane, peer, name, pieces, now)
             gathering = push.phase is PushPhase.GATHERING
             missing = sum(piece.nbytes for piece in pieces) if gathering else stream.intake.left
@@ -107,14 +107,14 @@ class Receiver:
         stream = push.streams.get((name.rank, lane))
         if stream is None:
             intake = Intake((), self._chunk_bytes, self._pool, now)  # its chunks are cut when all ranges are believed
-            stream = InStream(push, name.rank, lane, pieces, intake, name.epoch, name.id, peer)
+            stream = InStream(push, name.rank, lane, pieces, intake, name.epoch, name.stream_id, peer)
             push.streams[name.rank, lane] = stream
             push.moved_at = now
         else:
             del self._streams[lane, stream.peer, stream.stream]
-            stream.epoch, stream.stream, stream.peer = name.epoch, name.id, peer
+            stream.epoch, stream.stream, stream.peer = name.epoch, name.stream_id, peer
             stream.intake.on_connection_lost()
-        self._streams[lane, peer, name.id] = stream
+        self._streams[lane, peer, name.stream_id] = stream
         return stream
 
     def _begin(self, push: IncomingPush, now: float) -> list[Move]:
@@ -208,7 +208,7 @@ class Receiver:
         if not targets:
             return  # dropped since the claim: nothing may be written, and `drop` may have returned
         assert self._layout is not None
-        begin, end = self._layout.place(claim.chunk)
+        begin, end = self._layout.place_range(claim.chunk)
         claim.stream.push.codec.put(claim.body, targets[claim.chunk.layer][begin:end])
 
     def _after(self, stream: InStream) -> list[Move]:

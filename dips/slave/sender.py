@@ -28,7 +28,7 @@ from dips.transport.credit import MOST_BYTES, MOST_CHUNKS
 from dips.transport.rate import Rate
 from dips.wire import streams
 from dips.wire.chunks import LayerLayout, Range
-from dips.wire.frame import ITEM_BYTES, BadFrame, Header, Kind, pack
+from dips.wire.frame import ITEM_BYTES, BadFrame, Header, Kind, pack_header
 from dips.wire.streams import StreamName, Welcome
 
 
@@ -46,7 +46,9 @@ class ChunkSend:
         """Make the checksum and the header. Cost: reads the chunk, if no pull of its version has asked for it."""
         layer, param, offset, _ = self.chunk
         checksum = self.sender.checksums.of(self.stream.pull.version, self.chunk, self.body)
-        return pack(Header(Kind.CHUNK, run, self.stream.stream, self.body.nbytes, checksum, layer, param, offset))
+        return pack_header(
+            Header(Kind.CHUNK, run, self.stream.stream, self.body.nbytes, checksum, layer, param, offset)
+        )
 
     def wanted(self) -> bool:
         return not (self.stream.over or self.stream.pull.closed)
@@ -113,17 +115,17 @@ class Sender:
         with self._lock:
             refusal = self._refusal(pull_id, place, lane, name, pieces)
             if refusal is not None:
-                return [error(lane, peer, name.id, *refusal)]
+                return [error(lane, peer, name.stream_id, *refusal)]
             pull = self._pulls[pull_id]
             pull.moved_at = now
             if place in self._latest:
                 self._end(self._latest[place])
             named = sum(piece.nbytes for piece in pieces)
-            stream = OutStream(pull, lane, peer, name.epoch, name.id, named)
+            stream = OutStream(pull, lane, peer, name.epoch, name.stream_id, named)
             pull.streams.append(stream)
-            self._streams[lane, peer, name.id] = self._latest[place] = stream
+            self._streams[lane, peer, name.stream_id] = self._latest[place] = stream
             body = streams.encode_welcome(Welcome(named, self._chunk_bytes))
-            return [Say(lane, peer, Kind.WELCOME, name.id, body)]
+            return [Say(lane, peer, Kind.WELCOME, name.stream_id, body)]
 
     def _refusal(
         self, pull_id: PullId, place: tuple[PullId, int, int], lane: int, name: StreamName, pieces: tuple[Range, ...]
@@ -132,7 +134,7 @@ class Sender:
         if pull is None:
             return self._closed.verdict(name)
         assert self._layout is not None
-        outside = self._layout.outside(pieces)
+        outside = self._layout.describe_outside(pieces)
         known = pull.refusal(self._latest.get(place), lane, name)
         return known or (("ranges", f"rank {name.rank}: {outside}") if outside else None)
 
@@ -143,7 +145,7 @@ class Sender:
             if stream is None or stream.over:
                 raise BadFrame("stream", f"no stream {stream_id:016x} on this connection")
             assert self._layout is not None
-            outside = self._layout.outside(chunks) or self._too_long(chunks)
+            outside = self._layout.describe_outside(chunks) or self._too_long(chunks)
             if outside:
                 raise BadFrame("range", f"pull {stream.pull.pull}: {outside}")
             self._reap(stream, now)
@@ -165,7 +167,7 @@ class Sender:
 
     def _view(self, source: PullSource, chunk: Range) -> memoryview:
         assert self._layout is not None
-        begin, end = self._layout.place(chunk)
+        begin, end = self._layout.place_range(chunk)
         return source.views[chunk.layer][begin * ITEM_BYTES : end * ITEM_BYTES].data
 
     def sent(self, job: ChunkSend, tracker: Tracker) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from dips.transport.credit import MOST_CHUNKS, Credit
 from dips.transport.pool import Transit, pool_cost
-from dips.wire.chunks import Range, split
+from dips.wire.chunks import Range, split_chunks
 from dips.wire.frame import Header
 
 UNIT_CHUNKS = 8  # in one WANT
@@ -22,7 +22,7 @@ class Intake:
     """The chunks of one stream; it survives the stream's connections."""
 
     def __init__(self, pieces: Iterable[Range], chunk_bytes: int, pool: Transit, now: float) -> None:
-        self._missing = deque(split(pieces, chunk_bytes))
+        self._missing = deque(split_chunks(pieces, chunk_bytes))
         self._asked: dict[tuple[int, int, int], Range] = {}
         self._asked_bytes = 0
         self._claimed = 0  # chunks being checked and copied

@@ -22,7 +22,17 @@ from dips.transport.curve import KeyPair
 from dips.transport.lane import HANDSHAKE_MS, LAST, MORE, RCVHWM, receive_parts
 from dips.wire import streams
 from dips.wire.chunks import Range
-from dips.wire.frame import FRAME_LIMIT, MESSAGE_LIMIT, BadFrame, Buffer, Header, Kind, message, run_id, unpack
+from dips.wire.frame import (
+    FRAME_LIMIT,
+    MESSAGE_LIMIT,
+    BadFrame,
+    Buffer,
+    Header,
+    Kind,
+    make_message,
+    run_id,
+    unpack_header,
+)
 from dips.wire.streams import StreamName
 
 FIRST_PAUSE_S = 0.05
@@ -97,7 +107,7 @@ class Stream:
 
     def send_message(self, kind: Kind, body: bytes) -> None:
         """Send a message."""
-        self.post_frame(*message(kind, self._run, self.id, body))
+        self.post_frame(*make_message(kind, self._run, self.id, body))
 
     def chunk_header(self, chunk: Range, checksum: int) -> Header:
         """The header of a CHUNK of this stream."""
@@ -140,7 +150,7 @@ class Stream:
 
     def _name_as(self, name: StreamName) -> None:
         self.name = name
-        self.id = name.id  # of the present epoch; made once, since every frame is compared with it
+        self.id = name.stream_id  # of the present epoch; made once, since every frame is compared with it
 
     def read_frames(self, now: float, most: int) -> Iterator[Arrived]:
         """What has come, at most `most` frames, as far as it is whole and of this epoch; the rest is passed over."""
@@ -161,7 +171,7 @@ class Stream:
             return None
         body = parts[1].buffer
         try:
-            header = unpack(parts[0].buffer, self._run, len(body), MESSAGE_LIMIT)
+            header = unpack_header(parts[0].buffer, self._run, len(body), MESSAGE_LIMIT)
         except BadFrame:
             return None  # asked again when the stream is found to stall
         return Arrived(header, body) if header.stream == self.id else None

@@ -12,7 +12,7 @@ import pytest
 from dips.ids import PushId
 from dips.master.ledger import Ledger
 from dips.wire import codecs, streams
-from dips.wire.frame import Dtype, Kind, check_body, unpack
+from dips.wire.frame import Dtype, Kind, check_body, unpack_header
 from tests.golden import frames, history, ledger, snapshot
 from tests.golden.files import DATA, MAKERS, different
 
@@ -29,17 +29,17 @@ def test_the_frames_are_read() -> None:
     within = {"fp32": 0.0, "bf16": 2**-8 * 3.2, "int8": 3.1415927 / 127 / 2}
     for codec, error in within.items():
         header, body = found[f"CHUNK {codec}"]
-        read = unpack(header, frames.RUN, len(body), 1 << 20)
+        read = unpack_header(header, frames.RUN, len(body), 1 << 20)
         check_body(read, body)
         assert (read.kind, read.stream, read.layer, read.param, read.offset) == (Kind.CHUNK, frames.STREAM, 5, 2, 64)
         assert read.dtype is Dtype[codec.upper()]
-        assert np.abs(codecs.named(codec).decode(body, 6) - frames.VALUES).max() <= error
+        assert np.abs(codecs.codec_named(codec).decode_chunk(body, 6) - frames.VALUES).max() <= error
     assert streams.decode_hello(found["HELLO"][1]) == (frames.NAME, frames.RANGES)
     assert streams.decode_want(found["WANT"][1]) == frames.RANGES
     assert streams.decode_welcome(found["WELCOME"][1]) == streams.Welcome(4096, 1 << 20)
     for name in ("HELLO", "WELCOME", "WANT", "DONE"):
         header, body = found[name]
-        read = unpack(header, frames.RUN, len(body), 1 << 20)
+        read = unpack_header(header, frames.RUN, len(body), 1 << 20)
         check_body(read, body)
         assert read.kind is Kind[name]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dips.protocol.manifest import Manifest
-from dips.wire.chunks import LayerLayout, Range, uncovered
+from dips.wire.chunks import LayerLayout, Range, describe_uncovered
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -38,7 +38,7 @@ def test_pieces_cover_every_parameter_once(ranks: list[dict[str, Any]], kind: st
     """Uneven shards, empty shards, replicas: no element is pushed twice and none is forgotten."""
     manifest = Manifest.from_json(ranks[0][kind]["manifest"])
     claims = {f"rank {r}": [Range(*piece) for piece in found[kind]["pieces"]] for r, found in enumerate(ranks)}
-    assert uncovered(LayerLayout(manifest, range(len(manifest.layers))), claims) == []
+    assert describe_uncovered(LayerLayout(manifest, range(len(manifest.layers))), claims) == []
 
 
 def test_the_manifest_does_not_depend_on_the_layout(ranks: list[dict[str, Any]]) -> None:

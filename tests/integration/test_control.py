@@ -118,7 +118,7 @@ class SlaveScript(OrderServiceServicer):
         self.told_more.set()
         if type(order.body) in self.raises:
             raise self.raises[type(order.body)]
-        return messages.wrap(self.answer(order.body), slave_pb2.Answer)  # type: ignore[return-value]
+        return messages.wrap_oneof(self.answer(order.body), slave_pb2.Answer)  # type: ignore[return-value]
 
     def answer(self, body: effects.OrderBody) -> events.Answer:
         match body:
@@ -194,7 +194,7 @@ class ClusterScript:
     async def join(self, nonce: str = "n1", manifest: str | None = None, digest: str | None = None) -> effects.Joined:
         text = (self.config.master.directory / INITIAL_MANIFEST).read_text() if manifest is None else manifest
         said = events.ClusterJoined(0, self.name, nonce, "toy", text, digest or self.config.shared.digest)
-        joined: effects.Joined = messages.unwrap(await ask(self.stub.Join, said))
+        joined: effects.Joined = messages.unwrap_oneof(await ask(self.stub.Join, said))
         self.inc = joined.inc
         return joined
 
@@ -207,7 +207,7 @@ class ClusterScript:
         await self.ask("FinishPull", events.PullFinished(0, pull, True))
 
     async def ask(self, method: str, said: object) -> Any:
-        return messages.unwrap(await ask(getattr(self.stub, method), said))
+        return messages.unwrap_oneof(await ask(getattr(self.stub, method), said))
 
     async def push(self, seq: int, slaves: list[SlaveScript], slave_stub: Any, tokens: int = 100) -> Any:
         """Push, commit, and return what the round said of it."""

@@ -39,8 +39,8 @@ from dips.protocol.effects import Grant, SlaveAddress
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.flow import ZmqFlow
 from dips.wire import codecs, streams
-from dips.wire.chunks import Range, split
-from dips.wire.frame import Dtype, Header, Kind, message, pack, run_id, unpack
+from dips.wire.chunks import Range, split_chunks
+from dips.wire.frame import Dtype, Header, Kind, make_message, pack_header, run_id, unpack_header
 from dips.wire.streams import StreamName
 
 RUN = "demo"
@@ -253,19 +253,19 @@ class Raw:
         self.name = name
 
     def say(self, kind: Kind, body: bytes) -> None:
-        self.socket.send_multipart(message(kind, run_id(RUN), self.name.id, body))
+        self.socket.send_multipart(make_message(kind, run_id(RUN), self.name.stream_id, body))
 
     def hello(self, pieces: Sequence[Range]) -> None:
         self.say(Kind.HELLO, streams.encode_hello(self.name, pieces))
 
     def chunk(self, chunk: Range, body: bytes, checksum: int | None = None, dtype: Dtype = Dtype.FP32) -> None:
         checksum = xxhash.xxh3_64_intdigest(body) if checksum is None else checksum
-        header = Header(Kind.CHUNK, run_id(RUN), self.name.id, len(body), checksum, *chunk[:3], dtype)
-        self.socket.send_multipart([pack(header), body])
+        header = Header(Kind.CHUNK, run_id(RUN), self.name.stream_id, len(body), checksum, *chunk[:3], dtype)
+        self.socket.send_multipart([pack_header(header), body])
 
     def hear(self, kind: Kind) -> bytes:
         header, body = self.socket.recv_multipart()
-        assert unpack(header, run_id(RUN), len(body), CHUNK_BYTES).kind is kind, streams.decode_error(body)
+        assert unpack_header(header, run_id(RUN), len(body), CHUNK_BYTES).kind is kind, streams.decode_error(body)
         return body
 
     def close(self) -> None:
@@ -295,10 +295,10 @@ def body_of(values: Model, chunk: Range) -> bytes:
 
 def decoded(codec: str, theta: Model, pieces: Sequence[Piece]) -> Model:
     """θ plus the pieces' differences as the codec brings them, chunk by chunk."""
-    spelling, made = codecs.named(codec), {i: theta[i].copy() for i in LAYERS}
+    spelling, made = codecs.codec_named(codec), {i: theta[i].copy() for i in LAYERS}
     for piece in pieces:
         start = MANIFEST.layers[piece.layer].offsets()[piece.param] + piece.offset
-        for chunk in split(spelling.ranges([piece.range]), spelling.chunk_bytes(CHUNK_BYTES)):
+        for chunk in split_chunks(spelling.encoded_ranges([piece.range]), spelling.chunk_bytes(CHUNK_BYTES)):
             at = chunk.offset - piece.offset
             elements = piece.array[at : at + chunk.length]
             spelling.put(spelling.encode(elements), made[piece.layer][start + at : start + at + chunk.length])
@@ -376,7 +376,7 @@ def test_a_chunk_of_another_codec_than_the_granted_is_refused():
         buffers = slave.open_push(push_id, codec="bf16", theta=theta)
         peer.hello(WHOLE)
         peer.hear(Kind.WELCOME)
-        left, refused, spelling = MANIFEST.numel, 0, codecs.named("bf16")
+        left, refused, spelling = MANIFEST.numel, 0, codecs.codec_named("bf16")
         while left:
             for chunk in streams.decode_want(peer.hear(Kind.WANT)):
                 peer.chunk(chunk, body_of(differences, chunk))
@@ -516,7 +516,7 @@ def test_an_older_epoch_is_refused():
         old.hello(WHOLE)
         while True:  # WANTs of the first asking come before the answer
             header, body = old.socket.recv_multipart()
-            if unpack(header, run_id(RUN), len(body), CHUNK_BYTES).kind is Kind.ERROR:
+            if unpack_header(header, run_id(RUN), len(body), CHUNK_BYTES).kind is Kind.ERROR:
                 break
         assert streams.decode_error(body).code == "stale_push"
         assert slave.flow.refused["stream"] == len(wanted)
@@ -541,7 +541,7 @@ def test_garbage_beside_a_push_costs_it_nothing():
         rng = np.random.default_rng(0)
         for n in (1, 2, 3, 5):
             peer.socket.send_multipart([rng.bytes(64)] * n)
-        foreign = pack(Header(Kind.HELLO, run_id("other"), 1, 1, xxhash.xxh3_64_intdigest(b"x")))
+        foreign = pack_header(Header(Kind.HELLO, run_id("other"), 1, 1, xxhash.xxh3_64_intdigest(b"x")))
         peer.socket.send_multipart([foreign, b"x"])
         peer.say(Kind.HELLO, b"\xc1")
         peer.say(Kind.WELCOME, b"\0")
@@ -581,8 +581,8 @@ def test_two_hundred_strangers_cost_a_push_and_a_pull_nothing(lanes):
             plain.sendall(says[k % len(says)])
         liar = stack.enter_context(raw(slave.flow.addresses()[0], name_of("push", 1)))
         for claimed in (10 << 30, CHUNK_BYTES + 4):  # a right header for a body that is not there, or too long
-            header = Header(Kind.CHUNK, run_id(RUN), liar.name.id, claimed & 0xFFFFFFFF, 0)
-            liar.socket.send_multipart([pack(header), b"\0" * 64])
+            header = Header(Kind.CHUNK, run_id(RUN), liar.name.stream_id, claimed & 0xFFFFFFFF, 0)
+            liar.socket.send_multipart([pack_header(header), b"\0" * 64])
         values = model(9)
         for seq in (1, 2, 3):
             buffers = slave.open_push(PushId("fast", 1, seq))
@@ -658,7 +658,7 @@ def test_a_push_past_its_deadline_ends():
         assert "passed its deadline" in slave.heard.wait("refused", push_id)
         while True:
             header, body = peer.socket.recv_multipart()
-            if unpack(header, run_id(RUN), len(body), CHUNK_BYTES).kind is Kind.ERROR:
+            if unpack_header(header, run_id(RUN), len(body), CHUNK_BYTES).kind is Kind.ERROR:
                 break
         assert streams.decode_error(body).code == "refused"
 
@@ -682,7 +682,7 @@ def test_a_dropped_push_is_not_written_any_more():
         peer.hello(WHOLE)
         while True:
             header, body = peer.socket.recv_multipart()
-            if unpack(header, run_id(RUN), len(body), CHUNK_BYTES).kind is Kind.ERROR:
+            if unpack_header(header, run_id(RUN), len(body), CHUNK_BYTES).kind is Kind.ERROR:
                 break
         assert streams.decode_error(body).code == "stale_push"
         assert all((layer == -1.0).all() for layer in buffers.values())

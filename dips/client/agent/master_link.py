@@ -27,7 +27,7 @@ from dips.protocol.events import (
 from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
 from dips.transport import control
 from dips.wire.generated.cluster_pb2_grpc import ClusterServiceStub
-from dips.wire.messages import from_proto, to_proto, unwrap
+from dips.wire.messages import from_proto, to_proto, unwrap_oneof
 
 CALL_S = 10.0  # a question that the master answers at once
 POLL_S = 30.0  # a question that the master may hold open for about 10 s
@@ -58,7 +58,7 @@ class MasterLink:
         """Ask; raise UnavailableMaster if nobody answers in time, else what the master raised."""
         method, deadline_s = CALLS[type(event)]
         reply = await self._call(getattr(self._questions, method), event, deadline_s)
-        return cast(Result, unwrap(reply))
+        return cast(Result, unwrap_oneof(reply))
 
     async def send_heartbeat(self, heartbeat: ClusterHeartbeat, deadline_s: float) -> ClusterHeartbeatAnswer:
         """Keep the lease; raise as `ask` does."""

@@ -13,7 +13,7 @@ import zmq
 from dips.errors import UnavailableSlave
 from dips.transport.lane import HANDSHAKE_MS
 from dips.wire import streams
-from dips.wire.frame import FRAME_LIMIT, MESSAGE_LIMIT, BadFrame, Kind, message, run_id, unpack
+from dips.wire.frame import FRAME_LIMIT, MESSAGE_LIMIT, BadFrame, Kind, make_message, run_id, unpack_header
 
 ANSWER_S = 5.0  # for one probe to be answered
 ROUND_TRIPS = 5  # the shortest counts
@@ -73,7 +73,7 @@ class Prober:
     def _ask(self, answer: int, padding: int = 0) -> None:
         if not self._socket.poll(int(ANSWER_S * 1000), zmq.POLLOUT):
             raise UnavailableSlave(f"{self._address}: no connection within {ANSWER_S:g} s")
-        parts = message(Kind.PROBE, self._run, STREAM, streams.encode_probe(answer, padding))
+        parts = make_message(Kind.PROBE, self._run, STREAM, streams.encode_probe(answer, padding))
         self._socket.send_multipart(parts, zmq.NOBLOCK)
 
     def _answer(self, expected: int) -> None:
@@ -86,7 +86,7 @@ class Prober:
         try:
             if len(parts) != 2:
                 raise BadFrame("parts", f"{len(parts)} parts came")
-            header = unpack(parts[0].buffer, self._run, len(parts[1].buffer), MESSAGE_LIMIT)
+            header = unpack_header(parts[0].buffer, self._run, len(parts[1].buffer), MESSAGE_LIMIT)
         except BadFrame as bad:
             raise UnavailableSlave(f"{self._address}: what answers is no slave of this run: {bad}") from bad
         if (header.kind, header.length) != (Kind.PROBE, expected):

@@ -69,7 +69,7 @@ class Feedback:
         """Turn θ_local in the host buffer into what push `seq` carries in `codec`. Reads 3 floats an element."""
         if self._contained:
             self._clear_owed()
-        self._seq, self._sent, self._codec = seq, {}, codecs.named(codec)
+        self._seq, self._sent, self._codec = seq, {}, codecs.codec_named(codec)
         with np.errstate(all="ignore"):  # a diverged model is left to the gate
             for host, base, owed in zip(self._host, self._base, self._owed, strict=True):
                 if self._codec.lossy:
@@ -107,7 +107,7 @@ class Feedback:
             return
         for chunk in self._sent:
             difference, owed = self._elements(self._frozen_at, chunk), self._elements(self._owed_at, chunk)
-            np.subtract(difference, self._codec.decode(self._codec.encode(difference), chunk.length), out=owed)
+            np.subtract(difference, self._codec.decode_chunk(self._codec.encode(difference), chunk.length), out=owed)
 
     @staticmethod
     def _elements(share: Share, chunk: Range) -> F32:

@@ -65,5 +65,5 @@ def open_parts(
             stream = Stream(context, slave.lanes[lane], name, share.ranges, order.stall_s, rng, keys)
             stream.waits = False
             if share.nbytes or kind == "push":
-                nbytes = sum(piece.nbytes for piece in codec.ranges(share.ranges))
+                nbytes = sum(piece.nbytes for piece in codec.encoded_ranges(share.ranges))
                 yield LanePart(slave, share, nbytes, stream)

@@ -238,4 +238,4 @@ def _report_layer(report_progress: ReportProgress, before: int, total: int, move
 
 
 def _wire_bytes(codec: str, pieces: Sequence[Piece]) -> int:
-    return sum(codecs.named(codec).range(*piece.range).nbytes for piece in pieces)
+    return sum(codecs.codec_named(codec).range(*piece.range).nbytes for piece in pieces)

@@ -35,7 +35,7 @@ from dips.transport.shares import Piece
 from dips.transport.stream import Arrived
 from dips.wire import streams
 from dips.wire.chunks import Range
-from dips.wire.frame import BadFrame, Buffer, Kind, check_body, pack
+from dips.wire.frame import BadFrame, Buffer, Kind, check_body, pack_header
 
 __all__ = [
     "EncodeChunk",
@@ -129,7 +129,7 @@ class PushTransfer(TransferLoop):
     def on_processed(self, staged: StagedChunk, value: int) -> None:
         stream = staged.part.stream
         if staged.stream == stream.id and not staged.part.done:
-            stream.post_frame(pack(stream.chunk_header(self._codec.range(*staged.chunk), value)), staged.body)
+            stream.post_frame(pack_header(stream.chunk_header(self._codec.range(*staged.chunk), value)), staged.body)
             stream.flush_outbox()
             staged.part.posted += len(staged.body)
 

@@ -59,7 +59,7 @@ class TransferLoop(ABC):
         self._order, self._grant, self._pieces, self._clock = order, order.grant, order.pieces, order.clock
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=_io_threads(order.grant))
         self._waker = Waker()
-        self._codec = codecs.named(order.grant.codec) if self.kind == "push" else codecs.FP32
+        self._codec = codecs.codec_named(order.grant.codec) if self.kind == "push" else codecs.FP32
         # What the stage returned: a chunk, and its checksum (push) or whether it is intact (pull).
         self._results: deque[tuple[StagedChunk, int]] = deque()
         self._parts = list(open_parts(order, self.kind, self._codec, self._context))

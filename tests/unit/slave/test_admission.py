@@ -40,7 +40,7 @@ def opened() -> Admission:
 
 def answer(admission: Admission, name: StreamName) -> str:
     """WELCOME, or the code of the ERROR."""
-    say = admission.hello(0, b"p", name.id, name, WHOLE, 0.0)[0]
+    say = admission.hello(0, b"p", name.stream_id, name, WHOLE, 0.0)[0]
     assert isinstance(say, Say)
     return streams.decode_error(say.body).code if say.kind is Kind.ERROR else say.kind.name
 
@@ -68,7 +68,10 @@ def test_a_new_incarnation_drops_what_was_open_and_the_same_one_does_not(name: S
 def test_a_hello_under_another_number_or_of_another_run_is_no_message() -> None:
     """The header's number is the name's, or chunks would be counted to another stream."""
     admission = opened()
-    for name, stream in ((PUSHES, PULLS.id), (replace(PUSHES, run="other"), replace(PUSHES, run="other").id)):
+    for name, stream in (
+        (PUSHES, PULLS.stream_id),
+        (replace(PUSHES, run="other"), replace(PUSHES, run="other").stream_id),
+    ):
         with pytest.raises(BadFrame) as refused:
             admission.hello(0, b"p", stream, name, WHOLE, 0.0)
         assert refused.value.reason == "message"

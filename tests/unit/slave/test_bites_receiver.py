@@ -37,7 +37,7 @@ class OneRank:
         self.receiver = Receiver(1, 4096, Transit(1 << 20), 1, STALL_S)
         self.receiver.use(layout)
         self.buffer = np.zeros(N, np.float32)
-        self.receiver.open(PUSH, (0,), {0: self.buffer}, DEADLINE_S, 0.0, codecs.named(codec))
+        self.receiver.open(PUSH, (0,), {0: self.buffer}, DEADLINE_S, 0.0, codecs.codec_named(codec))
 
     def hello(self, epoch: int = 1, now: float = 0.0) -> Say:
         """Return the answer."""
@@ -54,7 +54,7 @@ class OneRank:
         checksum = xxhash.xxh3_64_intdigest(body)
         if wrong:
             body = bytes([body[0] ^ 1]) + body[1:]
-        header = Header(Kind.CHUNK, 0, name(epoch).id, len(body), checksum, *chunk[:3], dtype)
+        header = Header(Kind.CHUNK, 0, name(epoch).stream_id, len(body), checksum, *chunk[:3], dtype)
         return self.receiver.stage(self.receiver.claim(0, PEER, header, memoryview(body), 0.0))
 
 

@@ -44,7 +44,7 @@ def test_an_epoch_that_is_over_does_not_come_back(epoch: int) -> None:
     sender = serving()
     assert [answer(sender, name(e)) for e in (1, 2)] == ["WELCOME", "WELCOME"]
     assert answer(sender, name(epoch)) == "stale_push"
-    assert len(sender.want(0, b"p", name(2).id, (Range(0, 0, 0, 8),), 0.0)) == 1
+    assert len(sender.want(0, b"p", name(2).stream_id, (Range(0, 0, 0, 8),), 0.0)) == 1
 
 
 def test_a_pull_is_of_one_version() -> None:
@@ -60,9 +60,9 @@ def test_a_stream_may_ask_for_twice_its_credit_of_bytes() -> None:
     fitting = 2 * MOST_BYTES // chunk.nbytes
     assert fitting > 2 * MOST_CHUNKS, "here chunks are what is bounded first"
     for _ in range(2 * MOST_CHUNKS):
-        sender.want(0, b"p", name().id, (chunk,), 0.0)
+        sender.want(0, b"p", name().stream_id, (chunk,), 0.0)
     with pytest.raises(BadFrame) as refused:
-        sender.want(0, b"p", name().id, (chunk,), 0.0)
+        sender.want(0, b"p", name().stream_id, (chunk,), 0.0)
     assert refused.value.reason == "credit"
 
 
@@ -73,7 +73,7 @@ def test_large_chunks_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> N
     answer(sender, name())
     chunk = Range(0, 0, 0, ITEMS)
     for _ in range(4):
-        sender.want(0, b"p", name().id, (chunk,), 0.0)
+        sender.want(0, b"p", name().stream_id, (chunk,), 0.0)
     with pytest.raises(BadFrame) as refused:
-        sender.want(0, b"p", name().id, (chunk,), 0.0)
+        sender.want(0, b"p", name().stream_id, (chunk,), 0.0)
     assert refused.value.reason == "credit"

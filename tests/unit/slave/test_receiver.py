@@ -51,7 +51,7 @@ class ReceiverStory:
     def bring(self, rank: int, chunk: Range, epoch: int = 1, values: np.ndarray = VALUES) -> list[Move]:
         body = values[chunk.offset : chunk.offset + chunk.length].tobytes()
         checksum = xxhash.xxh3_64_intdigest(body)
-        header = Header(Kind.CHUNK, 0, name(rank, epoch).id, len(body), checksum, *chunk[:3])
+        header = Header(Kind.CHUNK, 0, name(rank, epoch).stream_id, len(body), checksum, *chunk[:3])
         claim = self.receiver.claim(0, b"%d" % rank, header, memoryview(body), 0.0)
         return self.receiver.stage(claim)
 
@@ -154,7 +154,7 @@ def test_a_drop_between_claim_and_copy_writes_nothing():
     story.hello(1)
     peer, chunk = story.wants()[0]
     body = memoryview(VALUES[chunk.offset : chunk.offset + chunk.length].tobytes())
-    header = Header(Kind.CHUNK, 0, name(1).id, len(body), xxhash.xxh3_64_intdigest(body), *chunk[:3])
+    header = Header(Kind.CHUNK, 0, name(1).stream_id, len(body), xxhash.xxh3_64_intdigest(body), *chunk[:3])
     claim = story.receiver.claim(0, peer, header, body, 0.0)
     story.receiver.drop(PUSH)
     assert story.receiver.stage(claim) == []
@@ -217,6 +217,6 @@ def test_a_pool_with_room_for_no_chunk_of_the_smallest_cost_counts_as_empty():
     assert kinds(receiver.plan(0, 0.0)) == ["WANT"]
     assert kinds(receiver.plan(1, 0.0)) == []
     body = bytes(8)
-    header = Header(Kind.CHUNK, 0, names[0].id, 8, xxhash.xxh3_64_intdigest(body), 0, 0, 0)
+    header = Header(Kind.CHUNK, 0, names[0].stream_id, 8, xxhash.xxh3_64_intdigest(body), 0, 0, 0)
     assert Wake(1) in receiver.stage(receiver.claim(0, b"p", header, body, 0.0))
     assert kinds(receiver.plan(1, 0.0)) == ["WANT"]

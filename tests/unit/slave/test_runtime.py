@@ -50,7 +50,7 @@ from dips.slave.shard import Shard
 from dips.slave.shard_thread import ShardThread
 from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming
 from dips.wire.generated import slave_pb2
-from dips.wire.messages import from_proto, to_proto, unwrap
+from dips.wire.messages import from_proto, to_proto, unwrap_oneof
 
 MANIFEST = Manifest.from_shapes([("a.w", (3,))])
 PUSH = PushId("x", 1, 1)
@@ -202,7 +202,7 @@ class RunningSlave:
         self.number += number is None
         request = to_proto(Order("s", 7, 1, self.number if number is None else number, body, deadline_s))
         assert isinstance(request, slave_pb2.Order)
-        return unwrap(await self.servicer.Execute(request, None))
+        return unwrap_oneof(await self.servicer.Execute(request, None))
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from dips.slave.moves import Move, Released, Say, SourceMoved
 from dips.slave.sender import ChunkSend, Sender
 from dips.wire import streams
 from dips.wire.chunks import LayerLayout, Range
-from dips.wire.frame import BadFrame, Kind, check_body, unpack
+from dips.wire.frame import BadFrame, Kind, check_body, unpack_header
 from dips.wire.streams import StreamName
 
 PULL, V = PullId("fast", 1, 1), VersionId(2, 2)
@@ -47,17 +47,17 @@ def code(moves: list[Move]) -> str:
 
 def asked(sender: Sender, peer: bytes = b"p", epoch: int = 1) -> ChunkSend:
     assert code(sender.hello(0, peer, name(epoch), (), 0.0)) == "WELCOME"
-    (job,) = sender.want(0, peer, name(epoch).id, (CHUNK,), 0.0)
+    (job,) = sender.want(0, peer, name(epoch).stream_id, (CHUNK,), 0.0)
     return job
 
 
 def test_a_chunk_leaves_from_the_source_with_its_checksum():
     """The body is the source's own memory, and the header is right."""
     job = asked(make())
-    header = unpack(job.header(7), 7, job.body.nbytes, 4096)
+    header = unpack_header(job.header(7), 7, job.body.nbytes, 4096)
     check_body(header, job.body)
     assert np.frombuffer(job.body, np.float32).tolist() == list(range(100, 150))
-    assert (header.layer, header.param, header.offset, header.stream) == (0, 0, 100, name().id)
+    assert (header.layer, header.param, header.offset, header.stream) == (0, 0, 100, name().stream_id)
 
 
 def test_a_source_is_held_until_the_last_tracker_is_done():
@@ -65,7 +65,7 @@ def test_a_source_is_held_until_the_last_tracker_is_done():
     sender, tracker = make(), SentTracker()
     job = asked(sender)
     sender.sent(job, tracker)
-    sender.done(0, b"p", name().id)
+    sender.done(0, b"p", name().stream_id)
     sender.close(PULL, "closed")
     assert sender.tick(0.0) == []
     tracker.done = True
@@ -93,10 +93,10 @@ def test_a_source_that_was_moved_is_held_until_its_last_chunk_is_gone():
     """
     sender, tracker, copy = make(), SentTracker(), np.arange(1000, dtype=np.float32)
     before = asked(sender)
-    (queued,) = sender.want(0, b"p", name().id, (CHUNK,), 0.0)
+    (queued,) = sender.want(0, b"p", name().stream_id, (CHUNK,), 0.0)
     sender.sent(before, tracker)
     sender.move(PULL, {0: copy})
-    (after,) = sender.want(0, b"p", name().id, (CHUNK,), 0.0)
+    (after,) = sender.want(0, b"p", name().stream_id, (CHUNK,), 0.0)
     assert np.shares_memory(np.frombuffer(after.body, np.uint8), copy)
     assert not np.shares_memory(np.frombuffer(queued.body, np.uint8), copy)
     assert bytes(after.body) == bytes(queued.body)
@@ -129,7 +129,7 @@ def test_a_superseded_connection_is_waited_for():
     sender.sent(asked(sender, b"old", 1), old)
     sender.sent(asked(sender, b"new", 2), new)
     with pytest.raises(BadFrame, match="no stream"):
-        sender.want(0, b"old", name(1).id, (CHUNK,), 0.0)
+        sender.want(0, b"old", name(1).stream_id, (CHUNK,), 0.0)
     assert code(sender.hello(0, b"old", name(1), (), 0.0)) == "stale_push"
     new.done = True
     sender.close(PULL, "closed")
@@ -170,8 +170,8 @@ def test_a_repeated_pull_of_a_version_needs_no_reading():
     sender.open(later, V, {0: values}, 60.0, 0.0)
     other = StreamName("demo", "pull", "slow", 1, 1, 0, "s0", 1, 1, str(V))
     sender.hello(0, b"q", other, (), 0.0)
-    (job,) = sender.want(0, b"q", other.id, (CHUNK,), 0.0)
-    header = unpack(job.header(7), 7, job.body.nbytes, 4096)
+    (job,) = sender.want(0, b"q", other.stream_id, (CHUNK,), 0.0)
+    header = unpack_header(job.header(7), 7, job.body.nbytes, 4096)
     with pytest.raises(BadFrame, match="checksum"):
         check_body(header, job.body)
 

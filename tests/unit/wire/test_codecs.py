@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dips.errors import LocalProtocolError
-from dips.wire.chunks import Range, split
-from dips.wire.codecs import CODECS, FP32, TINIEST, named
-from dips.wire.frame import BLOCK, BadFrame, Dtype, Header, Kind, pack, run_id, unpack
+from dips.wire.chunks import Range, split_chunks
+from dips.wire.codecs import CODECS, FP32, TINIEST, codec_named
+from dips.wire.frame import BLOCK, BadFrame, Dtype, Header, Kind, pack_header, run_id, unpack_header
 
 BIGGEST = float(np.float32(2.0**127))  # above it bf16 may round to infinity, which the gate refuses
 LENGTHS = st.one_of(st.integers(1, 3 * BLOCK), st.sampled_from([64 * BLOCK, 64 * BLOCK + 1, 65 * BLOCK - 1]))
@@ -40,7 +40,7 @@ def blockwise_max(x: np.ndarray) -> np.ndarray:
 def test_the_error_is_within_the_written_bound(name, x):
     """fp32 exact; bf16 2^-8 of the element; int8 half a step of its block's max / 127."""
     codec = CODECS[name]
-    error = np.abs(codec.decode(codec.encode(x), x.size).astype(np.float64) - x)
+    error = np.abs(codec.decode_chunk(codec.encode(x), x.size).astype(np.float64) - x)
     wide = np.abs(x.astype(np.float64))
     bound = {
         "fp32": np.zeros(x.size),
@@ -67,9 +67,9 @@ def test_zeros_are_exact(name):
     codec = CODECS[name]
     x = np.zeros(3 * BLOCK + 7, np.float32)
     x[::3] = -0.0
-    assert (codec.decode(codec.encode(x), x.size) == 0).all()
+    assert (codec.decode_chunk(codec.encode(x), x.size) == 0).all()
     x[5] = 1.0  # zeros beside others are exact too
-    back = codec.decode(codec.encode(x), x.size)
+    back = codec.decode_chunk(codec.encode(x), x.size)
     assert (np.delete(back, 5) == 0).all() and back[5] == pytest.approx(1.0, rel=2**-8)
 
 
@@ -81,7 +81,7 @@ def test_what_is_not_finite_arrives_not_finite(name, bits, at):
     codec = CODECS[name]
     x = np.full(2 * BLOCK + 2, 0.25, np.float32)
     x.view(np.uint32)[at] = bits
-    back = codec.decode(codec.encode(x), x.size)
+    back = codec.decode_chunk(codec.encode(x), x.size)
     assert not np.isfinite(back[at])
     far = np.arange(x.size) // BLOCK != at // BLOCK
     assert np.allclose(back[far], 0.25, rtol=2**-8)
@@ -95,15 +95,15 @@ def test_what_is_put_is_added_to_the_base_also_from_an_odd_address(name):
     body = bytes(codec.encode(x))
     slot = base.copy()
     codec.put(memoryview(b"?" + body)[1:], slot)
-    assert np.array_equal(slot, base + codec.decode(body, x.size))
+    assert np.array_equal(slot, base + codec.decode_chunk(body, x.size))
 
 
 def test_lossy_chunks_are_whole_blocks():
     """However long a chunk may be, no block is cut in two: the chunks' bytes add up to the range's."""
     for chunk_bytes in (4096, 5000, 65_536, 1 << 20):
         for codec in CODECS.values():
-            pieces = codec.ranges([Range(0, 0, 3, 1_000_003)])
-            chunks = list(split(pieces, codec.chunk_bytes(chunk_bytes)))
+            pieces = codec.encoded_ranges([Range(0, 0, 3, 1_000_003)])
+            chunks = list(split_chunks(pieces, codec.chunk_bytes(chunk_bytes)))
             assert sum(c.nbytes for c in chunks) == sum(p.nbytes for p in pieces)
             assert max(c.nbytes for c in chunks) <= chunk_bytes
             assert {type(c) for c in chunks} == {codec.range}
@@ -111,9 +111,9 @@ def test_lossy_chunks_are_whole_blocks():
 
 def test_a_codec_that_nobody_knows_is_named():
     """A grant of a later release is refused by name."""
-    assert named("fp32") is FP32
+    assert codec_named("fp32") is FP32
     with pytest.raises(LocalProtocolError, match="expected one of fp32, bf16, int8, got 'fp8'"):
-        named("fp8")
+        codec_named("fp8")
 
 
 @pytest.mark.parametrize(
@@ -124,12 +124,12 @@ def test_a_body_is_a_number_of_whole_elements(dtype, good, bad):
     """A length that no number of elements has is refused by the header alone."""
     run = run_id("demo")
     for length in (*good, *bad):
-        part = pack(Header(Kind.CHUNK, run, 1, length, 0, dtype=dtype))
+        part = pack_header(Header(Kind.CHUNK, run, 1, length, 0, dtype=dtype))
         if length in good:
-            assert unpack(part, run, length, 4096).dtype is dtype
+            assert unpack_header(part, run, length, 4096).dtype is dtype
         else:
             with pytest.raises(BadFrame) as refused:
-                unpack(part, run, length, 4096)
+                unpack_header(part, run, length, 4096)
             assert refused.value.reason == "length"
 
 
@@ -137,5 +137,5 @@ def test_only_chunks_have_a_codec():
     """A message of another dtype than 0 is refused."""
     run = run_id("demo")
     with pytest.raises(BadFrame) as refused:
-        unpack(pack(Header(Kind.WANT, run, 1, 4, 0, dtype=Dtype.BF16)), run, 4, 4096)
+        unpack_header(pack_header(Header(Kind.WANT, run, 1, 4, 0, dtype=Dtype.BF16)), run, 4, 4096)
     assert refused.value.reason == "type"

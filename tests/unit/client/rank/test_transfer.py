@@ -17,7 +17,7 @@ from dips.ids import VersionId
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.wire import streams
 from dips.wire.chunks import Range
-from dips.wire.frame import Header, Kind, check_body, message, pack, run_id, unpack
+from dips.wire.frame import Header, Kind, check_body, make_message, pack_header, run_id, unpack_header
 
 RUN, CHUNK_BYTES = "r", 4096
 ITEMS = CHUNK_BYTES // 4
@@ -50,14 +50,14 @@ class ScriptedLane:
         while not self._end.is_set():
             if self._socket.poll(5):
                 peer, head, body = self._socket.recv_multipart()
-                header = unpack(head, run_id(RUN), len(body), CHUNK_BYTES)
+                header = unpack_header(head, run_id(RUN), len(body), CHUNK_BYTES)
                 check_body(header, body)
                 for parts in self._answer(header, body):
                     self._socket.send_multipart([peer, *parts])
 
     def _answer(self, header: Header, body: bytes) -> Iterator[tuple[bytes, bytes]]:
         def say(kind: Kind, answer: bytes) -> tuple[bytes, bytes]:
-            return message(kind, header.run, header.stream, answer)
+            return make_message(kind, header.run, header.stream, answer)
 
         match header.kind:
             case Kind.HELLO:
@@ -79,7 +79,7 @@ class ScriptedLane:
         checksum = xxhash.xxh3_64_intdigest(bytes(body))
         if chunk in self._corrupted and self.wanted[chunk] == 1:
             body[1] ^= 0x10
-        return pack(Header(Kind.CHUNK, asked.run, asked.stream, len(body), checksum, *chunk[:3])), bytes(body)
+        return pack_header(Header(Kind.CHUNK, asked.run, asked.stream, len(body), checksum, *chunk[:3])), bytes(body)
 
 
 def grant(lane: ScriptedLane) -> Grant:
