@@ -181,7 +181,7 @@ class SlaveProcess:
             self._die_writing(version)
 
     def _die_writing(self, version: VersionId) -> None:
-        if version not in (self.versions.prepared, self.versions.memory) or version in self.machine.disk.files:
+        if version not in (self.versions.prepared, self.versions.served_version) or version in self.machine.disk.files:
             return
         theta, momentum = self.versions.theta(version), self.versions.momentum(version)
         fate = self.machine.rng.random()
@@ -275,7 +275,7 @@ class SlaveProcess:
     # ---- work on the shard, one piece after another ----------------------------------------------------------------
 
     def _begin_work(self) -> None:
-        work_s = shard_work_s(self._work[0], self.versions.memory, self.machine.disk, self.machine.rng)
+        work_s = shard_work_s(self._work[0], self.versions.served_version, self.machine.disk, self.machine.rng)
         self._later(work_s, f"{self.name} works", self._end_work)
 
     def _end_work(self) -> None:

@@ -91,8 +91,8 @@ class Parts:
         if self.thread.standing.sinc == 0:
             numel = sum(manifest.layers[layer].numel for layer in registered.layers)
             memory = MemorySum(numel, self.section.slots, self.section.pinned, self.section.transit_bytes)
-            self.log.info("memory", sum=memory.line())
-            memory.require(machine_bytes())
+            self.log.info("memory", sum=memory.describe_sum())
+            memory.require_memory(machine_bytes())
             self.flow.use(manifest, registered.layers)
         self.disk.bind(manifest, registered.layers, registered.genesis, registered.sinc)
 

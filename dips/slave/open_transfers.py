@@ -156,15 +156,15 @@ class OpenTransfers:
         try:
             self.flow.open_pull(pull, order.version, source, order.deadline_s)
         except BaseException:
-            self.versions.unpin(pull)
+            self.versions.unpin_version(pull)
             raise
         self.pulls[pull] = opened
 
     def _pin(self, pull: PullId, version: VersionId) -> Arrays:
         """Pin a version in memory, or an older one in its snapshot file: a late reader costs no bank."""
-        memory = self.versions.memory
+        memory = self.versions.served_version
         try:
-            return self.versions.pin(pull, version)
+            return self.versions.pin_version(pull, version)
         except StaleVersion:
             source = self.disk.map(version) if memory and version.version < memory.version else None
             if source is None:
@@ -177,18 +177,18 @@ class OpenTransfers:
 
         One whose snapshot is gone, or was never written (v0@r0), keeps its bank as long as its readers last.
         """
-        excess = self.versions.excess
-        for version in self.versions.older if excess else ():
+        excess = self.versions.excess_versions
+        for version in self.versions.older_versions if excess else ():
             source = self.disk.map(version) if excess else None
             if source is None:
                 continue
             excess -= 1
-            for pull in self.versions.move(version):
+            for pull in self.versions.move_readers(version):
                 self.flow.move_pull(pull, source)
 
     def moved(self, pull: PullId) -> None:
         """It reads from its file only."""
-        self.versions.moved(pull)
+        self.versions.on_reader_moved(pull)
 
     def open_pulls(self, pulls: Sequence[PullId], version: VersionId, deadline_s: float, opened: Opened) -> None:
         """Open what Commit names; what is open or closed already is passed over: a Commit may be repeated."""
@@ -205,7 +205,7 @@ class OpenTransfers:
     def released(self, pull: PullId, reason: str) -> None:
         """Nobody reads for it any more, libzmq included."""
         self.pulls.pop(pull, None)
-        self.versions.unpin(pull)
+        self.versions.unpin_version(pull)
 
     # ---- both --------------------------------------------------------------------------------
 

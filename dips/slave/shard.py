@@ -116,7 +116,7 @@ class Shard:
 
     def _open_push(self, order: e.OpenPush, opened: Opened) -> Answer:
         """Legal when a version is held; reserves a slot; above the tombstone; a repetition changes nothing."""
-        if self.versions.memory is None:
+        if self.versions.served_version is None:
             raise StaleVersion(f"{self.name} holds no version yet, so it opens no push")
         self.transfers.open_push(order, opened)
         return Done()
@@ -145,7 +145,7 @@ class Shard:
         remembered = self._fences.admit(order)
         if remembered is not None:
             return remembered
-        if body.version != self.versions.memory:
+        if body.version != self.versions.served_version:
             return self.execute(order)
         write = self._snapshots.writer(body.version, *self._to_write(body))
         self._snapshots.writing = body.version
@@ -162,7 +162,7 @@ class Shard:
         return answer
 
     def _to_write(self, order: e.Persist) -> tuple[Arrays, Arrays]:
-        held = (self.versions.prepared, self.versions.memory)
+        held = (self.versions.prepared, self.versions.served_version)
         if order.version not in held:
             raise LocalProtocolError(f"Persist of {order.version}: prepared is {held[0]}, served {held[1]}")
         if order.version == self.versions.prepared and self.rounds.poison is not None:
@@ -181,7 +181,7 @@ class Shard:
 
     def _retire(self, order: e.Retire, opened: Opened) -> Answer:
         """Legal for versions that this slave neither serves nor prepares; deletes their snapshots."""
-        needed = {self.versions.memory, self.versions.prepared} & set(order.versions)
+        needed = {self.versions.served_version, self.versions.prepared} & set(order.versions)
         if needed:
             raise LocalProtocolError(
                 f"Retire names {', '.join(map(str, needed))}, which {self.name} serves or prepares"
@@ -223,7 +223,7 @@ class Shard:
             address=address,
             lanes=lanes,
             term_seen=self.term,
-            memory=self.versions.memory,
+            memory=self.versions.served_version,
             prepared=self.versions.prepared,
             complete=self._disk.complete(),
             slots=self.versions.slots,
@@ -238,7 +238,7 @@ class Shard:
         """
         manifest = Manifest.from_json(registered.manifest)
         self._fences.see_term(registered.term, "Registered")
-        self.versions.allocate({layer: manifest.layers[layer].numel for layer in registered.layers})
+        self.versions.allocate_banks({layer: manifest.layers[layer].numel for layer in registered.layers})
         if registered.sinc != self.sinc:
             self.transfers.drop_all()
             self._fences.sinc = registered.sinc

@@ -43,7 +43,7 @@ def follow(rounds: ShardRound, order: SlaveOrder) -> Followed | Unfollowed:
 
 
 def _obey(rounds: ShardRound, order: LoadVersion | CommitVersion | AbortVersion) -> None:
-    prepared, memory = rounds.versions.prepared, rounds.versions.memory
+    prepared, memory = rounds.versions.prepared, rounds.versions.served_version
     if isinstance(order, AbortVersion):
         if memory == order.version:
             # The Commit was under way when this slave registered, and the master has rolled the version back since: it

@@ -44,11 +44,11 @@ class ShardRound:
     def measure(self, order: Measure, opened: Opened) -> Answer:
         """Legal for a staged push when θ is at the order's version and nothing is prepared; begins the round."""
         self._enter(order.round)
-        if self.versions.memory != order.version:
-            raise StaleVersion(f"expected to measure against {self.versions.memory}, got {order.version}")
+        if self.versions.served_version != order.version:
+            raise StaleVersion(f"expected to measure against {self.versions.served_version}, got {order.version}")
         known = self._transfers.full(order.push)
         with self._work(f"Measure of {order.push}"):
-            layer_sq = self.versions.measure(order.push)
+            layer_sq = self.versions.measure_push(order.push)
         known.measured = order.round
         return Measured(layer_sq, all(map(isfinite, layer_sq)))
 
@@ -61,7 +61,7 @@ class ShardRound:
         with self._work(f"Fold of {order.push}"):
             self._flow.drop_push(order.push)
             try:
-                return Folded(self.versions.fold(order.push, order.weight))
+                return Folded(self.versions.fold_push(order.push, order.weight))
             finally:
                 self._transfers.forget_push(order.push)
 
@@ -71,7 +71,7 @@ class ShardRound:
         The snapshot's room is taken before anything is computed: a full disk is found while nothing is lost.
         """
         self._enter(order.round)
-        memory = self.versions.memory
+        memory = self.versions.served_version
         if memory is None or order.version != VersionId(memory.version + 1, order.round):
             raise LocalProtocolError(f"Apply of {order.version} in round {order.round} cannot follow {memory}")
         if not self.versions.folded:
@@ -81,7 +81,7 @@ class ShardRound:
             self._snapshots.reserve(order.version, 2 * BYTES_PER_PARAMETER * self.versions.numel)  # θ and m
         self._transfers.relieve()
         with self._work(f"Apply of {order.version}"):
-            self.versions.prepare(order.version, order.scale, order.lr, order.momentum)
+            self.versions.prepare_version(order.version, order.scale, order.lr, order.momentum)
         self._transfers.unmeasure()
         return Prepared(order.version)
 
@@ -93,7 +93,7 @@ class ShardRound:
 
     def abort(self, order: Abort, opened: Opened) -> Answer:
         """Legal for any round without a row; a round before the open one is over already."""
-        memory = self.versions.memory
+        memory = self.versions.served_version
         if memory is not None and memory != GENESIS and memory.round == order.round:
             raise LocalProtocolError(f"Abort of round {order.round}, which is committed as {memory}")
         if self.number is None or order.round >= self.number:
@@ -117,21 +117,21 @@ class ShardRound:
 
     def end_round(self) -> None:
         """Forget the open round and what was prepared in it: presumed abort."""
-        self._snapshots.release(unless=self.versions.memory)
-        self.versions.abort()
+        self._snapshots.release(unless=self.versions.served_version)
+        self.versions.abort_round()
         self._transfers.unmeasure()
         self.number = self.poison = None
 
     def flip(self, version: VersionId) -> None:
         """Serve what was prepared; nothing if it is served already."""
-        if self.versions.memory == version:
+        if self.versions.served_version == version:
             return
         if self.versions.prepared != version:
             raise StaleVersion(
-                f"Commit of {version}: {self._name} serves {self.versions.memory}, prepared is {self.versions.prepared}"
+                f"Commit of {version}: {self._name} serves {self.versions.served_version}, prepared is {self.versions.prepared}"
             )
         self._snapshots.require_idle(f"Commit of {version}")
-        self.versions.flip(version)
+        self.versions.flip_version(version)
         self.end_round()
         self._transfers.relieve()  # now, so that the next Apply finds its bank free
 
@@ -141,7 +141,7 @@ class ShardRound:
         self.end_round()
         self._transfers.drop_all()
         self._transfers.relieve()
-        self.versions.load(version, lambda theta, momentum: self._disk.read(version, theta, momentum))
+        self.versions.load_version(version, lambda theta, momentum: self._disk.read(version, theta, momentum))
 
     @contextmanager
     def _work(self, what: str) -> Iterator[None]:

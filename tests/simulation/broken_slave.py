@@ -47,7 +47,7 @@ def refold_on_retry() -> list[Patch]:
             arrays = self.versions._open[order.push].arrays if order.push in self.versions._open else {}
             kept[key] = {layer: a.copy() for layer, a in arrays.items()}
             return honest_fold(self, order, opened)
-        acc, memory = self.versions._acc, self.versions.memory
+        acc, memory = self.versions._acc, self.versions.served_version
         if acc is None or memory is None:
             return honest_fold(self, order, opened)
         theta = self.versions.theta(memory)
@@ -118,9 +118,9 @@ def offers_without_ledger() -> list[Patch]:
     def welcome(self: Shard, registered: Registered) -> None:
         honest(self, registered)
         complete = self._disk.complete()
-        if self.versions.memory is None and complete:
+        if self.versions.served_version is None and complete:
             newest = max(complete)
-            self.versions.load(newest, lambda theta, momentum: self._disk.read(newest, theta, momentum))
+            self.versions.load_version(newest, lambda theta, momentum: self._disk.read(newest, theta, momentum))
 
     return [(Shard, "welcome", welcome)]
 

@@ -70,10 +70,10 @@ class FencingInvariant(Invariant):
 def _of_slave(process: SlaveProcess) -> Any:
     versions, shard = process.versions, process.shard
     return (
-        versions.memory,
+        versions.served_version,
         versions.prepared,
         versions.open_pushes,
-        versions.holders(),
+        versions.bank_holders(),
         sorted(versions.pins),
         shard.round,
         shard.poison,
@@ -141,7 +141,7 @@ class MemoryInvariant(Invariant):
             slots = versions.open_pushes
             if len(slots) > versions.slots:
                 self.fail(f"{machine.name} has {len(slots)} slots open of {versions.slots}")
-            holders = versions.holders()
+            holders = versions.bank_holders()
             if len(holders) != len(set(holders)):
                 self.fail(f"{machine.name}: two banks for one holder in {holders}")
             self._leaks(machine.process, slots)

@@ -42,9 +42,9 @@ class LineageInvariant(Invariant):
     def after_event(self) -> None:
         for machine in self.world.looked_at:
             process = machine.process
-            if process is None or process.versions.memory is None:
+            if process is None or process.versions.served_version is None:
                 continue
-            versions, memory = process.versions, process.versions.memory
+            versions, memory = process.versions, process.versions.served_version
             theta, momentum = versions.theta(memory), versions.momentum(memory)
             for layer, expected in self._expected(memory, machine.layers):
                 if (theta[layer].tobytes(), momentum[layer].tobytes()) != expected:
@@ -98,7 +98,7 @@ class CommitInvariant(Invariant):
             process = machine.process
             if process is None:
                 continue
-            memory, rows = process.versions.memory, self.rows
+            memory, rows = process.versions.served_version, self.rows
             if memory is not None and memory not in rows:
                 self.fail(f"{machine.name} serves {memory}, which has no row")
             for pull, version, _ in process.flow.sender.serving():

@@ -171,15 +171,15 @@ class ShardRig:
 
     def fold(self, push: PushId, value: float, round_: int = 1, weight: float = 1.0) -> None:
         self.stage(push, value)
-        assert self.shard.versions.memory is not None
-        self.order(Measure(round_, push, self.shard.versions.memory))
+        assert self.shard.versions.served_version is not None
+        self.order(Measure(round_, push, self.shard.versions.served_version))
         self.order(Fold(round_, push, weight))
 
     def prepare(self, push: PushId = P1, round_: int = 1, persist: bool = True) -> VersionId:
         """One push in, up to Persisted, or only to Prepared."""
         self.fold(push, 0.5, round_)
-        assert self.shard.versions.memory is not None
-        version = VersionId(self.shard.versions.memory.version + 1, round_)
+        assert self.shard.versions.served_version is not None
+        version = VersionId(self.shard.versions.served_version.version + 1, round_)
         self.order(Apply(round_, version, 1.0, 1.0, 0.0))
         if persist:
             self.order(Persist(version))
@@ -188,7 +188,7 @@ class ShardRig:
     def state(self) -> tuple[object, ...]:
         """Everything that an order could change."""
         v = self.shard.versions
-        thetas = tuple(a.tobytes() for a in v.theta(v.memory).values()) if v.memory else ()
-        held = (v.memory, v.prepared, v.folded, v.open_pushes, tuple(v.pins.items()), tuple(v.holders()))
+        thetas = tuple(a.tobytes() for a in v.theta(v.served_version).values()) if v.served_version else ()
+        held = (v.served_version, v.prepared, v.folded, v.open_pushes, tuple(v.pins.items()), tuple(v.bank_holders()))
         seen = (self.shard.term, self.shard.sinc, self.shard.round, self.shard.poison)
         return (thetas, held, seen, tuple(self.flow.pushes), tuple(self.flow.pulls), tuple(self.disk.kept))

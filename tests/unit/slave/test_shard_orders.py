@@ -53,10 +53,10 @@ def test_a_round_from_open_to_commit() -> None:
     assert slave.order(Measure(1, P2, GENESIS)) == Measured((6.0, 1.0), True)
     assert slave.order(Fold(1, P2, 2.0)) == Folded(7 * 2.5**2)
     assert slave.order(Apply(1, V1, 0.5, 1.0, 0.0)) == Prepared(V1)
-    assert slave.shard.versions.memory == GENESIS
+    assert slave.shard.versions.served_version == GENESIS
     assert slave.order(Persist(V1)) == Persisted(V1, "digest of v1@r1")
     assert slave.order(Commit(V1, (PULL,), 60.0)) == Done()
-    assert slave.shard.versions.memory == V1
+    assert slave.shard.versions.served_version == V1
     np.testing.assert_array_equal(slave.flow.pulls[PULL][0], np.full(6, 1 - 1.25, np.float32))
     assert slave.shard.versions.used_bytes == 2 * 28
 

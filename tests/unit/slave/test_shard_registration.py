@@ -42,7 +42,7 @@ def test_a_slave_in_doubt_is_told(order: CommitVersion | LoadVersion | AbortVers
     slave = ShardRig().ready()
     slave.prepare()
     assert slave.shard.follow(order) is Followed.DONE
-    assert (slave.shard.versions.memory, slave.shard.versions.prepared) == (memory, None)
+    assert (slave.shard.versions.served_version, slave.shard.versions.prepared) == (memory, None)
     assert slave.shard.reason == ""
 
 
@@ -69,7 +69,7 @@ def test_a_load_that_fails_is_told_with_the_next_register() -> None:
     slave.disk.error = CorruptSnapshot("v4@r9/model.safetensors: expected xxh3-128 ..")
     assert isinstance(slave.shard.follow(LoadVersion(VersionId(4, 9))), Unfollowed)
     assert slave.shard.reason.startswith("LoadVersion v4@r9: v4@r9/model.safetensors")
-    assert slave.shard.versions.memory == GENESIS
+    assert slave.shard.versions.served_version == GENESIS
     assert slave.shard.follow(RegisterLater(1.0, "not now")) is Followed.WAITS
     assert slave.shard.reason
     assert slave.shard.follow(Hold()) is Followed.SERVES
@@ -87,7 +87,7 @@ def test_a_rollback_drops_pushes_and_closes_pulls() -> None:
     source = slave.flow.pulls[PULL]
     copy = source[0].copy()
     slave.shard.follow(LoadVersion(first))
-    assert slave.shard.versions.memory == first
+    assert slave.shard.versions.served_version == first
     assert slave.shard.versions.open_pushes == ()
     assert slave.flow.closing == [PULL]
     np.testing.assert_array_equal(source[0], copy)

@@ -54,13 +54,13 @@ def test_a_full_disk_is_found_before_anything_is_computed() -> None:
     (docs/rationale.md#21)."""
     slave = ShardRig().ready()
     slave.fold(P1, 0.5)
-    before, slave.disk.full = slave.shard.versions.holders(), True
+    before, slave.disk.full = slave.shard.versions.bank_holders(), True
     with pytest.raises(FailedDisk, match=r"has no room for the snapshot of v1@r1.*no space left"):
         slave.order(Apply(1, V1, 1.0, 1.0, 0.0))
-    assert slave.shard.versions.holders() == before
+    assert slave.shard.versions.bank_holders() == before
     assert slave.order(Apply(1, V1, 1.0, 1.0, 0.0, reserve=False)) == Prepared(V1)
     slave.order(Commit(V1, (), 1.0))
-    assert slave.shard.versions.memory == V1
+    assert slave.shard.versions.served_version == V1
 
 
 def test_a_failed_persist_leaves_what_is_prepared() -> None:
@@ -254,7 +254,7 @@ def test_one_older_version_stays_in_memory() -> None:
     assert slave.flow.moving == []
     slave.order(Commit(slave.prepare(P3, 3), (), 1.0))
     assert slave.flow.moving == [PULL]
-    assert slave.shard.versions.older == (VersionId(2, 2),)
+    assert slave.shard.versions.older_versions == (VersionId(2, 2),)
 
 
 def test_a_version_without_a_file_keeps_its_bank_and_the_next_one_moves() -> None:

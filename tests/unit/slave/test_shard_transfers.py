@@ -84,7 +84,7 @@ def test_a_lossy_push_begins_as_its_base_and_no_flip_changes_that() -> None:
     assert slave.flow.codecs[P2] == "int8"
     version = slave.prepare(P1)
     slave.order(Commit(version, (), 60.0))
-    assert slave.shard.versions.memory == version
+    assert slave.shard.versions.served_version == version
     assert all((a == 1.0).all() for a in slave.flow.pushes[P2].values())
     assert slave.shard.versions.pins == {}
 
