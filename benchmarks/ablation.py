@@ -24,7 +24,7 @@ from benchmarks.harness import Bench, main
 from benchmarks.namespaces import End, missing, network
 from benchmarks.told import Told, company
 from dips.protocol.enums import AskOrder
-from dips.protocol.order import Worker, lines, slaves_in_order, workers_in_order
+from dips.protocol.order import Worker, make_lines, slaves_in_order, workers_in_order
 from dips.transport.pipeline import available_cores
 
 PIPELINE, LANES, ORDER, JOIN = 1.3, 1.2, 1.2, 1 / 1.1  # what must be reached
@@ -85,7 +85,7 @@ class Ends:
         """As asking.reorder_pushes does it: half of the first, all of the second is left."""
         cast = self.cast
         first, second = (Worker((share,) * cast.slaves, 1.0) for share in (0.5, 1.0))
-        asked = lines([first] * cast.ranks + [second] * cast.ranks, cast.slaves)
+        asked = make_lines([first] * cast.ranks + [second] * cast.ranks, cast.slaves)
         for slave, workers in zip(self._slaves, asked, strict=True):
             place = {worker: place for place, worker in enumerate(workers)}
             for number, name in enumerate(names):

@@ -158,7 +158,7 @@ def _build(
     log.info("term begins", term=term, head=str(state.versions[-1].version), next_round=state.next_round)
     coordinator = Coordinator(state, Manifest.from_json(state.row.manifest), config.options(), now)
     step = _logged_step(coordinator, journal, log)
-    core = MasterCore(coordinator, Judge.restored(timing, state, now), timing, now, step=step)
+    core = MasterCore(coordinator, Judge.from_state(timing, state, now), timing, now, step=step)
     return Runtime(core, outside, clock=time.monotonic, log=log, timeline=timeline, journal=journal)
 
 
@@ -251,7 +251,7 @@ def _check_manifest(config: RunFile, row: RunRow) -> None:
         return  # only a copy, for people and tools; the ledger's is the true one
     there, ours = Manifest.from_json(listing.read_text()), Manifest.from_json(row.manifest)
     if there.digest != ours.digest:
-        lines = "; ".join(ours.differences(there))
+        lines = "; ".join(ours.describe_differences(there))
         raise CorruptManifest(f"{listing} is not the model of {genesis.ledger_path(config)}: {lines}")
 
 

@@ -73,7 +73,7 @@ class MasterCore:
             return
         self._expected_at = now
         self._judge.shift(gap_s)
-        self._alignment.shift(gap_s)
+        self._alignment.skip_gap(gap_s)
         self._step(Blind(gap_s), now)
         self._judging_from = now + self._timing.heartbeat_s / 2  # what is still in the sockets is read first
 
@@ -138,7 +138,7 @@ class MasterCore:
         """The status as plain data."""
         timing, picture = self._coordinator.window_timing(), self._coordinator.view(now)
         for name, cluster in picture.get("clusters", {}).items():
-            cluster["pace"] = self._alignment.explain(name, timing, now)
+            cluster["pace"] = self._alignment.explain_pace(name, timing, now)
         return picture
 
     # ---- heartbeats ------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class MasterCore:
         for effect in effects:
             if isinstance(effect, ClusterEnded):
                 self._judge.forget_cluster(effect.cluster)
-                self._alignment.forget(effect.cluster)
+                self._alignment.forget_cluster(effect.cluster)
                 self.heartbeats.pop(("cluster", effect.cluster), None)
             elif isinstance(effect, Reply):
                 match event, effect.result:

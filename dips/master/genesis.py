@@ -19,7 +19,7 @@ from dips.config import RunFile
 from dips.errors import ConfigError
 from dips.master.ledger import Ledger, holding, sync
 from dips.protocol.manifest import Layer, Manifest
-from dips.protocol.placement import place
+from dips.protocol.placement import place_layers
 from dips.protocol.records import RunRow
 
 Tensor = npt.NDArray[np.float32]
@@ -55,7 +55,7 @@ def make_run(
         run=config.shared.run,
         config_digest=config.shared.digest,
         manifest=manifest.to_json(),
-        placement=place(manifest, [slave.name for slave in config.slaves]),
+        placement=place_layers(manifest, [slave.name for slave in config.slaves]),
         genesis=tuple(_digest(layer, tensors) for layer in manifest.layers),
         genesis_norms=tuple(_norm(layer, tensors) for layer in manifest.layers),
     )

@@ -75,7 +75,7 @@ class Journal:
     def step(self, coordinator: Coordinator, event: Event, now: float) -> list[Effect]:
         """Let the Coordinator take an event; write what went in and what came out, or how it raised."""
         if self.is_segment_due():
-            self.begin_segment(coordinator.state())
+            self.begin_segment(coordinator.capture_state())
         try:
             effects = coordinator.step(event, now)
         except Exception as error:
@@ -96,7 +96,7 @@ class Journal:
         """Begin a segment with the Coordinator's whole state; it is spelled before this returns."""
         self._begun = True
         try:
-            spelled = codec.spell(state)
+            spelled = codec.encode_value(state)
         except DipsError as error:  # our bug; it must not cost the run its master
             self._writer.why = str(error)
             self._stop()
@@ -194,7 +194,7 @@ class _JournalWriter:
             "segment": self._segment,
             "code": code_digest(),
             "wall": time.time(),
-            "shapes": codec.shapes(head.state),
+            "shapes": codec.field_names(head.state),
             "state": head.state,
         }
         self._append(json.dumps(about, separators=(",", ":"), ensure_ascii=False).encode() + b"\n")
@@ -220,11 +220,11 @@ class _JournalWriter:
 
 
 def _line(step: _Step) -> bytes:
-    event = codec.spell(step.event)
+    event = codec.encode_value(step.event)
     if isinstance(step.effects, Exception):
         line = [step.now, event, RAISED, [repr(step.effects)]]
     else:
-        line = [step.now, event, codec.digest(tuple(step.effects)), [type(e).__name__ for e in step.effects]]
+        line = [step.now, event, codec.value_digest(tuple(step.effects)), [type(e).__name__ for e in step.effects]]
     return json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
 
 

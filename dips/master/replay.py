@@ -66,27 +66,27 @@ def _replay_one(path: Path, watch: Watch) -> Replayed:
     head, torn = next(lines, (None, False))
     if not isinstance(head, dict) or head.get("journal") != journal.FORMAT:
         raise Corrupt(f"{path}: expected the head of a journal of format {journal.FORMAT} in the first line")
-    if changed := codec.differences(head["shapes"]):
+    if changed := codec.class_differences(head["shapes"]):
         raise Corrupt(f"{path} was written by another Di-PS, whose state this one cannot read: {'; '.join(changed)}")
-    machine = Coordinator.restored(codec.read(head["state"]))
-    begin = codec.text(machine.state())
+    machine = Coordinator.from_state(codec.decode_value(head["state"]))
+    begin = codec.encode_text(machine.capture_state())
     events = effects = 0
     differs = raised = ""
     for number, (line, torn) in enumerate(lines, 2):
         if torn:
             break
         now, spelled, digest, kinds = line
-        event = codec.read(spelled)
+        event = codec.decode_value(spelled)
         if digest == journal.RAISED:
             raised, differs = _raise_again(machine, event, now, kinds[0])
             break
         ordered = machine.step(event, now)
         watch(number, now, event, ordered)
         events, effects = events + 1, effects + len(ordered)
-        if codec.digest(tuple(ordered)) != digest:
+        if codec.value_digest(tuple(ordered)) != digest:
             differs = _difference(path, number, now, event, kinds, ordered)
             break
-    end = codec.text(machine.state())
+    end = codec.encode_text(machine.capture_state())
     other = head["code"] != journal.code_digest()
     return Replayed(path, head["term"], head["segment"], events, effects, torn, other, differs, raised, end, begin)
 

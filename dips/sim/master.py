@@ -216,7 +216,7 @@ class MasterProcess:
         if self.trusted:
             self.world.monitor.restored(state)
         self.coordinator = Coordinator(state, self.world.manifest, self.world.options, now)
-        judge = Judge.restored(timing, state, now)
+        judge = Judge.from_state(timing, state, now)
         self.core = MasterCore(self.coordinator, judge, timing, now, polls=POLLS, step=self._step)
         self.alive = True
         self.exited = ""

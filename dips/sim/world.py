@@ -14,7 +14,7 @@ import xxhash
 
 from dips.protocol.effects import Exit
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.protocol.placement import place
+from dips.protocol.placement import place_layers
 from dips.protocol.records import Record, RunRow
 from dips.protocol.slaves import EXIT_OLD_LEDGER
 from dips.sim.cluster import SimCluster
@@ -72,7 +72,7 @@ class World:
         self._look_everywhere = self._stopped = False
         self._asleep_s = 0.0
         self._asleep_since: float | None = None
-        placement = place(self.manifest, [f"slave-{i}" for i in range(scenario.slaves)])
+        placement = place_layers(self.manifest, [f"slave-{i}" for i in range(scenario.slaves)])
         self.machines = {name: SlaveMachine(self, name, layers) for name, layers in placement}
         self.clusters = {
             name: SimCluster(self, self._site(i)) for i, name in enumerate(NAMES[: len(scenario.clusters)])

@@ -79,7 +79,7 @@ class LayerLayout:
         for index in layers:
             layer = manifest.layers[index]
             self.numel[index] = layer.numel
-            for k, (parameter, start) in enumerate(zip(layer.parameters, layer.offsets(), strict=True)):
+            for k, (parameter, start) in enumerate(zip(layer.parameters, layer.param_offsets(), strict=True)):
                 self.fields[index, k] = Field(parameter.name, start, parameter.numel)
 
     @property

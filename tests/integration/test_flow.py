@@ -145,7 +145,7 @@ def shares(values: Model, ranks: int) -> list[list[Piece]]:
     whole = ranks * (ranks + 1) // 2
     for i in LAYERS:
         layer = MANIFEST.layers[i]
-        for k, (parameter, start) in enumerate(zip(layer.parameters, layer.offsets(), strict=True)):
+        for k, (parameter, start) in enumerate(zip(layer.parameters, layer.param_offsets(), strict=True)):
             for r in range(ranks):
                 a, b = (parameter.numel * (n * (n + 1) // 2) // whole for n in (r, r + 1))
                 if b > a:
@@ -289,7 +289,7 @@ WHOLE = [Range(i, k, 0, parameter.numel) for i in LAYERS for k, parameter in enu
 
 
 def body_of(values: Model, chunk: Range) -> bytes:
-    start = MANIFEST.layers[chunk.layer].offsets()[chunk.param] + chunk.offset
+    start = MANIFEST.layers[chunk.layer].param_offsets()[chunk.param] + chunk.offset
     return values[chunk.layer][start : start + chunk.length].tobytes()
 
 
@@ -297,7 +297,7 @@ def decoded(codec: str, theta: Model, pieces: Sequence[Piece]) -> Model:
     """θ plus the pieces' differences as the codec brings them, chunk by chunk."""
     spelling, made = codecs.codec_named(codec), {i: theta[i].copy() for i in LAYERS}
     for piece in pieces:
-        start = MANIFEST.layers[piece.layer].offsets()[piece.param] + piece.offset
+        start = MANIFEST.layers[piece.layer].param_offsets()[piece.param] + piece.offset
         for chunk in split_chunks(spelling.encoded_ranges([piece.range]), spelling.chunk_bytes(CHUNK_BYTES)):
             at = chunk.offset - piece.offset
             elements = piece.array[at : at + chunk.length]

@@ -41,7 +41,7 @@ from dips.protocol.effects import (
 from dips.protocol.events import Answer, Folded, Measured
 from dips.protocol.heartbeats import Transfer
 from dips.protocol.manifest import Manifest
-from dips.protocol.placement import place
+from dips.protocol.placement import place_layers
 from dips.slave.export import export
 from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.shard import Shard
@@ -101,7 +101,7 @@ class SlaveSet:
         self.number = 0
         initial = directory / "initial.safetensors"
         save_file(named(theta), initial)
-        for i, (name, layers) in enumerate(place(MANIFEST, [f"s{i}" for i in range(count)])):
+        for i, (name, layers) in enumerate(place_layers(MANIFEST, [f"s{i}" for i in range(count)])):
             disk = Snapshots(self.directories[i], "run", name, initial, structlog.get_logger())
             genesis = tuple(xxhash.xxh3_128_hexdigest(theta[layer].tobytes()) for layer in layers)
             disk.bind(MANIFEST, layers, genesis, 1)
@@ -164,7 +164,7 @@ class SlaveSet:
 def named(theta: Model) -> dict[str, np.ndarray]:
     tensors = {}
     for layer, flat in zip(MANIFEST.layers, theta, strict=True):
-        for parameter, at in zip(layer.parameters, layer.offsets(), strict=True):
+        for parameter, at in zip(layer.parameters, layer.param_offsets(), strict=True):
             tensors[parameter.name] = flat[at : at + parameter.numel].reshape(parameter.shape)
     return tensors
 

@@ -81,7 +81,7 @@ def _of_slave(process: SlaveProcess) -> Any:
 
 
 def _of_master(master: MasterProcess) -> str:
-    view = master.coordinator.view(0.0)
+    view = master.coordinator.build_view(0.0)
     view["round"].pop("reason")
     return json.dumps(view, sort_keys=True)
 

@@ -132,7 +132,7 @@ def check_model(ours: Callable[[], Manifest] | None, described: Mapping[str, Any
     try:
         mine = ours()
         if mine.digest != runs.digest:
-            raise CorruptManifest("; ".join(runs.differences(mine)))
+            raise CorruptManifest("; ".join(runs.describe_differences(mine)))
     except DipsError as error:
         return CheckRow("model", FAIL, str(error), "take the model that `dips init` was given", 78)
     return CheckRow("model", OK, f"{size}, as the run's")

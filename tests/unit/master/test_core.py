@@ -59,7 +59,7 @@ class Shell:
         self.now, self.req = 0.0, 0
         self.coordinator = Coordinator(state, MANIFEST, Options(timing=TIMING), self.now)
         self.events: list[Event] = []
-        judge = Judge.restored(TIMING, state, self.now)
+        judge = Judge.from_state(TIMING, state, self.now)
         self.core = MasterCore(self.coordinator, judge, TIMING, self.now, polls=PollOptions(), step=self._step)
         self.disk_works = True
         self.unwritten = False

@@ -45,7 +45,7 @@ class Journalled(Coordinator):
     def step(self, event: Event, now: float) -> list[Effect]:
         journal = self._journal()
         if journal.is_segment_due():
-            journal.begin_segment(self.state())
+            journal.begin_segment(self.capture_state())
         effects = super().step(event, now)
         journal.record_step(event, now, effects)
         if self.options is not LARGE:  # the simulated master is faster than the thread that writes

@@ -131,7 +131,7 @@ class ScriptedRun:
 
     @property
     def view(self) -> dict[str, Any]:
-        return self.machine.view(self.now)
+        return self.machine.build_view(self.now)
 
     @property
     def head(self) -> VersionId:

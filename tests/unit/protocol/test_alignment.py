@@ -34,10 +34,10 @@ def test_who_keeps_its_own_pace_is_told_nothing() -> None:
     assert alignment.push_in_s("a", gathering(), 0.0) == OWN_PACE
     alignment.record_heartbeat(heartbeat("a", 0.1))
     assert alignment.push_in_s("a", gathering(), 0.0) == pytest.approx(6.4)
-    assert "H 64 (by itself 64)" in alignment.explain("a", gathering(), 0.0)
+    assert "H 64 (by itself 64)" in alignment.explain_pace("a", gathering(), 0.0)
     alignment.record_heartbeat(heartbeat("a", 0.1, wanted=0))
     assert alignment.push_in_s("a", gathering(), 0.0) == OWN_PACE
-    assert alignment.explain("a", gathering(), 0.0) == ""
+    assert alignment.explain_pace("a", gathering(), 0.0) == ""
 
 
 def test_the_late_come_and_the_early_wait_for_the_next() -> None:
@@ -89,7 +89,7 @@ def test_no_heartbeat_that_the_wire_lets_in_is_too_much(
     for i in range(len(members)):
         left = alignment.push_in_s(f"c{i}", found, 10.0)
         assert left == OWN_PACE or 0 <= left <= NEVER_S
-        alignment.explain(f"c{i}", found, 10.0)
+        alignment.explain_pace(f"c{i}", found, 10.0)
 
 
 def test_one_absurd_speed_leaves_the_others_a_number() -> None:
@@ -124,7 +124,7 @@ def rounds_of(seed: int, jitter: float, dies_at: float = 1e9, lasts_s: float = 1
         now, _, what, t = heapq.heappop(heap)
         number += 1
         if t.name == "b" and now > dies_at:
-            alignment.forget("b")
+            alignment.forget_cluster("b")
             continue
         if what == "heartbeat":
             alignment.record_heartbeat(heartbeat(t.name, t.step_s, t.since))

@@ -34,7 +34,7 @@ def test_the_threshold_is_beta_times_the_largest_score_within_its_bounds(
 ) -> None:
     """β·min(E_cap, max(1, max E)): a quiet history does not gate everybody, a loud one gates still."""
     penalty = Penalty(OPTIONS, history=ScoreHistory((scores,), ()))
-    assert penalty.threshold() == pytest.approx(OPTIONS.beta * largest)
+    assert penalty.gate_threshold() == pytest.approx(OPTIONS.beta * largest)
 
 
 def test_a_score_at_the_threshold_enters_and_one_above_it_does_not() -> None:

@@ -40,7 +40,7 @@ def tensors(flat: Arrays) -> dict[str, np.ndarray]:
     found = {}
     for i, array in flat.items():
         layer = MANIFEST.layers[i]
-        for parameter, at in zip(layer.parameters, layer.offsets(), strict=True):
+        for parameter, at in zip(layer.parameters, layer.param_offsets(), strict=True):
             found[parameter.name] = array[at : at + parameter.numel].reshape(parameter.shape)
     return found
 
