@@ -57,11 +57,11 @@ def slave(ip: str, lanes: int, mib: int) -> None:
     """Serve one push or pull after the other."""
     model, events = manifest(mib), LinkEvents()
     flow = ZmqFlow(RUN, SLAVE, (f"{ip}:0",) * lanes, 1 << 20, 256 << 20, 4, 30.0)
-    flow.use(model, tuple(range(LAYERS)))
+    flow.set_layers(model, tuple(range(LAYERS)))
     flow.start(SINC, events)
     source = {i: np.full(layer.numel, 1.5, np.float32) for i, layer in enumerate(model.layers)}
     slot = {i: np.ones_like(array) for i, array in source.items()}
-    say(",".join(flow.addresses()))
+    say(",".join(flow.lane_addresses()))
     last = ""
     for word, number in heard():
         push, pull = PushId(CLUSTER, 1, number), PullId(CLUSTER, 1, number)
@@ -77,8 +77,8 @@ def slave(ip: str, lanes: int, mib: int) -> None:
             events.wait()
         last = word
         say("ok")
-    if flow.refused:
-        print(f"refused frames: {dict(flow.refused)}", file=sys.stderr)
+    if flow.refused_frames:
+        print(f"refused frames: {dict(flow.refused_frames)}", file=sys.stderr)
     flow.close()
 
 

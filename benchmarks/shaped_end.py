@@ -63,13 +63,13 @@ def slave(cast: Cast, number: int, ip: str, concurrent_streams: int, lanes: int,
     flow = ZmqFlow(
         RUN, f"s{number}", (f"{ip}:0",) * lanes, CHUNK_BYTES, TRANSIT_BYTES, concurrent_streams, STALL_S, key=key
     )
-    flow.use(cast.manifest, layers)
+    flow.set_layers(cast.manifest, layers)
     events = ShapedEvents()
     flow.start(SINC, events)
     free: list[dict[int, np.ndarray[Any, np.dtype[np.float32]]]] = []
     slots = dict[PushId, dict[int, np.ndarray[Any, np.dtype[np.float32]]]]()
     begun = dict[PushId, float]()
-    say([flow.addresses(), flow.public_key])
+    say([flow.lane_addresses(), flow.public_key])
     for word, (cluster, seq), *more in heard():
         push = PushId(cluster, 1, seq)
         if word == "open":
@@ -79,7 +79,7 @@ def slave(cast: Cast, number: int, ip: str, concurrent_streams: int, lanes: int,
             flow.open_push(push, tuple(more[0]), slots[push], WAIT_S, cast.codec)
             say("open")
         elif word == "places":
-            flow.reorder(push, tuple(more[0]))
+            flow.reorder_push(push, tuple(more[0]))
             say("places")
         else:
             events.wait(push)

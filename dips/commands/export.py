@@ -32,7 +32,7 @@ def export(
       dips export --config dips.yaml --output early.safetensors --version v12@r17
     """
     from dips.master.genesis import INITIAL_MODEL
-    from dips.slave.export import export as write
+    from dips.slave.export import export_snapshot as write
 
     run_file = load_run(config)
     wanted = _parse(version) if version else _head(config)

@@ -112,7 +112,7 @@ def _here(config: RunFile, only: str | None) -> list[SlaveSection]:
 def _read(config: RunFile, slaves: Sequence[SlaveSection], known: Known) -> Results:
     from dips.slave import verify as reading
 
-    found = {slave.name: reading.sizes(slave.directory) for slave in slaves}
+    found = {slave.name: reading.snapshot_sizes(slave.directory) for slave in slaves}
     results: dict[str, dict[VersionId, str]] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -122,7 +122,7 @@ def _read(config: RunFile, slaves: Sequence[SlaveSection], known: Known) -> Resu
             for version in found[slave.name]:
                 progress.update(task, description=f"{slave.name} {version}")
                 digest = known.digests.get((version.round, slave.name))
-                checked = reading.check(
+                checked = reading.check_snapshot(
                     slave.directory, config.shared.run, slave.name, version, digest, lambda n: progress.advance(task, n)
                 )
                 if checked is not None:

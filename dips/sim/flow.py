@@ -68,8 +68,8 @@ class SimFlow:
         self._heap, self._touched, self._gate, self._frame_refused = heap, touched, gate, frame_refused
         self.receiver = Receiver(1, CHUNK_BYTES, Transit(TRANSIT_BYTES), CONCURRENT_STREAMS, stall_s)
         self.sender = Sender(CHUNK_BYTES, stall_s, lambda: heap.now)
-        self.receiver.use(layout)
-        self.sender.use(layout)
+        self.receiver.set_layers(layout)
+        self.sender.set_layers(layout)
         self._admission = Admission(run, slave, self.receiver, self.sender)
         self._events: FlowEvents | None = None
         self._ends: dict[bytes, RankEnd] = {}
@@ -84,36 +84,36 @@ class SimFlow:
         self._admission.start(sinc)
 
     def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str) -> None:
-        self.receiver.open(push, order, buffers, deadline_s, self._heap.now, codecs.codec_named(codec))
+        self.receiver.open_push(push, order, buffers, deadline_s, self._heap.now, codecs.codec_named(codec))
         self._plan_tick()
 
     def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
-        self.receiver.reorder(push, places)
+        self.receiver.reorder_push(push, places)
 
     def drop_push(self, push: PushId) -> None:
-        self.receiver.drop(push)
+        self.receiver.drop_push(push)
 
     def open_pull(self, pull: PullId, version: VersionId, source: Arrays, deadline_s: float) -> None:
-        self.sender.open(pull, version, source, deadline_s, self._heap.now)
+        self.sender.open_pull(pull, version, source, deadline_s, self._heap.now)
         self._plan_tick()
 
     def move_pull(self, pull: PullId, source: Arrays) -> None:
-        self.sender.move(pull, source)
+        self.sender.move_pull(pull, source)
         self._later(DRAIN_S, f"{pull} moves", self._tick)
 
     def close_pull(self, pull: PullId) -> None:
-        self.sender.close(pull, "closed")
+        self.sender.close_pull(pull, "closed")
         self._later(DRAIN_S, f"{pull} closes", self._tick)
 
     def transfers(self) -> tuple[Transfer, ...]:
-        return self.receiver.transfers() + self.sender.transfers()
+        return self.receiver.list_transfers() + self.sender.list_transfers()
 
     # ---- what the ranks' streams do --------------------------------------------------------------------------------
 
     def hello(self, peer: bytes, end: RankEnd, name: StreamName, pieces: tuple[Range, ...]) -> None:
         """A rank begins a stream on a connection of its own."""
         self._ends[peer] = end
-        self._do(self._admission.hello(0, peer, name.stream_id, name, pieces, self._heap.now))
+        self._do(self._admission.on_hello(0, peer, name.stream_id, name, pieces, self._heap.now))
         self._turn()
 
     def disconnect(self, peer: bytes) -> None:
@@ -125,7 +125,7 @@ class SimFlow:
         self._touched()
         try:
             with np.errstate(all="ignore"):  # a model that diverged
-                moves = self.receiver.stage(self.receiver.claim(0, peer, header, body, self._heap.now))
+                moves = self.receiver.stage_chunk(self.receiver.claim_chunk(0, peer, header, body, self._heap.now))
         except BadFrame as bad:
             self._frame_refused(bad.reason)
             self._turn()  # a wrong one is missing again: ask again
@@ -137,18 +137,18 @@ class SimFlow:
     def want(self, peer: bytes, stream: int, chunks: tuple[Range, ...]) -> list[tuple[ChunkSend, SimTracker]]:
         """A rank asks for chunks; each is read from the source until its tracker is done."""
         try:
-            sends = self.sender.want(0, peer, stream, chunks, self._heap.now)
+            sends = self.sender.on_want(0, peer, stream, chunks, self._heap.now)
         except BadFrame as bad:
             self._frame_refused(bad.reason)
             return []
         trackers = [(send, SimTracker()) for send in sends]
         for send, tracker in trackers:
-            send.sent(tracker)
+            send.on_sent(tracker)
         return trackers
 
     def done(self, peer: bytes, stream: int) -> None:
         """A rank has all that it wants."""
-        self.sender.done(0, peer, stream)
+        self.sender.on_done(0, peer, stream)
 
     def left(self) -> None:
         """The last byte of a chunk has left."""
@@ -159,7 +159,7 @@ class SimFlow:
     def _turn(self) -> None:
         """After each frame: ask for what may be asked; now and then, end what is over."""
         now = self._heap.now
-        self._do(self.receiver.plan(0, now))
+        self._do(self.receiver.plan_wants(0, now))
         if now - self._ticked_at >= TICK_S:
             self._tick()
 
@@ -195,13 +195,13 @@ class SimFlow:
                 if end is not None:
                     end.take(move.peer, move.kind, move.body)
             elif isinstance(move, Staged):
-                self._report().staged(move.push, move.nbytes)
+                self._report().on_push_staged(move.push, move.nbytes)
             elif isinstance(move, PushOver):
-                self._report().refused(move.push, move.reason)
+                self._report().on_push_refused(move.push, move.reason)
             elif isinstance(move, Released):
-                self._report().released(move.pull, move.reason)
+                self._report().on_pull_released(move.pull, move.reason)
             elif isinstance(move, SourceMoved):
-                self._report().moved(move.pull)
+                self._report().on_source_moved(move.pull)
 
     def _report(self) -> FlowEvents:
         self._touched()

@@ -151,7 +151,7 @@ class SlaveProcess:
         self.core = SlaveCore(
             SlaveIdentity(settings.run, self.name, nonce, f"{self.name}:1", (f"{self.name}:2",), "master"),
             SlaveTiming(heartbeat_s, CALL_S, BACKOFF_S, BUSY_RETRY_S),
-            lambda: Standing.of(self.shard),
+            lambda: Standing.of_shard(self.shard),
             self.flow.transfers,
             Meters,
             partial(self.world.monitor.registered, self),
@@ -201,21 +201,21 @@ class SlaveProcess:
 
     def staged(self, push: PushId, nbytes: int) -> None:
         """The data flow has all of a push."""
-        self.shard.transfers.staged(push, nbytes)
+        self.shard.transfers.on_push_staged(push, nbytes)
         self._report()
 
     def refused(self, push: PushId, reason: str) -> None:
         """The data flow gives a push up."""
-        self.shard.transfers.refused(push, reason)
+        self.shard.transfers.on_push_refused(push, reason)
         self._report()
 
     def released(self, pull: PullId, reason: str) -> None:
         """Nobody reads for a pull any more."""
-        self.shard.transfers.released(pull, reason)
+        self.shard.transfers.on_pull_released(pull, reason)
 
     def moved(self, pull: PullId) -> None:
         """Nobody reads a pull's former source any more."""
-        self.shard.transfers.moved(pull)
+        self.shard.transfers.on_source_moved(pull)
 
     def _report(self) -> None:
         reports = self.shard.take_reports()

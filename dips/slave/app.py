@@ -85,7 +85,7 @@ class Parts:
     thread: ShardThread
     log: logs.Log
 
-    def prepare(self, registered: Registered) -> None:
+    def prepare_memory(self, registered: Registered) -> None:
         """Learn the layers: check the memory that they need before it is taken; on the shard's thread."""
         manifest = Manifest.from_json(registered.manifest)
         if self.thread.standing.sinc == 0:
@@ -93,12 +93,12 @@ class Parts:
             memory = MemorySum(numel, self.section.slots, self.section.pinned, self.section.transit_bytes)
             self.log.info("memory", sum=memory.describe_sum())
             memory.require_memory(machine_bytes())
-            self.flow.use(manifest, registered.layers)
-        self.disk.bind(manifest, registered.layers, registered.genesis, registered.sinc)
+            self.flow.set_layers(manifest, registered.layers)
+        self.disk.bind_layers(manifest, registered.layers, registered.genesis, registered.sinc)
 
-    def snapshot(self) -> dict[str, Any]:
+    def read_metrics(self) -> dict[str, Any]:
         """What Prometheus reads; from any thread."""
-        standing, thread, (transit, limit) = self.thread.standing, self.thread, self.flow.transit
+        standing, thread, (transit, limit) = self.thread.standing, self.thread, self.flow.transit_bytes
         return {
             "sinc": standing.sinc,
             "version": standing.memory.version if standing.memory else None,
@@ -110,13 +110,13 @@ class Parts:
             "staged": len(standing.staged),
             "persist_s": thread.persist_s,
             "apply_s": thread.apply_s,
-            "orders": slave_metrics.spent(thread.spent),
-            "refused": dict(self.flow.refused),
-            **slave_metrics.kept(self.section.directory),
-            **self.flow.links(),
+            "orders": slave_metrics.order_times(thread.spent),
+            "refused": dict(self.flow.refused_frames),
+            **slave_metrics.count_snapshots(self.section.directory),
+            **self.flow.link_bytes(),
         }
 
-    def meters(self) -> Meters:
+    def read_meters(self) -> Meters:
         """What a heartbeat says of this process; from any thread."""
         return Meters(self.flow.bytes_in, self.flow.bytes_out, self.thread.persist_s, self.thread.apply_s)
 
@@ -129,21 +129,21 @@ async def serve(
     Raise ConfigError if the directory, a port or the memory is not usable, another DipsError if the master refuses us.
     """
     async with AsyncExitStack() as stack:
-        parts = _build(config, section, log, stack)
+        parts = _build_parts(config, section, log, stack)
         server = control.server(lambda method, error: log.error("call_failed", method=method, exc_info=error))
         checker = await control.serve_health(server, HEALTH_SERVICES)
         host, _ = host_port(section.listen)
         address = f"{host}:{control.bind_server(server, section.listen, 'slaves.listen')}"
-        runtime = _runtime(config, parts, address, stack)
+        runtime = _make_runtime(config, parts, address, stack)
         add_OrderServiceServicer_to_server(OrderServicer(runtime), server)
         await server.start()
         stack.push_async_callback(server.stop, GRACE_S)
         if section.metrics is not None:
             where = host_port(section.metrics)
-            port, end = metrics.serve(where, parts.snapshot, slave_metrics.collect)
+            port, end = metrics.serve(where, parts.read_metrics, slave_metrics.collect)
             stack.callback(end)
             log.info("metrics", address=f"{where[0]}:{port}")
-        log.info("serving", address=address, lanes=parts.flow.addresses(), directory=str(section.directory))
+        log.info("serving", address=address, lanes=parts.flow.lane_addresses(), directory=str(section.directory))
         ready(address)
         await _until_stopped(asyncio.create_task(runtime.run()))
         log.info("stopping")
@@ -162,7 +162,7 @@ def machine_bytes() -> int:
     return min(machine, int(limit)) if limit.isdigit() else machine
 
 
-def _build(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncExitStack) -> Parts:
+def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncExitStack) -> Parts:
     """Make everything that ends with this incarnation; the stack ends it in reverse: flow, shard's thread, kernels,
     disk.
     """
@@ -191,11 +191,11 @@ def _build(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncEx
     thread = ShardThread(executor, time.monotonic, log)
     versions = Versions(KernelPool(kernels, threads, workers), section.slots, section.pinned)
     shard = Shard(name, versions, disk, flow, thread)
-    thread.own(shard)
+    thread.own_shard(shard)
     return Parts(section, disk, flow, shard, thread, log)
 
 
-def _runtime(config: RunFile, parts: Parts, address: str, stack: AsyncExitStack) -> SlaveRuntime:
+def _make_runtime(config: RunFile, parts: Parts, address: str, stack: AsyncExitStack) -> SlaveRuntime:
     section = parts.section
     channel, heartbeat_channel = control.open_channel(section.master), control.open_channel(section.master)
     stack.push_async_callback(channel.close)
@@ -205,7 +205,7 @@ def _runtime(config: RunFile, parts: Parts, address: str, stack: AsyncExitStack)
         section.name,
         uuid.uuid4().hex,
         section.reached_at(address),
-        tuple(section.reached_at(lane) for lane in parts.flow.addresses()),
+        tuple(section.reached_at(lane) for lane in parts.flow.lane_addresses()),
         section.master,
         parts.flow.public_key,
     )
@@ -213,9 +213,9 @@ def _runtime(config: RunFile, parts: Parts, address: str, stack: AsyncExitStack)
         identity,
         SlaveTiming(config.master.timing.heartbeat_s),
         lambda: parts.thread.standing,
-        parts.flow.transfers,
-        parts.meters,
-        parts.prepare,
+        parts.flow.list_transfers,
+        parts.read_meters,
+        parts.prepare_memory,
         Random(),
     )
     stubs = SlaveServiceStub(channel), SlaveServiceStub(heartbeat_channel)

@@ -51,21 +51,21 @@ def collect(told: Status) -> Iterator[Metric]:
     yield from families(REFUSED, refused, ("reason",))
 
 
-def kept(directory: Path) -> dict[str, int]:
+def count_snapshots(directory: Path) -> dict[str, int]:
     """Count the snapshots in a slave's directory and their bytes; what is removed meanwhile is passed over."""
     versions, nbytes = 0, 0
     for path in directory.glob("v*@r*"):
         versions += 1
-        nbytes += sum(_sizes(path.iterdir()))
+        nbytes += sum(_file_sizes(path.iterdir()))
     return {"snapshots": versions, "snapshot_bytes": nbytes}
 
 
-def _sizes(files: Iterable[Path]) -> Iterator[int]:
+def _file_sizes(files: Iterable[Path]) -> Iterator[int]:
     with suppress(FileNotFoundError):  # retired while we look
         for file in files:
             yield file.stat().st_size
 
 
-def spent(orders: dict[str, tuple[float, int]]) -> dict[str, Any]:
+def order_times(orders: dict[str, tuple[float, int]]) -> dict[str, Any]:
     """Seconds and counts by kind of order, as `collect` reads them."""
     return {kind: {"seconds": seconds, "count": count} for kind, (seconds, count) in orders.items()}

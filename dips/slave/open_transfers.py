@@ -94,15 +94,15 @@ class OpenTransfers:
             raise
         self.pushes[push] = Receiving(opened, order.codec, order.base)
 
-    def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
+    def reorder_push(self, push: PushId, places: tuple[int, ...]) -> None:
         """Another push has joined: a new order of asking, while it moves; nothing for one that is here or gone."""
         known = self.pushes.get(push)
         if known is not None and known.nbytes is None:
-            self.flow.reorder(push, places)
+            self.flow.reorder_push(push, places)
 
     def drop_push(self, push: PushId) -> None:
         """Free the slot and set the tombstone, also of a push that never came: its OpenPush may still be on its way."""
-        _close(self.closed_pushes, push)
+        _record_closed(self.closed_pushes, push)
         if push in self.pushes:
             self.flow.drop_push(push)
             self.versions.free_slot(push)
@@ -110,25 +110,25 @@ class OpenTransfers:
 
     def forget_push(self, push: PushId) -> None:
         """Forget a push that was folded, or half folded: its slot is free or acc, and nobody may open it again."""
-        _close(self.closed_pushes, push)
+        _record_closed(self.closed_pushes, push)
         if push in self.versions.open_pushes:
             self.versions.free_slot(push)
         del self.pushes[push]
 
-    def staged(self, push: PushId, nbytes: int) -> None:
+    def on_push_staged(self, push: PushId, nbytes: int) -> None:
         """All of it is here; a push that was dropped meanwhile is none of ours any more."""
         known = self.pushes.get(push)
         if known is not None and known.nbytes is None:
             known.nbytes = nbytes
             self.reports.append(StagedReport(push, nbytes))
 
-    def refused(self, push: PushId, reason: str) -> None:
+    def on_push_refused(self, push: PushId, reason: str) -> None:
         """It cannot be completed: free its slot and tell the master."""
         if push in self.pushes:
             self.drop_push(push)
             self.reports.append(RefusedReport(push, reason))
 
-    def full(self, push: PushId) -> Receiving:
+    def staged_push(self, push: PushId) -> Receiving:
         """Return a staged push; raise StalePush if it is not open, LocalProtocolError if it still moves."""
         if push not in self.pushes:
             raise StalePush(f"push {push} is not open; open: {', '.join(map(str, self.pushes)) or 'none'}")
@@ -137,7 +137,7 @@ class OpenTransfers:
             raise LocalProtocolError(f"push {push} is still moving; it was never reported staged")
         return known
 
-    def unmeasure(self) -> None:
+    def forget_measures(self) -> None:
         """The θ that was measured against is being left, or its round is over."""
         for known in self.pushes.values():
             known.measured = None
@@ -152,7 +152,7 @@ class OpenTransfers:
             self.pulls[pull] = opened
             return
         _refuse_closed(self.closed_pulls, pull)
-        source = self._pin(pull, order.version)
+        source = self._pin_version(pull, order.version)
         try:
             self.flow.open_pull(pull, order.version, source, order.deadline_s)
         except BaseException:
@@ -160,33 +160,33 @@ class OpenTransfers:
             raise
         self.pulls[pull] = opened
 
-    def _pin(self, pull: PullId, version: VersionId) -> Arrays:
+    def _pin_version(self, pull: PullId, version: VersionId) -> Arrays:
         """Pin a version in memory, or an older one in its snapshot file: a late reader costs no bank."""
         memory = self.versions.served_version
         try:
             return self.versions.pin_version(pull, version)
         except StaleVersion:
-            source = self.disk.map(version) if memory and version.version < memory.version else None
+            source = self.disk.map_theta(version) if memory and version.version < memory.version else None
             if source is None:
                 raise
         self.versions.pin_file(pull, version)
         return source
 
-    def relieve(self) -> None:
+    def move_old_readers(self) -> None:
         """Move the readers of older versions beyond the pinned ones to their snapshot files, the oldest first.
 
         One whose snapshot is gone, or was never written (v0@r0), keeps its bank as long as its readers last.
         """
         excess = self.versions.excess_versions
         for version in self.versions.older_versions if excess else ():
-            source = self.disk.map(version) if excess else None
+            source = self.disk.map_theta(version) if excess else None
             if source is None:
                 continue
             excess -= 1
             for pull in self.versions.move_readers(version):
                 self.flow.move_pull(pull, source)
 
-    def moved(self, pull: PullId) -> None:
+    def on_source_moved(self, pull: PullId) -> None:
         """It reads from its file only."""
         self.versions.on_reader_moved(pull)
 
@@ -198,18 +198,18 @@ class OpenTransfers:
 
     def close_pull(self, pull: PullId) -> None:
         """Serve it no further and set the tombstone; the pin ends with the flow's `released`."""
-        _close(self.closed_pulls, pull)
+        _record_closed(self.closed_pulls, pull)
         if self.pulls.pop(pull, None) is not None:
             self.flow.close_pull(pull)
 
-    def released(self, pull: PullId, reason: str) -> None:
+    def on_pull_released(self, pull: PullId, reason: str) -> None:
         """Nobody reads for it any more, libzmq included."""
         self.pulls.pop(pull, None)
         self.versions.unpin_version(pull)
 
     # ---- both --------------------------------------------------------------------------------
 
-    def heal(self, live_pushes: Sequence[PushId], live_pulls: Sequence[PullId], as_of: Opened) -> list[str]:
+    def drop_unlisted(self, live_pushes: Sequence[PushId], live_pulls: Sequence[PullId], as_of: Opened) -> list[str]:
         """Drop what is not live and was opened by an order that the list knows; return what was dropped."""
         pushes = [p for p, known in self.pushes.items() if known.opened <= as_of and p not in live_pushes]
         pulls = [p for p, opened in self.pulls.items() if opened <= as_of and p not in live_pulls]
@@ -237,6 +237,6 @@ def _refuse_closed(closed: Closed, transfer: PushId | PullId) -> None:
         raise StalePush(f"{transfer} is at or below the highest closed one of {transfer.cluster}: {inc}/{seq}")
 
 
-def _close(closed: Closed, transfer: PushId | PullId) -> None:
+def _record_closed(closed: Closed, transfer: PushId | PullId) -> None:
     highest = closed.get(transfer.cluster, (-1, -1))
     closed[transfer.cluster] = max(highest, (transfer.inc, transfer.seq))

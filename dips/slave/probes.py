@@ -28,7 +28,7 @@ class Probes:
         self._posted = 0  # answers that the lane has not sent yet
         self._leaving: list[zmq.MessageTracker] = []
 
-    def answer(self, peer: bytes, stream: int, nbytes: int) -> Outgoing:
+    def make_answer(self, peer: bytes, stream: int, nbytes: int) -> Outgoing:
         """Make the answer of `nbytes` bytes; raise BadFrame if too many are on their way."""
         self._leaving = [tracker for tracker in self._leaving if not tracker.done]
         if self._posted + len(self._leaving) >= MOST_ANSWERS:
@@ -39,12 +39,12 @@ class Probes:
             peer, pack_header(Header(Kind.PROBE, self._run, stream, nbytes, 0)), _PADDING[:nbytes], watch=self
         )
 
-    def wanted(self) -> bool:
+    def still_wanted(self) -> bool:
         return True
 
-    def sent(self, tracker: zmq.MessageTracker) -> None:
+    def on_sent(self, tracker: zmq.MessageTracker) -> None:
         self._posted -= 1
         self._leaving.append(tracker)
 
-    def gone(self) -> None:
+    def on_not_sent(self) -> None:
         self._posted -= 1

@@ -32,7 +32,7 @@ class ReportQueue:
     def next_deadline(self) -> float:
         return inf if self._again_at is None else self._again_at
 
-    def add(self, reports: Iterable[Report]) -> Actions:
+    def add_reports(self, reports: Iterable[Report]) -> Actions:
         """Queue what the shard has to report."""
         self._waiting.extend(reports)
         return self._tell_next() if self._telling is None else []

@@ -21,7 +21,7 @@ class OrderServicer(slave_pb2_grpc.OrderServiceServicer):
 
     async def Execute(self, request: slave_pb2.Order, context: Any) -> slave_pb2.Answer:
         """Carry out an order; the same (term, number) again gets the remembered answer."""
-        answer = await self._runtime.execute(from_proto(request, Order))
+        answer = await self._runtime.execute_order(from_proto(request, Order))
         reply = wrap_oneof(answer, slave_pb2.Answer)
         assert isinstance(reply, slave_pb2.Answer)
         return reply

@@ -29,20 +29,20 @@ class Unfollowed:
     reason: str
 
 
-def follow(rounds: ShardRound, order: SlaveOrder) -> Followed | Unfollowed:
+def follow_order(rounds: ShardRound, order: SlaveOrder) -> Followed | Unfollowed:
     """Do what the master said to a Register."""
     if isinstance(order, Hold):
         return Followed.SERVES
     if isinstance(order, RegisterLater):
         return Followed.WAITS
     try:
-        _obey(rounds, order)
+        _carry_out(rounds, order)
     except (Busy, Corrupt, Stale, OSError) as error:
         return Unfollowed(f"{type(order).__name__} {order.version}: {error}")
     return Followed.DONE
 
 
-def _obey(rounds: ShardRound, order: LoadVersion | CommitVersion | AbortVersion) -> None:
+def _carry_out(rounds: ShardRound, order: LoadVersion | CommitVersion | AbortVersion) -> None:
     prepared, memory = rounds.versions.prepared, rounds.versions.served_version
     if isinstance(order, AbortVersion):
         if memory == order.version:
@@ -52,8 +52,8 @@ def _obey(rounds: ShardRound, order: LoadVersion | CommitVersion | AbortVersion)
         if prepared == order.version:
             rounds.end_round()
     elif prepared == order.version:
-        rounds.flip(order.version)
+        rounds.flip_version(order.version)
     elif memory == order.version:
         rounds.end_round()
     else:
-        rounds.load(order.version)
+        rounds.load_version(order.version)

@@ -43,7 +43,7 @@ class Standing:
     pool_limit: int
 
     @staticmethod
-    def of(shard: Shard) -> Standing:
+    def of_shard(shard: Shard) -> Standing:
         """Take the standing of a shard, on the thread that owns it."""
         versions = shard.versions
         return Standing(

@@ -37,7 +37,7 @@ from dips.ids import VersionId
 from dips.master import genesis
 from dips.master.ledger import Ledger
 from dips.master.ledger_history import RoundHistory
-from dips.slave.export import export
+from dips.slave.export import export_snapshot
 from dips.telemetry import timeline
 from dips.wire.generated.slave_pb2 import SlaveRegistered
 from tests.chaos import predict
@@ -396,7 +396,7 @@ class Deployment(Run):
             rows, rounds = ledger.state().versions, ledger.history(EVER)  # rows first: each one has its round
         head = next(row.version for row in reversed(rows) if row.durable)
         out = self.directory / "export.safetensors"
-        export([self.directory / name for name in self.slaves], head, out)
+        export_snapshot([self.directory / name for name in self.slaves], head, out)
         expected = predict.predict(rounds)[str(head)]
         tensors = load_file(out)
         assert {name: t.shape for name, t in tensors.items()} == SHAPES

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 from safetensors.numpy import load_file
 
-from dips.slave.export import export
+from dips.slave.export import export_snapshot
 from tests.chaos import disks, predict
 from tests.chaos.house import EVER, LEASE_S, SEEN_S, Deployment
 from tests.chaos.wires import Loop
@@ -134,14 +134,14 @@ def test_failure_9_pieces_of_different_steps_in_one_checkpoint(house: Deployment
     trap = house.orders["ps1"].calls.trap("persist", skip=3)
     out, exported = tmp_path / "model.safetensors", set()
     for _ in range(30):
-        version = export([house.directory / name for name in house.slaves], None, out)
+        version = export_snapshot([house.directory / name for name in house.slaves], None, out)
         numbers = {float(x) for tensor in load_file(out).values() for x in tensor.reshape(-1)}
         assert len(numbers) == 1, f"pieces of {len(numbers)} versions in {version}"
         exported.add((str(version), numbers.pop()))
     trap.caught()
     house.process("ps1").kill()  # ps0 has written the next version, ps1 has not
     trap.release(forward=False)
-    version = export([house.directory / name for name in house.slaves], None, out)
+    version = export_snapshot([house.directory / name for name in house.slaves], None, out)
     numbers = {float(x) for tensor in load_file(out).values() for x in tensor.reshape(-1)}
     exported.add((str(version), numbers.pop()))
     assert not numbers

@@ -48,9 +48,9 @@ def test_the_snapshot_is_read(tmp_path: Path) -> None:
     """It is offered, and gives θ and m bit for bit."""
     shutil.copytree(DATA / "snapshot" / str(snapshot.VERSION), tmp_path / str(snapshot.VERSION))
     snapshots = snapshot.opened(tmp_path)
-    assert snapshots.complete() == (snapshot.VERSION,)
+    assert snapshots.complete_versions() == (snapshot.VERSION,)
     theta, momentum = snapshot.arrays(0.0), snapshot.arrays(0.0)
-    snapshots.read(snapshot.VERSION, theta, momentum)
+    snapshots.read_snapshot(snapshot.VERSION, theta, momentum)
     snapshots.close()
     for got, meant in ((theta, snapshot.arrays(1.0)), (momentum, snapshot.arrays(-2.0))):
         assert {i: a.tobytes() for i, a in got.items()} == {i: a.tobytes() for i, a in meant.items()}

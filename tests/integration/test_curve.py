@@ -45,7 +45,7 @@ class CurveEvents:
 def house(key: curve.KeyPair | None, lanes: int = 1) -> Iterator[ZmqFlow]:
     """A slave's data flow."""
     flow = ZmqFlow(RUN, "s0", ("127.0.0.1:0",) * lanes, 1 << 18, 64 << 20, 2, 10.0, key=key)
-    flow.use(MANIFEST, (0, 1))
+    flow.set_layers(MANIFEST, (0, 1))
     flow.start(SINC, CurveEvents())
     try:
         yield flow
@@ -54,7 +54,7 @@ def house(key: curve.KeyPair | None, lanes: int = 1) -> Iterator[ZmqFlow]:
 
 
 def grant(flow: ZmqFlow, key: str, deadline_s: float = 20.0) -> Grant:
-    return Grant(V, (SlaveAddress("s0", SINC, flow.addresses(), (0, 1), key),), ((0,),), deadline_s)
+    return Grant(V, (SlaveAddress("s0", SINC, flow.lane_addresses(), (0, 1), key),), ((0,),), deadline_s)
 
 
 def pieces(value: float) -> list[Piece]:
@@ -68,7 +68,7 @@ def test_a_push_and_a_pull_go_by_curve(lanes: int) -> None:
         slot = {i: np.zeros(NUMEL, np.float32) for i in range(2)}
         flow.open_push(PushId("a", 1, 1), (0,), slot, 20.0)
         stats = push(grant(flow, flow.public_key), TransferIdentity(RUN, "a", 1, 1, 0), pieces(2.5))
-        assert stats.connections == lanes and not flow.refused
+        assert stats.connections == lanes and not flow.refused_frames
         assert all((array == 2.5).all() for array in slot.values())
         flow.open_pull(PullId("a", 1, 2), V, slot, 20.0)
         wanted = pieces(0.0)

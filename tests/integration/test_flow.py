@@ -97,11 +97,11 @@ class FlowUnderTest:
     def __init__(self, lanes: int = 1, stall_s: float = 10.0, transit_bytes: int = 64 << 20) -> None:
         self.flow = ZmqFlow(RUN, "s0", ("127.0.0.1:0",) * lanes, CHUNK_BYTES, transit_bytes, 2, stall_s)
         self.heard = FlowRecorder()
-        self.flow.use(MANIFEST, LAYERS)
+        self.flow.set_layers(MANIFEST, LAYERS)
         self.flow.start(SINC, self.heard)
 
     def address(self, lanes: Sequence[str] | None = None, sinc: int = SINC) -> SlaveAddress:
-        return SlaveAddress("s0", sinc, tuple(lanes or self.flow.addresses()), LAYERS)
+        return SlaveAddress("s0", sinc, tuple(lanes or self.flow.lane_addresses()), LAYERS)
 
     def grant(
         self, ranks: int, lanes: Sequence[str] | None = None, deadline_s: float = 30.0, codec: str = "fp32"
@@ -126,8 +126,8 @@ def house(**options) -> Iterator[FlowUnderTest]:
         yield made
     finally:
         made.flow.close()
-        assert made.flow.transit[0] == 0
-        assert made.flow.refused["failed"] == 0
+        assert made.flow.transit_bytes[0] == 0
+        assert made.flow.refused_frames["failed"] == 0
 
 
 def blank() -> Model:
@@ -328,7 +328,7 @@ def test_a_push_is_staged_bit_for_bit(ranks, lanes):
         assert sum(s.nbytes for s in stats) == slave.flow.bytes_in == 4 * MANIFEST.numel
         assert [s.connections for s in stats] == [lanes] * ranks
         assert (seen[-1].nbytes, seen[-1].total, seen[-1].remaining_s) == (stats[0].nbytes, stats[0].nbytes, 0)
-        assert not slave.flow.refused
+        assert not slave.flow.refused_frames
 
 
 @pytest.mark.usefixtures("stage_threads")
@@ -354,12 +354,12 @@ def test_differences_are_added_to_the_base_within_the_bound(codec, share_of_fp32
             step = np.abs(differences[i]).max() / 127
             bound = np.abs(differences[i]) * 2.0**-8 if codec == "bf16" else step / 2
             assert (error <= bound + 1e-6).all()
-        assert not slave.flow.refused
+        assert not slave.flow.refused_frames
 
 
 def test_a_cut_lossy_push_is_resumed_and_nothing_is_added_twice():
     """Differences are added: each chunk exactly once, whatever connections break between [invariants 1, 5]."""
-    with house() as slave, proxy(slave.flow.addresses()[0], 60_000, cuts=3) as cut:
+    with house() as slave, proxy(slave.flow.lane_addresses()[0], 60_000, cuts=3) as cut:
         theta, differences, push_id = model(1), model(2), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id, codec="int8", theta=theta)
         hand = shares(differences, 1)[0]
@@ -371,7 +371,7 @@ def test_a_cut_lossy_push_is_resumed_and_nothing_is_added_twice():
 
 def test_a_chunk_of_another_codec_than_the_granted_is_refused():
     """Right place, right checksum, whole elements, wrong spelling: counted, nothing else; the right one counts."""
-    with house() as slave, raw(slave.flow.addresses()[0], name_of("push", 1)) as peer:
+    with house() as slave, raw(slave.flow.lane_addresses()[0], name_of("push", 1)) as peer:
         theta, differences, push_id = model(1), model(2), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id, codec="bf16", theta=theta)
         peer.hello(WHOLE)
@@ -384,7 +384,7 @@ def test_a_chunk_of_another_codec_than_the_granted_is_refused():
                 peer.chunk(chunk, bytes(spelling.encode(elements)), dtype=Dtype.BF16)
                 left, refused = left - chunk.length, refused + 1
         slave.heard.wait("staged", push_id)
-        assert slave.flow.refused["type"] == refused
+        assert slave.flow.refused_frames["type"] == refused
         assert same(buffers, decoded("bf16", theta, shares(differences, 1)[0]))
 
 
@@ -436,7 +436,7 @@ def test_ranks_that_do_not_fit_are_refused_by_name(change, says):
 @pytest.mark.parametrize("after", [0, 40, 100_000, 600_000])
 def test_a_cut_push_is_resumed(after):
     """A connection that breaks anywhere costs its frames in flight, not the push."""
-    with house() as slave, proxy(slave.flow.addresses()[0], after, cuts=2) as cut:
+    with house() as slave, proxy(slave.flow.lane_addresses()[0], after, cuts=2) as cut:
         values, push_id = model(2), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id)
         stats = push(slave.grant(1, [cut.address]), base(1), shares(values, 1)[0])
@@ -453,7 +453,7 @@ def test_an_answer_that_is_lost_is_asked_again():
         for seq, after in enumerate((0, 100, 300, 500), start=1):
             push_id = PushId("fast", 1, seq)
             buffers = slave.open_push(push_id)
-            with proxy(slave.flow.addresses()[0], after, upward=False) as cut:
+            with proxy(slave.flow.lane_addresses()[0], after, upward=False) as cut:
                 push(slave.grant(1, [cut.address]), base(seq), shares(values, 1)[0])
             slave.heard.wait("staged", push_id)
             assert same(buffers, values)
@@ -462,7 +462,7 @@ def test_an_answer_that_is_lost_is_asked_again():
 
 def test_duplicates_and_strangers_change_nothing():
     """Unasked, repeated, corrupt, misplaced and late chunks are refused and counted; the buffers are right."""
-    with house() as slave, raw(slave.flow.addresses()[0], name_of("push", 1)) as peer:
+    with house() as slave, raw(slave.flow.lane_addresses()[0], name_of("push", 1)) as peer:
         values, false, push_id = model(4), model(5), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id)
         early = Range(0, 0, 0, 100)
@@ -487,7 +487,7 @@ def test_duplicates_and_strangers_change_nothing():
         peer.hello(WHOLE)  # of the same epoch
         assert streams.decode_error(peer.hear(Kind.ERROR)).code == "stale_push"
         assert same(buffers, values)
-        refused = slave.flow.refused
+        refused = slave.flow.refused_frames
         chunks = refused["unasked"] // 2
         assert chunks > 10
         assert {k: refused[k] for k in ("stream", "body_checksum", "hello")} == {
@@ -519,7 +519,7 @@ def test_an_older_epoch_is_refused():
             if unpack_header(header, run_id(RUN), len(body), CHUNK_BYTES).kind is Kind.ERROR:
                 break
         assert streams.decode_error(body).code == "stale_push"
-        assert slave.flow.refused["stream"] == len(wanted)
+        assert slave.flow.refused_frames["stream"] == len(wanted)
         left = 4 * MANIFEST.numel
         while left:
             for chunk in streams.decode_want(new.hear(Kind.WANT)):
@@ -532,7 +532,7 @@ def test_an_older_epoch_is_refused():
 def test_garbage_beside_a_push_costs_it_nothing():
     """HTTP, random ZMTP, foreign runs, endless claims: refused by name or by libzmq; the push never notices."""
     with house() as slave, ExitStack() as stack:
-        address = slave.flow.addresses()[0]
+        address = slave.flow.lane_addresses()[0]
         host, port = address.rsplit(":", 1)
         for noise in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 64, b"\xff" + b"\0" * 8 + b"\x7f"):
             plain = stack.enter_context(socket.create_connection((host, int(port))))
@@ -556,7 +556,7 @@ def test_garbage_beside_a_push_costs_it_nothing():
         peer.name = name_of("push", 9)
         peer.hello([])  # its ERROR is the last answer: everything before it was read
         assert streams.decode_error(peer.hear(Kind.ERROR)).code == "unknown"
-        assert dict(slave.flow.refused) == {
+        assert dict(slave.flow.refused_frames) == {
             "parts": 3, "magic": 1, "run": 1, "message": 2, "kind": 1, "stream": 1, "hello": 1
         }  # fmt: skip
 
@@ -571,7 +571,7 @@ def test_two_hundred_strangers_cost_a_push_and_a_pull_nothing(lanes):
     Guards: invariant 11, memory within the pool. What libzmq does not refuse by itself is refused and counted.
     """
     with house(lanes=lanes) as slave, ExitStack() as stack:
-        ports = [int(address.rsplit(":", 1)[1]) for address in slave.flow.addresses()]
+        ports = [int(address.rsplit(":", 1)[1]) for address in slave.flow.lane_addresses()]
         greeting = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00NULL" + b"\0" * 16 + b"\0" + b"\0" * 31
         ready = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
         ten_gib = b"\x02" + (10 << 30).to_bytes(8, "big")  # a long frame, and the first bytes of what it claims
@@ -579,7 +579,7 @@ def test_two_hundred_strangers_cost_a_push_and_a_pull_nothing(lanes):
         for k in range(IDLE + HOSTILE):
             plain = stack.enter_context(socket.create_connection(("127.0.0.1", ports[k % lanes])))
             plain.sendall(says[k % len(says)])
-        liar = stack.enter_context(raw(slave.flow.addresses()[0], name_of("push", 1)))
+        liar = stack.enter_context(raw(slave.flow.lane_addresses()[0], name_of("push", 1)))
         for claimed in (10 << 30, CHUNK_BYTES + 4):  # a right header for a body that is not there, or too long
             header = Header(Kind.CHUNK, run_id(RUN), liar.name.stream_id, claimed & 0xFFFFFFFF, 0)
             liar.socket.send_multipart([pack_header(header), b"\0" * 64])
@@ -599,7 +599,7 @@ def test_two_hundred_strangers_cost_a_push_and_a_pull_nothing(lanes):
             assert pushed.connections == pulled.connections == lanes  # none was broken and resumed
         liar.hello([])  # of a push that is over: its ERROR is the last answer, everything before it was read
         assert streams.decode_error(liar.hear(Kind.ERROR)).code == "stale_push"
-        assert dict(slave.flow.refused) == {"length": 2, "hello": 1}
+        assert dict(slave.flow.refused_frames) == {"length": 2, "hello": 1}
 
 
 def test_two_pushes_at_once_do_not_mix():
@@ -635,7 +635,7 @@ def test_a_push_that_stalls_ends():
 
 def test_a_rank_that_stops_sending_ends_its_push_and_no_other():
     """It was asked and is silent: its push ends after stall_s; a push beside it is staged meanwhile."""
-    with house(stall_s=0.5) as slave, raw(slave.flow.addresses()[0], name_of("push", 1)) as peer:
+    with house(stall_s=0.5) as slave, raw(slave.flow.lane_addresses()[0], name_of("push", 1)) as peer:
         silent, lively = PushId("fast", 1, 1), PushId("slow", 1, 1)
         slave.open_push(silent)
         values = model(2)
@@ -651,7 +651,7 @@ def test_a_rank_that_stops_sending_ends_its_push_and_no_other():
 
 def test_a_push_past_its_deadline_ends():
     """However lively: the deadline is the end, and the rank hears it."""
-    with house() as slave, raw(slave.flow.addresses()[0], name_of("push", 1)) as peer:
+    with house() as slave, raw(slave.flow.lane_addresses()[0], name_of("push", 1)) as peer:
         push_id = PushId("fast", 1, 1)
         slave.open_push(push_id, deadline_s=0.2)
         peer.hello(WHOLE)
@@ -665,7 +665,7 @@ def test_a_push_past_its_deadline_ends():
 
 def test_a_dropped_push_is_not_written_any_more():
     """On return of drop_push its buffers are somebody else's; chunks that come later are refused."""
-    with house() as slave, raw(slave.flow.addresses()[0], name_of("push", 1)) as peer:
+    with house() as slave, raw(slave.flow.lane_addresses()[0], name_of("push", 1)) as peer:
         push_id = PushId("fast", 1, 1)
         buffers = slave.open_push(push_id)
         peer.hello(WHOLE)
@@ -686,7 +686,7 @@ def test_a_dropped_push_is_not_written_any_more():
                 break
         assert streams.decode_error(body).code == "stale_push"
         assert all((layer == -1.0).all() for layer in buffers.values())
-        assert slave.flow.transfers() == ()
+        assert slave.flow.list_transfers() == ()
 
 
 def test_a_rank_waits_for_a_push_that_is_not_open_yet():
@@ -694,7 +694,7 @@ def test_a_rank_waits_for_a_push_that_is_not_open_yet():
     with house() as slave:
         values, push_id = model(1), PushId("fast", 1, 1)
         with background(lambda: push(slave.grant(1), base(1), shares(values, 1)[0])) as moving:
-            while not slave.flow.refused["hello"]:
+            while not slave.flow.refused_frames["hello"]:
                 assert not moving.done()
             buffers = slave.open_push(push_id)
             assert moving.result(20).connections > 1
@@ -737,15 +737,15 @@ def test_a_new_incarnation_drops_what_the_last_one_had_open():
         slave.flow.open_pull(PullId("fast", 1, 1), V, model(1), 30.0)
         slave.flow.start(SINC + 1, slave.heard)
         assert "incarnation 4" in slave.heard.wait("released", PullId("fast", 1, 1))
-        assert slave.flow.transfers() == ()
+        assert slave.flow.list_transfers() == ()
         with pytest.raises(StaleIncarnation):
             push(slave.grant(1), base(1), shares(model(1), 1)[0])
 
 
 def test_a_port_in_use_is_named():
     """Two slaves cannot share a lane's port, and the second says so."""
-    with house() as slave, pytest.raises(ConfigError, match=slave.flow.addresses()[0]):
-        ZmqFlow(RUN, "s1", slave.flow.addresses(), CHUNK_BYTES, 4 << 20, 2, 1.0)
+    with house() as slave, pytest.raises(ConfigError, match=slave.flow.lane_addresses()[0]):
+        ZmqFlow(RUN, "s1", slave.flow.lane_addresses(), CHUNK_BYTES, 4 << 20, 2, 1.0)
 
 
 # ---- pulls --------------------------------------------------------------------------------------------------------
@@ -779,10 +779,10 @@ def test_a_rank_pulls_its_layers_from_several_slaves():
         for index, layers in enumerate(((0, 2), (1,))):
             flow = ZmqFlow(RUN, f"s{index}", ("127.0.0.1:0",), CHUNK_BYTES, 4 << 20, 2, 10.0)
             stack.callback(flow.close)
-            flow.use(MANIFEST, layers)
+            flow.set_layers(MANIFEST, layers)
             flow.start(index, FlowRecorder())
             flow.open_pull(pull_id, V, {i: source[i] for i in layers}, 30.0)
-            addresses.append(SlaveAddress(f"s{index}", index, flow.addresses(), layers))
+            addresses.append(SlaveAddress(f"s{index}", index, flow.lane_addresses(), layers))
         grant = Grant(V, tuple(addresses), ((1, 0),), 30.0)
         pull(grant, base(1), shares(target, 1)[0])
         assert same(source, target)
@@ -812,7 +812,7 @@ def test_a_pull_goes_on_from_another_source_with_the_same_bytes():
 @pytest.mark.parametrize("after", [0, 30, 5_000, 2_000_000])
 def test_a_cut_pull_is_resumed(after):
     """What did not come is asked again on a new connection; what came is kept."""
-    with house() as slave, proxy(slave.flow.addresses()[0], after, cuts=2, upward=False) as cut:
+    with house() as slave, proxy(slave.flow.lane_addresses()[0], after, cuts=2, upward=False) as cut:
         source, target, pull_id = model(9), blank(), PullId("fast", 1, 1)
         slave.flow.open_pull(pull_id, V, source, 30.0)
         stats = pull(slave.grant(1, [cut.address]), base(1), shares(target, 1)[0])
@@ -828,7 +828,7 @@ def test_a_rank_that_vanishes_leaves_no_pin():
     with house() as slave:
         pull_id = PullId("fast", 1, 1)
         slave.flow.open_pull(pull_id, V, model(1), 30.0)
-        with raw(slave.flow.addresses()[0], name_of("pull", 1)) as peer:
+        with raw(slave.flow.lane_addresses()[0], name_of("pull", 1)) as peer:
             peer.hello([])
             peer.hear(Kind.WELCOME)
             peer.say(Kind.WANT, streams.encode_want([Range(0, 0, 0, 1000)]))
@@ -842,11 +842,11 @@ def test_a_rank_that_never_reads_is_released_when_its_connection_dies():
     big = Manifest((Layer("big", (Parameter("big.w", (16 << 20,)),)),))
     flow, heard = ZmqFlow(RUN, "s0", ("127.0.0.1:0",), 1 << 20, 4 << 20, 2, 0.5), FlowRecorder()
     try:
-        flow.use(big, (0,))
+        flow.set_layers(big, (0,))
         flow.start(SINC, heard)
         pull_id = PullId("fast", 1, 1)
         flow.open_pull(pull_id, V, {0: np.zeros(16 << 20, np.float32)}, 30.0)
-        with raw(flow.addresses()[0], name_of("pull", 1), rcvhwm=1) as peer:
+        with raw(flow.lane_addresses()[0], name_of("pull", 1), rcvhwm=1) as peer:
             peer.hello([])
             assert streams.decode_welcome(peer.hear(Kind.WELCOME)).chunk_bytes == 1 << 20
             chunks = [Range(0, 0, i << 18, 1 << 18) for i in range(64)]
@@ -879,7 +879,7 @@ def test_a_pull_of_another_version_is_refused():
 
 def test_a_rank_asks_for_no_more_than_it_may():
     """WANTs beyond the credit, beyond a chunk, or outside the slave's layers are refused; the lane goes on."""
-    with house() as slave, raw(slave.flow.addresses()[0], name_of("pull", 1)) as peer:
+    with house() as slave, raw(slave.flow.lane_addresses()[0], name_of("pull", 1)) as peer:
         slave.flow.open_pull(PullId("fast", 1, 1), V, model(1), 30.0)
         peer.hello([])
         peer.hear(Kind.WELCOME)
@@ -887,7 +887,7 @@ def test_a_rank_asks_for_no_more_than_it_may():
             peer.say(Kind.WANT, streams.encode_want(chunks))
         peer.say(Kind.WANT, streams.encode_want([Range(0, 0, 5, 1)]))
         assert len(peer.hear(Kind.CHUNK)) == 4
-        assert dict(slave.flow.refused) == {"range": 2, "credit": 1}
+        assert dict(slave.flow.refused_frames) == {"range": 2, "credit": 1}
 
 
 def test_closing_the_flow_releases_every_pull():

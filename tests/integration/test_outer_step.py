@@ -42,7 +42,7 @@ from dips.protocol.events import Answer, Folded, Measured
 from dips.protocol.heartbeats import Transfer
 from dips.protocol.manifest import Manifest
 from dips.protocol.placement import place_layers
-from dips.slave.export import export
+from dips.slave.export import export_snapshot
 from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.shard import Shard
 from dips.slave.shard_registration import Followed
@@ -104,12 +104,12 @@ class SlaveSet:
         for i, (name, layers) in enumerate(place_layers(MANIFEST, [f"s{i}" for i in range(count)])):
             disk = Snapshots(self.directories[i], "run", name, initial, structlog.get_logger())
             genesis = tuple(xxhash.xxh3_128_hexdigest(theta[layer].tobytes()) for layer in layers)
-            disk.bind(MANIFEST, layers, genesis, 1)
+            disk.bind_layers(MANIFEST, layers, genesis, 1)
             shard = Shard(name, Versions(kernel_pool, slots, 1), disk, self.flows[i])
-            shard.welcome(Registered(1, 1, LoadVersion(GENESIS), GENESIS, layers, genesis, MANIFEST.to_json()))
-            assert shard.follow(LoadVersion(GENESIS)) is Followed.DONE
+            shard.on_registered(Registered(1, 1, LoadVersion(GENESIS), GENESIS, layers, genesis, MANIFEST.to_json()))
+            assert shard.follow_order(LoadVersion(GENESIS)) is Followed.DONE
             assert shard.reason == ""
-            assert shard.follow(Hold()) is Followed.SERVES
+            assert shard.follow_order(Hold()) is Followed.SERVES
             self.disks.append(disk)
             self.shards.append(shard)
 
@@ -255,7 +255,7 @@ def test_what_was_committed_is_exported_and_restored(tmp_path: Path) -> None:
     with SlaveSet(tmp_path, 2, theta, KernelPool(kernels), slots=2) as run:
         run.outer_step(version, [(PushId("c", 1, 1), some_model(rng, 0.05, theta), 5)], 1.0)
         expected = run.theta()
-        assert export(run.directories, None, tmp_path / "out.safetensors") == version
+        assert export_snapshot(run.directories, None, tmp_path / "out.safetensors") == version
     with SlaveSet(tmp_path, 2, theta, KernelPool(kernels), slots=2) as again:
         for shard in again.shards:
             assert shard.registration(0, "", "run", "", ()).complete == (version,)

@@ -49,7 +49,7 @@ class LineageInvariant(Invariant):
             for layer, expected in self._expected(memory, machine.layers):
                 if (theta[layer].tobytes(), momentum[layer].tobytes()) != expected:
                     self.fail(f"{machine.name} serves another {memory} than the reference's (layer {layer})")
-            for pull, version, sources in process.flow.sender.serving():
+            for pull, version, sources in process.flow.sender.list_sources():
                 for layer, (expected_theta, _) in self._expected(version, machine.layers):
                     for source in sources:
                         if source.views[layer].tobytes() != expected_theta:
@@ -101,7 +101,7 @@ class CommitInvariant(Invariant):
             memory, rows = process.versions.served_version, self.rows
             if memory is not None and memory not in rows:
                 self.fail(f"{machine.name} serves {memory}, which has no row")
-            for pull, version, _ in process.flow.sender.serving():
+            for pull, version, _ in process.flow.sender.list_sources():
                 if version not in rows:
                     self.fail(f"{machine.name} opened {pull} on {version}, which has no row")
             if process.holds and memory != self.head and process.versions.prepared != self.head:

@@ -145,13 +145,13 @@ class ShardRig:
 
     def ready(self) -> ShardRig:
         self.welcome(LoadVersion(GENESIS))
-        assert self.shard.follow(LoadVersion(GENESIS)) is Followed.DONE
+        assert self.shard.follow_order(LoadVersion(GENESIS)) is Followed.DONE
         self.welcome(Hold())
-        assert self.shard.follow(Hold()) is Followed.SERVES
+        assert self.shard.follow_order(Hold()) is Followed.SERVES
         return self
 
     def welcome(self, order: object, sinc: int = 7, term: int | None = None) -> None:
-        self.shard.welcome(
+        self.shard.on_registered(
             Registered(term or self.term, sinc, order, GENESIS, (0, 2), ("", ""), MANIFEST.to_json())  # type: ignore[arg-type]
         )
 
@@ -160,14 +160,14 @@ class ShardRig:
         return Order("s", sinc, term or self.term, self.number, body, 10.0)
 
     def order(self, body: OrderBody) -> Answer:
-        return self.shard.execute(self.made(body))
+        return self.shard.execute_order(self.made(body))
 
     def stage(self, push: PushId, value: float) -> None:
         """Open a push, fill it, and say so."""
         assert self.order(OpenPush(push, (0,), 60.0)) == Done()
         for array in self.flow.pushes[push].values():
             array.fill(value)
-        self.shard.transfers.staged(push, 28)
+        self.shard.transfers.on_push_staged(push, 28)
 
     def fold(self, push: PushId, value: float, round_: int = 1, weight: float = 1.0) -> None:
         self.stage(push, value)

@@ -43,9 +43,9 @@ class HostileWorld:
         self.pool = Transit(LIMIT)
         self.receiver = Receiver(1, CHUNK, self.pool, concurrent_streams=2, stall_s=1e9)
         self.layout = LayerLayout(MANIFEST, (0,))
-        self.receiver.use(self.layout)
+        self.receiver.set_layers(self.layout)
         self.buffer = np.full(N + 3, np.nan, np.float32)
-        self.receiver.open(PUSH, (0, 1), {0: self.buffer}, 1e9, 0.0)
+        self.receiver.open_push(PUSH, (0, 1), {0: self.buffer}, 1e9, 0.0)
         self.epochs = [0, 0]
         self.up: list[tuple[bytes, Frame]] = []  # from a rank's connection to the slave
         self.news: list[Move] = []
@@ -77,7 +77,11 @@ class HostileWorld:
         try:
             header = unpack_header(frame[0], RUN, len(frame[1]), CHUNK)
             if header.kind is Kind.CHUNK:
-                self.do(self.receiver.stage(self.receiver.claim(0, peer, header, memoryview(frame[1]), self.now)))
+                self.do(
+                    self.receiver.stage_chunk(
+                        self.receiver.claim_chunk(0, peer, header, memoryview(frame[1]), self.now)
+                    )
+                )
                 return
             check_body(header, frame[1])
             if header.kind is not Kind.HELLO:
@@ -85,14 +89,14 @@ class HostileWorld:
             name, pieces = streams.decode_hello(frame[1])
             if name.stream_id != header.stream:
                 raise BadFrame("message", "another stream's number")
-            self.do(self.receiver.hello(0, peer, name, pieces, self.now))
+            self.do(self.receiver.on_hello(0, peer, name, pieces, self.now))
         except BadFrame as bad:
             self.refused.append(bad.reason)
 
     def ask(self) -> None:
         """The slave's turn: the ranks that are asked send at once; a WANT to an old connection is lost."""
         self.now += 0.001
-        self.do(self.receiver.plan(0, self.now))
+        self.do(self.receiver.plan_wants(0, self.now))
 
     def do(self, moves: list[Move]) -> None:
         for move in moves:

@@ -18,23 +18,23 @@ def test_answers_on_their_way_are_bounded() -> None:
     """A peer that asks and does not read gets so many and no more; what has left makes room."""
     probes, tracker = Probes(run=5), Leaving()
     for _ in range(MOST_ANSWERS):
-        answer = probes.answer(b"p", 7, 1000)
+        answer = probes.make_answer(b"p", 7, 1000)
         answer.watch.on_sent(tracker)
     with pytest.raises(BadFrame, match="probes are being answered"):
-        probes.answer(b"p", 7, 1000)
+        probes.make_answer(b"p", 7, 1000)
     tracker.done = True
     for _ in range(MOST_ANSWERS):
-        probes.answer(b"p", 7, 1000)
+        probes.make_answer(b"p", 7, 1000)
     with pytest.raises(BadFrame):
-        probes.answer(b"p", 7, 1000)
+        probes.make_answer(b"p", 7, 1000)
     answer.watch.on_not_sent()  # its peer is gone
-    probes.answer(b"p", 7, 1000)
+    probes.make_answer(b"p", 7, 1000)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, MESSAGE_LIMIT])
 def test_an_answer_is_a_frame_of_the_run(nbytes: int) -> None:
     """It has the size that was asked for, and is believed by the other end."""
-    answer = Probes(run=5).answer(b"p", 7, streams.decode_probe(streams.encode_probe(nbytes, 10)))
+    answer = Probes(run=5).make_answer(b"p", 7, streams.decode_probe(streams.encode_probe(nbytes, 10)))
     header = unpack_header(answer.header, 5, len(answer.body), MESSAGE_LIMIT)
     assert (header.kind, header.stream, header.length) == (Kind.PROBE, 7, nbytes)
 

@@ -172,7 +172,7 @@ class RunningSlave:
         log = structlog.get_logger()
         self.thread = ShardThread(thread, time.monotonic, log)
         self.shard = Shard("s", Versions(KernelPool(reference), 1, 0), GatedDisk(), self.flow, self.thread)
-        self.thread.own(self.shard)
+        self.thread.own_shard(self.shard)
         who = SlaveIdentity("run", "s", "nonce", "h:1", ("h:2",), "m:1")
         self.core = SlaveCore(
             who,
@@ -292,10 +292,10 @@ async def test_staged_and_refused_are_told_until_heard() -> None:
         await incarnation.ready()
         assert await incarnation.order(OpenPush(PUSH, (0,), 60.0)) == Done()
         assert incarnation.flow.events is not None
-        incarnation.flow.events.staged(PUSH, 12)
+        incarnation.flow.events.on_push_staged(PUSH, 12)
         await master.until(lambda: master.told == [PushStaged("s", 7, PUSH, 12)])
         await master.until(lambda: master.heartbeats[-1].staged == (PUSH,))
-        incarnation.flow.events.refused(PUSH, "it stalled")
+        incarnation.flow.events.on_push_refused(PUSH, "it stalled")
         await master.until(lambda: master.told[1:] == [PushRefused("s", 7, PUSH, "it stalled")])
 
 
@@ -305,7 +305,7 @@ async def test_heartbeats_go_on_while_the_shard_is_busy() -> None:
     async with living(master) as incarnation:
         await incarnation.ready()
         gate = threading.Event()
-        working = asyncio.wrap_future(incarnation.thread.submit(lambda shard: gate.wait(10)))
+        working = asyncio.wrap_future(incarnation.thread.submit_job(lambda shard: gate.wait(10)))
         seen = len(master.heartbeats)
         await master.until(lambda: len(master.heartbeats) >= seen + 5)
         gate.set()
@@ -347,7 +347,7 @@ async def test_orders_of_a_round_through_the_servicer() -> None:
         await incarnation.order(OpenPush(PUSH, (0,), 60.0))
         incarnation.flow.pushes[PUSH][0].fill(0.5)
         assert incarnation.flow.events is not None
-        incarnation.flow.events.staged(PUSH, 12)
+        incarnation.flow.events.on_push_staged(PUSH, 12)
         measured = await incarnation.order(Measure(1, PUSH, GENESIS))
         assert (measured.layer_sq, measured.finite) == ((0.75,), True)
         assert (await incarnation.order(Fold(1, PUSH, 1.0))).acc_sq == 0.75
@@ -385,7 +385,7 @@ async def make_version(incarnation: RunningSlave, round_: int, push: PushId, hea
     await incarnation.order(OpenPush(push, (0,), 60.0))
     incarnation.flow.pushes[push][0].fill(0.5)
     assert incarnation.flow.events is not None
-    incarnation.flow.events.staged(push, 12)
+    incarnation.flow.events.on_push_staged(push, 12)
     await incarnation.order(Measure(round_, push, head))
     await incarnation.order(Fold(round_, push, 1.0))
     return await incarnation.order(Apply(round_, VersionId(head.version + 1, round_), 1.0, 0.7, 0.8))
@@ -397,6 +397,6 @@ async def test_a_failure_in_news_of_the_flow_is_logged(monkeypatch: pytest.Monke
         owner = ShardThread(thread, time.monotonic, structlog.get_logger())
         shard = Shard("s", Versions(KernelPool(reference), 1, 0), GatedDisk(), BufferFlow(), owner)
         monkeypatch.setattr(OpenTransfers, "staged", None)
-        owner.own(shard)
-        owner.staged(PUSH, 12)
+        owner.own_shard(shard)
+        owner.on_push_staged(PUSH, 12)
     assert [line["event"] for line in logs] == ["flow_event_failed"]
