@@ -128,7 +128,7 @@ class LoneSlave:
 
     def order(self, body: e.OrderBody) -> Answer:
         """Have an order carried out; raise RuntimeError with the slave's reason if it is not."""
-        said = self._await(self._link.execute(e.Order(NAME, SINC, TERM, next(self._numbers), body, WAIT_S)))
+        said = self._await(self._link.execute_order(e.Order(NAME, SINC, TERM, next(self._numbers), body, WAIT_S)))
         if not isinstance(said, OrderAnswered):
             raise RuntimeError(f"{type(body).__name__}: {said}")
         return said.answer

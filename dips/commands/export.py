@@ -61,4 +61,4 @@ def _head(config: Path) -> VersionId | None:
         print(f"note: no ledger at {path}: taking the newest version that all slaves have", file=sys.stderr)
         return None
     with closing(Ledger.open(path, readonly=True)) as ledger:
-        return ledger.state().versions[-1].version
+        return ledger.read_state().versions[-1].version

@@ -62,7 +62,7 @@ def _rounds(config: Path, last: int) -> list[Any]:
     from dips.master.ledger import Ledger
 
     with closing(Ledger.open(ledger_path(load_run(config)), readonly=True)) as ledger:
-        return ledger.history(last)
+        return ledger.read_history(last)
 
 
 def listing(rounds: Sequence[Mapping[str, Any]]) -> Listing:

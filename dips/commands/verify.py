@@ -92,10 +92,10 @@ def _known(config: RunFile) -> Known:
         print(f"note: no ledger at {path}: snapshots are held against their own manifests only")
         return Known((), None, {})
     with closing(Ledger.open(path, readonly=True)) as ledger:
-        versions = ledger.state().versions
+        versions = ledger.read_state().versions
         lineage = tuple(v.version for v in versions if not v.retired and v.version != GENESIS)
         durable = [v.version for v in versions if v.durable]
-        return Known(lineage, durable[-1] if durable else GENESIS, ledger.digests())
+        return Known(lineage, durable[-1] if durable else GENESIS, ledger.read_digests())
 
 
 def _here(config: RunFile, only: str | None) -> list[SlaveSection]:

@@ -220,7 +220,7 @@ def _account(
         snapshots = [files.slave(name) / head for name in layout.SLAVES]
         losses = verdict.losses(files.initial_model, snapshots, files.exported, sample)
     with closing(Ledger.open(ledger_path(load_run(files.run_file)), readonly=True)) as ledger:
-        rounds, tokens = ledger.history(limit=1_000_000), ledger.tokens()
+        rounds, tokens = ledger.read_history(limit=1_000_000), ledger.read_tokens()
     lines = {name: list(timeline.read(files.timeline(name))) for name in (*layout.CLUSTERS, "master")}
     with console.status("drawing"):
         drawn = plots.draw(lines, losses, head, files.directory)

@@ -35,17 +35,17 @@ def replay_command(
       dips-master replay master/
       dips-master replay master/journal-3-1.jsonl --show | less
     """
-    done = replay.replay(journal, _show if show else lambda *_: None)
+    done = replay.replay_journal(journal, _show_step if show else lambda *_: None)
     for one in done:
-        print(_line(one))
-    for gap in replay.gaps(done):
+        print(_replay_line(one))
+    for gap in replay.find_gaps(done):
         print(f"note: {gap}")
     if done[-1].differs:
         print(done[-1].differs)
         raise typer.Exit(EXIT_DIFFERS)
 
 
-def _line(one: replay.Replayed) -> str:
+def _replay_line(one: replay.Replayed) -> str:
     notes = [
         "other effects" if one.differs else "the same effects",
         "its last line is torn: the master was killed" if one.torn else "",
@@ -56,7 +56,7 @@ def _line(one: replay.Replayed) -> str:
     return f"{one.path.name}: term {one.term}, {one.events} events, {one.effects} effects: {said}"
 
 
-def _show(line: int, now: float, event: Event, effects: list[Effect]) -> None:
+def _show_step(line: int, now: float, event: Event, effects: list[Effect]) -> None:
     print(f"{line:>7}  {now:.6f}  {event}")
     for effect in effects:
         print(f"         {effect}")
@@ -101,15 +101,15 @@ def recover_command(
     """
     run_file = load_run(config)
     with recover.open_ledger(run_file) as ledger:
-        plan = recover.make_plan(run_file, ledger, term_above, round_above, _version(adopt))
-        print(plan.describe())
+        plan = recover.make_plan(run_file, ledger, term_above, round_above, _parse_version(adopt))
+        print(plan.describe_lines())
         if not yes and not typer.confirm("Raise the counters and abandon what is named above?"):
             raise typer.Exit(1)
         plan.carry_out(ledger)
     print(f"done. next: dips-master --config {config}, then the slaves, then the agents")
 
 
-def _version(text: str | None) -> VersionId | None:
+def _parse_version(text: str | None) -> VersionId | None:
     try:
         return VersionId.parse(text) if text else None
     except ValueError as error:

@@ -157,7 +157,7 @@ class LedgerDisk:
         """Stop before the n-th statement of a write; what SQLite then finds is rolled back. True if it was through."""
         torn = TearingConnection(self._db, statements)
         try:
-            Ledger(torn, None, lambda: 0.0).write(records)  # type: ignore[arg-type]
+            Ledger(torn, None, lambda: 0.0).write_records(records)  # type: ignore[arg-type]
         except Torn:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
@@ -210,7 +210,7 @@ class MasterProcess:
         self.machine, self.world = machine, machine.world
         self.ledger = machine.disk.open()
         self.ledger.start_term()
-        state = self.ledger.state()
+        state = self.ledger.read_state()
         now, timing = self.world.heap.now, self.world.options.timing
         self.trusted = not machine.disk.old  # what it decides is compared with the reference
         if self.trusted:
@@ -246,7 +246,7 @@ class MasterProcess:
         if not self.writing or self in self.machine.zombies or disk.full or fate >= 0.8:
             return False
         if fate < 0.5:
-            self.ledger.write(self.writing)
+            self.ledger.write_records(self.writing)
         elif not disk.tear(self.writing, self.machine.rng.randint(1, 5)):
             self.world.monitor.occurred("torn_ledger")
             return False
@@ -265,7 +265,7 @@ class MasterProcess:
         if self.inbox is None or not self.alive:
             return
         came, self.inbox = self.inbox, None
-        self.core.wake(self.world.heap.now)
+        self.core.on_wake(self.world.heap.now)
         for read in came:
             read()
         self._look()
@@ -275,14 +275,14 @@ class MasterProcess:
         if self.inbox is not None:
             self.inbox.append(read)
         elif self.alive:
-            self.core.wake(self.world.heap.now)
+            self.core.on_wake(self.world.heap.now)
             read()
             self._carry_out()
 
     def _on_timer(self) -> None:
         self._timer = None
         if self.alive and self.inbox is None:
-            self.core.wake(self.world.heap.now)
+            self.core.on_wake(self.world.heap.now)
             self._look()
 
     def _look(self) -> None:
@@ -317,10 +317,10 @@ class MasterProcess:
                 self.world.monitor.heartbeat_read(*_sender(message))
             self.core.on_heartbeat(self._new_req(answer), message, now)
         elif isinstance(message, PushStaged | PushRefused):
-            self.core.handle(message, now)
+            self.core.take_event(message, now)
             answer(Acknowledged())
         else:
-            self.core.handle(replace(message, req=self._new_req(answer)), now)
+            self.core.take_event(replace(message, req=self._new_req(answer)), now)
 
     def _new_req(self, answer: Answer) -> int:
         self._last_req += 1
@@ -376,7 +376,7 @@ class MasterProcess:
         try:
             if self.machine.disk.full:
                 raise OSError("database or disk is full")
-            self.ledger.write(records)
+            self.ledger.write_records(records)
         except (OSError, StaleTerm) as error:
             exits = self.core.on_write_failed(error)
             self._on_arrival(lambda: self._exit(exits))
@@ -411,7 +411,7 @@ class MasterProcess:
         if event is None:
             self._send(sent)
         else:
-            self.core.handle(event, now)
+            self.core.take_event(event, now)
 
 
 def _sender(heartbeat: ClusterHeartbeat | SlaveHeartbeat) -> tuple[str, str, int]:

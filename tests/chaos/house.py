@@ -266,20 +266,20 @@ class Deployment(Run):
 
     def history(self) -> list[RoundHistory]:
         with self.ledger() as ledger:
-            return ledger.history(EVER)
+            return ledger.read_history(EVER)
 
     def head(self) -> VersionId:
         with self.ledger() as ledger:
-            return ledger.state().versions[-1].version
+            return ledger.read_state().versions[-1].version
 
     def progress(self, versions: int = 2, by: Sequence[str] = (), within_s: float = STEADY_S) -> VersionId:
         """Wait until so many more rounds made a version, and each of `by` is in one of them; return the head."""
         with self.ledger() as ledger:
-            last = max((r.round for r in ledger.history(1)), default=0)
+            last = max((r.round for r in ledger.read_history(1)), default=0)
 
         def holds() -> bool:
             with self.ledger() as ledger:
-                new = [r for r in ledger.history(12) if r.round > last and r.version is not None]
+                new = [r for r in ledger.read_history(12) if r.round > last and r.version is not None]
             return len(new) >= versions and set(by) <= {f.push.cluster for r in new for f in r.folds}
 
         self.until(holds, within_s, f"{versions} more versions{' by ' + ', '.join(by) if by else ''}")
@@ -302,7 +302,7 @@ class Deployment(Run):
 
         def holds() -> bool:
             with self.ledger() as ledger:
-                return any(row.retired for row in ledger.state().versions)
+                return any(row.retired for row in ledger.read_state().versions)
 
         self.until(holds, within_s, "a version is retired")
 
@@ -350,8 +350,8 @@ class Deployment(Run):
         """What ledger, ranks and logs tell, without standing still."""
         seen = {name: self._written(name, "seen") for name in self.clusters}  # first: then every row is there
         with self.ledger() as ledger:
-            state = ledger.state()
-            rounds = ledger.history(EVER)
+            state = ledger.read_state()
+            rounds = ledger.read_history(EVER)
         lineage = [row.version for row in state.versions]
         predict.check_lineage(rounds, lineage)
         predict.check_once(rounds, lineage)
@@ -393,7 +393,7 @@ class Deployment(Run):
     def _check_export(self) -> None:
         """Every element of the exported model is the reference's number; the head, if that is durable."""
         with self.ledger() as ledger:
-            rows, rounds = ledger.state().versions, ledger.history(EVER)  # rows first: each one has its round
+            rows, rounds = ledger.read_state().versions, ledger.read_history(EVER)  # rows first: each one has its round
         head = next(row.version for row in reversed(rows) if row.durable)
         out = self.directory / "export.safetensors"
         export_snapshot([self.directory / name for name in self.slaves], head, out)

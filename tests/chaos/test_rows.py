@@ -233,7 +233,7 @@ def _folded(house: Deployment) -> set[str]:
 
 def _lineage(house: Deployment) -> list[object]:
     with house.ledger() as ledger:
-        return [row.version for row in ledger.state().versions]
+        return [row.version for row in ledger.read_state().versions]
 
 
 def _say(port: str, words: bytes) -> None:

@@ -117,7 +117,7 @@ def test_row_11_disk_full(tight_house: Deployment) -> None:
         house.told(lambda s: s["durability"]["state"] == "degraded", SEEN_S, "durability is degraded")
         assert len(house.skipped()) >= 1
         with house.ledger() as ledger:
-            kept = next(row.version for row in reversed(ledger.state().versions) if row.durable)
+            kept = next(row.version for row in reversed(ledger.read_state().versions) if row.durable)
         house.progress(3, by=house.clusters)
         house.check()
         assert kept in disks.versions(house.directory / "ps1"), "a slave deleted on its own"
@@ -170,4 +170,4 @@ def _persisting(house: Deployment):  # type: ignore[no-untyped-def]
 
 def _lineage(house: Deployment) -> list[VersionId]:
     with house.ledger() as ledger:
-        return [row.version for row in ledger.state().versions]
+        return [row.version for row in ledger.read_state().versions]

@@ -148,7 +148,7 @@ def test_failure_9_pieces_of_different_steps_in_one_checkpoint(house: Deployment
     house.start_slave("ps1")
     house.progress(1)
     with house.ledger() as ledger:
-        predict.check_numbers(exported, predict.predict(ledger.history(EVER)), "export")
+        predict.check_numbers(exported, predict.predict(ledger.read_history(EVER)), "export")
 
 
 def test_failure_10_memory_that_creeps(house: Deployment) -> None:

@@ -61,7 +61,7 @@ def test_the_ledger_is_read(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     ledger.restore((DATA / ledger.FILE).read_text(), path)
     opened = Ledger.open(path)
-    state, tokens, rounds = opened.state(), opened.tokens(), opened.history()
+    state, tokens, rounds = opened.read_state(), opened.read_tokens(), opened.read_history()
     opened.close()
     assert str(state.versions[-1].version) == "v8@r8" and state.next_round == 9
     assert [len(r.folds) for r in rounds] == [2, 2, 1, 2, 1, 1, 2, 2]

@@ -263,7 +263,7 @@ async def test_a_push_becomes_a_version(config: RunFile) -> None:
         numbers = [order.number for order in slave.orders]
         assert numbers == sorted(numbers) and {order.term for order in slave.orders} == {1}
     ledger = Ledger.open(ledger_path(config))
-    (row,) = ledger.history()
+    (row,) = ledger.read_history()
     ledger.close()
     assert (row.kind, row.version, row.tokens) == ("applied", V1, 100)
     assert [fold.push for fold in row.folds] == [PushId("a", 1, 2)]
@@ -417,7 +417,7 @@ async def test_more_tokens_than_can_be_counted(config: RunFile) -> None:
     async with master(config) as address, control.open_channel(address) as channel:
         assert (await slaves[0].heartbeat(SlaveServiceStub(channel))).register
     ledger = Ledger.open(ledger_path(config), readonly=True)
-    assert ledger.tokens()["a"]["accepted"] == most
+    assert ledger.read_tokens()["a"]["accepted"] == most
     ledger.close()
 
 
@@ -470,7 +470,7 @@ async def test_orders_arrive_in_the_order_of_their_giving(tmp_path: Path) -> Non
     """A hundred orders given at once, before the link is up, reach the slave in their order."""
     async with listening(SlaveScript("s0")) as slave:
         link = SlaveLink("s0", slave.address)
-        answers = await asyncio.gather(*[link.execute(order(n)) for n in range(100)])
+        answers = await asyncio.gather(*[link.execute_order(order(n)) for n in range(100)])
         await link.close()
     assert [o.number for o in slave.orders] == list(range(100))
     assert all(isinstance(a, events.OrderAnswered) for a in answers)
@@ -481,8 +481,8 @@ async def test_a_refusal_and_a_stale_term_are_told_apart() -> None:
     async with listening(SlaveScript("s0")) as slave:
         slave.raises = {effects.Ping: StaleTerm("seen 5"), effects.Retire: StaleIncarnation("sinc 2")}
         link = SlaveLink("s0", slave.address)
-        stale = await link.execute(order(1))
-        refused = await link.execute(order(2, body=effects.Retire(())))
+        stale = await link.execute_order(order(1))
+        refused = await link.execute_order(order(2, body=effects.Retire(())))
         await link.close()
     assert isinstance(stale, events.OrderFailed) and (stale.error, stale.reason) == (StaleTerm, "seen 5")
     assert isinstance(refused, events.OrderFailed) and (refused.error, refused.reason) == (StaleIncarnation, "sinc 2")
@@ -493,7 +493,7 @@ async def test_a_broken_disk_is_said_at_once() -> None:
     async with listening(SlaveScript("s0")) as slave:
         slave.raises = {effects.Persist: FailedDisk("s0 cannot write: no space left")}
         link = SlaveLink("s0", slave.address)
-        failed = await link.execute(order(1, body=effects.Persist(VersionId(1, 1))))
+        failed = await link.execute_order(order(1, body=effects.Persist(VersionId(1, 1))))
         await link.close()
     assert isinstance(failed, events.OrderFailed) and failed.error is FailedDisk
     assert failed.reason == "s0 cannot write: no space left"
@@ -507,7 +507,7 @@ async def test_nobody_there_is_unresponsive_at_the_deadline() -> None:
         pass
     link = SlaveLink("s0", slave.address)
     began = asyncio.get_running_loop().time()
-    failed = await link.execute(order(1, deadline_s=0.5))
+    failed = await link.execute_order(order(1, deadline_s=0.5))
     took = asyncio.get_running_loop().time() - began
     await link.close()
     assert isinstance(failed, events.OrderFailed) and failed.error is UnresponsiveSlave
@@ -521,16 +521,16 @@ async def test_a_slot_at_a_slave_that_nobody_listens_for_is_refused_at_once() ->
     slave, open_push = SlaveScript("s0"), effects.OpenPush(PushId("a", 1, 1), (0,), 5.0)
     async with listening(slave):
         link = SlaveLink("s0", slave.address)
-        opened = await link.execute(order(1, body=open_push))
+        opened = await link.execute_order(order(1, body=open_push))
     began = asyncio.get_running_loop().time()
-    failed = await link.execute(order(2, deadline_s=20.0, body=open_push))
+    failed = await link.execute_order(order(2, deadline_s=20.0, body=open_push))
     took = asyncio.get_running_loop().time() - began
     assert isinstance(opened, events.OrderAnswered)
     assert isinstance(failed, events.OrderFailed) and failed.error is UnavailableSlave
     assert "nobody listens" in failed.reason and took < 2.0
     async with listening(slave):
         async with asyncio.timeout(10.0):
-            while not isinstance(await link.execute(order(3, body=open_push)), events.OrderAnswered):
+            while not isinstance(await link.execute_order(order(3, body=open_push)), events.OrderAnswered):
                 await asyncio.sleep(0.1)
     await link.close()
 
@@ -541,7 +541,7 @@ async def test_a_link_that_comes_back_carries_the_order() -> None:
     async with listening(slave):
         pass
     link = SlaveLink("s0", slave.address)
-    giving = asyncio.create_task(link.execute(order(1, deadline_s=20.0)))
+    giving = asyncio.create_task(link.execute_order(order(1, deadline_s=20.0)))
     done, _ = await asyncio.wait([giving], timeout=0.3)
     assert not done
     async with listening(slave):

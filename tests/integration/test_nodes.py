@@ -62,7 +62,7 @@ class Nodes(harness.Run):  # type: ignore[misc, name-defined]
 
     def versions(self) -> list[Any]:
         with self.ledger() as ledger:
-            return [r for r in ledger.history(1000) if r.version is not None]
+            return [r for r in ledger.read_history(1000) if r.version is not None]
 
     def check(self) -> None:
         """Both ranks end with the number that the ledger's folds predict, and installed the same versions."""

@@ -39,7 +39,7 @@ def test_a_data_set_is_trained_to_its_end(tmp_path: Path, rest: bool) -> None:
         command = [sys.executable, str(HERE / "train_ranges.py"), str(tmp_path / "set"), str(tmp_path / "seen.json")]
         run.wait(run.start_cluster("west", command, steps=steps), 200)
         with run.ledger() as ledger:
-            rounds, finished = ledger.history(1000), ledger.state().finished
+            rounds, finished = ledger.read_history(1000), ledger.read_state().finished
 
     expected = [
         (number, batch[:, 0].tolist())

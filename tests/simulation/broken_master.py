@@ -45,7 +45,7 @@ def record_before_all_persisted() -> list[Patch]:
 
 
 def reuse_round_after_restart() -> list[Patch]:
-    honest = Ledger.state
+    honest = Ledger.read_state
 
     def start_term(self: Ledger) -> int:
         return 1

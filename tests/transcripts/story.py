@@ -55,12 +55,12 @@ class Teller:
         self.orders.clear()
         ledger: Ledger = self.disk.open()
         ledger.start_term()
-        self.ledger, self.machine = ledger, Coordinator(ledger.state(), self.manifest, self.options, self.now)
+        self.ledger, self.machine = ledger, Coordinator(ledger.read_state(), self.manifest, self.options, self.now)
 
     def settle(self) -> None:
         """What the last step recorded is durable now."""
         if self.unwritten:
-            self.ledger.write(self.unwritten)
+            self.ledger.write_records(self.unwritten)
             self.unwritten = []
 
     def step(self, event: ev.Event, asker: str = "") -> list[str]:
@@ -129,7 +129,7 @@ class Teller:
 
     def staged(self, slave: str, words: Words) -> list[str]:
         push = self._push(words["push"])
-        names = [name for name, _ in self.ledger.state().row.placement] if slave == "all" else [slave]
+        names = [name for name, _ in self.ledger.read_state().row.placement] if slave == "all" else [slave]
         return [line for n in names for line in self.step(ev.PushStaged(n, self._incarnation(n, words), push, 16))]
 
     def refuses_push(self, slave: str, words: Words) -> list[str]:
@@ -216,7 +216,7 @@ class Teller:
 
     def ready(self, _: str, words: Words) -> list[str]:
         """Every slave registers and serves the head."""
-        names = [name for name, _ in self.ledger.state().row.placement]
+        names = [name for name, _ in self.ledger.read_state().row.placement]
         for name in names:
             self.registers(
                 name, {"holds": self.machine.build_view(self.now)["head"], "term": str(self.machine.term), **words}

@@ -174,7 +174,7 @@ async def test_an_answer_waits_for_its_record(tmp_path: Path) -> None:
     async with running(tmp_path) as h:
         h.coordinator.script[ClusterJoined] = joins
         h.outside.disk.clear()
-        asking = asyncio.create_task(h.runtime.ask(lambda req: ClusterJoined(req, *JOIN)))
+        asking = asyncio.create_task(h.runtime.ask_core(lambda req: ClusterJoined(req, *JOIN)))
         await h.heard(ClusterJoined)
         done, _ = await asyncio.wait([asking], timeout=0.1)
         assert not done and h.outside.written == []
@@ -188,9 +188,9 @@ async def test_a_heartbeat_tells_nothing_that_is_not_durable(tmp_path: Path) -> 
     async with running(tmp_path) as h:
         h.coordinator.script[ClusterJoined] = joins
         h.outside.disk.clear()
-        asking = asyncio.create_task(h.runtime.ask(lambda req: ClusterJoined(req, *JOIN)))
+        asking = asyncio.create_task(h.runtime.ask_core(lambda req: ClusterJoined(req, *JOIN)))
         await h.heard(ClusterJoined)
-        heartbeating = asyncio.create_task(h.runtime.heartbeat(heartbeat()))
+        heartbeating = asyncio.create_task(h.runtime.take_heartbeat(heartbeat()))
         done, _ = await asyncio.wait([heartbeating], timeout=0.1)
         assert not done
         h.outside.disk.set()
@@ -227,10 +227,10 @@ async def test_a_record_that_cannot_be_written_ends_the_master(tmp_path: Path) -
     made.outside.fails = True
     ending = asyncio.create_task(made.runtime.run())
     with pytest.raises(UnavailableMaster, match="stopping"):
-        await made.runtime.ask(lambda req: ClusterJoined(req, *JOIN))
+        await made.runtime.ask_core(lambda req: ClusterJoined(req, *JOIN))
     assert await ending == EXIT_LEDGER
     with pytest.raises(UnavailableMaster):
-        await made.runtime.heartbeat(heartbeat())
+        await made.runtime.take_heartbeat(heartbeat())
     made.timeline.close()
 
 
@@ -266,12 +266,12 @@ async def test_nobody_dies_of_our_absence(tmp_path: Path) -> None:
     """
     async with running(tmp_path) as h:
         h.coordinator.script[ClusterJoined] = joins
-        await h.runtime.ask(lambda req: ClusterJoined(req, *JOIN))
+        await h.runtime.ask_core(lambda req: ClusterJoined(req, *JOIN))
         h.clock.added += 60.0
         blind = await h.heard(Blind)
         assert blind.gap_s == pytest.approx(60.0, abs=1.0)
         for _ in range(8):
-            await h.runtime.heartbeat(heartbeat())
+            await h.runtime.take_heartbeat(heartbeat())
             await asyncio.sleep(HEARTBEAT_S / 2)
         assert "ClusterSilent" not in h.coordinator.kinds()
         await h.heard(ClusterSilent)  # and when it does fall silent, it is judged as ever
@@ -301,7 +301,7 @@ async def test_stop_refuses_those_who_wait(tmp_path: Path) -> None:
     """A graceful stop answers open questions with UnavailableMaster instead of leaving them to their deadline."""
     made = RunningMaster(tmp_path)
     ending = asyncio.create_task(made.runtime.run())
-    asking = asyncio.create_task(made.runtime.ask(lambda req: RoundAwaited(req, PUSH)))
+    asking = asyncio.create_task(made.runtime.ask_core(lambda req: RoundAwaited(req, PUSH)))
     await made.heard(RoundAwaited)
     made.runtime.stop()
     assert await ending == 0
