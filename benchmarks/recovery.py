@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.harness import Bench, main
 from benchmarks.lone_slave import equal_layers
 from benchmarks.whole_run import WholeRun
-from dips.client.agent.trainer import descendants
+from dips.client.agent.trainer import list_descendants
 from dips.commands.status import ask_status
 from dips.errors import DipsError
 from dips.protocol.manifest import Manifest
@@ -75,7 +75,7 @@ class RecoveryRun(WholeRun):
     def kill(self, name: str) -> float:
         """SIGKILL of a process and all below it; return when (Unix seconds)."""
         process = self._processes.newest(name)
-        below = descendants(process.pid)
+        below = list_descendants(process.pid)
         at = time.time()
         process.kill()
         process.wait()

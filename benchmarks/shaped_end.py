@@ -99,7 +99,7 @@ def rank(cast: Cast, cluster: str, number: int) -> None:
         )
         grant = Grant(GENESIS, there, (tuple(order),) * cast.ranks, WAIT_S, cast.codec, GENESIS)
         begun, used = time.perf_counter(), processor_s()
-        transfer.push(grant, TransferIdentity(RUN, cluster, 1, seq, number), pieces)
+        transfer.push_pieces(grant, TransferIdentity(RUN, cluster, 1, seq, number), pieces)
         say([time.perf_counter() - begun, processor_s() - used])
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from dips.client.agent.trainer import descendants
+from dips.client.agent.trainer import list_descendants
 from dips.errors import DipsError
 
 GRACE_S = 15.0  # between SIGTERM and SIGKILL
@@ -64,7 +64,7 @@ class DemoProcess:
 
     def kill_children(self) -> list[int]:
         """Kill hard everything that it started, and leave itself alive; return the ids."""
-        killed = descendants(self.pid)
+        killed = list_descendants(self.pid)
         _kill(killed)
         return killed
 
@@ -78,7 +78,7 @@ class DemoProcess:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, deadline - time.monotonic()))
         if self.code() is None:
-            below = descendants(self.pid)
+            below = list_descendants(self.pid)
             self.kill()
             _kill(below)
 

@@ -284,7 +284,7 @@ class SimAgent:
         self._do(self.core.on_error(ask, error, self.world.heap.now))
 
     def on_reply(self, ask: AskMaster, answer: Any) -> None:
-        if self.core.awaits(ask):
+        if self.core.awaits_answer(ask):
             if isinstance(answer, Grant | Joined | Finished):
                 version = answer.head if isinstance(answer, Joined) else answer.version
                 self.world.monitor.told_version(self, version, type(answer).__name__)

@@ -43,7 +43,7 @@ class SimCluster:
     def leave(self) -> None:
         """The agent is told to stop: it says so once, and goes whether it is heard or not."""
         agent = self.agent
-        left = agent.core.leave() if agent is not None and not agent.gate.closed else None
+        left = agent.core.leave_run() if agent is not None and not agent.gate.closed else None
         if agent is not None and left is not None:
             self.world.network.call(self.name, "master", left, CALL_S, lambda _: None)
             self.crash()

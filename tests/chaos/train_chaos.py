@@ -55,7 +55,7 @@ def main() -> None:
 
     import torch
 
-    from dips.client.agent.launch import PR_SET_PDEATHSIG, prctl
+    from dips.client.agent.launch import PR_SET_PDEATHSIG, set_process_attribute
     from tests.chaos import points
 
     torch.set_num_threads(1)
@@ -66,7 +66,7 @@ def main() -> None:
     for incarnation in itertools.count(1):
         pid = os.fork()
         if pid == 0:
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            set_process_attribute(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != launcher:
                 os._exit(1)
             os.environ["TORCHELASTIC_RESTART_COUNT"] = str(incarnation - 1)

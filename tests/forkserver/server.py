@@ -41,7 +41,7 @@ _imported = set[Any]()
 
 def main(connection: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    trainer.descendants = process.descendants  # the agent kills whatever is left below it, but not its server
+    trainer.list_descendants = process.descendants  # the agent kills whatever is left below it, but not its server
     request = serve(connection)
     while True:  # from here on in a forked program, or again in a server of it
         enter(request)

@@ -99,7 +99,7 @@ def one_rank_fails(collectives: JobCollectives, model: nn.Module) -> dict[str, A
         assert cancel.wait(30), "rank 0 was not cancelled"
         raise transfer.TransferCancelled("cancelled")
 
-    transfer.pull = pull
+    transfer.pull_pieces = pull
     began = time.monotonic()
     moved = shard_transfer.begin_pull(order(TransferIdentity("run", "c", 1, 1, collectives.rank))).wait(0.2)
     same = all(torch.equal(a, local(p)) for a, p in zip(before, model.parameters(), strict=True))
@@ -119,7 +119,7 @@ def all_ranks_pull(collectives: JobCollectives, model: nn.Module) -> dict[str, A
             piece.array[:] = 7.0
         return TransferStats(0, 0.0, 1)
 
-    transfer.pull = pull
+    transfer.pull_pieces = pull
     moved = shard_transfer.begin_pull(order(TransferIdentity("run", "c", 1, 2, shard_transfer.rank))).wait(0.2)
     shard_transfer.install_version(GRANT.version)
     kept = all(torch.equal(local(s[k]), local(moments[p][k])) for p, s in optimizer.state.items() for k in s)
@@ -146,7 +146,7 @@ def one_rank_tears(collectives: JobCollectives, model: nn.Module) -> dict[str, A
             piece.array[:] = 9.0
         return TransferStats(0, 0.0, 1)
 
-    transfer.pull = pull
+    transfer.pull_pieces = pull
     torn = shard_transfer.begin_pull(order(TransferIdentity("run", "c", 1, 3, shard_transfer.rank))).wait(0.2)
     nines = {name: bool((local(p) == 9.0).all()) for name, p in model.named_parameters()}
     broken[0] = False

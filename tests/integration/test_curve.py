@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import zmq.auth
 
-from dips.client.rank.transfer import Piece, TransferIdentity, pull, push
+from dips.client.rank.transfer import Piece, TransferIdentity, pull_pieces, push_pieces
 from dips.errors import ConfigError, UnavailableSlave
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant, SlaveAddress
@@ -67,12 +67,12 @@ def test_a_push_and_a_pull_go_by_curve(lanes: int) -> None:
     with house(curve.new_keys(), lanes) as flow:
         slot = {i: np.zeros(NUMEL, np.float32) for i in range(2)}
         flow.open_push(PushId("a", 1, 1), (0,), slot, 20.0)
-        stats = push(grant(flow, flow.public_key), TransferIdentity(RUN, "a", 1, 1, 0), pieces(2.5))
+        stats = push_pieces(grant(flow, flow.public_key), TransferIdentity(RUN, "a", 1, 1, 0), pieces(2.5))
         assert stats.connections == lanes and not flow.refused_frames
         assert all((array == 2.5).all() for array in slot.values())
         flow.open_pull(PullId("a", 1, 2), V, slot, 20.0)
         wanted = pieces(0.0)
-        pull(grant(flow, flow.public_key), TransferIdentity(RUN, "a", 1, 2, 0), wanted)
+        pull_pieces(grant(flow, flow.public_key), TransferIdentity(RUN, "a", 1, 2, 0), wanted)
         assert all((piece.array == 2.5).all() for piece in wanted)
 
 
@@ -84,14 +84,14 @@ def test_who_does_not_know_the_key_moves_nothing(known: str) -> None:
         slot = {i: np.zeros(NUMEL, np.float32) for i in range(2)}
         flow.open_push(PushId("a", 1, 1), (0,), slot, 20.0)
         with pytest.raises(UnavailableSlave, match="not connected"):
-            push(grant(flow, key, 1.0), TransferIdentity(RUN, "a", 1, 1, 0), pieces(2.5))
+            push_pieces(grant(flow, key, 1.0), TransferIdentity(RUN, "a", 1, 1, 0), pieces(2.5))
         assert not any(array.any() for array in slot.values()) and flow.bytes_in == 0
 
 
 def test_a_plain_lane_takes_no_rank_that_expects_a_key() -> None:
     """A rank that was told a key never speaks plain text."""
     with house(None) as flow, pytest.raises(UnavailableSlave, match="not connected"):
-        push(grant(flow, curve.new_keys().public, 1.0), TransferIdentity(RUN, "a", 1, 1, 0), pieces(2.5))
+        push_pieces(grant(flow, curve.new_keys().public, 1.0), TransferIdentity(RUN, "a", 1, 1, 0), pieces(2.5))
     assert flow.public_key == ""
 
 

@@ -23,8 +23,8 @@ from dips.client.rank.transfer import (
     TransferIdentity,
     TransferRate,
     TransferStats,
-    pull,
-    push,
+    pull_pieces,
+    push_pieces,
 )
 from dips.errors import (
     ConfigError,
@@ -320,7 +320,7 @@ def test_a_push_is_staged_bit_for_bit(ranks, lanes):
         seen: list[TransferRate] = []
 
         def rank(r: int) -> TransferStats:
-            return push(grant, base(1, r), hands[r], progress=seen.append if r == 0 else None)
+            return push_pieces(grant, base(1, r), hands[r], progress=seen.append if r == 0 else None)
 
         stats = together(*(lambda r=r: rank(r) for r in range(ranks)))
         assert slave.heard.wait("staged", push_id) == 4 * MANIFEST.numel
@@ -342,7 +342,10 @@ def test_differences_are_added_to_the_base_within_the_bound(codec, share_of_fp32
         hands, grant = shares(differences, ranks), slave.grant(ranks, codec=codec)
         seen: list[TransferRate] = []
         stats = together(
-            *(lambda r=r: push(grant, base(1, r), hands[r], progress=None if r else seen.append) for r in range(ranks))
+            *(
+                lambda r=r: push_pieces(grant, base(1, r), hands[r], progress=None if r else seen.append)
+                for r in range(ranks)
+            )
         )
         moved = slave.heard.wait("staged", push_id)
         assert moved == sum(s.nbytes for s in stats) == slave.flow.bytes_in
@@ -363,7 +366,7 @@ def test_a_cut_lossy_push_is_resumed_and_nothing_is_added_twice():
         theta, differences, push_id = model(1), model(2), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id, codec="int8", theta=theta)
         hand = shares(differences, 1)[0]
-        stats = push(slave.grant(1, [cut.address], codec="int8"), base(1), hand)
+        stats = push_pieces(slave.grant(1, [cut.address], codec="int8"), base(1), hand)
         slave.heard.wait("staged", push_id)
         assert stats.connections == 4
         assert same(buffers, decoded("int8", theta, hand))
@@ -393,8 +396,8 @@ def test_a_rank_that_holds_nothing_is_waited_for_and_told_done():
     with house() as slave:
         values, push_id = model(1), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id, 2)
-        with background(lambda: push(slave.grant(2), base(1, 1), shares(values, 1)[0])) as first:
-            empty = push(slave.grant(2), base(1, 0), [])
+        with background(lambda: push_pieces(slave.grant(2), base(1, 1), shares(values, 1)[0])) as first:
+            empty = push_pieces(slave.grant(2), base(1, 0), [])
             assert first.result(20).nbytes == 4 * MANIFEST.numel
         assert empty.nbytes == 0
         slave.heard.wait("staged", push_id)
@@ -422,7 +425,7 @@ def test_ranks_that_do_not_fit_are_refused_by_name(change, says):
 
         def rank(r: int) -> str:
             with pytest.raises(LocalProtocolError) as refused:
-                push(slave.grant(2), base(1, r), hands[r])
+                push_pieces(slave.grant(2), base(1, r), hands[r])
             return str(refused.value)
 
         for text in together(lambda: rank(0), lambda: rank(1)):
@@ -439,7 +442,7 @@ def test_a_cut_push_is_resumed(after):
     with house() as slave, proxy(slave.flow.lane_addresses()[0], after, cuts=2) as cut:
         values, push_id = model(2), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id)
-        stats = push(slave.grant(1, [cut.address]), base(1), shares(values, 1)[0])
+        stats = push_pieces(slave.grant(1, [cut.address]), base(1), shares(values, 1)[0])
         slave.heard.wait("staged", push_id)
         assert same(buffers, values)
         assert stats.connections == cut.connections == 3
@@ -454,7 +457,7 @@ def test_an_answer_that_is_lost_is_asked_again():
             push_id = PushId("fast", 1, seq)
             buffers = slave.open_push(push_id)
             with proxy(slave.flow.lane_addresses()[0], after, upward=False) as cut:
-                push(slave.grant(1, [cut.address]), base(seq), shares(values, 1)[0])
+                push_pieces(slave.grant(1, [cut.address]), base(seq), shares(values, 1)[0])
             slave.heard.wait("staged", push_id)
             assert same(buffers, values)
             slave.flow.drop_push(push_id)
@@ -549,7 +552,7 @@ def test_garbage_beside_a_push_costs_it_nothing():
         peer.say(Kind.DONE, streams.encode_done(1))
         values, push_id = model(6), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id)
-        push(slave.grant(1), base(1), shares(values, 1)[0])
+        push_pieces(slave.grant(1), base(1), shares(values, 1)[0])
         slave.heard.wait("staged", push_id)
         assert same(buffers, values)
         peer.say(Kind.HELLO, streams.encode_hello(replace(name_of("push", 9), sinc=SINC), ()))  # refused, not answered
@@ -586,13 +589,13 @@ def test_two_hundred_strangers_cost_a_push_and_a_pull_nothing(lanes):
         values = model(9)
         for seq in (1, 2, 3):
             buffers = slave.open_push(PushId("fast", 1, seq))
-            pushed = push(slave.grant(1), base(seq), shares(values, 1)[0])
+            pushed = push_pieces(slave.grant(1), base(seq), shares(values, 1)[0])
             slave.heard.wait("staged", PushId("fast", 1, seq))
             assert same(buffers, values)
             slave.flow.drop_push(PushId("fast", 1, seq))
             slave.flow.open_pull(PullId("fast", 1, seq), V, values, 30.0)
             fetched = blank()
-            pulled = pull(slave.grant(1), base(seq), shares(fetched, 1)[0])
+            pulled = pull_pieces(slave.grant(1), base(seq), shares(fetched, 1)[0])
             slave.flow.close_pull(PullId("fast", 1, seq))
             slave.heard.wait("released", PullId("fast", 1, seq))
             assert same(fetched, values)
@@ -610,7 +613,7 @@ def test_two_pushes_at_once_do_not_mix():
         buffers = [slave.open_push(push_id, 2) for push_id in ids]
         together(
             *(
-                lambda values=values, push_id=push_id, r=r: push(
+                lambda values=values, push_id=push_id, r=r: push_pieces(
                     slave.grant(2), base(1, r, push_id.cluster), shares(values, 2)[r]
                 )
                 for values, push_id in zip((a, b), ids, strict=True)
@@ -629,7 +632,7 @@ def test_a_push_that_stalls_ends():
         push_id = PushId("fast", 1, 1)
         slave.open_push(push_id, 2)
         with pytest.raises(UnavailableSlave, match=r"ranks \[1\] never said HELLO"):
-            push(slave.grant(2), base(1), shares(model(1), 2)[0])
+            push_pieces(slave.grant(2), base(1), shares(model(1), 2)[0])
         assert "ranks [1] never said HELLO" in slave.heard.wait("refused", push_id)
 
 
@@ -643,7 +646,7 @@ def test_a_rank_that_stops_sending_ends_its_push_and_no_other():
         peer.hello(WHOLE)
         peer.hear(Kind.WELCOME)
         peer.hear(Kind.WANT)
-        push(slave.grant(1), base(1, 0, "slow"), shares(values, 1)[0])
+        push_pieces(slave.grant(1), base(1, 0, "slow"), shares(values, 1)[0])
         assert same(buffers, values)
         assert "rank 0 brought 0 of" in slave.heard.wait("refused", silent)
         assert not slave.heard.of("refused", lively)
@@ -693,7 +696,7 @@ def test_a_rank_waits_for_a_push_that_is_not_open_yet():
     """Its HELLO came before OpenPush: it backs off and tries again."""
     with house() as slave:
         values, push_id = model(1), PushId("fast", 1, 1)
-        with background(lambda: push(slave.grant(1), base(1), shares(values, 1)[0])) as moving:
+        with background(lambda: push_pieces(slave.grant(1), base(1), shares(values, 1)[0])) as moving:
             while not slave.flow.refused_frames["hello"]:
                 assert not moving.done()
             buffers = slave.open_push(push_id)
@@ -707,18 +710,18 @@ def test_what_ends_a_push_is_named():
     with house() as slave:
         pieces = shares(model(1), 1)[0]
         with pytest.raises(UnavailableSlave, match="not open yet: try again"):
-            push(slave.grant(1, deadline_s=0.3), base(1), pieces)
+            push_pieces(slave.grant(1, deadline_s=0.3), base(1), pieces)
         cancel = threading.Event()
         cancel.set()
         with pytest.raises(TransferCancelled):
-            push(slave.grant(1), base(1), pieces, cancel=cancel)
+            push_pieces(slave.grant(1), base(1), pieces, cancel=cancel)
         lives_on = Grant(V, (slave.address(sinc=SINC - 1),), ((0,),), 30.0)
         with pytest.raises(StaleIncarnation, match="incarnation 3"):
-            push(lives_on, base(1), pieces)
+            push_pieces(lives_on, base(1), pieces)
         slave.open_push(PushId("fast", 1, 2))
         slave.flow.drop_push(PushId("fast", 1, 2))
         with pytest.raises(StalePush, match="is over"):
-            push(slave.grant(1), base(2), pieces)
+            push_pieces(slave.grant(1), base(2), pieces)
 
 
 def test_an_unreachable_slave_is_tried_until_the_deadline():
@@ -727,7 +730,7 @@ def test_an_unreachable_slave_is_tried_until_the_deadline():
         address = f"127.0.0.1:{free.getsockname()[1]}"
     grant = Grant(V, (SlaveAddress("s0", SINC, (address,), LAYERS),), ((0,),), 0.5)
     with pytest.raises(UnavailableSlave, match=f"slave s0 at {address} is not connected"):
-        push(grant, base(1), shares(model(1), 1)[0])
+        push_pieces(grant, base(1), shares(model(1), 1)[0])
 
 
 def test_a_new_incarnation_drops_what_the_last_one_had_open():
@@ -739,7 +742,7 @@ def test_a_new_incarnation_drops_what_the_last_one_had_open():
         assert "incarnation 4" in slave.heard.wait("released", PullId("fast", 1, 1))
         assert slave.flow.list_transfers() == ()
         with pytest.raises(StaleIncarnation):
-            push(slave.grant(1), base(1), shares(model(1), 1)[0])
+            push_pieces(slave.grant(1), base(1), shares(model(1), 1)[0])
 
 
 def test_a_port_in_use_is_named():
@@ -759,7 +762,7 @@ def test_a_pull_is_bit_for_bit(ranks, lanes):
         source, target, pull_id = model(9), blank(), PullId("fast", 1, 1)
         slave.flow.open_pull(pull_id, V, source, 30.0)
         hands = shares(target, ranks)
-        together(*(lambda r=r: pull(slave.grant(ranks), base(1, r), hands[r]) for r in range(ranks)))
+        together(*(lambda r=r: pull_pieces(slave.grant(ranks), base(1, r), hands[r]) for r in range(ranks)))
         assert same(source, target)
         assert not slave.heard.of("released", pull_id)
         slave.flow.close_pull(pull_id)
@@ -767,7 +770,7 @@ def test_a_pull_is_bit_for_bit(ranks, lanes):
         assert slave.heard.wait("released", pull_id) == "closed"
         assert slave.flow.bytes_out == 4 * MANIFEST.numel
         with pytest.raises(StalePush, match="is over"):
-            pull(slave.grant(ranks), base(1), hands[0])
+            pull_pieces(slave.grant(ranks), base(1), hands[0])
         assert slave.heard.of("released", pull_id) == ["closed"]
 
 
@@ -784,7 +787,7 @@ def test_a_rank_pulls_its_layers_from_several_slaves():
             flow.open_pull(pull_id, V, {i: source[i] for i in layers}, 30.0)
             addresses.append(SlaveAddress(f"s{index}", index, flow.lane_addresses(), layers))
         grant = Grant(V, tuple(addresses), ((1, 0),), 30.0)
-        pull(grant, base(1), shares(target, 1)[0])
+        pull_pieces(grant, base(1), shares(target, 1)[0])
         assert same(source, target)
 
 
@@ -796,12 +799,12 @@ def test_a_pull_goes_on_from_another_source_with_the_same_bytes():
         file = {layer: array.copy() for layer, array in source.items()}
         hands = shares(target, 2)
         slave.flow.open_pull(pull_id, V, source, 30.0)
-        pull(slave.grant(2), base(1, 0), hands[0])
+        pull_pieces(slave.grant(2), base(1, 0), hands[0])
         slave.flow.move_pull(pull_id, file)
         slave.heard.wait("moved", pull_id)
         for array in source.values():
             array.fill(np.nan)
-        pull(slave.grant(2), base(1, 1), hands[1])
+        pull_pieces(slave.grant(2), base(1, 1), hands[1])
         assert same(file, target)
         slave.flow.close_pull(pull_id)
         assert slave.heard.wait("released", pull_id) == "closed"
@@ -815,7 +818,7 @@ def test_a_cut_pull_is_resumed(after):
     with house() as slave, proxy(slave.flow.lane_addresses()[0], after, cuts=2, upward=False) as cut:
         source, target, pull_id = model(9), blank(), PullId("fast", 1, 1)
         slave.flow.open_pull(pull_id, V, source, 30.0)
-        stats = pull(slave.grant(1, [cut.address]), base(1), shares(target, 1)[0])
+        stats = pull_pieces(slave.grant(1, [cut.address]), base(1), shares(target, 1)[0])
         assert same(source, target)
         assert stats.connections == cut.connections
         assert stats.connections > 1
@@ -873,7 +876,7 @@ def test_a_pull_of_another_version_is_refused():
         slave.flow.open_pull(PullId("fast", 1, 1), VersionId(4, 6), model(1), 30.0)
         target = blank()
         with pytest.raises(StaleVersion, match="v4@r6"):
-            pull(slave.grant(1), base(1), shares(target, 1)[0])
+            pull_pieces(slave.grant(1), base(1), shares(target, 1)[0])
         assert all(np.isnan(layer).all() for layer in target.values())
 
 

@@ -48,13 +48,13 @@ class Held(FileSystemWriter):
 
 def hold_pushes() -> threading.Event:
     """Let no push move before the event is set."""
-    own, go = transfer.push, threading.Event()
+    own, go = transfer.push_pieces, threading.Event()
 
     def push(*words: Any, **options: Any) -> Any:
         assert go.wait(WITHIN_S), "a checkpoint was not written while a push moved"
         return own(*words, **options)
 
-    transfer.push = push  # type: ignore[assignment]
+    transfer.push_pieces = push  # type: ignore[assignment]
     return go
 
 

@@ -126,7 +126,7 @@ class TokensInvariant(Invariant):
         if agent.inc == 0 or agent.state.sync.phase is SyncPhase.JOINING:
             return
         account = agent.state.account
-        if account.consumed != agent.consumed:
+        if account.consumed_tokens != agent.consumed:
             self.fail(f"{agent.name} consumed {agent.consumed} tokens, its account: {account}")
 
     def _tokens_of(self, row: FoldRow | OutcomeRow) -> None:

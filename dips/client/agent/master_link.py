@@ -54,21 +54,23 @@ class MasterLink:
         self._channels: tuple[aio.Channel, aio.Channel] = (control.open_channel(address), control.open_channel(address))
         self._questions, self._heartbeats = (ClusterServiceStub(channel) for channel in self._channels)
 
-    async def ask(self, event: object) -> Result:
+    async def ask_master(self, event: object) -> Result:
         """Ask; raise UnavailableMaster if nobody answers in time, else what the master raised."""
         method, deadline_s = CALLS[type(event)]
-        reply = await self._call(getattr(self._questions, method), event, deadline_s)
+        reply = await self._call_method(getattr(self._questions, method), event, deadline_s)
         return cast(Result, unwrap_oneof(reply))
 
     async def send_heartbeat(self, heartbeat: ClusterHeartbeat, deadline_s: float) -> ClusterHeartbeatAnswer:
         """Keep the lease; raise as `ask` does."""
-        return from_proto(await self._call(self._heartbeats.Heartbeat, heartbeat, deadline_s), ClusterHeartbeatAnswer)
+        return from_proto(
+            await self._call_method(self._heartbeats.Heartbeat, heartbeat, deadline_s), ClusterHeartbeatAnswer
+        )
 
     async def close(self) -> None:
         for channel in self._channels:
             await channel.close()
 
-    async def _call(self, method: Any, event: object, deadline_s: float) -> Any:
+    async def _call_method(self, method: Any, event: object, deadline_s: float) -> Any:
         return await control.call_method(
             method, to_proto(event), deadline_s=deadline_s, peer=self._peer, unavailable=UnavailableMaster
         )

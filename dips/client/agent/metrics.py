@@ -35,10 +35,10 @@ FATE = (MetricRow("dips_agent_tokens_by_fate", "tokens", "Tokens of this incarna
 MOVED = (MetricRow("dips_agent_moved_bytes", "nbytes", "Of pushes and pulls that were carried through.", counter=True),)
 
 
-def read(state: AgentState, now: float) -> dict[str, Any]:
+def read_metrics(state: AgentState, now: float) -> dict[str, Any]:
     """Gather the numbers; on the thread that owns the core."""
     trainer, member, tally, account = state.trainer, state.membership, state.tally, state.account
-    rate, silent_since = tally.rate(now), member.unreachable_since
+    rate, silent_since = tally.token_rate(now), member.unreachable_since
     return {
         "inc": member.inc,
         "attempt": trainer.attempt,
@@ -52,7 +52,7 @@ def read(state: AgentState, now: float) -> dict[str, Any]:
         "base": trainer.base.version if trainer.base else None,
         "progress": state.fraction,
         "silent_s": 0.0 if silent_since is None else max(0.0, now - silent_since),
-        "spent": tally.spent(now),
+        "spent": tally.seconds_by_cause(now),
         "moved": dict(tally.moved),
         "fates": {
             "carried": account.carried.tokens,
@@ -68,7 +68,7 @@ def read_relay(relay: Relay | None) -> dict[str, Any]:
     """The relay's numbers; nothing without one."""
     if relay is None:
         return {}
-    return {"relayed": relay.passed_bytes, "relay_open": relay.connections, "relay_refused": relay.refused}
+    return {"relayed": relay.passed_bytes, "relay_open": relay.open_connections, "relay_refused": relay.refused}
 
 
 def collect(status: Status) -> Iterator[Metric]:

@@ -15,7 +15,7 @@ class AgentSignals:
         self.detached = asyncio.Event()  # a trainer that others started is done
         self._change = asyncio.Event()
 
-    def notify(self) -> None:
+    def notify_change(self) -> None:
         """The core may have another answer now."""
         self._change.set()
         self._change = asyncio.Event()

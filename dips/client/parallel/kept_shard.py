@@ -26,7 +26,7 @@ class KeptShard:
         self._device = device
         self._kept: dict[ShardCopy, torch.Tensor] = {}
 
-    def keep(self, copies: Iterable[ShardCopy]) -> None:
+    def keep_copies(self, copies: Iterable[ShardCopy]) -> None:
         """Copy what the tensors of `copies` hold now."""
         if not self._kept:
             self._kept = {copy: self._device.allocate_host(copy.view.numel()) for copy in copies}
@@ -42,7 +42,7 @@ class KeptShard:
             for copy, kept in self._kept.items()
         )
 
-    def difference(self, copy: ShardCopy) -> torch.Tensor:
+    def pulled_difference(self, copy: ShardCopy) -> torch.Tensor:
         """What was pulled less what was kept, on the device of the framework's tensor."""
         kept = self._kept[copy].view(copy.view.shape)
         return (copy.host - kept).to(copy.view.device)

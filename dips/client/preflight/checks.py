@@ -11,7 +11,7 @@ from typing import Any
 
 from dips.client.ipc.address import PID_FILE, TOKEN, over_network, socket_path, token_of
 from dips.client.preflight.agreement import differing_options
-from dips.client.preflight.probe import ProbeResult, measure, measure_round_trip
+from dips.client.preflight.probe import ProbeResult, measure_lane, measure_round_trip
 from dips.config import ClusterFile
 from dips.errors import CorruptManifest, DipsError, Unavailable, treatment
 from dips.pidlock import lock_holder
@@ -171,7 +171,7 @@ def _check_slave(
     if wrong:
         return failed_row(what, wrong, open_way)
     try:
-        measured = measure(slave["lanes"][0], run_name, most_bytes, seconds)
+        measured = measure_lane(slave["lanes"][0], run_name, most_bytes, seconds)
     except Unavailable as error:
         return failed_row(what, error, open_way)
     return CheckRow(what, OK, f"{count} lane{'s' if count > 1 else ''}: {_format_probe(measured)}")

@@ -49,34 +49,34 @@ class Prober:
         times = []
         for _ in range(ROUND_TRIPS):
             begun = time.monotonic()
-            self._ask(0)
-            self._answer(0)
+            self._send_probe(0)
+            self._await_answer(0)
             times.append(time.monotonic() - begun)
         return min(times)
 
-    def rate(self, answer: int, padding: int, most_bytes: int, seconds: float) -> float:
+    def measure_rate(self, answer: int, padding: int, most_bytes: int, seconds: float) -> float:
         """Bytes in a second when each probe carries `padding` there and asks for `answer` back."""
         each = max(answer, padding)
         begun, flying, moved, asked = time.monotonic(), 0, 0, 0
         while True:
             while flying < IN_FLIGHT and asked < most_bytes and time.monotonic() - begun < seconds:
-                self._ask(answer, padding)
+                self._send_probe(answer, padding)
                 flying, asked = flying + 1, asked + each
             if flying == 0:
                 return moved / max(time.monotonic() - begun, 1e-9)
-            self._answer(answer)
+            self._await_answer(answer)
             flying, moved = flying - 1, moved + each
 
     def close(self) -> None:
         self._socket.close(linger=0)
 
-    def _ask(self, answer: int, padding: int = 0) -> None:
+    def _send_probe(self, answer: int, padding: int = 0) -> None:
         if not self._socket.poll(int(ANSWER_S * 1000), zmq.POLLOUT):
             raise UnavailableSlave(f"{self._address}: no connection within {ANSWER_S:g} s")
         parts = make_message(Kind.PROBE, self._run, STREAM, streams.encode_probe(answer, padding))
         self._socket.send_multipart(parts, zmq.NOBLOCK)
 
-    def _answer(self, expected: int) -> None:
+    def _await_answer(self, expected: int) -> None:
         if not self._socket.poll(int(ANSWER_S * 1000), zmq.POLLIN):
             raise UnavailableSlave(
                 f"{self._address}: a probe was not answered within {ANSWER_S:g} s: another run's slave, an older "
@@ -93,14 +93,14 @@ class Prober:
             raise UnavailableSlave(f"{self._address}: expected {expected} bytes, got {header.length}")
 
 
-def measure(address: str, run: str, most_bytes: int, seconds: float) -> ProbeResult:
+def measure_lane(address: str, run: str, most_bytes: int, seconds: float) -> ProbeResult:
     """Measure the way to `address`; raise UnavailableSlave saying what did not happen."""
     with zmq.Context(io_threads=1) as context:
         prober = Prober(context, address, run)
         try:
             trip = prober.round_trip()
-            up = prober.rate(0, PADDING, most_bytes, seconds)
-            return ProbeResult(trip, up, prober.rate(PADDING, 0, most_bytes, seconds))
+            up = prober.measure_rate(0, PADDING, most_bytes, seconds)
+            return ProbeResult(trip, up, prober.measure_rate(PADDING, 0, most_bytes, seconds))
         finally:
             prober.close()
 

@@ -45,15 +45,15 @@ __all__ = [
     "TransferIdentity",
     "TransferRate",
     "TransferStats",
-    "pull",
-    "push",
+    "pull_pieces",
+    "push_pieces",
 ]
 
 CONCURRENT_STREAMS = 2  # that a rank pulls from at once: the next begins while the last one drains
 SLOW_S = 1.0  # without a chunk for so long, a stream does not count as one of them
 
 
-def push(
+def push_pieces(
     grant: Grant,
     base: TransferIdentity,
     pieces: Sequence[Piece],
@@ -80,7 +80,7 @@ def push(
     )
 
 
-def pull(
+def pull_pieces(
     grant: Grant,
     base: TransferIdentity,
     pieces: Sequence[Piece],

@@ -72,7 +72,9 @@ class TransferLoop(ABC):
         """Move everything, or raise."""
         began, reported = self._clock(), -1
         rate = Rate(began)
-        stage = Stage(f"{self.kind}-{self._order.base.rank}", DEPTH, self._process, spare_threads(available_cores()))
+        stage = Stage(
+            f"{self.kind}-{self._order.base.rank}", DEPTH, self._process_chunk, spare_threads(available_cores())
+        )
         self._in_place = stage.in_place
         self._put = stage.put_item
         try:
@@ -88,7 +90,7 @@ class TransferLoop(ABC):
                     rate.record_bytes(moved, now)
                     progress(TransferRate(moved, self._total, rate.bytes_per_s))
         finally:
-            self._close(stage)
+            self._close_streams(stage)
         connections = sum(part.stream.name.epoch for part in self._parts)
         last_epoch = max((part.stream.name.epoch for part in self._parts), default=self._order.first_epoch)
         return TransferStats(self._total, self._clock() - began, connections, last_epoch)
@@ -168,7 +170,7 @@ class TransferLoop(ABC):
         part.done = True
         part.stream.close(FLUSH_MS if self.kind == "pull" else 0)
 
-    def _close(self, stage: Stage[StagedChunk]) -> None:
+    def _close_streams(self, stage: Stage[StagedChunk]) -> None:
         for part in self._parts:
             part.stream.close()
         stage.close()
@@ -176,7 +178,7 @@ class TransferLoop(ABC):
         self._context.term()  # when it returns, libzmq reads none of the caller's arrays any more
         self._waker.close()
 
-    def _process(self, staged: StagedChunk) -> None:
+    def _process_chunk(self, staged: StagedChunk) -> None:
         """Process a chunk; on the stage's thread, if it has one."""
         try:
             value = self.process_chunk(staged)

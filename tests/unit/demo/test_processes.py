@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dips.client.agent.trainer import descendants
+from dips.client.agent.trainer import list_descendants
 from dips.demo.processes import DemoProcesses, ProcessEnded
 
 SLEEP = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
@@ -50,7 +50,7 @@ def test_leaving_the_house_ends_everything(tmp_path: Path) -> None:
 
 def test_children_are_killed_and_the_parent_incarnations(tmp_path: Path) -> None:
     """kill_children takes what a process started, and leaves it to notice."""
-    before = set(descendants(os.getpid()))  # of other tests: Python's own tracker of shared memory, say
+    before = set(list_descendants(os.getpid()))  # of other tests: Python's own tracker of shared memory, say
     with DemoProcesses() as house:
         process = house.start("a", PARENT, tmp_path / "a")
         until_told(tmp_path / "a", "here")
@@ -59,7 +59,7 @@ def test_children_are_killed_and_the_parent_incarnations(tmp_path: Path) -> None
         assert len(killed) == 1
         assert process.code() is None
         assert not alive(killed[0])
-    assert not [pid for pid in set(descendants(os.getpid())) - before if alive(pid)]
+    assert not [pid for pid in set(list_descendants(os.getpid())) - before if alive(pid)]
 
 
 def test_a_process_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_the_rest_is_pushed_with_its_range() -> None:
     told = push(play)
     assert (told.tokens, told.ranges) == (30, (7,))
     assert play.send(RangeWanted(1, 2)) == ENDED
-    assert play.core.leave() == ClusterLeft(0, "west", 1, 30) and play.s.account.lost == 0
+    assert play.core.leave_run() == ClusterLeft(0, "west", 1, 30) and play.s.account.lost == 0
 
 
 def test_a_last_range_of_exactly_h_steps_is_settled() -> None:

@@ -111,7 +111,7 @@ def test_gone_joins_again_and_pulls_before_anything_counts(play: Play) -> None:
     play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 1))
     play.step(1)
     assert play.s.account.carried.tokens == 10
-    left = play.core.leave()
+    left = play.core.leave_run()
     assert left == ClusterLeft(0, "west", 2, 40)
 
 

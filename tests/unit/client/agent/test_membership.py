@@ -76,7 +76,7 @@ def test_leaving_loses_what_was_not_pushed(play: Play) -> None:
     play.begin()
     play.step(3)
     play.send(Detach(1))
-    assert play.core.leave() == ClusterLeft(0, "west", 1, 30)
+    assert play.core.leave_run() == ClusterLeft(0, "west", 1, 30)
 
 
 def test_an_unreachable_master_holds_nobody_who_asks_for_a_push(play: Play) -> None:

@@ -38,7 +38,7 @@ def test_time_is_counted_by_cause(play: Play) -> None:
     play.now += 7
     play.do(play.core.on_trainer_gone("killed", play.now))
     play.now += 6
-    spent = play.s.tally.spent(play.now)
+    spent = play.s.tally.seconds_by_cause(play.now)
     told = {cause: seconds for cause, seconds in spent.items() if seconds and cause not in ("start", "join")}
     assert told == {"inner": 17, "push": 3, "window": 3, "update": 2, "pull": 4, "failure": 6}
     assert sum(told.values()) == play.now - begun

@@ -41,13 +41,13 @@ class ScriptedAgent:
         rank, _ = self._server.accept()
         with rank, rank.makefile("rb") as stream:
             while head := stream.read(encoding.LENGTH.size):
-                message = encoding.decode(stream.read(encoding.body_length(head)))
+                message = encoding.decode_message(stream.read(encoding.body_length(head)))
                 if isinstance(message, messages.TransferProgress):
-                    rank.sendall(encoding.encode(Noted()))
+                    rank.sendall(encoding.encode_message(Noted()))
                     continue
                 self.messages.append(message)
                 if not isinstance(message, messages.Notice):
-                    rank.sendall(encoding.encode(self._answers.pop(0)))
+                    rank.sendall(encoding.encode_message(self._answers.pop(0)))
 
     def join(self) -> None:
         self._thread.join(10)
