@@ -92,7 +92,7 @@ def lived(clusters: Sequence[str], versions: int) -> SlowClusterRun:
     ):  # fmt: skip
         run.finish(WITHIN_S)
         steps = {name: _lines(run.meeting / f"{name}.jsonl") for name in clusters}
-        marks = {name: list(timeline.read(run.timeline(name))) for name in clusters}
+        marks = {name: list(timeline.read_marks(run.timeline(name))) for name in clusters}
     return SlowClusterRun(steps, marks)
 
 

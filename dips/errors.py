@@ -117,7 +117,7 @@ TREATMENTS: tuple[tuple[type[DipsError], Treatment], ...] = (
 )
 
 
-def treatment(error: DipsError) -> Treatment:
+def treatment_of(error: DipsError) -> Treatment:
     """Return how `error` is to be shown and counted."""
     return next(t for cls, t in TREATMENTS if isinstance(error, cls))
 

@@ -88,10 +88,10 @@ def main() -> None:
     """Entry point of the console script."""
     module = SUBCOMMANDS.get(sys.argv[1]) if len(sys.argv) > 1 else None
     if module is None:
-        exits.run(command_line)
+        exits.run_command(command_line)
     else:
         sys.argv[:2] = [f"{sys.argv[0]} {sys.argv[1]}"]
-        exits.run(importlib.import_module(module).command_line)
+        exits.run_command(importlib.import_module(module).command_line)
 
 
 def _lock_directory(directory: Path) -> PidLock:
@@ -103,7 +103,7 @@ def _lock_directory(directory: Path) -> PidLock:
 
 
 async def _run_agent(config: ClusterFile, path: Path, command: list[str], log_level: str) -> int:
-    log = logs.configure("client", config.cluster, log_level)
+    log = logs.configure_log("client", config.cluster, log_level)
     set_process_attribute(PR_SET_CHILD_SUBREAPER, 1)  # workers whose torchrun was killed become ours, to be killed too
     timeline = Timeline(config.directory / "timeline.jsonl", config.cluster)
     master = MasterLink(config.master)
@@ -145,7 +145,7 @@ def _serve_metrics(config: ClusterFile, state: AgentState, relay: Relay | None, 
     def read_on_loop() -> dict[str, Any]:
         return asyncio.run_coroutine_threadsafe(read_core(), loop).result(SCRAPE_S)
 
-    port, end = metrics.serve(address, read_on_loop, agent_metrics.collect)
+    port, end = metrics.serve_metrics(address, read_on_loop, agent_metrics.collect)
     log.info("metrics", address=f"{address[0]}:{port}")
     return end
 

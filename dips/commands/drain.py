@@ -41,7 +41,7 @@ def drain(
     console = Console(stderr=True)
     with console.status(f"draining {slave}") as line:
         while True:
-            answer = asyncio.run(operator.ask(address, "Drain", DrainAsked(0, slave)))
+            answer = asyncio.run(operator.ask_master(address, "Drain", DrainAsked(0, slave)))
             if not isinstance(answer, Pending) or time.monotonic() >= until:
                 break
             line.update(f"draining: {answer.reason}")

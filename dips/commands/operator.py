@@ -12,7 +12,7 @@ from dips.wire.generated.operator_pb2_grpc import OperatorServiceStub
 DEADLINE_S = 15.0  # the master holds a question open for 10 s
 
 
-async def ask(address: str, method: str, question: object) -> Any:
+async def ask_master(address: str, method: str, question: object) -> Any:
     """Ask once; raise UnavailableMaster if nobody answers, or what the master raises."""
     channel = control.open_channel(address)
     try:

@@ -31,7 +31,7 @@ def readmit(
     Example:
       dips readmit west --config dips.yaml
     """
-    answer = asyncio.run(operator.ask(address_of(config, master), "Readmit", ReadmissionAsked(0, cluster)))
+    answer = asyncio.run(operator.ask_master(address_of(config, master), "Readmit", ReadmissionAsked(0, cluster)))
     if isinstance(answer, Refused):
         print(f"nothing done: {answer.reason}")
         raise typer.Exit(1)

@@ -53,16 +53,16 @@ def verify(
       dips verify --config dips.yaml --slave slave-0
     """
     run_file = load_run(config)
-    known, here = _known(run_file), _here(run_file, slave)
-    results = _read(run_file, here, known)
-    Console().print(_table(results, known))
-    verdict, code = judged(results, known, len(here) == len(run_file.slaves))
+    known, here = _known_versions(run_file), _local_slaves(run_file, slave)
+    results = _read_snapshots(run_file, here, known)
+    Console().print(_results_table(results, known))
+    verdict, code = judge_results(results, known, len(here) == len(run_file.slaves))
     print(verdict)
     if code:
         raise typer.Exit(code)
 
 
-def judged(results: Results, known: Known, all_here: bool) -> tuple[str, int]:
+def judge_results(results: Results, known: Known, all_here: bool) -> tuple[str, int]:
     """Say whether the newest durable version can be served, and what from if not; with the exit code."""
     on_disk = sorted({v for found in results.values() for v in found})
     newest = known.durable if known.durable is not None else (on_disk[-1] if on_disk else GENESIS)
@@ -83,7 +83,7 @@ def judged(results: Results, known: Known, all_here: bool) -> tuple[str, int]:
     return verdict, EXIT_NOT_INTACT
 
 
-def _known(config: RunFile) -> Known:
+def _known_versions(config: RunFile) -> Known:
     from dips.master.genesis import ledger_path
     from dips.master.ledger import Ledger
 
@@ -98,9 +98,9 @@ def _known(config: RunFile) -> Known:
         return Known(lineage, durable[-1] if durable else GENESIS, ledger.read_digests())
 
 
-def _here(config: RunFile, only: str | None) -> list[SlaveSection]:
+def _local_slaves(config: RunFile, only: str | None) -> list[SlaveSection]:
     if only is not None:
-        return [config.slave(only)]
+        return [config.slave_section(only)]
     here = [s for s in config.slaves if s.directory.is_dir()]
     for away in (s for s in config.slaves if not s.directory.is_dir()):
         print(f"note: {away.name} is not on this machine ({away.directory})")
@@ -109,7 +109,7 @@ def _here(config: RunFile, only: str | None) -> list[SlaveSection]:
     return here
 
 
-def _read(config: RunFile, slaves: Sequence[SlaveSection], known: Known) -> Results:
+def _read_snapshots(config: RunFile, slaves: Sequence[SlaveSection], known: Known) -> Results:
     from dips.slave import verify as reading
 
     found = {slave.name: reading.snapshot_sizes(slave.directory) for slave in slaves}
@@ -130,7 +130,7 @@ def _read(config: RunFile, slaves: Sequence[SlaveSection], known: Known) -> Resu
     return results
 
 
-def _table(results: Results, known: Known) -> Table:
+def _results_table(results: Results, known: Known) -> Table:
     table = Table(title="snapshots", title_justify="left", title_style="bold")
     for column in ("version", "ledger", *results):
         table.add_column(column, overflow="fold")

@@ -79,13 +79,13 @@ def serve_command(
     if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise ConfigError(f"--log-level: expected debug, info, warning or error, got {log_level!r}")
     run_file = load_run(config)
-    log = logs.configure("master", run_file.shared.run, log_level)
+    log = logs.configure_log("master", run_file.shared.run, log_level)
     raise typer.Exit(asyncio.run(serve(run_file, log, file=config)))
 
 
 def main() -> None:
     """Entry point of the console script."""
-    exits.run(cli)
+    exits.run_command(cli)
 
 
 async def serve(
@@ -156,7 +156,7 @@ def _build_runtime(
         stack.callback(journal.close)
     state = ledger.read_state()
     log.info("term begins", term=term, head=str(state.versions[-1].version), next_round=state.next_round)
-    coordinator = Coordinator(state, Manifest.from_json(state.row.manifest), config.options(), now)
+    coordinator = Coordinator(state, Manifest.from_json(state.row.manifest), config.make_options(), now)
     step = _logged_step(coordinator, journal, log)
     core = MasterCore(coordinator, Judge.from_state(timing, state, now), timing, now, step=step)
     return Runtime(core, outside, clock=time.monotonic, log=log, timeline=timeline, journal=journal)
@@ -212,7 +212,9 @@ def _serve_metrics(config: RunFile, runtime: Runtime, log: logs.Log) -> Callable
         return status.build_status(runtime.build_view(), runtime.heartbeats, time.monotonic())
 
     address = host_port(config.master.metrics)
-    port, end = metrics.serve(address, lambda: asyncio.run_coroutine_threadsafe(read_status(), loop).result(SCRAPE_S))
+    port, end = metrics.serve_metrics(
+        address, lambda: asyncio.run_coroutine_threadsafe(read_status(), loop).result(SCRAPE_S)
+    )
     log.info("metrics", address=f"{address[0]}:{port}")
     return end
 

@@ -161,7 +161,7 @@ class Runtime:
                     self._outside.learn_address(action.slave, action.address)
                 case Note():
                     self._log.info(action.kind, **dict(action.fields))
-                    self._timeline.mark(action.kind, **dict(action.fields))
+                    self._timeline.record_mark(action.kind, **dict(action.fields))
                 case Exit():
                     self._log.error("exit", code=action.code, reason=action.reason)
                     self.stop(action.code)

@@ -65,13 +65,13 @@ def serve_command(
     if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise ConfigError(f"--log-level: expected debug, info, warning or error, got {log_level!r}")
     run_file = load_run(config)
-    section = run_file.slave(name)
-    raise typer.Exit(asyncio.run(serve(run_file, section, logs.configure("slave", name, log_level))))
+    section = run_file.slave_section(name)
+    raise typer.Exit(asyncio.run(serve(run_file, section, logs.configure_log("slave", name, log_level))))
 
 
 def main() -> None:
     """Entry point of the console script."""
-    exits.run(cli)
+    exits.run_command(cli)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ async def serve(
         stack.push_async_callback(server.stop, GRACE_S)
         if section.metrics is not None:
             where = host_port(section.metrics)
-            port, end = metrics.serve(where, parts.read_metrics, slave_metrics.collect)
+            port, end = metrics.serve_metrics(where, parts.read_metrics, slave_metrics.collect)
             stack.callback(end)
             log.info("metrics", address=f"{where[0]}:{port}")
         log.info("serving", address=address, lanes=parts.flow.lane_addresses(), directory=str(section.directory))

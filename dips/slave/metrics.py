@@ -13,7 +13,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from dips.telemetry.metrics import MetricRow, Status, families
+from dips.telemetry.metrics import MetricRow, Status, make_families
 
 SELF = (
     MetricRow("dips_shard_incarnation", "sinc", "Incarnations of this slave so far, as its master counts."),
@@ -39,16 +39,16 @@ REFUSED = (MetricRow("dips_shard_frames_refused", "count", "Frames that were ref
 
 def collect(told: Status) -> Iterator[Metric]:
     """Turn what app.py reads (see the keys below) into metric families."""
-    yield from families(SELF, [((), told)], ())
+    yield from make_families(SELF, [((), told)], ())
     links = [
         ((name, direction), {"nbytes": nbytes})
         for direction in ("in", "out")
         for name, nbytes in told.get(direction, {}).items()
     ]
-    yield from families(LINK, links, ("cluster", "direction"))
-    yield from families(ORDER, [((kind,), spent) for kind, spent in told.get("orders", {}).items()], ("order",))
+    yield from make_families(LINK, links, ("cluster", "direction"))
+    yield from make_families(ORDER, [((kind,), spent) for kind, spent in told.get("orders", {}).items()], ("order",))
     refused = [((reason,), {"count": count}) for reason, count in told.get("refused", {}).items()]
-    yield from families(REFUSED, refused, ("reason",))
+    yield from make_families(REFUSED, refused, ("reason",))
 
 
 def count_snapshots(directory: Path) -> dict[str, int]:

@@ -158,7 +158,7 @@ class _ErrorsOut(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
 
 
 async def _abort_call(context: aio.ServicerContext[Any, Any], error: DipsError) -> None:
-    status = grpc.StatusCode[errors.treatment(error).status]
+    status = grpc.StatusCode[errors.treatment_of(error).status]
     detail = str(error).encode()[:MAX_DETAIL].decode(errors="ignore")
     await context.abort(status, detail, ((ERROR_KEY, type(error).__name__),))
 

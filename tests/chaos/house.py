@@ -239,7 +239,7 @@ class Deployment(Run):
         """Lines of a timeline, by kind and fields."""
         if not path.exists():
             return []
-        lines = timeline.read(path)
+        lines = timeline.read_marks(path)
         return [line for line in lines if line["kind"] == kind and all(line.get(k) == v for k, v in fields.items())]
 
     def seen_after(

@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> Iterator[Any]:
 
 def marks(run: Any, cluster: str, kind: str) -> list[dict[str, Any]]:
     path = run.timeline(cluster)
-    return [line for line in timeline.read(path) if line["kind"] == kind] if path.exists() else []
+    return [line for line in timeline.read_marks(path) if line["kind"] == kind] if path.exists() else []
 
 
 def versions(run: Any) -> list[Any]:

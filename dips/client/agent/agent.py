@@ -101,7 +101,7 @@ class Agent:
                 case SaveIncarnation(past):
                     self._save(past)
                 case RecordMark(kind, fields):
-                    self._timeline.mark(kind, **fields)
+                    self._timeline.record_mark(kind, **fields)
                     if kind != "inner":
                         self._log.info(kind, **fields)
                 case StopTrainer():

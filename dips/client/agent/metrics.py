@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 
 from dips.client.agent.relay import Relay
 from dips.client.agent.state import AgentState
-from dips.telemetry.metrics import MetricRow, Status, families
+from dips.telemetry.metrics import MetricRow, Status, make_families
 
 SELF = (
     MetricRow("dips_agent_incarnation", "inc", "Incarnations of this cluster so far, as its master counts."),
@@ -73,10 +73,10 @@ def read_relay(relay: Relay | None) -> dict[str, Any]:
 
 def collect(status: Status) -> Iterator[Metric]:
     """Turn what `read` gathered into metric families."""
-    yield from families(SELF, [((), status)], ())
+    yield from make_families(SELF, [((), status)], ())
     spent = [((cause,), {"seconds": seconds}) for cause, seconds in status["spent"].items()]
-    yield from families(SPENT, spent, ("cause",))
+    yield from make_families(SPENT, spent, ("cause",))
     fates = [((fate,), {"tokens": tokens}) for fate, tokens in status["fates"].items()]
-    yield from families(FATE, fates, ("fate",))
+    yield from make_families(FATE, fates, ("fate",))
     moved = [((direction,), {"nbytes": nbytes}) for direction, nbytes in status["moved"].items()]
-    yield from families(MOVED, moved, ("direction",))
+    yield from make_families(MOVED, moved, ("direction",))

@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dips.demo.plots import cluster_spans, draw, master_spans, slave_spans, slaves_in
+from dips.demo.plots import cluster_spans, draw_plots, master_spans, slave_spans, slaves_in
 from dips.demo.verdict import Losses
 
 
@@ -79,6 +79,6 @@ def test_pictures_are_written(tmp_path: Path) -> None:
     }
     empty: dict[str, list[dict[str, Any]]] = {"fast": [], "slow": [], "master": []}
     for lines in (full, empty):
-        paths = draw(lines, Losses(5.5, 1.9, 1.9, 2.4), "v1@r1", tmp_path)
+        paths = draw_plots(lines, Losses(5.5, 1.9, 1.9, 2.4), "v1@r1", tmp_path)
         assert [path.name for path in paths] == ["loss.png", "timeline.png"]
         assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)

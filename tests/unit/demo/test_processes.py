@@ -45,7 +45,7 @@ def test_leaving_the_house_ends_everything(tmp_path: Path) -> None:
     processes = [house.start(name, SLEEP, tmp_path / name) for name in ("a", "b")]
     with pytest.raises(RuntimeError, match="in the middle"), house:
         raise RuntimeError("in the middle")
-    assert all(process.code() is not None for process in processes)
+    assert all(process.exit_code() is not None for process in processes)
 
 
 def test_children_are_killed_and_the_parent_incarnations(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_children_are_killed_and_the_parent_incarnations(tmp_path: Path) -> None
         killed = process.kill_children()
         until_told(tmp_path / "a", "child gone")
         assert len(killed) == 1
-        assert process.code() is None
+        assert process.exit_code() is None
         assert not alive(killed[0])
     assert not [pid for pid in set(list_descendants(os.getpid())) - before if alive(pid)]
 
@@ -66,16 +66,16 @@ def test_a_process_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None
     """check names who ended, how, and what it said last; one that may end well may."""
     with DemoProcesses() as house:
         house.start("good", [sys.executable, "-c", ""], tmp_path / "good", may_end=True).wait(20)
-        house.check()
+        house.check_alive()
         bad = house.start(
             "bad", [sys.executable, "-c", "print('no such thing'); raise SystemExit(78)"], tmp_path / "bad"
         )
         assert bad.wait(20) == 78
         with pytest.raises(ProcessEnded, match=r"bad ended with exit code 78.*\n.*no such thing"):
-            house.check()
+            house.check_alive()
         house.start("bad", [sys.executable, "-c", ""], tmp_path / "bad").wait(20)
         with pytest.raises(ProcessEnded, match=r"bad ended with exit code 0"):
-            house.check()
+            house.check_alive()
 
 
 def test_waiting_has_an_end(tmp_path: Path) -> None:

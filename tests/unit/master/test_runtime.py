@@ -45,7 +45,7 @@ from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.membership import Judge
 from dips.protocol.options import TimingOptions
 from dips.protocol.records import IncarnationGiven, Record
-from dips.telemetry.timeline import Timeline, read
+from dips.telemetry.timeline import Timeline, read_marks
 
 HEARTBEAT_S = 0.05
 TIMING = TimingOptions(heartbeat_s=HEARTBEAT_S, lease_heartbeats=4)
@@ -242,7 +242,7 @@ async def test_exit_is_obeyed(tmp_path: Path) -> None:
     made.runtime.put_event(PushStaged("s", 1, PUSH, 4))
     assert await ending == 75
     made.timeline.close()
-    (line,) = read(made.path)
+    (line,) = read_marks(made.path)
     assert (line["kind"], line["round"]) == ("round_skipped", "4")
 
 
