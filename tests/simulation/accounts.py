@@ -59,8 +59,8 @@ class WholeInstallsInvariant(Invariant):
     number = 6
 
     def stepped(self, agent: SimAgent) -> None:
-        if len(set(agent.held)) != 1 or agent.held[0] is None:
-            self.fail(f"{agent.name} trains with ranks at {', '.join(map(str, agent.held))}")
+        if len(set(agent.held_versions)) != 1 or agent.held_versions[0] is None:
+            self.fail(f"{agent.name} trains with ranks at {', '.join(map(str, agent.held_versions))}")
 
 
 class TokensInvariant(Invariant):
@@ -112,7 +112,7 @@ class TokensInvariant(Invariant):
         self._account(agent)
 
     def at_rest(self) -> None:
-        agents = [agent for cluster in self.world.clusters.values() for agent in cluster.agents]
+        agents = [agent for cluster in self.world.clusters.values() for agent in cluster.live_agents]
         carried = {id(w) for agent in agents if agent.trainer for w in agent.trainer.in_hand.works}
         for work in self.world.books.work:
             fate = id(work) in self.settled or bool(work.lost) or id(work) in carried

@@ -63,7 +63,7 @@ def unpin_at_send() -> list[Patch]:
 
     def open_pull(self: SimFlow, pull: PullId, version: VersionId, source: Arrays, deadline_s: float) -> None:
         honest(self, pull, version, source, deadline_s)
-        self._later(0.0, f"{pull} is sent", lambda: self._report().on_pull_released(pull, "sent"))
+        self._call_later(0.0, f"{pull} is sent", lambda: self._listener().on_pull_released(pull, "sent"))
 
     return [(SimFlow, "open_pull", open_pull)]
 
@@ -73,16 +73,16 @@ def free_at_move() -> list[Patch]:
 
     def move_pull(self: SimFlow, pull: PullId, source: Arrays) -> None:
         honest(self, pull, source)
-        self._later(0.0, f"{pull} moves", lambda: self._report().on_source_moved(pull))
+        self._call_later(0.0, f"{pull} moves", lambda: self._listener().on_source_moved(pull))
 
     return [(SimFlow, "move_pull", move_pull)]
 
 
 def keep_local() -> list[Patch]:
-    honest = SimDisk.write
+    honest = SimDisk.write_snapshot
 
     def write(self: SimDisk, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
-        self.delete(self.complete())
+        self.delete_snapshots(self.complete_versions())
         return honest(self, version, theta, momentum)
 
     return [(SimDisk, "write", write)]

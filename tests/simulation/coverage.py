@@ -149,7 +149,7 @@ class Coverage(Observer):
     def slave_crashed(self, process: SlaveProcess) -> None:
         """Its memory is gone; what lay prepared on its disk stays."""
         prepared = process.versions.prepared
-        if prepared is not None and prepared in process.machine.disk.good:
+        if prepared is not None and prepared in process.machine.disk.good_versions:
             self._orphans[process.name] = prepared
 
     def registered(self, process: SlaveProcess, answer: Registered) -> None:

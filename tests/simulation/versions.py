@@ -59,7 +59,7 @@ class LineageInvariant(Invariant):
         assert agent.base is not None
         for layer, (theta, _) in self._expected(agent.base, tuple(agent.theta)):
             self.require(
-                agent.received[layer].tobytes() == theta,
+                agent.pulled_theta[layer].tobytes() == theta,
                 f"{agent.name} installed another {agent.base} than the reference's",
             )
 
@@ -106,7 +106,7 @@ class CommitInvariant(Invariant):
                     self.fail(f"{machine.name} opened {pull} on {version}, which has no row")
             if process.holds and memory != self.head and process.versions.prepared != self.head:
                 disk = machine.disk
-                kept = self.head == GENESIS or self.head in disk.good or self.head in disk.harmed
+                kept = self.head == GENESIS or self.head in disk.good_versions or self.head in disk.harmed
                 self.require(kept, f"{machine.name} neither holds the head {self.head} nor is in doubt about it")
 
     def told_version(self, agent: SimAgent, version: VersionId, whence: str) -> None:

@@ -53,7 +53,7 @@ class Teller:
     def start(self) -> None:
         """A new incarnation of the master: what was durable is what it knows."""
         self.orders.clear()
-        ledger: Ledger = self.disk.open()
+        ledger: Ledger = self.disk.open_ledger()
         ledger.start_term()
         self.ledger, self.machine = ledger, Coordinator(ledger.read_state(), self.manifest, self.options, self.now)
 
