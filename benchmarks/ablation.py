@@ -22,7 +22,7 @@ from statistics import mean, median
 from benchmarks.cast import Cast
 from benchmarks.harness import Bench, main
 from benchmarks.namespaces import End, missing, network
-from benchmarks.told import Told, company
+from benchmarks.told import Told, open_programs
 from dips.protocol.enums import AskOrder
 from dips.protocol.order import Worker, make_lines, slaves_in_order, workers_in_order
 from dips.transport.pipeline import available_cores
@@ -64,22 +64,22 @@ class Ends:
             self._line_up(names)
         for name in names:
             for rank in self._ranks[name]:
-                _, processor_s, *own = rank.hear()
+                _, processor_s, *own = rank.read_answer()
                 used, staging = used + processor_s, staging + sum(own)
         seconds = time.perf_counter() - begun
         for name in names:
             for slave in self._slaves:
-                processor_s, *own = slave.ask("end", (name, self._number))
+                processor_s, *own = slave.ask_program("end", (name, self._number))
                 used, staging = used + processor_s, staging + sum(own)
         return Took(seconds, used, staging)
 
     def _begin(self, name: str, rule: AskOrder) -> None:
         push, cast = (name, self._number), self.cast
         for index, slave in enumerate(self._slaves):
-            slave.ask("open", push, workers_in_order(rule, index, cast.ranks, cast.slaves, f"{push}"))
+            slave.ask_program("open", push, workers_in_order(rule, index, cast.ranks, cast.slaves, f"{push}"))
         for number, rank in enumerate(self._ranks[name]):
             addresses = [slave.first for slave in self._slaves]
-            rank.tell("push", self._number, addresses, slaves_in_order(rule, number, cast.slaves, f"{push}"))
+            rank.send_request("push", self._number, addresses, slaves_in_order(rule, number, cast.slaves, f"{push}"))
 
     def _line_up(self, names: Sequence[str]) -> None:
         """As asking.reorder_pushes does it: half of the first, all of the second is left."""
@@ -90,7 +90,7 @@ class Ends:
             place = {worker: place for place, worker in enumerate(workers)}
             for number, name in enumerate(names):
                 own = range(number * cast.ranks, (number + 1) * cast.ranks)
-                slave.ask("places", (name, self._number), [place[worker] for worker in own])
+                slave.ask_program("places", (name, self._number), [place[worker] for worker in own])
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def ends(
     secret: str = "plain",
 ) -> Iterator[Ends]:  # fmt: skip
     """The processes; hosts are s0 … for the slaves, a0 …, b0 … for the ranks."""
-    with company() as start:
+    with open_programs() as start:
         own = (str(concurrent_streams), str(lanes), secret) if module == PRODUCT else (str(concurrent_streams),)
         slaves = [
             start(hosts[f"s{i}"], module, "slave", str(cast), str(i), hosts[f"s{i}"].ip, *own)

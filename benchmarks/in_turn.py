@@ -23,7 +23,7 @@ import xxhash
 import zmq
 
 from benchmarks.cast import CHUNK_BYTES, RUN, Cast
-from benchmarks.told import heard, processor_s, say
+from benchmarks.told import print_answer, processor_s, read_requests
 from dips.transport.memory import keep_message_memory
 from dips.wire import codecs
 from dips.wire.chunks import Range
@@ -47,13 +47,13 @@ def slave(cast: Cast, number: int, ip: str, concurrent_streams: int) -> None:
     router = _socket(context, zmq.ROUTER)
     port = router.bind_to_random_port(f"tcp://{ip}")
     slot = {i: np.ones(cast.numel // cast.layers, np.float32) for i in cast.held_by(number)}
-    say([[f"{ip}:{port}"], ""])
-    for word, *_ in heard():
+    print_answer([[f"{ip}:{port}"], ""])
+    for word, *_ in read_requests():
         if word == "open":
-            say("open")
+            print_answer("open")
             used, staged_s = processor_s(), _serve(router, cast, slot, concurrent_streams)
         else:
-            say([processor_s() - used, staged_s])
+            print_answer([processor_s() - used, staged_s])
     router.close()
     context.term()
 
@@ -98,8 +98,8 @@ def _put(cast: Cast, frames: list[list[zmq.Frame]], target: Any) -> None:
 def rank(cast: Cast, number: int) -> None:
     """Push everything, as often as told."""
     pieces = [piece.array for piece in cast.pieces(number, 1e-3)]
-    say("ready")
-    for _, _, slaves, order in heard():
+    print_answer("ready")
+    for _, _, slaves, order in read_requests():
         begun, used, made_s = time.perf_counter(), processor_s(), 0.0
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         for index in order:
@@ -112,7 +112,7 @@ def rank(cast: Cast, number: int) -> None:
                 dealer.recv()
             dealer.close()
         context.term()
-        say([time.perf_counter() - begun, processor_s() - used, made_s])
+        print_answer([time.perf_counter() - begun, processor_s() - used, made_s])
 
 
 def _send(dealer: zmq.Socket[bytes], cast: Cast, layer: int, share: Range, values: Any) -> float:

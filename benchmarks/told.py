@@ -26,15 +26,15 @@ class Told:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
-        self.first = self.hear()
+        self.first = self.read_answer()
 
-    def tell(self, *words: Any) -> None:
+    def send_request(self, *words: Any) -> None:
         """Say a line: a word and what it needs."""
         assert self._popen.stdin is not None
         self._popen.stdin.write(json.dumps(words) + "\n")
         self._popen.stdin.flush()
 
-    def hear(self) -> Any:
+    def read_answer(self) -> Any:
         """Wait for an answer; RuntimeError if the program has died."""
         assert self._popen.stdout is not None
         answer = self._popen.stdout.readline()
@@ -42,9 +42,9 @@ class Told:
             raise RuntimeError(f"a program in a namespace died with exit code {self._popen.wait(END_S)}")
         return json.loads(answer)
 
-    def ask(self, *words: Any) -> Any:
-        self.tell(*words)
-        return self.hear()
+    def ask_program(self, *words: Any) -> Any:
+        self.send_request(*words)
+        return self.read_answer()
 
     def close(self) -> None:
         """End it: its input is over."""
@@ -56,7 +56,7 @@ class Told:
 
 
 @contextmanager
-def company() -> Iterator[Callable[..., Told]]:
+def open_programs() -> Iterator[Callable[..., Told]]:
     """Start programs that all end together, the last first."""
     with ExitStack() as stack:
 
@@ -71,12 +71,12 @@ def company() -> Iterator[Callable[..., Told]]:
 # ---- in the program --------------------------------------------------------------------------------------------------
 
 
-def say(answer: Any) -> None:
+def print_answer(answer: Any) -> None:
     """Answer."""
     print(json.dumps(answer), flush=True)
 
 
-def heard() -> Iterator[Any]:
+def read_requests() -> Iterator[Any]:
     """What is told, until the input is over."""
     for line in sys.stdin:
         yield json.loads(line)

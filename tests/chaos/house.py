@@ -312,7 +312,7 @@ class Deployment(Run):
         except Unavailable:
             return None
 
-    def told(self, holds: Callable[[dict[str, Any]], Any], within_s: float, what: str) -> dict[str, Any]:
+    def wait_for_status(self, holds: Callable[[dict[str, Any]], Any], within_s: float, what: str) -> dict[str, Any]:
         """Wait until the master's status is so; return it."""
         found: dict[str, Any] = {}
 
@@ -375,7 +375,7 @@ class Deployment(Run):
             return not problems
 
         try:
-            return self.told(holds, SEEN_S, "tokens add up")
+            return self.wait_for_status(holds, SEEN_S, "tokens add up")
         except AssertionError as error:
             raise AssertionError(f"tokens do not add up: {problems}") from error
 

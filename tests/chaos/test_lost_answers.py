@@ -70,11 +70,15 @@ def test_the_answer_to_a_heartbeat_is_lost(house: Deployment, who: str) -> None:
 
 def _inc(house: Deployment) -> int:
     return int(
-        house.told(lambda s: "east" in s["clusters"], SEEN_S, "the master knows east")["clusters"]["east"]["inc"]
+        house.wait_for_status(lambda s: "east" in s["clusters"], SEEN_S, "the master knows east")["clusters"]["east"][
+            "inc"
+        ]
     )
 
 
 def _sinc(house: Deployment) -> int:
     return int(
-        house.told(lambda s: s["slaves"]["ps0"].get("sinc"), SEEN_S, "the master knows ps0")["slaves"]["ps0"]["sinc"]
+        house.wait_for_status(lambda s: s["slaves"]["ps0"].get("sinc"), SEEN_S, "the master knows ps0")["slaves"][
+            "ps0"
+        ]["sinc"]
     )

@@ -51,7 +51,9 @@ def test_the_last_words_of_a_incarnation_are_counted_once(house: Deployment) -> 
     since, steps = time.time(), _steps(house)
     house.to_master["east"].wire.hold(DOWN)
     house.until(lambda: _steps(house) > steps + 6, SEEN_S, "east trains on by itself")
-    house.told(lambda s: s["clusters"]["east"]["tokens_carried"] > 2 * TOKENS["east"], SEEN_S, "the master hears of it")
+    house.wait_for_status(
+        lambda s: s["clusters"]["east"]["tokens_carried"] > 2 * TOKENS["east"], SEEN_S, "the master hears of it"
+    )
     house.to_master["east"].wire.hold(UP)
     house.seen_after(house.master_timeline, "cluster_gone", since=since, cluster="east")
     house.to_master["east"].wire.heal()

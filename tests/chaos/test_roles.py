@@ -54,25 +54,31 @@ def test_sigkill_of_an_agent_that_is_back_within_its_lease(house: Deployment) ->
     """The incarnation that is fenced by the next one had lost the work of dead ranks: that stays counted."""
     for _ in range(3):
         _lose_work(house, "east")
-    told = house.told(lambda s: s["clusters"]["east"]["tokens_lost"] > 0, SEEN_S, "tokens are lost with the ranks")
+    told = house.wait_for_status(
+        lambda s: s["clusters"]["east"]["tokens_lost"] > 0, SEEN_S, "tokens are lost with the ranks"
+    )
     house.kill_agent("east")
     house.cluster("east")
     house.progress(2, by=("east",))
-    now = house.told(lambda s: "east" in s["clusters"], SEEN_S, "the master knows east")
+    now = house.wait_for_status(lambda s: "east" in s["clusters"], SEEN_S, "the master knows east")
     assert now["clusters"]["east"]["tokens_lost"] >= told["clusters"]["east"]["tokens_lost"]
 
 
 def test_sigkill_of_the_master_and_then_of_an_agent(house: Deployment) -> None:
     """Only the dead master had heard of the tokens that the dead agent lost: the next agent still knows them."""
     _lose_work(house, "east")
-    told = house.told(lambda s: s["clusters"]["east"]["tokens_lost"] > 0, SEEN_S, "tokens are lost with the rank")
+    told = house.wait_for_status(
+        lambda s: s["clusters"]["east"]["tokens_lost"] > 0, SEEN_S, "tokens are lost with the rank"
+    )
     house.process("master").kill()
     house.kill_agent("east")
     house.start_master()
     house.cluster("east")
     house.progress(2, by=("east",))
     lost = told["clusters"]["east"]["tokens_lost"]
-    house.told(lambda s: s["clusters"]["east"]["tokens_lost"] >= lost, SEEN_S, f"{lost} tokens of east are lost")
+    house.wait_for_status(
+        lambda s: s["clusters"]["east"]["tokens_lost"] >= lost, SEEN_S, f"{lost} tokens of east are lost"
+    )
 
 
 def test_sigkill_of_a_training_job(house: Deployment) -> None:

@@ -62,7 +62,9 @@ def test_row_2_cluster_dies_with_a_committed_push(house: Deployment) -> None:
 
 def test_row_3_cluster_comes_back(house: Deployment) -> None:
     """A new incarnation pulls the head and takes part, at once: it need not wait for the old lease to end."""
-    before = house.told(lambda s: "east" in s["clusters"], SEEN_S, "the master knows east")["clusters"]["east"]["inc"]
+    before = house.wait_for_status(lambda s: "east" in s["clusters"], SEEN_S, "the master knows east")["clusters"][
+        "east"
+    ]["inc"]
     since = time.time()
     house.kill_agent("east")
     house.cluster("east")

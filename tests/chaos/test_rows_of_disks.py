@@ -55,7 +55,7 @@ def test_row_7_old_snapshots_that_nobody_shares(house: Deployment, tmp_path: Pat
     disks.put_back(tmp_path / "old", directory)
     head = house.head()
     house.start_slave("ps1")
-    house.told(lambda s: "ps1" in s["round"]["reason"], SEEN_S, "the master says why nothing goes on")
+    house.wait_for_status(lambda s: "ps1" in s["round"]["reason"], SEEN_S, "the master says why nothing goes on")
     time.sleep(2)  # it must not help itself
     assert house.head() == head
     house.process("ps1").kill()
@@ -114,7 +114,7 @@ def test_row_11_disk_full(tight_house: Deployment) -> None:
     house, since = tight_house, time.time()
     house.progress(2, by=house.clusters)
     with disks.full(house.directory / "ps1"):
-        house.told(lambda s: s["durability"]["state"] == "degraded", SEEN_S, "durability is degraded")
+        house.wait_for_status(lambda s: s["durability"]["state"] == "degraded", SEEN_S, "durability is degraded")
         assert len(house.skipped()) >= 1
         with house.ledger() as ledger:
             kept = next(row.version for row in reversed(ledger.read_state().versions) if row.durable)
@@ -123,7 +123,7 @@ def test_row_11_disk_full(tight_house: Deployment) -> None:
         assert kept in disks.versions(house.directory / "ps1"), "a slave deleted on its own"
     house.seen_after(house.master_timeline, "durable_again", since=since)
     house.progress(2, by=house.clusters)
-    house.told(lambda s: s["durability"]["head"], SEEN_S, "the head is durable")
+    house.wait_for_status(lambda s: s["durability"]["head"], SEEN_S, "the head is durable")
     house.check()
 
 

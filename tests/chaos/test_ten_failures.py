@@ -35,7 +35,7 @@ def test_failure_1_fresh_weights_become_the_truth(house: Deployment, tmp_path: P
     house.start_slaves()
     for name in house.clusters:
         house.cluster(name)
-    house.told(lambda s: "ps1" in s["round"]["reason"], SEEN_S, "the master says who is missing")
+    house.wait_for_status(lambda s: "ps1" in s["round"]["reason"], SEEN_S, "the master says who is missing")
     time.sleep(LEASE_S)  # nobody may help himself
     assert house.head() == head
     assert not [m for name in house.clusters for m in house.marks(house.timeline(name), "pull_end") if m["at"] > since]
@@ -162,7 +162,9 @@ def test_failure_10_memory_that_creeps(house: Deployment) -> None:
     after = {name: psutil.Process(house.process(name).pid).memory_info().rss for name in names}
     grown = {name: (after[name] - before[name]) >> 20 for name in names}
     assert max(grown.values()) <= 8, f"MiB in 40 rounds: {grown}"
-    status = house.told(lambda s: all("pool_used" in s["slaves"][n] for n in house.slaves), SEEN_S, "slaves heartbeat")
+    status = house.wait_for_status(
+        lambda s: all("pool_used" in s["slaves"][n] for n in house.slaves), SEEN_S, "slaves heartbeat"
+    )
     assert all(s["pool_used"] <= s["pool_limit"] for s in status["slaves"].values())
 
 

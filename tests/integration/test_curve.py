@@ -28,16 +28,16 @@ class CurveEvents:
     def __init__(self) -> None:
         self.all: list[str] = []
 
-    def staged(self, push: PushId, nbytes: int) -> None:
+    def on_push_staged(self, push: PushId, nbytes: int) -> None:
         self.all.append("staged")
 
-    def refused(self, push: PushId, reason: str) -> None:
+    def on_push_refused(self, push: PushId, reason: str) -> None:
         self.all.append(reason)
 
-    def released(self, pull: PullId, reason: str) -> None:
+    def on_pull_released(self, pull: PullId, reason: str) -> None:
         self.all.append("released")
 
-    def moved(self, pull: PullId) -> None:
+    def on_source_moved(self, pull: PullId) -> None:
         self.all.append("moved")
 
 

@@ -70,16 +70,16 @@ class FlowRecorder:
             self.all.append((kind, who, what))
             self._new.notify_all()
 
-    def staged(self, push: PushId, nbytes: int) -> None:
+    def on_push_staged(self, push: PushId, nbytes: int) -> None:
         self._add("staged", push, nbytes)
 
-    def refused(self, push: PushId, reason: str) -> None:
+    def on_push_refused(self, push: PushId, reason: str) -> None:
         self._add("refused", push, reason)
 
-    def released(self, pull: PullId, reason: str) -> None:
+    def on_pull_released(self, pull: PullId, reason: str) -> None:
         self._add("released", pull, reason)
 
-    def moved(self, pull: PullId) -> None:
+    def on_source_moved(self, pull: PullId) -> None:
         self._add("moved", pull, True)
 
     def of(self, kind: str, who: object) -> list[object]:
@@ -252,18 +252,18 @@ class Raw:
         self.socket.connect(f"tcp://{address}")
         self.name = name
 
-    def say(self, kind: Kind, body: bytes) -> None:
+    def send_message(self, kind: Kind, body: bytes) -> None:
         self.socket.send_multipart(make_message(kind, run_id(RUN), self.name.stream_id, body))
 
     def hello(self, pieces: Sequence[Range]) -> None:
-        self.say(Kind.HELLO, streams.encode_hello(self.name, pieces))
+        self.send_message(Kind.HELLO, streams.encode_hello(self.name, pieces))
 
     def chunk(self, chunk: Range, body: bytes, checksum: int | None = None, dtype: Dtype = Dtype.FP32) -> None:
         checksum = xxhash.xxh3_64_intdigest(body) if checksum is None else checksum
         header = Header(Kind.CHUNK, run_id(RUN), self.name.stream_id, len(body), checksum, *chunk[:3], dtype)
         self.socket.send_multipart([pack_header(header), body])
 
-    def hear(self, kind: Kind) -> bytes:
+    def read_message(self, kind: Kind) -> bytes:
         header, body = self.socket.recv_multipart()
         assert unpack_header(header, run_id(RUN), len(body), CHUNK_BYTES).kind is kind, streams.decode_error(body)
         return body
@@ -378,10 +378,10 @@ def test_a_chunk_of_another_codec_than_the_granted_is_refused():
         theta, differences, push_id = model(1), model(2), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id, codec="bf16", theta=theta)
         peer.hello(WHOLE)
-        peer.hear(Kind.WELCOME)
+        peer.read_message(Kind.WELCOME)
         left, refused, spelling = MANIFEST.numel, 0, codecs.codec_named("bf16")
         while left:
-            for chunk in streams.decode_want(peer.hear(Kind.WANT)):
+            for chunk in streams.decode_want(peer.read_message(Kind.WANT)):
                 peer.chunk(chunk, body_of(differences, chunk))
                 elements = np.frombuffer(body_of(differences, chunk), np.float32)
                 peer.chunk(chunk, bytes(spelling.encode(elements)), dtype=Dtype.BF16)
@@ -471,11 +471,11 @@ def test_duplicates_and_strangers_change_nothing():
         early = Range(0, 0, 0, 100)
         peer.chunk(early, body_of(false, early))  # before HELLO
         peer.hello(WHOLE)
-        assert streams.decode_welcome(peer.hear(Kind.WELCOME)).missing == 4 * MANIFEST.numel
+        assert streams.decode_welcome(peer.read_message(Kind.WELCOME)).missing == 4 * MANIFEST.numel
         corrupt = True
         left = 4 * MANIFEST.numel
         while left:
-            for chunk in streams.decode_want(peer.hear(Kind.WANT)):
+            for chunk in streams.decode_want(peer.read_message(Kind.WANT)):
                 if corrupt:
                     corrupt = False
                     peer.chunk(chunk, body_of(values, chunk), checksum=1)
@@ -484,11 +484,11 @@ def test_duplicates_and_strangers_change_nothing():
                 peer.chunk(chunk, body_of(values, chunk))
                 peer.chunk(chunk, body_of(false, chunk))  # again, with other bytes
                 left -= chunk.nbytes
-        assert streams.decode_done(peer.hear(Kind.DONE)) == 4 * MANIFEST.numel
+        assert streams.decode_done(peer.read_message(Kind.DONE)) == 4 * MANIFEST.numel
         slave.heard.wait("staged", push_id)
         peer.chunk(early, body_of(false, early))  # after the freeze
         peer.hello(WHOLE)  # of the same epoch
-        assert streams.decode_error(peer.hear(Kind.ERROR)).code == "stale_push"
+        assert streams.decode_error(peer.read_message(Kind.ERROR)).code == "stale_push"
         assert same(buffers, values)
         refused = slave.flow.refused_frames
         chunks = refused["unasked"] // 2
@@ -509,11 +509,11 @@ def test_an_older_epoch_is_refused():
         buffers = slave.open_push(push_id)
         old = stack.enter_context(raw(address_of(slave), name_of("push", 1, epoch=1)))
         old.hello(WHOLE)
-        old.hear(Kind.WELCOME)
-        wanted = streams.decode_want(old.hear(Kind.WANT))
+        old.read_message(Kind.WELCOME)
+        wanted = streams.decode_want(old.read_message(Kind.WANT))
         new = stack.enter_context(raw(address_of(slave), name_of("push", 1, epoch=2)))
         new.hello(WHOLE)
-        new.hear(Kind.WELCOME)
+        new.read_message(Kind.WELCOME)
         for chunk in wanted:
             old.chunk(chunk, body_of(false, chunk))
         old.hello(WHOLE)
@@ -525,7 +525,7 @@ def test_an_older_epoch_is_refused():
         assert slave.flow.refused_frames["stream"] == len(wanted)
         left = 4 * MANIFEST.numel
         while left:
-            for chunk in streams.decode_want(new.hear(Kind.WANT)):
+            for chunk in streams.decode_want(new.read_message(Kind.WANT)):
                 new.chunk(chunk, body_of(values, chunk))
                 left -= chunk.nbytes
         slave.heard.wait("staged", push_id)
@@ -546,19 +546,21 @@ def test_garbage_beside_a_push_costs_it_nothing():
             peer.socket.send_multipart([rng.bytes(64)] * n)
         foreign = pack_header(Header(Kind.HELLO, run_id("other"), 1, 1, xxhash.xxh3_64_intdigest(b"x")))
         peer.socket.send_multipart([foreign, b"x"])
-        peer.say(Kind.HELLO, b"\xc1")
-        peer.say(Kind.WELCOME, b"\0")
-        peer.say(Kind.WANT, streams.encode_want([Range(0, 0, 0, 1)]))
-        peer.say(Kind.DONE, streams.encode_done(1))
+        peer.send_message(Kind.HELLO, b"\xc1")
+        peer.send_message(Kind.WELCOME, b"\0")
+        peer.send_message(Kind.WANT, streams.encode_want([Range(0, 0, 0, 1)]))
+        peer.send_message(Kind.DONE, streams.encode_done(1))
         values, push_id = model(6), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id)
         push_pieces(slave.grant(1), base(1), shares(values, 1)[0])
         slave.heard.wait("staged", push_id)
         assert same(buffers, values)
-        peer.say(Kind.HELLO, streams.encode_hello(replace(name_of("push", 9), sinc=SINC), ()))  # refused, not answered
+        peer.send_message(
+            Kind.HELLO, streams.encode_hello(replace(name_of("push", 9), sinc=SINC), ())
+        )  # refused, not answered
         peer.name = name_of("push", 9)
         peer.hello([])  # its ERROR is the last answer: everything before it was read
-        assert streams.decode_error(peer.hear(Kind.ERROR)).code == "unknown"
+        assert streams.decode_error(peer.read_message(Kind.ERROR)).code == "unknown"
         assert dict(slave.flow.refused_frames) == {
             "parts": 3, "magic": 1, "run": 1, "message": 2, "kind": 1, "stream": 1, "hello": 1
         }  # fmt: skip
@@ -601,7 +603,7 @@ def test_two_hundred_strangers_cost_a_push_and_a_pull_nothing(lanes):
             assert same(fetched, values)
             assert pushed.connections == pulled.connections == lanes  # none was broken and resumed
         liar.hello([])  # of a push that is over: its ERROR is the last answer, everything before it was read
-        assert streams.decode_error(liar.hear(Kind.ERROR)).code == "stale_push"
+        assert streams.decode_error(liar.read_message(Kind.ERROR)).code == "stale_push"
         assert dict(slave.flow.refused_frames) == {"length": 2, "hello": 1}
 
 
@@ -644,8 +646,8 @@ def test_a_rank_that_stops_sending_ends_its_push_and_no_other():
         values = model(2)
         buffers = slave.open_push(lively)
         peer.hello(WHOLE)
-        peer.hear(Kind.WELCOME)
-        peer.hear(Kind.WANT)
+        peer.read_message(Kind.WELCOME)
+        peer.read_message(Kind.WANT)
         push_pieces(slave.grant(1), base(1, 0, "slow"), shares(values, 1)[0])
         assert same(buffers, values)
         assert "rank 0 brought 0 of" in slave.heard.wait("refused", silent)
@@ -672,8 +674,8 @@ def test_a_dropped_push_is_not_written_any_more():
         push_id = PushId("fast", 1, 1)
         buffers = slave.open_push(push_id)
         peer.hello(WHOLE)
-        peer.hear(Kind.WELCOME)
-        wanted = streams.decode_want(peer.hear(Kind.WANT))
+        peer.read_message(Kind.WELCOME)
+        wanted = streams.decode_want(peer.read_message(Kind.WANT))
         values = model(1)
         for chunk in wanted:
             peer.chunk(chunk, body_of(values, chunk))
@@ -833,9 +835,9 @@ def test_a_rank_that_vanishes_leaves_no_pin():
         slave.flow.open_pull(pull_id, V, model(1), 30.0)
         with raw(slave.flow.lane_addresses()[0], name_of("pull", 1)) as peer:
             peer.hello([])
-            peer.hear(Kind.WELCOME)
-            peer.say(Kind.WANT, streams.encode_want([Range(0, 0, 0, 1000)]))
-            peer.hear(Kind.CHUNK)
+            peer.read_message(Kind.WELCOME)
+            peer.send_message(Kind.WANT, streams.encode_want([Range(0, 0, 0, 1000)]))
+            peer.read_message(Kind.CHUNK)
         slave.flow.close_pull(pull_id)
         assert slave.heard.wait("released", pull_id) == "closed"
 
@@ -851,9 +853,9 @@ def test_a_rank_that_never_reads_is_released_when_its_connection_dies():
         flow.open_pull(pull_id, V, {0: np.zeros(16 << 20, np.float32)}, 30.0)
         with raw(flow.lane_addresses()[0], name_of("pull", 1), rcvhwm=1) as peer:
             peer.hello([])
-            assert streams.decode_welcome(peer.hear(Kind.WELCOME)).chunk_bytes == 1 << 20
+            assert streams.decode_welcome(peer.read_message(Kind.WELCOME)).chunk_bytes == 1 << 20
             chunks = [Range(0, 0, i << 18, 1 << 18) for i in range(64)]
-            peer.say(Kind.WANT, streams.encode_want(chunks))
+            peer.send_message(Kind.WANT, streams.encode_want(chunks))
             assert "nothing moved for 0.5 s" in heard.wait("released", pull_id)
         assert len(heard.of("released", pull_id)) == 1
     finally:
@@ -885,11 +887,11 @@ def test_a_rank_asks_for_no_more_than_it_may():
     with house() as slave, raw(slave.flow.lane_addresses()[0], name_of("pull", 1)) as peer:
         slave.flow.open_pull(PullId("fast", 1, 1), V, model(1), 30.0)
         peer.hello([])
-        peer.hear(Kind.WELCOME)
+        peer.read_message(Kind.WELCOME)
         for chunks in ([Range(0, 0, 0, CHUNK_BYTES)], [Range(7, 0, 0, 1)], [Range(0, 0, i, 1) for i in range(1000)]):
-            peer.say(Kind.WANT, streams.encode_want(chunks))
-        peer.say(Kind.WANT, streams.encode_want([Range(0, 0, 5, 1)]))
-        assert len(peer.hear(Kind.CHUNK)) == 4
+            peer.send_message(Kind.WANT, streams.encode_want(chunks))
+        peer.send_message(Kind.WANT, streams.encode_want([Range(0, 0, 5, 1)]))
+        assert len(peer.read_message(Kind.CHUNK)) == 4
         assert dict(slave.flow.refused_frames) == {"range": 2, "credit": 1}
 
 

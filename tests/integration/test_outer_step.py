@@ -71,7 +71,7 @@ class ReceivedPush:
     def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str) -> None:
         self.buffers[push] = buffers
 
-    def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
+    def reorder_push(self, push: PushId, places: tuple[int, ...]) -> None:
         pass
 
     def drop_push(self, push: PushId) -> None:
@@ -86,7 +86,7 @@ class ReceivedPush:
     def close_pull(self, pull: object) -> None:
         raise AssertionError("no pull is opened here")
 
-    def transfers(self) -> tuple[Transfer, ...]:
+    def list_transfers(self) -> tuple[Transfer, ...]:
         return ()
 
 

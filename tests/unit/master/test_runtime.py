@@ -87,7 +87,7 @@ class ScriptedCoordinator:
     def window_timing(self) -> WindowTiming:
         return WindowTiming(None, 1, 0)
 
-    def view(self, now: float) -> dict[str, Any]:
+    def build_view(self, now: float) -> dict[str, Any]:
         return {"seen": len(self.seen)}
 
     def kinds(self) -> list[str]:
@@ -105,7 +105,7 @@ class RecordingOutside:
         self.disk.set()
         self.fails = False
 
-    async def write(self, records: Sequence[Record]) -> None:
+    async def write_records(self, records: Sequence[Record]) -> None:
         await self.disk.wait()
         if self.fails:
             raise OSError("disk full")
@@ -114,7 +114,7 @@ class RecordingOutside:
     def learn_address(self, slave: str, address: str) -> None:
         self.addresses[slave] = address
 
-    async def execute(self, order: Order) -> OrderAnswered | OrderFailed:
+    async def execute_order(self, order: Order) -> OrderAnswered | OrderFailed:
         self.executed.append(order.number)
         return OrderAnswered(order.slave, order.sinc, order.number, Done())
 

@@ -59,7 +59,7 @@ class RecordingFlow:
             raise RemoteProtocolError("no")
         self.pushes[push], self.codecs[push] = buffers, codec
 
-    def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
+    def reorder_push(self, push: PushId, places: tuple[int, ...]) -> None:
         self.places[push] = places
 
     def drop_push(self, push: PushId) -> None:
@@ -78,7 +78,7 @@ class RecordingFlow:
         if self.pulls.pop(pull, None) is not None:
             self.closing.append(pull)
 
-    def transfers(self) -> tuple[Transfer, ...]:
+    def list_transfers(self) -> tuple[Transfer, ...]:
         return ()
 
 
@@ -92,24 +92,24 @@ class MemoryDisk:
     reserved: dict[VersionId, int] = field(default_factory=dict)
     writes: int = 0
 
-    def complete(self) -> tuple[VersionId, ...]:
+    def complete_versions(self) -> tuple[VersionId, ...]:
         return tuple(sorted(self.kept))
 
-    def reserve(self, version: VersionId, nbytes: int) -> None:
+    def reserve_room(self, version: VersionId, nbytes: int) -> None:
         if self.full:
             raise OSError(28, "no space left on device")
         self.reserved[version] = nbytes
 
-    def release(self, version: VersionId) -> None:
+    def release_room(self, version: VersionId) -> None:
         self.reserved.pop(version, None)
 
-    def write(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
+    def write_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
         self._fail()
         self.writes += 1
         self.kept[version] = tuple({i: a.tobytes() for i, a in arrays.items()} for arrays in (theta, momentum))
         return f"digest of {version}"
 
-    def read(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
+    def read_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
         self._fail()
         if version == GENESIS:
             for arrays, value in ((theta, 1.0), (momentum, 0.0)):
@@ -120,11 +120,11 @@ class MemoryDisk:
             for layer, array in arrays.items():
                 array[:] = np.frombuffer(kept[layer], np.float32)
 
-    def map(self, version: VersionId) -> Arrays | None:
+    def map_theta(self, version: VersionId) -> Arrays | None:
         kept = self.kept.get(version)
         return {i: np.frombuffer(raw, np.float32) for i, raw in kept[0].items()} if kept else None
 
-    def delete(self, versions: tuple[VersionId, ...]) -> None:
+    def delete_snapshots(self, versions: tuple[VersionId, ...]) -> None:
         self._fail()
         for version in versions:
             self.kept.pop(version, None)

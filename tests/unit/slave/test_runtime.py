@@ -79,7 +79,7 @@ class BufferFlow:
     def close_pull(self, pull: PullId) -> None:
         raise AssertionError("no pull is closed here")
 
-    def transfers(self) -> tuple[Transfer, ...]:
+    def list_transfers(self) -> tuple[Transfer, ...]:
         return (Transfer("x", 1, 1, True, 4, 12),)
 
 
@@ -88,25 +88,25 @@ class GatedDisk:
         self.may_write = threading.Event()
         self.writes = 0
 
-    def reserve(self, version: VersionId, nbytes: int) -> None:
+    def reserve_room(self, version: VersionId, nbytes: int) -> None:
         """There is room."""
 
-    def release(self, version: VersionId) -> None:
+    def release_room(self, version: VersionId) -> None:
         """There is room."""
 
-    def complete(self) -> tuple[VersionId, ...]:
+    def complete_versions(self) -> tuple[VersionId, ...]:
         return ()
 
-    def write(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
+    def write_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
         self.writes += 1
         assert self.may_write.wait(10)
         return "d1ge57"
 
-    def read(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
+    def read_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
         theta[0].fill(1.0)
         momentum[0].fill(0.0)
 
-    def delete(self, versions: tuple[VersionId, ...]) -> None:
+    def delete_snapshots(self, versions: tuple[VersionId, ...]) -> None:
         raise AssertionError("nothing is deleted here")
 
 
@@ -178,7 +178,7 @@ class RunningSlave:
             who,
             SlaveTiming(HEARTBEAT_S),
             lambda: self.thread.standing,
-            self.flow.transfers,
+            self.flow.list_transfers,
             self.meters,
             prepare,
             Random(),

@@ -44,12 +44,12 @@ class AgentScript:
     def __init__(self, *answers: Answer) -> None:
         self._answers, self.asked = list(answers), []
 
-    def ask(self, question: Any) -> Answer:
+    def ask_agent(self, question: Any) -> Answer:
         self.asked.append(question)
         return self._answers.pop(0)
 
     def ask_until_answered(self, question: Any) -> Answer:
-        while isinstance(answer := self.ask(question), AskAgain):
+        while isinstance(answer := self.ask_agent(question), AskAgain):
             pass
         return answer
 
