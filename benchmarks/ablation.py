@@ -21,8 +21,8 @@ from statistics import mean, median
 
 from benchmarks.cast import Cast
 from benchmarks.harness import Bench, main
+from benchmarks.line_program import LineProgram, open_programs
 from benchmarks.namespaces import End, missing, network
-from benchmarks.told import Told, open_programs
 from dips.protocol.enums import AskOrder
 from dips.protocol.order import Worker, make_lines, slaves_in_order, workers_in_order
 from dips.transport.pipeline import available_cores
@@ -48,7 +48,7 @@ class Took:
 class Ends:
     """Slaves, and the ranks of some clusters, as processes on their hosts."""
 
-    def __init__(self, cast: Cast, slaves: Sequence[Told], ranks: Mapping[str, Sequence[Told]]) -> None:
+    def __init__(self, cast: Cast, slaves: Sequence[LineProgram], ranks: Mapping[str, Sequence[LineProgram]]) -> None:
         self.cast, self._slaves, self._ranks, self._number = cast, slaves, ranks, 0
 
     def push(self, rule: AskOrder, second_after_s: float | None = None) -> Took:

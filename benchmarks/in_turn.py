@@ -23,7 +23,7 @@ import xxhash
 import zmq
 
 from benchmarks.cast import CHUNK_BYTES, RUN, Cast
-from benchmarks.told import print_answer, processor_s, read_requests
+from benchmarks.line_program import print_answer, processor_s, read_requests
 from dips.transport.memory import keep_message_memory
 from dips.wire import codecs
 from dips.wire.chunks import Range

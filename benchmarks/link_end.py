@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from benchmarks.told import print_answer, read_requests
+from benchmarks.line_program import print_answer, read_requests
 from dips.client.rank import transfer
 from dips.client.rank.transfer import Piece, TransferIdentity
 from dips.ids import GENESIS, PullId, PushId
@@ -91,7 +91,7 @@ def rank(addresses: str, mib: int) -> None:
     print_answer("ok")
     for word, number in read_requests():
         begun = time.perf_counter()
-        getattr(transfer, word)(grant, TransferIdentity(RUN, CLUSTER, 1, number, 0), pieces)
+        getattr(transfer, f"{word}_pieces")(grant, TransferIdentity(RUN, CLUSTER, 1, number, 0), pieces)
         print_answer(time.perf_counter() - begun)
 
 

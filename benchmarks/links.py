@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from benchmarks.harness import Bench, Seconds, main
+from benchmarks.line_program import open_programs
 from benchmarks.namespaces import missing, wire
-from benchmarks.told import open_programs
 
 LEAST_NEAR, LEAST_FAR = 0.95, 0.9
 

@@ -232,7 +232,7 @@ class LoneSlave:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(2 * WAIT_S)
 
     async def _serve(self) -> str:
-        self._server = control.server(lambda method, error: print(f"{method}: {error!r}", file=sys.stderr))
+        self._server = control.make_server(lambda method, error: print(f"{method}: {error!r}", file=sys.stderr))
         add_SlaveServiceServicer_to_server(self._master, self._server)
         port = control.bind_server(self._server, "127.0.0.1:0", "benchmark")
         await self._server.start()

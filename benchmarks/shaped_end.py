@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cast import CHUNK_BYTES, RUN, SINC, WAIT_S, Cast
-from benchmarks.told import print_answer, processor_s, read_requests
+from benchmarks.line_program import print_answer, processor_s, read_requests
 from dips.client.rank import transfer
 from dips.client.rank.transfer import TransferIdentity
 from dips.ids import GENESIS, PullId, PushId

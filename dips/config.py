@@ -113,7 +113,7 @@ class SlaveSection(Section):
         return self.directory / ".lock"
 
     def reached_at(self, address: str) -> str:
-        """What others are told of an address that this slave listens on."""
+        """The address that others use for one that this slave listens on."""
         if self.advertise is None:
             return address
         host = f"[{self.advertise}]" if ":" in self.advertise else self.advertise

@@ -28,7 +28,7 @@ def drain(
     when it is started again. A slave that is stopped without this costs the open round and nothing else.
 
     A cluster needs no such word: SIGTERM to its dips-client ends the training and gives its unfinished work back: its
-    data ranges are leased to others, its tokens since the last accepted push are told as lost.
+    data ranges are leased to others, its tokens since the last accepted push count as lost.
 
     Exit codes: 0 drained; 1 it does not serve, or not within --wait-s (it goes on draining); 69 no master answers;
     78 there is no such slave.

@@ -96,11 +96,11 @@ def _format_norm(r: Mapping[str, Any]) -> str:
 
 
 def _list_contributions(r: Mapping[str, Any]) -> str:
-    told = (
+    parts = (
         o["push"]["cluster"] + ("" if o["kind"] == "accepted" else f" ({o['kind']}: {o['reason']})")
         for o in r["outcomes"]
     )
-    return ", ".join(told)
+    return ", ".join(parts)
 
 
 def shorten_ranges(numbers: Sequence[int]) -> str:
@@ -111,5 +111,5 @@ def shorten_ranges(numbers: Sequence[int]) -> str:
             found[-1][1] = n
         else:
             found.append([n, n])
-    told = [str(a) if a == b else f"{a}–{b}" for a, b in found[:MOST_RANGES]]
-    return " ".join(told) + (f" and {len(found) - MOST_RANGES} more" if len(found) > MOST_RANGES else "")
+    shown = [str(a) if a == b else f"{a}–{b}" for a, b in found[:MOST_RANGES]]
+    return " ".join(shown) + (f" and {len(found) - MOST_RANGES} more" if len(found) > MOST_RANGES else "")

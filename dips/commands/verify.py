@@ -75,10 +75,10 @@ def judge_results(results: Results, known: Known, all_here: bool) -> tuple[str, 
     candidates = known.lineage or tuple(on_disk)
     whole = [v for v in candidates if all(found.get(v) == INTACT for found in results.values())]
     back = whole[-1] if whole else GENESIS
-    told = "; ".join(f"{name}: {problem}" for name, problem in bad.items())
+    problems = "; ".join(f"{name}: {problem}" for name, problem in bad.items())
     here = "" if all_here else ", if the other slaves have it"
     verdict = (
-        f"the newest durable version {newest} is not intact ({told}); the run would be rolled back to {back}{here}"
+        f"the newest durable version {newest} is not intact ({problems}); the run would be rolled back to {back}{here}"
     )
     return verdict, EXIT_NOT_INTACT
 

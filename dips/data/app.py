@@ -70,7 +70,7 @@ def build_command(
             if what != at:
                 at = what
                 text = (s.nbytes for s in chosen if what == f"tokens of {s.name}")
-                total = next(text, None)  # how long the tokens are that are read next, nobody has told
+                total = next(text, None)  # how long the tokens are that are read next, nobody has said
                 bar.reset(task, description=what, total=total)
             bar.advance(task, nbytes)
 

@@ -56,16 +56,16 @@ class Index:
 
 def digest_of(manifest: dict[str, Any]) -> str:
     """Hash all of a manifest that says what is trained on, and nothing of where it lies."""
-    told = {key: value for key, value in manifest.items() if key not in ("digest", "balance")}
+    listed = {key: value for key, value in manifest.items() if key not in ("digest", "balance")}
     sources = [
-        {**s, "files": [{k: v for k, v in f.items() if k != "path"} for f in s["files"]]} for s in told["sources"]
+        {**s, "files": [{k: v for k, v in f.items() if k != "path"} for f in s["files"]]} for s in listed["sources"]
     ]
-    text = json.dumps({**told, "sources": sources}, sort_keys=True, separators=(",", ":"))
+    text = json.dumps({**listed, "sources": sources}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def file_checksum(path: Path, progress: Callable[[int], None] = lambda _: None) -> str:
-    """xxh3 of a file, 128 bits in hex; `progress` is told bytes."""
+    """xxh3 of a file, 128 bits in hex; `progress` gets the bytes read."""
     hasher = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):

@@ -93,7 +93,7 @@ def is_text(path: Path) -> bool:
 def write_tokens(
     files: Sequence[Path], key: str, made: Tokenizer, output: Path, progress: Callable[[int], None]
 ) -> TokenFile:
-    """Tokenise `files` one after another into `output`; `progress` is told bytes of text as they are done."""
+    """Tokenise `files` one after another into `output`; `progress` gets bytes of text as they are done."""
     lengths = array("q")  # 8 bytes for a document, where a list takes 40
     with output.open("wb") as out:
         for file in files:

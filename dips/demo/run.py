@@ -71,22 +71,22 @@ def _on_sigterm(number: int, frame: object) -> None:
 
 def _train_and_kill(files: DemoLayout, seconds: float, kill: bool, seed: int) -> tuple[Mapping[str, Any], Kill]:
     """Train until the run is finished; return the master's last status and what was killed."""
-    with Watch(seconds) as watch, DemoProcesses() as house:
+    with Watch(seconds) as watch, DemoProcesses() as running:
         corpus = data.load_corpus(seed)
         tokens = _expected_tokens(corpus, seconds)
         watch.print_event(f"{corpus.training.size / 1e6:.1f} MB of Python to learn, in {corpus.ranges} ranges")
         address = layout.write_configs(files, corpus.ranges, tokens, seconds)
         _run_word("init", "--config", str(files.run_file), "--factory", "dips.demo.model:build", "--seed", str(seed))
-        _start_processes(house, files, seed)
-        watch.print_event(f"started {', '.join(house.processes)}; the master is at {address}")
-        killed = _watch_training(house, files, watch, address, seconds, kill)
+        _start_processes(running, files, seed)
+        watch.print_event(f"started {', '.join(running.processes)}; the master is at {address}")
+        killed = _watch_training(running, files, watch, address, seconds, kill)
         for name in layout.CLUSTERS:
-            house.processes[name].wait(END_S)
-        house.check_alive()
+            running.processes[name].wait(END_S)
+        running.check_alive()
         status = asyncio.run(ask_status(address))
         watch.show_status(status)
         watch.print_event(f"the run is finished at {status['finished']}")
-    _check_codes(house)
+    _check_codes(running)
     return status, killed
 
 
@@ -105,27 +105,27 @@ def _expected_tokens(corpus: data.Corpus, seconds: float) -> int:
     return int(per_second * busy * EXPECTED_SHARE * seconds)
 
 
-def _start_processes(house: DemoProcesses, files: DemoLayout, seed: int) -> None:
+def _start_processes(running: DemoProcesses, files: DemoLayout, seed: int) -> None:
     config = str(files.run_file)
-    house.start("master", _module_command("dips.master.app", "--config", config), files.log_file("master"))
+    running.start("master", _module_command("dips.master.app", "--config", config), files.log_file("master"))
     for name in layout.SLAVES:
-        _start_slave(house, files, name)
+        _start_slave(running, files, name)
     for name in layout.CLUSTERS:
         trainer = _module_command(
             *("torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS[name])),
             *("-m", "dips.demo.train", "--seed", str(seed), "--slowdown", str(SLOWDOWN[name])),
         )
         agent = _module_command("dips.client.app", "--config", str(files.cluster_file(name)), "--", *trainer)
-        house.start(name, agent, files.log_file(name), may_end=True)
+        running.start(name, agent, files.log_file(name), may_end=True)
 
 
-def _start_slave(house: DemoProcesses, files: DemoLayout, name: str) -> None:
+def _start_slave(running: DemoProcesses, files: DemoLayout, name: str) -> None:
     command = _module_command("dips.slave.app", "--config", str(files.run_file), "--name", name)
-    house.start(name, command, files.log_file(name))
+    running.start(name, command, files.log_file(name))
 
 
 def _watch_training(
-    house: DemoProcesses, files: DemoLayout, watch: Watch, address: str, seconds: float, kill: bool
+    running: DemoProcesses, files: DemoLayout, watch: Watch, address: str, seconds: float, kill: bool
 ) -> Kill:
     """Watch until the run is finished; kill in the middle if asked to."""
     begun = time.monotonic()
@@ -134,24 +134,24 @@ def _watch_training(
         status = _read_status(address)
         answered = answered or status is not None
         watch.show_status(status)
-        house.check_alive()
+        running.check_alive()
         if status and status.get("finished"):
             return killed
         elapsed = time.monotonic() - begun
         if elapsed > START_S and not answered:
-            raise ProcessEnded(f"the master does not answer; {house.processes['master'].log_tail()}")
+            raise ProcessEnded(f"the master does not answer; {running.processes['master'].log_tail()}")
         if elapsed > seconds + END_S:
             raise ProcessEnded(
-                f"the run is not finished {END_S:.0f} s after its time; {house.processes['master'].log_tail()}"
+                f"the run is not finished {END_S:.0f} s after its time; {running.processes['master'].log_tail()}"
             )
         if status and kill and not killed.slave and max(elapsed / seconds, _run_progress(status)) >= KILL_AT:
-            killed = _kill_cluster_and_slave(house, files, watch, address)
+            killed = _kill_cluster_and_slave(running, files, watch, address)
         time.sleep(LOOK_EVERY_S)
 
 
-def _kill_cluster_and_slave(house: DemoProcesses, files: DemoLayout, watch: Watch, address: str) -> Kill:
+def _kill_cluster_and_slave(running: DemoProcesses, files: DemoLayout, watch: Watch, address: str) -> Kill:
     """Kill slow's torchrun and, while it comes back, a slave; start the slave again."""
-    processes = house.processes[KILLED_CLUSTER].kill_children()
+    processes = running.processes[KILLED_CLUSTER].kill_children()
     watch.print_event(
         f"killed torchrun of {KILLED_CLUSTER}, {len(processes)} processes, with SIGKILL; its agent starts it again"
     )
@@ -161,12 +161,12 @@ def _kill_cluster_and_slave(house: DemoProcesses, files: DemoLayout, watch: Watc
         time.sleep(LOOK_EVERY_S)
         status = _read_status(address)
         watch.show_status(status)
-        house.check_alive()
-    house.processes[KILLED_SLAVE].kill()
+        running.check_alive()
+    running.processes[KILLED_SLAVE].kill()
     head = VersionId.parse(status["head"])
     watch.print_event(f"killed {KILLED_SLAVE} with SIGKILL at {head}")
     time.sleep(RESTART_SLAVE_S)
-    _start_slave(house, files, KILLED_SLAVE)
+    _start_slave(running, files, KILLED_SLAVE)
     watch.print_event(f"started {KILLED_SLAVE} again")
     # A version between the look and the kill is passed over: the next one counts.
     return Kill(KILLED_CLUSTER, KILLED_SLAVE, status["slaves"][KILLED_SLAVE]["sinc"], _after_kill(address, head))
@@ -201,8 +201,8 @@ def _run_word(*arguments: str) -> None:
         raise ProcessEnded(f"dips {' '.join(arguments)} ended with exit code {done.returncode}: {done.stderr.strip()}")
 
 
-def _check_codes(house: DemoProcesses) -> None:
-    for process in house.processes.values():
+def _check_codes(running: DemoProcesses) -> None:
+    for process in running.processes.values():
         if process.exit_code() != 0:
             raise ProcessEnded(
                 f"{process.name} ended with exit code {process.exit_code()}, expected 0; {process.log_tail()}"
@@ -258,8 +258,8 @@ def _print_results(
     account = Table("cluster", "outer steps", "tokens accepted", "gated", "lost", title="tokens", title_justify="left")
     for name in layout.CLUSTERS:
         took_part = sum(any(f.push.cluster == name for f in r.folds) for r in rounds)
-        told = tokens.get(name, {})
-        account.add_row(name, str(took_part), *(f"{told.get(kind, 0):,}" for kind in ("accepted", "gated", "lost")))
+        counted = tokens.get(name, {})
+        account.add_row(name, str(took_part), *(f"{counted.get(kind, 0):,}" for kind in ("accepted", "gated", "lost")))
     console.print(account)
     table = Table("", "claim", "found", title="checks", title_justify="left")
     for check in listed:

@@ -105,7 +105,7 @@ async def serve(
         stack.callback(timeline.close)
         outside = _Outside(ledger)
         stack.push_async_callback(outside.close)
-        server = control.server(lambda method, error: log.error("call failed", method=method, exc_info=error))
+        server = control.make_server(lambda method, error: log.error("call failed", method=method, exc_info=error))
         stack.push_async_callback(server.stop, GRACE_S)
         host, _ = config.master.listen.rsplit(":", 1)
         address = f"{host}:{control.bind_server(server, config.master.listen, KEY)}"

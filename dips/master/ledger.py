@@ -1,8 +1,8 @@
 """The ledger: what the master must never forget, in SQLite (WAL, synchronous=FULL). The row of a version is its birth.
 
-One `write` is one transaction: all of its records are durable when it returns, or none is. One master holds the file,
-by a lock beside it; readers (`dips history`, plots) open it read-only at any time. What a record means, and when it is
-written, the Coordinator decides; this file does not know.
+One `write_records` is one transaction: all of its records are durable when it returns, or none is. One master holds the
+file, by a lock beside it; readers (`dips history`, plots) open it read-only at any time. What a record means, and when
+it is written, the Coordinator decides; this file does not know.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Ledger:
         return {(number, slave): digest for number, slave, digest in rows}
 
     def read_tokens(self) -> dict[str, dict[str, int]]:
-        """Return tokens accepted (in the lineage), gated, lost and undone for each cluster ever heard of."""
+        """Return tokens accepted (in the lineage), gated, lost and undone for each known cluster."""
         return {
             t.cluster: {
                 "accepted": t.tokens_accepted,

@@ -1,4 +1,4 @@
-"""Reads the ledger's history for people: how each round ended, what it folded and what it told its clusters."""
+"""Reads the ledger's history for people: how each round ended, what it folded and the outcomes of its clusters."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def read_state(db: sqlite3.Connection) -> LedgerState:
 
 
 def read_totals(db: sqlite3.Connection) -> tuple[ClusterTotals, ...]:
-    """What all rounds said of each cluster that was ever heard of."""
+    """What all rounds said of each cluster that was ever known."""
     names = db.execute(
         "SELECT name FROM incarnations WHERE role = 'cluster' UNION SELECT cluster FROM outcomes ORDER BY 1"
     )

@@ -74,7 +74,7 @@ class SlaveLink:
             await self._channel.wait_for_state_change(state)
 
     async def _begin_call(self, request: Any, timeout: float) -> Answer:
-        """Begin a call when the slave has heard those that were given before it; their answers may take long.
+        """Begin a call when the slave has received those made before it; their answers may take long.
 
         Calls in flight at once reach the other end's handlers in any order (of 100, the ninth came as the fifteenth).
         """

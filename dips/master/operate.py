@@ -64,9 +64,7 @@ def _show_step(line: int, now: float, event: Event, effects: list[Effect]) -> No
 
 def recover_command(
     config: Annotated[Path, typer.Option(help="The run file of the run whose ledger was restored.")],
-    term_above: Annotated[
-        int, typer.Option(help="A term that was in use: `dips status` or a slave's log told it.")
-    ] = 0,
+    term_above: Annotated[int, typer.Option(help="A term that was in use: from `dips status` or a slave's log.")] = 0,
     round_above: Annotated[int, typer.Option(help="A round that was in use: the number after @r of any version.")] = 0,
     adopt: Annotated[
         str | None, typer.Option(metavar="vN@rM", help="Go on from this newer version, which all slaves have.")
@@ -77,9 +75,9 @@ def recover_command(
 
     A restored ledger knows less than slaves and clusters have seen, and would use names twice: terms, rounds,
     incarnations.
-    So the master refuses to serve it. This brings its counters above everything that was ever told: above what
+    So the master refuses to serve it. This brings its counters above everything that was ever sent: above what
     journals and snapshot directories on this machine show, above --term-above and --round-above, and a thousand more,
-    since not everything that was told is written somewhere. It says what is lost, and asks.
+    since not everything that was sent is written somewhere. It says what is lost, and asks.
 
     What is lost: the outer steps since the backup. Their snapshots are no versions any more; slaves delete them when
     they are READY: copy what you want to keep. Clusters pull the head of the backup and go on. Data ranges that were

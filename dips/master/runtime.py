@@ -93,7 +93,7 @@ class Runtime:
         self._arrived.set()
 
     async def run(self) -> int:
-        """Serve until told to stop; return the exit code."""
+        """Serve until `stop` is called; return the exit code."""
         loop = asyncio.create_task(self._run_core(), name="loop")
         try:
             ends: list[asyncio.Future[Any]] = [self._code, loop]

@@ -7,8 +7,8 @@ and no clock; whoever moves bytes into a slot or out of a pinned θ must have st
 pin ended.
 
 Banks in use are at most θ, m, acc, θ′, the slots, and the pinned older versions. An older version beyond the pinned
-ones takes the place of θ′: its readers are `move`d to a file of the same bytes, one after another, and the last of
-them frees the bank; until then, or if there is no file, the next `prepare` is Busy (docs/rationale.md#19).
+ones takes the place of θ′: `move_readers` moves its readers to a file of the same bytes, one after another, and the
+last of them frees the bank; until then, or if there is no file, `prepare_version` is Busy (docs/rationale.md#19).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Next:
 
 
 class Versions:
-    """The memory of one slave; empty until `allocate`, without a version until `load`."""
+    """The memory of one slave; empty until `allocate_banks`, without a version until `load_version`."""
 
     def __init__(self, kernel_pool: KernelPool, slots: int, pinned: int) -> None:
         self._kernel_pool = kernel_pool
@@ -256,7 +256,7 @@ class Versions:
         self._from_file[pull] = version
 
     def move_readers(self, version: VersionId) -> tuple[PullId, ...]:
-        """Begin to move the readers of an older version to a file and return them; `moved` ends it for each."""
+        """Begin to move an older version's readers to a file and return them; `on_reader_moved` ends it for each."""
         for theta in self._older:
             if theta.version == version and not theta.moving:
                 theta.moving = True

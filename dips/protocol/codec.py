@@ -82,7 +82,7 @@ def value_digest(value: object) -> str:
 
 
 def decode_value(spelled: Any) -> Any:
-    """Build what `spell` spelled; raise Corrupt on anything else."""
+    """Build what `encode_value` spelled; raise Corrupt on anything else."""
     try:
         return _StateReader().read_value(spelled)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:

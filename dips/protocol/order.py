@@ -3,7 +3,7 @@
 A transfer alone walks the rows of a rotation: worker w begins at slave w mod S and walks on by one each turn. With no
 more workers than slaves no two ever meet; with more, each slave is visited by at most ⌈W/S⌉ at once.
 
-Several transfers at once stand in one line before each slave (`lines`): their bytes, their links and what is left of
+Several transfers at once stand in one line before each slave (`make_lines`): their bytes, links and what is left of
 them differ. The lines are those of a schedule that always serves as many pairs as it can, those first that have most
 left to do: an edge colouring where all are equal. An order of asking, never a barrier: who is late is overtaken.
 """

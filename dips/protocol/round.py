@@ -44,7 +44,7 @@ def advance_round(run: RunState) -> None:
 
 
 def _give_up_pushes(run: RunState) -> None:
-    """No round will be opened until the disks are mended: no cluster waits for one."""
+    """No round will be opened until the disks work again: no cluster waits for one."""
     reason = run.durability.reason
     settlement.skip_round(run, reason)
     settlement.skip_waiting_pushes(run, reason)

@@ -46,13 +46,13 @@ class ClusterObserver:
     """The hooks that a cluster calls; each does nothing by default."""
 
     def version_received(self, agent: SimAgent, version: VersionId, whence: str) -> None:
-        """A cluster was told a version; `whence`: the message that named it."""
+        """A cluster received a version; `whence`: the message that named it."""
 
     def outcome_received(self, agent: SimAgent, frozen: Frozen, outcome: Outcome) -> None:
-        """A cluster was told what became of a push."""
+        """A cluster received the outcome of a push."""
 
     def push_dropped(self, agent: SimAgent, push: PushId) -> None:
-        """A cluster was told that a push came to nothing."""
+        """A cluster learned that a push was dropped."""
 
     def trainer_stepped(self, agent: SimAgent) -> None:
         """A trainer takes an inner step."""

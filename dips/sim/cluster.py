@@ -41,7 +41,7 @@ class SimCluster:
         self.agent, self.left = None, agent.left
 
     def leave_run(self) -> None:
-        """The agent is told to stop: it says so once, and goes whether it is heard or not."""
+        """The agent is asked to stop: it sends Leave once, and exits whether that arrives or not."""
         agent = self.agent
         left = agent.core.leave_run() if agent is not None and not agent.gate.closed else None
         if agent is not None and left is not None:

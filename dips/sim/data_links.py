@@ -45,7 +45,7 @@ STEADY = SimLinks(
 
 
 class Flows(Protocol):
-    """Finds the data flow that lives at a slave now, and hears of what went wrong."""
+    """Finds the present data flow of a slave, and is notified of what went wrong."""
 
     def flow_of(self, slave: str) -> SimFlow | None: ...
     def frame_refused(self, why: str) -> None: ...

@@ -123,7 +123,7 @@ class Month(Observer):
     # ---- failures --------------------------------------------------------------------------------------------------
 
     def plan_failures(self, world: World) -> None:
-        """Say with `later` what fails, and when."""
+        """Say with `call_later` what fails, and when."""
         last = self.lasts_s - 2 * QUIET_S
         for kind in TABLE_1:
             members = [m for m in self.members if m.kind is kind]

@@ -101,7 +101,7 @@ class Network:
         self.weather = CLEAR
 
     def call_host(self, sender: str, receiver: str, message: Any, deadline_s: float, done: Answer) -> None:
-        """Ask; `done` hears the answer, or None at the deadline."""
+        """Ask; `done` gets the answer, or None at the deadline."""
         call = Call(done)
         call.set_timer(self._heap.call_later(deadline_s, "deadline of a call", lambda: call.end_call(None)))
 

@@ -160,7 +160,7 @@ class SlaveProcess:
             machine.rng,
         )
         self.alive = True
-        self._undeceived = False  # the master that last told it Hold has the newest ledger
+        self._undeceived = False  # the master that last sent it Hold has the newest ledger
         self._work: deque[ShardWork] = deque()  # the first is being done
         self._writing: WriteSnapshot | None = None
         self._orders: dict[int, tuple[Order, Callable[[Any], None]]] = {}
@@ -170,7 +170,7 @@ class SlaveProcess:
 
     @property
     def holds(self) -> bool:
-        """It was told Hold by the present master, as far as we know."""
+        """The present master has answered Hold, as far as we know."""
         return self.core.serving and self._undeceived
 
     def kill_process(self) -> None:

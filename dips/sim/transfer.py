@@ -38,7 +38,7 @@ class DataNetwork(DataLinks):
     def begin_push(
         self, push: PushId, grant: Grant, spell: Spell, ranks: int, gate: Gate, done: Callable[[bool], None]
     ) -> SimTransfer:
-        """Move all ranks' pieces to all slaves; `done` hears whether every stream heard DONE."""
+        """Move all ranks' pieces to all slaves; `done` is called with whether every stream received DONE."""
         moving = self._new_transfer(push.cluster, gate)
         ended: list[bool] = []
 
@@ -60,7 +60,7 @@ class DataNetwork(DataLinks):
     def begin_pull(
         self, pull: PullId, grant: Grant, ranks: int, gate: Gate, done: Callable[[list[Pulled]], None]
     ) -> SimTransfer:
-        """Bring every rank its own pieces from all slaves; `done` hears what each rank has in its host memory."""
+        """Bring every rank its own pieces from all slaves; `done` gets what each rank has in host memory."""
         moving = self._new_transfer(pull.cluster, gate)
         landed = [Pulled(rank) for rank in range(ranks)]
         left = [ranks * len(grant.slaves)]

@@ -55,7 +55,7 @@ def serve_command(
     """A slave of one run: holds its layers of the global model and takes their outer steps.
 
     Its memory is allocated once and the sum is printed; its versions are kept in its directory, which no second slave
-    may use. It waits for a master that is away, and is told by it what to load. It needs no GPU and no PyTorch.
+    may use. It waits for a master that is away; the master decides what it loads. It needs no GPU and no PyTorch.
 
     Exit codes: 0 stopped by SIGTERM or SIGINT; 78 the run file, the directory, a port or the memory is not usable;
     65, 70, 76 the master and this slave do not understand each other: see the message.
@@ -124,13 +124,13 @@ class Parts:
 async def serve(
     config: RunFile, section: SlaveSection, log: logs.Log, ready: Callable[[str], None] = lambda _: None
 ) -> int:
-    """Live until told to stop; return the exit code. `ready` is told host:port of the control server once it serves.
+    """Run until stopped; return the exit code. `ready` gets host:port of the control server once it serves.
 
     Raise ConfigError if the directory, a port or the memory is not usable, another DipsError if the master refuses us.
     """
     async with AsyncExitStack() as stack:
         parts = _build_parts(config, section, log, stack)
-        server = control.server(lambda method, error: log.error("call_failed", method=method, exc_info=error))
+        server = control.make_server(lambda method, error: log.error("call_failed", method=method, exc_info=error))
         checker = await control.serve_health(server, HEALTH_SERVICES)
         host, _ = host_port(section.listen)
         address = f"{host}:{control.bind_server(server, section.listen, 'slaves.listen')}"

@@ -3,7 +3,7 @@
     lane thread   recv → header → receiver.claim ──▶ intake stage: checksum, copy into the slot → receiver.stage
                                → sender.want     ──▶ outgo stage:  checksum → the lane sends from the source
 
-What a frame does wrong is counted in `refused` under its reason and changes nothing else; a lane never dies of it.
+A bad frame is counted in `refused_frames` under its reason and changes nothing else; a lane never ends because of it.
 """
 
 from __future__ import annotations
@@ -175,12 +175,12 @@ class ZmqFlow:
         self._sender.open_pull(pull, version, source, deadline_s, self._clock())
 
     def move_pull(self, pull: PullId, source: Arrays) -> None:
-        """Serve the rest from `source`; `moved` follows when no byte of the old one is in flight."""
+        """Serve the rest from `source`; `on_source_moved` follows when no byte of the old one is in flight."""
         self._sender.move_pull(pull, source)
         self._lanes[0].wake()
 
     def close_pull(self, pull: PullId) -> None:
-        """Serve no further; `released` follows when the last byte in flight is gone."""
+        """Serve no further; `on_pull_released` follows when the last byte in flight is gone."""
         self._sender.close_pull(pull, "closed")
         self._lanes[0].wake()
 

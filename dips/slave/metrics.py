@@ -1,4 +1,4 @@
-"""What a slave tells Prometheus of itself: dips_shard_…; the master tells dips_slave_… of what it hears from all.
+"""The metrics that a slave exports of itself: dips_shard_…; the master exports dips_slave_… from all heartbeats.
 
 Labels are names of clusters whose push or pull the master opened here, kinds of orders and reasons of refusals: all
 bounded by the run or by a table.
@@ -37,17 +37,17 @@ ORDER = (
 REFUSED = (MetricRow("dips_shard_frames_refused", "count", "Frames that were refused, by reason.", counter=True),)
 
 
-def collect(told: Status) -> Iterator[Metric]:
+def collect(status: Status) -> Iterator[Metric]:
     """Turn what app.py reads (see the keys below) into metric families."""
-    yield from make_families(SELF, [((), told)], ())
+    yield from make_families(SELF, [((), status)], ())
     links = [
         ((name, direction), {"nbytes": nbytes})
         for direction in ("in", "out")
-        for name, nbytes in told.get(direction, {}).items()
+        for name, nbytes in status.get(direction, {}).items()
     ]
     yield from make_families(LINK, links, ("cluster", "direction"))
-    yield from make_families(ORDER, [((kind,), spent) for kind, spent in told.get("orders", {}).items()], ("order",))
-    refused = [((reason,), {"count": count}) for reason, count in told.get("refused", {}).items()]
+    yield from make_families(ORDER, [((kind,), spent) for kind, spent in status.get("orders", {}).items()], ("order",))
+    refused = [((reason,), {"count": count}) for reason, count in status.get("refused", {}).items()]
     yield from make_families(REFUSED, refused, ("reason",))
 
 

@@ -2,8 +2,8 @@
 
 What must stay true: no slot without a live push, no pin without a live pull; what was closed is never opened again
 (one tombstone a cluster, for pushes and for pulls); a slot is freed only after the flow has stopped writing into it, a
-pin ends only when the flow says `released`, and a bank that a slow reader leaves for a file is free only when the flow
-says `moved`. It does not know rounds.
+pin ends only with the flow's `on_pull_released`, and a bank that a slow reader leaves for a file is free only with its
+`on_source_moved`. It does not know rounds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Closed = dict[str, tuple[int, int]]  # cluster → the highest closed (incarnati
 
 @dataclass(frozen=True, slots=True)
 class StagedReport:
-    """The master is to be told that all of a push is here."""
+    """Report to the master: all of a push is here."""
 
     push: PushId
     nbytes: int
@@ -31,7 +31,7 @@ class StagedReport:
 
 @dataclass(frozen=True, slots=True)
 class RefusedReport:
-    """The master is to be told that a push was refused here."""
+    """Report to the master: a push was refused here."""
 
     push: PushId
     reason: str
@@ -71,7 +71,7 @@ class OpenTransfers:
     # ---- pushes --------------------------------------------------------------------------------
 
     def open_push(self, order: OpenPush, opened: Opened) -> None:
-        """Reserve a slot and let it fill; one that is open already stays as it is; if staged, it is told again.
+        """Reserve a slot and let it fill; one that is open already stays as it is; if staged, it is reported again.
 
         A lossy push's slot begins as θ of its base: no pin is needed, so no head that flips meanwhile waits for it.
         Raise StalePush if it is open with another codec or base: a new master did not know what the old one granted.
@@ -197,7 +197,7 @@ class OpenTransfers:
                 self.open_pull(OpenPull(pull, version, deadline_s), opened)
 
     def close_pull(self, pull: PullId) -> None:
-        """Serve it no further and set the tombstone; the pin ends with the flow's `released`."""
+        """Serve it no further and set the tombstone; the pin ends with the flow's `on_pull_released`."""
         _record_closed(self.closed_pulls, pull)
         if self.pulls.pop(pull, None) is not None:
             self.flow.close_pull(pull)

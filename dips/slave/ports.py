@@ -32,7 +32,7 @@ class FlowEvents(Protocol):
         """Nobody reads the pull's source any more: not a rank, not libzmq. Said once for each opened pull."""
 
     def on_source_moved(self, pull: PullId) -> None:
-        """Nobody reads what the pull's source was before its `move_pull`. Not said if `released` comes first."""
+        """Nobody reads what the pull's source was before its `move_pull`. Not called after `on_pull_released`."""
 
 
 class Flow(Protocol):
@@ -57,13 +57,13 @@ class Flow(Protocol):
         """Serve `source` to the pull's ranks until it is closed or passes its deadline."""
 
     def move_pull(self, pull: PullId, source: Arrays) -> None:
-        """Serve the rest from `source`, the same bytes elsewhere; `moved` is said when none of the old is in flight.
+        """Serve the rest from `source`, the same bytes elsewhere; `on_source_moved` once none of the old is in flight.
 
         What was asked before may still leave from the old source. A pull that is closed or unknown: nothing.
         """
 
     def close_pull(self, pull: PullId) -> None:
-        """Serve no further; `released` is said when the last byte in flight is gone. Unknown: nothing."""
+        """Serve no further; `on_pull_released` follows when the last byte in flight is gone. Unknown: nothing."""
 
     def list_transfers(self) -> tuple[Transfer, ...]:
         """What is moving now, for heartbeats and status."""

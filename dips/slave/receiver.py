@@ -160,7 +160,7 @@ class Receiver:
         return self._pushes[push].streams[rank, lane]
 
     def claim_chunk(self, lane: int, peer: bytes, header: Header, body: Buffer, now: float) -> ClaimedChunk:
-        """Take in a CHUNK that was asked for; raise BadFrame if it was not. `stage` must follow."""
+        """Take in a CHUNK that was asked for; raise BadFrame if it was not. `stage_chunk` must follow."""
         with self._changed:
             stream = self._streams.get((lane, peer, header.stream))
             if stream is None:
@@ -206,7 +206,7 @@ class Receiver:
     def _copy_chunk(self, claim: ClaimedChunk) -> None:
         targets = claim.stream.push.targets
         if not targets:
-            return  # dropped since the claim: nothing may be written, and `drop` may have returned
+            return  # dropped since the claim: nothing may be written, and `drop_push` may have returned
         assert self._layout is not None
         begin, end = self._layout.place_range(claim.chunk)
         claim.stream.push.codec.put(claim.body, targets[claim.chunk.layer][begin:end])
@@ -228,7 +228,7 @@ class Receiver:
         return [Staged(push.push, push.total)]
 
     def next_deadline(self, now: float) -> float:
-        """When `tick`, or `plan` for want of an answer, may next have something to do; infinite if nothing is open."""
+        """When `tick`, or `plan_wants` for want of an answer, may have something to do; infinite if none is open."""
         with self._changed:
             due = [p.deadline_at for p in self._pushes.values()]
             due += [p.moved_at + self._stall_s for p in self._pushes.values() if p.live]

@@ -227,5 +227,5 @@ class Heartbeats:
         if isinstance(dropped, Exception):
             return [EndSlave(dropped)]
         fields = {"dropped": dropped, "why": "open here, and not live at the master"}
-        told: Actions = [WriteLog("warning", "healed", fields)] if dropped else []
-        return told + self._drop_unlisted()
+        logged: Actions = [WriteLog("warning", "healed", fields)] if dropped else []
+        return logged + self._drop_unlisted()

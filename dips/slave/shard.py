@@ -1,4 +1,4 @@
-"""The deciding part of a slave: takes orders, keeps its round, does what it is told when it registers.
+"""The deciding part of a slave: takes orders, keeps its round, follows the order it gets when it registers.
 
 Synchronous and deterministic: no thread, clock or socket. One owner calls it, in the daemon the order thread, in the
 simulation the simulated world. What must stay true: an order is carried out once however often it comes; what bears
@@ -42,7 +42,7 @@ class Shard:
     def __init__(self, name: str, versions: Versions, disk: Disk, flow: Flow, inbox: FlowEvents | None = None) -> None:
         self.name = name
         self.versions = versions
-        self.reason = ""  # why this slave does not hold what it was told to hold
+        self.reason = ""  # why this slave does not hold what it was ordered to hold
         self._disk = disk
         self._snapshots = ShardSnapshots(name, disk)
         self._flow = flow
@@ -72,7 +72,7 @@ class Shard:
 
     @property
     def sinc(self) -> int:
-        """This incarnation's number, 0 before the first `welcome`."""
+        """This incarnation's number, 0 before the first `on_registered`."""
         return self._fences.sinc
 
     @property
@@ -92,7 +92,7 @@ class Shard:
 
     @property
     def has_reports(self) -> bool:
-        """Whether the master is to be told something."""
+        """Whether there is something to report to the master."""
         return bool(self.transfers.reports)
 
     # ---- orders --------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class Shard:
         return Done()
 
     def take_reports(self) -> list[Report]:
-        """Return what the master is to be told since the last call, oldest first."""
+        """Return what is to be reported to the master since the last call, oldest first."""
         reports, self.transfers.reports = self.transfers.reports, []
         return reports
 
@@ -245,7 +245,7 @@ class Shard:
             self._flow.start(registered.sinc, self._inbox)
 
     def follow_order(self, order: e.SlaveOrder) -> Followed | Unfollowed:
-        """Do what the master said to a Register; a reason why not is told with the next one."""
+        """Do what the master said to a Register; a reason why not goes with the next one."""
         followed = follow_order(self.rounds, order)
         if isinstance(followed, Unfollowed):
             self.reason = followed.reason

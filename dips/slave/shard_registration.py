@@ -1,6 +1,6 @@
 """What a shard does with the order that it gets when it registers: Hold, Load, Commit, Abort.
 
-Functions, called on the thread that owns the shard. What cannot be done is told as the reason of the next Register;
+Functions, called on the thread that owns the shard. What cannot be done is the reason of the next Register;
 what was held is held on.
 """
 
@@ -47,7 +47,7 @@ def _carry_out(rounds: ShardRound, order: LoadVersion | CommitVersion | AbortVer
     if isinstance(order, AbortVersion):
         if memory == order.version:
             # The Commit was under way when this slave registered, and the master has rolled the version back since: it
-            # must hear what is served here now, and will order a load (seed 64).
+            # must learn what is served here now, and will order a load (seed 64).
             raise StaleVersion(f"{order.version} is committed and served here, and was to be aborted")
         if prepared == order.version:
             rounds.end_round()

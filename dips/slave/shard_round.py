@@ -128,7 +128,8 @@ class ShardRound:
             return
         if self.versions.prepared != version:
             raise StaleVersion(
-                f"Commit of {version}: {self._name} serves {self.versions.served_version}, prepared is {self.versions.prepared}"
+                f"Commit of {version}: {self._name} serves {self.versions.served_version}, "
+                f"prepared is {self.versions.prepared}"
             )
         self._snapshots.require_idle(f"Commit of {version}")
         self.versions.flip_version(version)

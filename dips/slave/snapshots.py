@@ -45,14 +45,14 @@ _LOCK = ".lock"
 
 
 class Snapshots:
-    """Implements `ports.Disk` on files; used by one thread, and by a second one for one `write` at a time."""
+    """Implements `ports.Disk` on files; used by one thread, and by a second one for one `write_snapshot` at a time."""
 
     def __init__(self, directory: Path, run: str, slave: str, initial_model: Path, log: Log) -> None:
         """Take the directory for this process; raise ConfigError, naming it, if another slave holds it."""
         self._directory, self._run, self._slave = directory, run, slave
         self._initial, self._log = initial_model, log
         self._whole: set[VersionId] = set()  # verified, or written by us
-        self._bad: set[VersionId] = set()  # passed over; told once
+        self._bad: set[VersionId] = set()  # passed over; logged once
         self._manifest: Manifest | None = None
         self._genesis: dict[int, str] = {}
         self._sinc = 0
@@ -87,7 +87,7 @@ class Snapshots:
         return tuple(sorted(self._whole & found))
 
     def reserve_room(self, version: VersionId, nbytes: int) -> None:
-        """Take room for a snapshot with `nbytes` of θ and m, in the file that `write` will fill; OSError if full."""
+        """Take room for a snapshot of `nbytes` of θ and m, in the file that `write_snapshot` fills; OSError if full."""
         aside = self._aside_path(version)
         try:
             aside.mkdir(exist_ok=True)

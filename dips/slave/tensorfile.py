@@ -43,8 +43,8 @@ def write_tensors(path: Path, metadata: Mapping[str, str], shapes: Shapes, data:
 
     data  flat arrays whose elements, one array behind another, are those of all tensors in order; one is asked for when
           the one before is with the kernel, so what `data` does meanwhile costs no time of the disk
-    Raises OSError: a full disk is found before the first byte, where the file system can reserve. What `reserve` has
-    taken is used, and the rest of it given back.
+    Raises OSError: a full disk is found before the first byte, where the file system can reserve. What `reserve_file`
+    has taken is used, and the rest of it given back.
     """
     header = _make_header(metadata, shapes)
     size = len(header) + ITEM * sum(prod(shape) for _, shape in shapes)

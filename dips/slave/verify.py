@@ -49,7 +49,7 @@ def check_snapshot(
     """Read one snapshot through; None if it was deleted meanwhile.
 
     digest  what the ledger says that its manifest hashes to; None: the ledger is not at hand, or does not say
-    read    is told the bytes of each layer that was read, for a progress bar
+    read    gets the bytes of each layer that was read, for a progress bar
     """
     path = directory / str(version)
     nbytes = 0

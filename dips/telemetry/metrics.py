@@ -99,7 +99,7 @@ TRANSFER = (
 
 
 def collect(status: Status) -> Iterator[Metric]:
-    """Turn the master's status into metric families; numbers that nobody has told yet are left out."""
+    """Turn the master's status into metric families; numbers not reported yet are left out."""
     version, _, number = str(status.get("head", "")).partition("@r")
     flat = {**status, "head_version": _parse_whole(version.lstrip("v")), "head_round": _parse_whole(number)}
     yield from make_families(RUN, [((), flat)], ())

@@ -63,8 +63,8 @@ def data_line(status: Status) -> str:
         return NONE
     if not ranges["total"]:
         return "the clusters' own, not tracked"
-    told = ", ".join(f"{ranges.get(kind, NONE)} {kind}" for kind in ("settled", "leased", "free"))
-    return f"{told} of {ranges['total']} ranges"
+    counts = ", ".join(f"{ranges.get(kind, NONE)} {kind}" for kind in ("settled", "leased", "free"))
+    return f"{counts} of {ranges['total']} ranges"
 
 
 def clusters_listing(status: Status) -> Listing:
@@ -118,8 +118,9 @@ def _list_columns(*names: str) -> tuple[Column, ...]:
 def one_line(status: Status) -> str:
     """The same for a log file: one line, every state in it."""
     clusters = "; ".join(
-        f"{name} {c.get('state', NONE)} steps {format_count(c.get('inner_steps'))} loss {_format_number(c.get('loss'), '{:.3f}')} "
-        f"on {c.get('base') or NONE} (stale {_format_number(c.get('staleness'), '{:d}')})"
+        f"{name} {c.get('state', NONE)} steps {format_count(c.get('inner_steps'))} "
+        f"loss {_format_number(c.get('loss'), '{:.3f}')} on {c.get('base') or NONE} "
+        f"(stale {_format_number(c.get('staleness'), '{:d}')})"
         for name, c in sorted(status.get("clusters", {}).items())
     )
     slaves = "; ".join(

@@ -1,8 +1,9 @@
 """The control flow's sockets: gRPC servers and channels, with a deadline on every call and one mapping of errors.
 
 An error raised by a handler leaves as the gRPC status of its row in errors.TREATMENTS, its class named in the trailing
-metadata `dips-error`; `call` raises that class again at the other end. A peer that does not answer is Unavailable…,
-whether the link, the process or the deadline ended the wait. What the messages mean this file does not know.
+metadata `dips-error`; `call_method` raises that class again at the other end. A peer that does not answer is
+Unavailable…, whether the link, the process or the deadline ended the wait. What the messages mean this file does not
+know.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ _CHANNEL_OPTIONS = [
 def make_server(report: Report) -> aio.Server:
     """Make a gRPC server whose handlers may raise DipsError.
 
-    `report(method, error)` is told of every other exception, which the caller sees as LocalProtocolError of ours.
+    `report(method, error)` is called for every other exception, which the caller sees as LocalProtocolError of ours.
     """
     return aio.server(
         options=_SERVER_OPTIONS,
@@ -142,7 +143,9 @@ class _ErrorsOut(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
 
         async def answer_errors(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
             try:
-                await context.send_initial_metadata(())  # "heard": a caller that keeps an order of calls waits for it
+                await context.send_initial_metadata(
+                    ()
+                )  # "received": a caller that keeps an order of calls waits for it
                 return await cast(Callable[..., Awaitable[Any]], inner)(request, context)
             except DipsError as error:
                 await _abort_call(context, error)

@@ -83,7 +83,10 @@ class Intake:
         return chunks
 
     def claim_chunk(self, header: Header, now: float) -> Range | None:
-        """asked → claimed, if this very chunk was asked; else None. `here`, `wrong` or `drop` must follow."""
+        """asked → claimed, if this very chunk was asked; else None.
+
+        `mark_received`, `mark_wrong` or `drop_claim` must follow.
+        """
         key = (header.layer, header.param, header.offset)
         chunk = self._asked.get(key)
         if chunk is None or (chunk.nbytes, chunk.dtype) != (header.length, header.dtype):

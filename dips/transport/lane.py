@@ -1,6 +1,6 @@
 """A lane: one ROUTER socket with its own thread and context. It always reads, and it never stages.
 
-Other threads `post` frames and `wake` it; only its own thread touches the socket. What a lane does with a frame is
+Other threads call `post_frame` and `wake`; only its own thread touches the socket. What a lane does with a frame is
 its handler's business. Options and reasons: docs/protocol.md#sockets. It doesn't know pushes, pulls or credits; nothing
 here can overflow because a CHUNK leaves only after a WANT, and WANTs are bounded.
 """

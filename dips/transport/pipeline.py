@@ -1,6 +1,6 @@
 """A stage of a pipeline: threads that do the heavy part (checksum, copy) of what others bring.
 
-Its queue is as deep as everything that may be outstanding, so `put` never blocks and never fails for honest work.
+Its queue is as deep as everything that may be outstanding, so `put_item` never blocks and never fails for honest work.
 With no thread the work is done where it is put: on few cores a hop to another thread, with its wake-up and its wait
 for the interpreter, costs more than the work that it moves away.
 """

@@ -13,7 +13,7 @@ def pool_cost(nbytes: int) -> int:
 
 
 class Transit:
-    """A counter with a limit, shared by all lanes; every `take` that succeeds is followed by one `give`."""
+    """A counter with a limit, shared by all lanes; every `take_bytes` that succeeds is followed by one `give_back`."""
 
     def __init__(self, limit: int) -> None:
         assert limit >= FLOOR_BYTES

@@ -168,7 +168,7 @@ class SlaveScript(OrderServiceServicer):
 @asynccontextmanager
 async def listening(slave: SlaveScript) -> AsyncIterator[SlaveScript]:
     """Serve a scripted slave on a free port."""
-    server = control.server(lambda method, error: pytest.fail(f"{method}: {error!r}"))
+    server = control.make_server(lambda method, error: pytest.fail(f"{method}: {error!r}"))
     add_OrderServiceServicer_to_server(slave, server)
     slave.address = f"127.0.0.1:{control.bind_server(server, slave.address or '127.0.0.1:0', 'slaves.listen')}"
     await server.start()
@@ -222,7 +222,7 @@ class ClusterScript:
 
 
 @asynccontextmanager
-async def house(config: RunFile) -> AsyncIterator[tuple[ClusterScript, list[SlaveScript], Any]]:
+async def running_master(config: RunFile) -> AsyncIterator[tuple[ClusterScript, list[SlaveScript], Any]]:
     """A master with two registered slaves and a channel for a cluster."""
     async with AsyncExitStack() as stack:
         address = await stack.enter_async_context(master(config))
@@ -246,7 +246,7 @@ def config(tmp_path: Path) -> RunFile:
 
 async def test_a_push_becomes_a_version(config: RunFile) -> None:
     """From Join to FinishPull through every order: the version has its row, and the cluster its Outcome and pull."""
-    async with house(config) as (cluster, slaves, stub):
+    async with running_master(config) as (cluster, slaves, stub):
         joined = await cluster.join()
         assert (joined.inc, joined.head, joined.term) == (1, GENESIS, 1)
         await cluster.join_and_pull()
@@ -271,7 +271,7 @@ async def test_a_push_becomes_a_version(config: RunFile) -> None:
 
 async def test_a_new_master_remembers(config: RunFile) -> None:
     """After a restart the term is higher, the head stands, and the Outcome is told again from the ledger."""
-    async with house(config) as (cluster, slaves, stub):
+    async with running_master(config) as (cluster, slaves, stub):
         await cluster.join_and_pull()
         await cluster.push(2, slaves, stub)
     async with AsyncExitStack() as stack:
@@ -293,7 +293,7 @@ async def test_a_new_master_remembers(config: RunFile) -> None:
 
 async def test_status_shows_everybody_with_a_reason(config: RunFile) -> None:
     """The status is JSON with every cluster's and slave's state, its reason, and what its newest heartbeat told."""
-    async with house(config) as (cluster, slaves, stub):
+    async with running_master(config) as (cluster, slaves, stub):
         await cluster.join()
         said = ClusterHeartbeat(
             "a", 1, TrainerState.TRAINING, Activity.INNER, 1, 12, 300, 0, float("nan"), GENESIS, 0, 0, 0.0
@@ -317,7 +317,7 @@ async def test_status_shows_everybody_with_a_reason(config: RunFile) -> None:
 
 async def test_a_slave_that_refuses_breaks_the_round_not_the_run(config: RunFile) -> None:
     """An Apply that fails on one slave skips the round; the cluster hears it in the slave's words, and goes on."""
-    async with house(config) as (cluster, slaves, stub):
+    async with running_master(config) as (cluster, slaves, stub):
         await cluster.join_and_pull()
         slaves[1].raises[effects.Apply] = DipsError("out of memory")
         outcome = await cluster.push(2, slaves, stub)
@@ -328,7 +328,7 @@ async def test_a_slave_that_refuses_breaks_the_round_not_the_run(config: RunFile
 
 async def test_a_burst_of_calls_is_answered(config: RunFile) -> None:
     """Calls that come all at once, as after a stall, wait their turn; gRPC's own limit of 1,000 would cancel some."""
-    async with house(config) as (cluster, _, _):
+    async with running_master(config) as (cluster, _, _):
         await cluster.join()
         said = ClusterHeartbeat("a", 1, TrainerState.TRAINING, Activity.INNER, 1, 12, 300, 0, 2.0, GENESIS, 0, 0, 0.0)
         answers = await asyncio.gather(*[ask(cluster.stub.Heartbeat, said) for _ in range(1500)])
@@ -341,7 +341,7 @@ async def test_a_burst_of_calls_is_answered(config: RunFile) -> None:
 async def test_a_model_of_another_shape_is_told_where(config: RunFile) -> None:
     """A cluster whose manifest differs hears the first differences, by class and by name; others are not disturbed."""
     other = '{"format":1,"layers":[{"name":"layers.0","parameters":[["layers.0.w",[4,5]]]}]}'
-    async with house(config) as (cluster, _, _):
+    async with running_master(config) as (cluster, _, _):
         with pytest.raises(CorruptManifest, match=r"layers\.0\.w: expected shape \(4, 4\), got \(4, 5\)"):
             await cluster.join(manifest=other)
         with pytest.raises(ConfigError, match="digest"):
@@ -351,7 +351,7 @@ async def test_a_model_of_another_shape_is_told_where(config: RunFile) -> None:
 
 async def test_an_older_incarnation_is_fenced(config: RunFile) -> None:
     """A retried Join gets its own incarnation again; another process gets the next one, and the old one is stale."""
-    async with house(config) as (cluster, _, _):
+    async with running_master(config) as (cluster, _, _):
         assert [(await cluster.join("n1")).inc for _ in range(2)] == [1, 1]
         assert (await cluster.join("n2")).inc == 2
         with pytest.raises(StaleIncarnation, match="a/1 is fenced"):
@@ -360,7 +360,7 @@ async def test_an_older_incarnation_is_fenced(config: RunFile) -> None:
 
 async def test_a_hostile_name_changes_nothing(config: RunFile) -> None:
     """A name that could be a path is refused at the door."""
-    async with house(config) as (cluster, _, _):
+    async with running_master(config) as (cluster, _, _):
         cluster.name = "../../etc/passwd"
         with pytest.raises(DipsError, match="cluster name"):
             await cluster.join()
@@ -379,7 +379,7 @@ async def test_a_number_that_is_none_costs_its_sender(config: RunFile, field: st
         "a", 1, TrainerState.TRAINING, Activity.INNER, 1, 12, 300, 0, 2.0, GENESIS, 0, 0, 0.0, aligned_steps=64
     )
     transfer = Transfer("a", 1, 1, True, 1, 2, value)
-    async with house(config) as (cluster, slaves, stub):
+    async with running_master(config) as (cluster, slaves, stub):
         await cluster.join()
         with pytest.raises(RemoteProtocolError, match=field):
             await ask(cluster.stub.Heartbeat, replace(said, **{field: value}))
@@ -395,7 +395,7 @@ async def test_a_number_that_is_none_costs_its_sender(config: RunFile, field: st
 async def test_a_manifest_that_is_none_costs_its_sender(config: RunFile, what: str) -> None:
     """JSON nested without end, and dimensions that are none: CorruptManifest for the asker, and the next one joins."""
     text = what if what[1:2] == "[" else f'{{"format":1,"layers":[{{"name":"l","parameters":[["l.w",{what}]]}}]}}'
-    async with house(config) as (cluster, _, _):
+    async with running_master(config) as (cluster, _, _):
         with pytest.raises(CorruptManifest):
             await cluster.join(manifest=text)
         assert (await cluster.join()).inc == 1
@@ -404,7 +404,7 @@ async def test_a_manifest_that_is_none_costs_its_sender(config: RunFile, what: s
 async def test_more_tokens_than_can_be_counted(config: RunFile) -> None:
     """A push of all tokens that a run can count is its last: more are refused, and the ledger is read by the next."""
     most = (1 << 53) - 1
-    async with house(config) as (cluster, slaves, stub):
+    async with running_master(config) as (cluster, slaves, stub):
         await cluster.join_and_pull()
         with pytest.raises(RemoteProtocolError, match="tokens"):
             await cluster.push(2, slaves, stub, tokens=(1 << 63) - 1)

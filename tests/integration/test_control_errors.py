@@ -27,7 +27,7 @@ class Servicer(status_pb2_grpc.StatusServiceServicer):
 async def ask(handler: Handler, deadline_s: float = 5.0, reports: list[str] | None = None) -> str:
     """Serve one handler on a free port, ask it once, and stop."""
     said = [] if reports is None else reports
-    server = control.server(lambda method, error: said.append(f"{method}: {error!r}"))
+    server = control.make_server(lambda method, error: said.append(f"{method}: {error!r}"))
     status_pb2_grpc.add_StatusServiceServicer_to_server(Servicer(handler), server)
     port = control.bind_server(server, "127.0.0.1:0", "master.listen")
     await server.start()
@@ -97,7 +97,7 @@ def test_nobody_there_is_unavailability() -> None:
     """A closed port is told as the peer that cannot be reached, within the deadline."""
 
     async def knock() -> str:
-        server = control.server(lambda method, error: None)
+        server = control.make_server(lambda method, error: None)
         port = control.bind_server(server, "127.0.0.1:0", "master.listen")
         await server.start()  # a server that never started keeps its socket
         await server.stop(None)
@@ -122,7 +122,7 @@ def test_a_port_in_use_names_the_key() -> None:
     """The second server on a port refuses to start and says which key to mend; it does not share the port."""
 
     async def twice() -> None:
-        first, second = control.server(lambda m, e: None), control.server(lambda m, e: None)
+        first, second = control.make_server(lambda m, e: None), control.server(lambda m, e: None)
         port = control.bind_server(first, "127.0.0.1:0", "master.listen")
         await first.start()
         try:

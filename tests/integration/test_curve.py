@@ -42,7 +42,7 @@ class CurveEvents:
 
 
 @contextmanager
-def house(key: curve.KeyPair | None, lanes: int = 1) -> Iterator[ZmqFlow]:
+def running_flow(key: curve.KeyPair | None, lanes: int = 1) -> Iterator[ZmqFlow]:
     """A slave's data flow."""
     flow = ZmqFlow(RUN, "s0", ("127.0.0.1:0",) * lanes, 1 << 18, 64 << 20, 2, 10.0, key=key)
     flow.set_layers(MANIFEST, (0, 1))
@@ -64,7 +64,7 @@ def pieces(value: float) -> list[Piece]:
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_a_push_and_a_pull_go_by_curve(lanes: int) -> None:
     """Bit for bit as without, on every lane."""
-    with house(curve.new_keys(), lanes) as flow:
+    with running_flow(curve.new_keys(), lanes) as flow:
         slot = {i: np.zeros(NUMEL, np.float32) for i in range(2)}
         flow.open_push(PushId("a", 1, 1), (0,), slot, 20.0)
         stats = push_pieces(grant(flow, flow.public_key), TransferIdentity(RUN, "a", 1, 1, 0), pieces(2.5))
@@ -79,7 +79,7 @@ def test_a_push_and_a_pull_go_by_curve(lanes: int) -> None:
 @pytest.mark.parametrize("known", ["", "another's"])
 def test_who_does_not_know_the_key_moves_nothing(known: str) -> None:
     """A plain rank, and one that takes us for another slave, never get past the handshake."""
-    with house(curve.new_keys()) as flow:
+    with running_flow(curve.new_keys()) as flow:
         key = known and curve.new_keys().public
         slot = {i: np.zeros(NUMEL, np.float32) for i in range(2)}
         flow.open_push(PushId("a", 1, 1), (0,), slot, 20.0)
@@ -90,7 +90,7 @@ def test_who_does_not_know_the_key_moves_nothing(known: str) -> None:
 
 def test_a_plain_lane_takes_no_rank_that_expects_a_key() -> None:
     """A rank that was told a key never speaks plain text."""
-    with house(None) as flow, pytest.raises(UnavailableSlave, match="not connected"):
+    with running_flow(None) as flow, pytest.raises(UnavailableSlave, match="not connected"):
         push_pieces(grant(flow, curve.new_keys().public, 1.0), TransferIdentity(RUN, "a", 1, 1, 0), pieces(2.5))
     assert flow.public_key == ""
 

@@ -119,7 +119,7 @@ class FlowUnderTest:
 
 
 @contextmanager
-def house(**options) -> Iterator[FlowUnderTest]:
+def running_flow(**options) -> Iterator[FlowUnderTest]:
     """A slave that is gone, with its threads, when the test is over; nothing stays in transit."""
     made = FlowUnderTest(**options)
     try:
@@ -312,7 +312,7 @@ def decoded(codec: str, theta: Model, pieces: Sequence[Piece]) -> Model:
 @pytest.mark.parametrize(("ranks", "lanes"), [(1, 1), (2, 1), (3, 1), (3, 2), (1, 4), (2, 3)])
 def test_a_push_is_staged_bit_for_bit(ranks, lanes):
     """Whatever each rank holds, the slave's buffers are the cluster's parameters [invariant 1]."""
-    with house(lanes=lanes) as slave:
+    with running_flow(lanes=lanes) as slave:
         values, push_id = model(ranks), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id, ranks)
         grant = slave.grant(ranks)
@@ -336,7 +336,7 @@ def test_a_push_is_staged_bit_for_bit(ranks, lanes):
 @pytest.mark.parametrize(("codec", "share_of_fp32"), [("bf16", 0.5), ("int8", 0.254)])
 def test_differences_are_added_to_the_base_within_the_bound(codec, share_of_fp32, ranks):
     """A lossy push is staged as θ of its base plus what the codec makes of the differences; real bytes count."""
-    with house(lanes=2) as slave:
+    with running_flow(lanes=2) as slave:
         theta, differences, push_id = model(1), model(2), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id, ranks, codec=codec, theta=theta)
         hands, grant = shares(differences, ranks), slave.grant(ranks, codec=codec)
@@ -362,7 +362,7 @@ def test_differences_are_added_to_the_base_within_the_bound(codec, share_of_fp32
 
 def test_a_cut_lossy_push_is_resumed_and_nothing_is_added_twice():
     """Differences are added: each chunk exactly once, whatever connections break between [invariants 1, 5]."""
-    with house() as slave, proxy(slave.flow.lane_addresses()[0], 60_000, cuts=3) as cut:
+    with running_flow() as slave, proxy(slave.flow.lane_addresses()[0], 60_000, cuts=3) as cut:
         theta, differences, push_id = model(1), model(2), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id, codec="int8", theta=theta)
         hand = shares(differences, 1)[0]
@@ -374,7 +374,7 @@ def test_a_cut_lossy_push_is_resumed_and_nothing_is_added_twice():
 
 def test_a_chunk_of_another_codec_than_the_granted_is_refused():
     """Right place, right checksum, whole elements, wrong spelling: counted, nothing else; the right one counts."""
-    with house() as slave, raw(slave.flow.lane_addresses()[0], name_of("push", 1)) as peer:
+    with running_flow() as slave, raw(slave.flow.lane_addresses()[0], name_of("push", 1)) as peer:
         theta, differences, push_id = model(1), model(2), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id, codec="bf16", theta=theta)
         peer.hello(WHOLE)
@@ -393,7 +393,7 @@ def test_a_chunk_of_another_codec_than_the_granted_is_refused():
 
 def test_a_rank_that_holds_nothing_is_waited_for_and_told_done():
     """Every rank says HELLO; before that nobody is asked."""
-    with house() as slave:
+    with running_flow() as slave:
         values, push_id = model(1), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id, 2)
         with background(lambda: push_pieces(slave.grant(2), base(1, 1), shares(values, 1)[0])) as first:
@@ -417,7 +417,7 @@ def test_a_rank_that_holds_nothing_is_waited_for_and_told_done():
 )
 def test_ranks_that_do_not_fit_are_refused_by_name(change, says):
     """A gap, an overlap, a range beyond the parameter: each rank hears which, and the master does."""
-    with house() as slave:
+    with running_flow() as slave:
         push_id = PushId("fast", 1, 1)
         slave.open_push(push_id, 2)
         hands = shares(model(1), 2)
@@ -439,7 +439,7 @@ def test_ranks_that_do_not_fit_are_refused_by_name(change, says):
 @pytest.mark.parametrize("after", [0, 40, 100_000, 600_000])
 def test_a_cut_push_is_resumed(after):
     """A connection that breaks anywhere costs its frames in flight, not the push."""
-    with house() as slave, proxy(slave.flow.lane_addresses()[0], after, cuts=2) as cut:
+    with running_flow() as slave, proxy(slave.flow.lane_addresses()[0], after, cuts=2) as cut:
         values, push_id = model(2), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id)
         stats = push_pieces(slave.grant(1, [cut.address]), base(1), shares(values, 1)[0])
@@ -451,7 +451,7 @@ def test_a_cut_push_is_resumed(after):
 
 def test_an_answer_that_is_lost_is_asked_again():
     """Cut in the slave's direction, DONE included: the rank says HELLO again and hears what is missing, or DONE."""
-    with house() as slave:
+    with running_flow() as slave:
         values = model(3)
         for seq, after in enumerate((0, 100, 300, 500), start=1):
             push_id = PushId("fast", 1, seq)
@@ -465,7 +465,7 @@ def test_an_answer_that_is_lost_is_asked_again():
 
 def test_duplicates_and_strangers_change_nothing():
     """Unasked, repeated, corrupt, misplaced and late chunks are refused and counted; the buffers are right."""
-    with house() as slave, raw(slave.flow.lane_addresses()[0], name_of("push", 1)) as peer:
+    with running_flow() as slave, raw(slave.flow.lane_addresses()[0], name_of("push", 1)) as peer:
         values, false, push_id = model(4), model(5), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id)
         early = Range(0, 0, 0, 100)
@@ -504,7 +504,7 @@ def test_duplicates_and_strangers_change_nothing():
 def test_an_older_epoch_is_refused():
     """After a new HELLO the old connection's frames change nothing [invariant 5]."""
     address_of = lambda slave: slave.flow.addresses()[0]  # noqa: E731
-    with house() as slave, ExitStack() as stack:
+    with running_flow() as slave, ExitStack() as stack:
         values, false, push_id = model(4), model(5), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id)
         old = stack.enter_context(raw(address_of(slave), name_of("push", 1, epoch=1)))
@@ -534,7 +534,7 @@ def test_an_older_epoch_is_refused():
 
 def test_garbage_beside_a_push_costs_it_nothing():
     """HTTP, random ZMTP, foreign runs, endless claims: refused by name or by libzmq; the push never notices."""
-    with house() as slave, ExitStack() as stack:
+    with running_flow() as slave, ExitStack() as stack:
         address = slave.flow.lane_addresses()[0]
         host, port = address.rsplit(":", 1)
         for noise in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 64, b"\xff" + b"\0" * 8 + b"\x7f"):
@@ -575,7 +575,7 @@ def test_two_hundred_strangers_cost_a_push_and_a_pull_nothing(lanes):
 
     Guards: invariant 11, memory within the pool. What libzmq does not refuse by itself is refused and counted.
     """
-    with house(lanes=lanes) as slave, ExitStack() as stack:
+    with running_flow(lanes=lanes) as slave, ExitStack() as stack:
         ports = [int(address.rsplit(":", 1)[1]) for address in slave.flow.lane_addresses()]
         greeting = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00NULL" + b"\0" * 16 + b"\0" + b"\0" * 31
         ready = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
@@ -609,7 +609,7 @@ def test_two_hundred_strangers_cost_a_push_and_a_pull_nothing(lanes):
 
 def test_two_pushes_at_once_do_not_mix():
     """Two clusters on one lane, each in its own slot."""
-    with house(transit_bytes=4 << 20) as slave:
+    with running_flow(transit_bytes=4 << 20) as slave:
         a, b = model(7), model(8)
         ids = PushId("fast", 1, 1), PushId("slow", 1, 1)
         buffers = [slave.open_push(push_id, 2) for push_id in ids]
@@ -630,7 +630,7 @@ def test_two_pushes_at_once_do_not_mix():
 
 def test_a_push_that_stalls_ends():
     """One rank never comes: the push ends after stall_s and says who is missing; the other rank hears it."""
-    with house(stall_s=0.3) as slave:
+    with running_flow(stall_s=0.3) as slave:
         push_id = PushId("fast", 1, 1)
         slave.open_push(push_id, 2)
         with pytest.raises(UnavailableSlave, match=r"ranks \[1\] never said HELLO"):
@@ -640,7 +640,7 @@ def test_a_push_that_stalls_ends():
 
 def test_a_rank_that_stops_sending_ends_its_push_and_no_other():
     """It was asked and is silent: its push ends after stall_s; a push beside it is staged meanwhile."""
-    with house(stall_s=0.5) as slave, raw(slave.flow.lane_addresses()[0], name_of("push", 1)) as peer:
+    with running_flow(stall_s=0.5) as slave, raw(slave.flow.lane_addresses()[0], name_of("push", 1)) as peer:
         silent, lively = PushId("fast", 1, 1), PushId("slow", 1, 1)
         slave.open_push(silent)
         values = model(2)
@@ -656,7 +656,7 @@ def test_a_rank_that_stops_sending_ends_its_push_and_no_other():
 
 def test_a_push_past_its_deadline_ends():
     """However lively: the deadline is the end, and the rank hears it."""
-    with house() as slave, raw(slave.flow.lane_addresses()[0], name_of("push", 1)) as peer:
+    with running_flow() as slave, raw(slave.flow.lane_addresses()[0], name_of("push", 1)) as peer:
         push_id = PushId("fast", 1, 1)
         slave.open_push(push_id, deadline_s=0.2)
         peer.hello(WHOLE)
@@ -670,7 +670,7 @@ def test_a_push_past_its_deadline_ends():
 
 def test_a_dropped_push_is_not_written_any_more():
     """On return of drop_push its buffers are somebody else's; chunks that come later are refused."""
-    with house() as slave, raw(slave.flow.lane_addresses()[0], name_of("push", 1)) as peer:
+    with running_flow() as slave, raw(slave.flow.lane_addresses()[0], name_of("push", 1)) as peer:
         push_id = PushId("fast", 1, 1)
         buffers = slave.open_push(push_id)
         peer.hello(WHOLE)
@@ -696,7 +696,7 @@ def test_a_dropped_push_is_not_written_any_more():
 
 def test_a_rank_waits_for_a_push_that_is_not_open_yet():
     """Its HELLO came before OpenPush: it backs off and tries again."""
-    with house() as slave:
+    with running_flow() as slave:
         values, push_id = model(1), PushId("fast", 1, 1)
         with background(lambda: push_pieces(slave.grant(1), base(1), shares(values, 1)[0])) as moving:
             while not slave.flow.refused_frames["hello"]:
@@ -709,7 +709,7 @@ def test_a_rank_waits_for_a_push_that_is_not_open_yet():
 
 def test_what_ends_a_push_is_named():
     """Deadline, cancel, another incarnation of the slave, a push that is over."""
-    with house() as slave:
+    with running_flow() as slave:
         pieces = shares(model(1), 1)[0]
         with pytest.raises(UnavailableSlave, match="not open yet: try again"):
             push_pieces(slave.grant(1, deadline_s=0.3), base(1), pieces)
@@ -737,7 +737,7 @@ def test_an_unreachable_slave_is_tried_until_the_deadline():
 
 def test_a_new_incarnation_drops_what_the_last_one_had_open():
     """After a new Register streams of the old incarnation are refused, and its pulls are released."""
-    with house() as slave:
+    with running_flow() as slave:
         slave.open_push(PushId("fast", 1, 1))
         slave.flow.open_pull(PullId("fast", 1, 1), V, model(1), 30.0)
         slave.flow.start(SINC + 1, slave.heard)
@@ -749,7 +749,7 @@ def test_a_new_incarnation_drops_what_the_last_one_had_open():
 
 def test_a_port_in_use_is_named():
     """Two slaves cannot share a lane's port, and the second says so."""
-    with house() as slave, pytest.raises(ConfigError, match=slave.flow.lane_addresses()[0]):
+    with running_flow() as slave, pytest.raises(ConfigError, match=slave.flow.lane_addresses()[0]):
         ZmqFlow(RUN, "s1", slave.flow.lane_addresses(), CHUNK_BYTES, 4 << 20, 2, 1.0)
 
 
@@ -760,7 +760,7 @@ def test_a_port_in_use_is_named():
 @pytest.mark.parametrize(("ranks", "lanes"), [(1, 1), (2, 1), (3, 2)])
 def test_a_pull_is_bit_for_bit(ranks, lanes):
     """Every rank gets its own shard of the version; the source is released once, after the close."""
-    with house(lanes=lanes) as slave:
+    with running_flow(lanes=lanes) as slave:
         source, target, pull_id = model(9), blank(), PullId("fast", 1, 1)
         slave.flow.open_pull(pull_id, V, source, 30.0)
         hands = shares(target, ranks)
@@ -796,7 +796,7 @@ def test_a_rank_pulls_its_layers_from_several_slaves():
 def test_a_pull_goes_on_from_another_source_with_the_same_bytes():
     """Its first source may be overwritten once `moved` is said: nothing of it is read any more
     (docs/rationale.md#8, #19)."""
-    with house() as slave:
+    with running_flow() as slave:
         source, target, pull_id = model(9), blank(), PullId("fast", 1, 1)
         file = {layer: array.copy() for layer, array in source.items()}
         hands = shares(target, 2)
@@ -817,7 +817,7 @@ def test_a_pull_goes_on_from_another_source_with_the_same_bytes():
 @pytest.mark.parametrize("after", [0, 30, 5_000, 2_000_000])
 def test_a_cut_pull_is_resumed(after):
     """What did not come is asked again on a new connection; what came is kept."""
-    with house() as slave, proxy(slave.flow.lane_addresses()[0], after, cuts=2, upward=False) as cut:
+    with running_flow() as slave, proxy(slave.flow.lane_addresses()[0], after, cuts=2, upward=False) as cut:
         source, target, pull_id = model(9), blank(), PullId("fast", 1, 1)
         slave.flow.open_pull(pull_id, V, source, 30.0)
         stats = pull_pieces(slave.grant(1, [cut.address]), base(1), shares(target, 1)[0])
@@ -830,7 +830,7 @@ def test_a_cut_pull_is_resumed(after):
 
 def test_a_rank_that_vanishes_leaves_no_pin():
     """It asked and is gone: close releases the source, though nobody read what was asked."""
-    with house() as slave:
+    with running_flow() as slave:
         pull_id = PullId("fast", 1, 1)
         slave.flow.open_pull(pull_id, V, model(1), 30.0)
         with raw(slave.flow.lane_addresses()[0], name_of("pull", 1)) as peer:
@@ -864,17 +864,17 @@ def test_a_rank_that_never_reads_is_released_when_its_connection_dies():
 
 def test_a_pull_that_nobody_reads_ends_at_its_stall_or_deadline():
     """A pin ends when its reader makes no progress, or passes its deadline."""
-    with house(stall_s=0.2) as slave:
+    with running_flow(stall_s=0.2) as slave:
         slave.flow.open_pull(PullId("fast", 1, 1), V, model(1), 30.0)
         assert "nothing moved" in slave.heard.wait("released", PullId("fast", 1, 1))
-    with house() as slave:
+    with running_flow() as slave:
         slave.flow.open_pull(PullId("fast", 1, 1), V, model(1), 0.1)
         assert "deadline" in slave.heard.wait("released", PullId("fast", 1, 1))
 
 
 def test_a_pull_of_another_version_is_refused():
     """v@r is in the name of every stream: a rank never fills its arrays from another version [invariant 5]."""
-    with house() as slave:
+    with running_flow() as slave:
         slave.flow.open_pull(PullId("fast", 1, 1), VersionId(4, 6), model(1), 30.0)
         target = blank()
         with pytest.raises(StaleVersion, match="v4@r6"):
@@ -884,7 +884,7 @@ def test_a_pull_of_another_version_is_refused():
 
 def test_a_rank_asks_for_no_more_than_it_may():
     """WANTs beyond the credit, beyond a chunk, or outside the slave's layers are refused; the lane goes on."""
-    with house() as slave, raw(slave.flow.lane_addresses()[0], name_of("pull", 1)) as peer:
+    with running_flow() as slave, raw(slave.flow.lane_addresses()[0], name_of("pull", 1)) as peer:
         slave.flow.open_pull(PullId("fast", 1, 1), V, model(1), 30.0)
         peer.hello([])
         peer.read_message(Kind.WELCOME)
@@ -897,7 +897,7 @@ def test_a_rank_asks_for_no_more_than_it_may():
 
 def test_closing_the_flow_releases_every_pull():
     """A slave that ends says so for each pull, and its threads are gone."""
-    with house() as slave:
+    with running_flow() as slave:
         slave.flow.open_pull(PullId("fast", 1, 1), V, model(1), 30.0)
         heard = slave.heard
     assert heard.of("released", PullId("fast", 1, 1)) == ["the data flow ends"]

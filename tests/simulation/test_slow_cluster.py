@@ -97,6 +97,6 @@ def test_without_a_measured_bandwidth_the_others_pay(monkeypatch: pytest.MonkeyP
     alone, _ = lived(2, 2, 2, 1, window_s=8.0)
     diary, _ = lived(2, 3, 2, 1, window_s=8.0)
     assert others_round_s(diary) <= 1.10 * others_round_s(alone)
-    monkeypatch.setattr(Bandwidth, "measure", lambda self, bytes_per_s: None)
+    monkeypatch.setattr(Bandwidth, "measure_rate", lambda self, bytes_per_s: None)
     blind, _ = lived(2, 3, 2, 1, window_s=8.0)
     assert others_round_s(blind) > 1.10 * others_round_s(alone)

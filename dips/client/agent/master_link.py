@@ -61,7 +61,7 @@ class MasterLink:
         return cast(Result, unwrap_oneof(reply))
 
     async def send_heartbeat(self, heartbeat: ClusterHeartbeat, deadline_s: float) -> ClusterHeartbeatAnswer:
-        """Keep the lease; raise as `ask` does."""
+        """Keep the lease; raise as `ask_master` does."""
         return from_proto(
             await self._call_method(self._heartbeats.Heartbeat, heartbeat, deadline_s), ClusterHeartbeatAnswer
         )

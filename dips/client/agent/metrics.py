@@ -72,7 +72,7 @@ def read_relay(relay: Relay | None) -> dict[str, Any]:
 
 
 def collect(status: Status) -> Iterator[Metric]:
-    """Turn what `read` gathered into metric families."""
+    """Turn what `read_metrics` gathered into metric families."""
     yield from make_families(SELF, [((), status)], ())
     spent = [((cause,), {"seconds": seconds}) for cause, seconds in status["spent"].items()]
     yield from make_families(SPENT, spent, ("cause",))

@@ -43,7 +43,7 @@ def end_pauses(s: AgentState) -> None:
 
 
 def is_open(s: AgentState, ask: AskMaster) -> bool:
-    """The answer to `ask` is still waited for."""
+    """The answer to this question is still waited for."""
     question = s.questions.get(ask.channel)
     return question is not None and question.number == ask.number
 

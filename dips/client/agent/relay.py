@@ -42,7 +42,7 @@ class Port:
 
 
 class Relay:
-    """Passes connections on; `rewrite` is called from the agent's loop, the rest happens on the relay's thread."""
+    """Passes connections on; `rewrite_grant` is called from the agent's loop, the rest runs on the relay's thread."""
 
     def __init__(self, host: str, log: Log, most_connections: int = MOST_CONNECTIONS) -> None:
         """Take ports on `host`, an address of this machine; raise ConfigError if it is not one."""

@@ -21,7 +21,7 @@ class AgentSignals:
         self._change = asyncio.Event()
 
     def next_change(self) -> asyncio.Event:
-        """An event that the next `notify` sets; taken before a look at the core, it misses none."""
+        """An event that the next `notify_change` sets; taken before a look at the core, it misses none."""
         return self._change
 
     async def wait_terminated(self, seconds: float) -> bool:

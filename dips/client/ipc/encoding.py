@@ -44,7 +44,7 @@ def body_length(head: bytes) -> int:
 
 
 def decode_message(body: bytes) -> Message:
-    """Read a message's body; raise RemoteProtocolError on anything that `encode` did not write."""
+    """Read a message's body; raise RemoteProtocolError on anything that `encode_message` did not write."""
     try:
         fields = msgpack.unpackb(body)
         kind = fields.pop("kind")

@@ -20,7 +20,7 @@ class ShardCopy:
 
 
 class KeptShard:
-    """Copies of the framework's tensors in host memory, allocated at the first `keep` and reused."""
+    """Copies of the framework's tensors in host memory, allocated at the first `keep_copies` and reused."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -48,6 +48,6 @@ class KeptShard:
         return (copy.host - kept).to(copy.view.device)
 
     def difference_on_device(self, copy: ShardCopy) -> torch.Tensor:
-        """As `difference`, subtracted on the device so that the calling thread does not wait for the copies."""
+        """As `pulled_difference`, subtracted on the device so that the calling thread does not wait for the copies."""
         kept, device = self._kept[copy].view(copy.view.shape), copy.view.device
         return copy.host.to(device, non_blocking=True) - kept.to(device, non_blocking=True)

@@ -106,7 +106,7 @@ def measure_lane(address: str, run: str, most_bytes: int, seconds: float) -> Pro
 
 
 def measure_round_trip(address: str, run: str) -> float:
-    """Round trip to a lane without a measured transfer; raise as `measure` does."""
+    """Round trip to a lane without a measured transfer; raise as `measure_lane` does."""
     with zmq.Context(io_threads=1) as context:
         prober = Prober(context, address, run)
         try:

@@ -1,7 +1,7 @@
 """Requests of a training job to its agent: rank 0 sends them, and every answer is broadcast to all ranks
 (docs/rationale.md#25).
 
-`ask` and `ask_until_answered` are collective. Each AskAgain reaches all ranks: no collective lasts longer than a poll.
+`ask_agent` and `ask_until_answered` are collective. Each AskAgain reaches all ranks: no collective outlasts a poll.
 """
 
 from __future__ import annotations

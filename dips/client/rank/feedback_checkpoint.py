@@ -20,7 +20,7 @@ def save_feedback(feedback: Feedback) -> dict[str, torch.Tensor]:
 
 
 def restore_feedback(feedback: Feedback, version: VersionId, saved: Mapping[str, torch.Tensor]) -> None:
-    """Take what `save` gave; raise LocalProtocolError if it is of another layout or was saved without a lossy codec."""
+    """Take what `save_feedback` gave; raise LocalProtocolError if its layout differs or no lossy codec was in use."""
     sizes = [a.size for a in feedback.checkpoint_arrays()[0]]
     if any(name not in saved or saved[name].numel() != sum(sizes) for name in NAMES if sizes):
         raise LocalProtocolError("the checkpoint was saved by another layout of ranks, or without a lossy codec")

@@ -131,7 +131,7 @@ def test_version_0_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeyp
         calls.append(f"rename {path.name}")
         return replace(path, target)
 
-    monkeypatch.setattr(genesis, "sync", recorded_sync)
+    monkeypatch.setattr(genesis, "sync_path", recorded_sync)
     monkeypatch.setattr(Path, "replace", recorded_replace)
     make_run(run_file(tmp_path), model())
     model_aside, manifest_aside = (f.with_suffix(".tmp").name for f in (INITIAL_MODEL, INITIAL_MANIFEST))

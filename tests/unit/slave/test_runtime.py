@@ -396,7 +396,7 @@ async def test_a_failure_in_news_of_the_flow_is_logged(monkeypatch: pytest.Monke
     with capture_logs() as logs, ThreadPoolExecutor(1) as thread:
         owner = ShardThread(thread, time.monotonic, structlog.get_logger())
         shard = Shard("s", Versions(KernelPool(reference), 1, 0), GatedDisk(), BufferFlow(), owner)
-        monkeypatch.setattr(OpenTransfers, "staged", None)
+        monkeypatch.setattr(OpenTransfers, "on_push_staged", None)
         owner.own_shard(shard)
         owner.on_push_staged(PUSH, 12)
     assert [line["event"] for line in logs] == ["flow_event_failed"]

@@ -212,7 +212,7 @@ def test_a_full_disk_leaves_no_half(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def full(fd: int, size: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensorfile, "_reserve", full)
+    monkeypatch.setattr(tensorfile, "_reserve_space", full)
     with pytest.raises(OSError, match="No space left"):
         snapshots.write_snapshot(V2, arrays((0, 1, 2, 3), 3), arrays((0, 1, 2, 3), 4))
     assert snapshots.complete_versions() == (V1,)

@@ -35,7 +35,7 @@ def test_a_full_stage_says_so_at_once():
 
 
 def test_without_a_thread_the_work_is_done_where_it_is_put():
-    """On few cores nobody is woken: the item is worked off when `put` returns."""
+    """On few cores nobody is woken: the item is worked off when `put_item` returns."""
     seen: list[int] = []
     stage = Stage("test", 1, seen.append, threads=0)
     assert stage.in_place

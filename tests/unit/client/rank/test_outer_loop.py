@@ -79,7 +79,7 @@ def test_nothing_is_trained_pushed_or_saved_on_a_torn_model(directory: Path, mon
             piece.array[:] = float(grant.version.version)
         return TransferStats(0, 0.0, 1)
 
-    monkeypatch.setattr(transfer, "pull", pull)
+    monkeypatch.setattr(transfer, "pull_pieces", pull)
     script = (Attached(1, 0.0), pull_now(V1, 1), TrainOn("", 1, 0.25), pull_now(V2, 2), TrainOn("", 1, 0.25))
     agent = ScriptedAgent(directory / "agent.sock", *script)
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))

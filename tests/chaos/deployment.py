@@ -1,12 +1,12 @@
 """A run of real processes that can be hurt in any place, and looked at until it is certain that nothing was lost.
 
-    with House(tmp_path, loop) as house:
-        house.start()
-        house.progress(2)                              # two more versions
-        house.slaves["ps0"].process.kill()
-        house.start_slave("ps0")
-        house.progress(2)
-        house.check()                                  # every element is the reference's number; tokens add up
+    with House(tmp_path, loop) as deployment:
+        deployment.start()
+        deployment.progress(2)                              # two more versions
+        deployment.slaves["ps0"].process.kill()
+        deployment.start_slave("ps0")
+        deployment.progress(2)
+        deployment.check()                                  # every element is the reference's number; tokens add up
 
 Whoever dials does so through a line of wires.py: clusters to the master, slaves to the master, the master to slaves,
 ranks to the slaves' lanes. The tests themselves ask the master directly. Steps are placed by what timelines, ledger and

@@ -17,8 +17,8 @@ from benchmarks.namespaces import End
 END_S = 30.0
 
 
-class Told:
-    """One such program; `tell` and `hear` apart let several work at once."""
+class LineProgram:
+    """One such program; `send_request` and `read_answer` apart let several work at once."""
 
     def __init__(self, end: End, module: str, *words: str) -> None:
         self._popen = subprocess.Popen(
@@ -29,7 +29,7 @@ class Told:
         self.first = self.read_answer()
 
     def send_request(self, *words: Any) -> None:
-        """Say a line: a word and what it needs."""
+        """Write a line: a word and its arguments."""
         assert self._popen.stdin is not None
         self._popen.stdin.write(json.dumps(words) + "\n")
         self._popen.stdin.flush()
@@ -56,14 +56,14 @@ class Told:
 
 
 @contextmanager
-def open_programs() -> Iterator[Callable[..., Told]]:
+def open_programs() -> Iterator[Callable[..., LineProgram]]:
     """Start programs that all end together, the last first."""
     with ExitStack() as stack:
 
-        def start(end: End, module: str, *words: str) -> Told:
-            told = Told(end, module, *words)
-            stack.callback(told.close)
-            return told
+        def start(end: End, module: str, *words: str) -> LineProgram:
+            program = LineProgram(end, module, *words)
+            stack.callback(program.close)
+            return program
 
         yield start
 
@@ -72,12 +72,12 @@ def open_programs() -> Iterator[Callable[..., Told]]:
 
 
 def print_answer(answer: Any) -> None:
-    """Answer."""
+    """Write the answer to the last request."""
     print(json.dumps(answer), flush=True)
 
 
 def read_requests() -> Iterator[Any]:
-    """What is told, until the input is over."""
+    """Yield each request, until the input is over."""
     for line in sys.stdin:
         yield json.loads(line)
 
