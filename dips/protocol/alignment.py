@@ -3,7 +3,7 @@
 The common windows stand on a grid: the moment when the last one opened, and every `period` after it. A cluster is given
 the seconds that are left until its push should begin, so H follows from its speed: slow clusters take few inner steps,
 fast ones many, and none waits. The period is the median time that the clusters' own H would take, and follows slowly.
-Pushes that share the slots are ordered to begin one after the other, so that the last of them is in when the window opens.
+Pushes that share the slots begin one after the other, so that the last of them is in when the window opens.
 
 What must stay true: a window that did not open leaves the grid as it is; a cluster that just misses a window still
 goes to it; one that would come with too few steps goes to the next; one that is silent is forgotten. Durations travel,

@@ -1,4 +1,4 @@
-"""What a slave reports of its own accord, push by push: staged, or refused here. Sent until the master has acknowledged it.
+"""What a slave reports of its own accord, push by push: staged, or refused here. Sent until the master acknowledges it.
 
 Pure. Reports are sent one after another, oldest first; every heartbeat names what is staged besides. A master that
 knows better (Stale) learns the truth with the next Register.

@@ -1,8 +1,8 @@
 """Chaos: real processes, hurt at named moments; `make chaos` runs it, `make test` does not.
 
-Tests of a file share a running deployment, so that each pays for its failure and not for the start of eight processes; a
-test that fails leaves its deployment to nobody: the next one gets a new one. Processes are forks of a server that
-has imported what they need (tests/forkserver): they die as any process does, and come back in a moment.
+Tests of a file share a running deployment, so that each pays for its failure and not for the start of eight
+processes; after a test that fails the next one gets a new deployment. Processes are forks of a server that has
+imported what they need (tests/forkserver): they die as any process does, and come back in a moment.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def shared_deployment(
 
 @pytest.fixture
 def deployment(shared_deployment: SharedDeployment, request: pytest.FixtureRequest) -> Iterator[Deployment]:
-    """A running deployment, unhurt; whatever a test did to it, afterwards the whole truth is held against the ledger."""
+    """A running deployment, undamaged; whatever a test did to it, afterwards everything is compared with the ledger."""
     deployment = shared_deployment.get()
     yield deployment
     if getattr(request.node, "failed", False):

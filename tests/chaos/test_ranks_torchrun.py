@@ -50,9 +50,9 @@ def test_each_of_two_ranks_dies_at_every_point(tmp_path: Path, loop: Loop) -> No
         assert _pushless(deployment, "north") < DEADLINE_S
         assert not deployment.marks(deployment.master_timeline, "cluster_gone")
         assert not deployment.marks(deployment.master_timeline, "slave_lost")
-        told = f"north was {_pushless(deployment, 'north'):.1f} s without a push; from a death to the next incarnation it took "
         sys.stdout.write(
-            f"{told} east {_restarting(deployment, 'east'):.1f} s, west {_restarting(deployment, 'west'):.1f} s\n"
+            f"north was {_pushless(deployment, 'north'):.1f} s without a push; from a death to the next incarnation "
+            f"it took east {_restarting(deployment, 'east'):.1f} s, west {_restarting(deployment, 'west'):.1f} s\n"
         )
 
 

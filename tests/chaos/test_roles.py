@@ -1,7 +1,7 @@
 """SIGKILL, and SIGSTOP with SIGCONT, of every role, in the middle of a living run.
 
-What is true after any of them is checked at the end of each test by its deployment (conftest.py): each cluster takes part in
-new versions, θ is the reference's number wherever it is, the tokens add up, nobody's log names a bug of ours.
+What is true after any of them is checked at the end of each test by its deployment (conftest.py): each cluster takes
+part in new versions, θ is the reference's number wherever it is, the tokens add up, nobody's log names a bug of ours.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def test_sigkill_of_the_master(deployment: Deployment) -> None:
 
 
 def test_sigkill_of_a_slave(deployment: Deployment) -> None:
-    """Its next incarnation loads the head; the deployment checks at the end that no version and no token went with it."""
+    """Its next incarnation loads the head; the deployment checks at the end that no version and no token is lost."""
     deployment.process("ps0").kill()
     deployment.start_slave("ps0")
     deployment.progress(2, by=deployment.clusters)

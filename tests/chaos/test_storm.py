@@ -32,7 +32,7 @@ def test_the_storm(deployment: Deployment) -> None:
         storm.strike()
         storm.wait(random.Random(storm.strikes).uniform(*PAUSE_S))
     storm.calm()
-    print(f"{storm.strikes} strikes: {storm.told}; {deployment.head().version - head.version} versions meanwhile")
+    print(f"{storm.strikes} strikes: {storm.struck}; {deployment.head().version - head.version} versions meanwhile")
     deployment.progress(2, by=deployment.clusters, within_s=CALM_S)
     deployment.check()
 
@@ -41,7 +41,7 @@ class Storm:
     """Chooses what breaks next, and what is mended when."""
 
     def __init__(self, deployment: Deployment, rng: random.Random) -> None:
-        self._deployment, self._rng, self.strikes, self.told = deployment, rng, 0, dict[str, int]()
+        self._deployment, self._rng, self.strikes, self.struck = deployment, rng, 0, dict[str, int]()
         self._later: list[tuple[float, Callable[[], object]]] = []
         self._deaths: dict[str, float] = {}  # who is down or held, until it is mended
 
@@ -49,7 +49,7 @@ class Storm:
         """Break one thing that is whole."""
         name = self._rng.choice(list(STRIKES))
         self.strikes += 1
-        self.told[name] = self.told.get(name, 0) + 1
+        self.struck[name] = self.struck.get(name, 0) + 1
         STRIKES[name](self)
 
     def wait(self, seconds: float) -> None:

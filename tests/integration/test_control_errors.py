@@ -122,7 +122,7 @@ def test_a_port_in_use_names_the_key() -> None:
     """The second server on a port refuses to start and says which key to mend; it does not share the port."""
 
     async def twice() -> None:
-        first, second = control.make_server(lambda m, e: None), control.server(lambda m, e: None)
+        first, second = control.make_server(lambda m, e: None), control.make_server(lambda m, e: None)
         port = control.bind_server(first, "127.0.0.1:0", "master.listen")
         await first.start()
         try:

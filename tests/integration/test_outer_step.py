@@ -259,7 +259,7 @@ def test_what_was_committed_is_exported_and_restored(tmp_path: Path) -> None:
     with SlaveSet(tmp_path, 2, theta, KernelPool(kernels), slots=2) as again:
         for shard in again.shards:
             assert shard.registration(0, "", "run", "", ()).complete == (version,)
-            shard.follow(LoadVersion(version))
+            shard.follow_order(LoadVersion(version))
             assert shard.reason == ""
         assert [a.tobytes() for a in again.theta()] == [a.tobytes() for a in expected]
     loaded = load_file(tmp_path / "out.safetensors")

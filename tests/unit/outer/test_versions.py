@@ -213,7 +213,7 @@ def test_a_failed_load_keeps_what_was_served() -> None:
         (lambda v: v.measure(push(5)), StalePush),
         (lambda v: v.open_slot(push(1)), LocalProtocolError),
         (lambda v: v.fold(push(1), 0.5), LocalProtocolError),
-        (lambda v: v.allocate({0: 99}), LocalProtocolError),
+        (lambda v: v.allocate_banks({0: 99}), LocalProtocolError),
         (lambda v: v.load(VersionId(1, 1), lambda theta, m: None), LocalProtocolError),
         (lambda v: v.momentum(VersionId(1, 1)), StaleVersion),
         (lambda v: v.move(GENESIS), LocalProtocolError),
