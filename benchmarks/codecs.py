@@ -45,7 +45,7 @@ class CodecChannel:
 
     def bring(self, difference: F32) -> F32:
         carried = np.asarray(difference + self.owed, np.float32)
-        brought = self.codec.decode_chunk(self.codec.encode(carried), carried.size)
+        brought = self.codec.decode(self.codec.encode(carried), carried.size)
         self.owed = carried - brought if self.feedback else 0.0
         return brought
 

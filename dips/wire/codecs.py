@@ -59,7 +59,7 @@ class Codec:
         whole = most - most % (4 * BLOCK)
         return whole if self.lossy and whole else most
 
-    def decode_chunk(self, body: Buffer, length: int) -> F32:
+    def decode(self, body: Buffer, length: int) -> F32:
         """The `length` elements that a body stands for."""
         out = np.zeros(length, np.float32)
         self.put(body, out)

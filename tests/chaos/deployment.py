@@ -114,7 +114,7 @@ class Deployment(Run):
         self.lanes: dict[str, Wire] = {}
         self.master_directory = directory / "master"
         self._untold: dict[str, int] = {}  # tokens at most that died with an agent before he could tell
-        self._killed: dict[str, int] = {}  # trainers that were killed: a step begun may not have been told
+        self._killed: dict[str, int] = {}  # trainers that were killed: a step begun may not have been reported
         self._places: dict[str, dict[str, None]] = {}  # of each cluster: where it ever ran
         tensors = {name: np.full(shape, START, np.float32) for name, shape in SHAPES.items()}
         super().__init__(directory, tensors, shared={**SHARED, **(shared or {})}, timing={**TIMING, **(timing or {})})
@@ -217,11 +217,11 @@ class Deployment(Run):
         os.kill(self.ranks(name)[-1], signal.SIGKILL)
 
     def count_kill(self, name: str, times: int = 1) -> None:
-        """A step that its trainer had begun may not have been told."""
+        """A step that its trainer had begun may not have been reported."""
         self._killed[name] = self._killed.get(name, 0) + times
 
     def count_untold(self, name: str, since: float) -> None:
-        """An agent died, or was fenced: of what its cluster did since then (Unix seconds) nobody may ever hear."""
+        """An agent died, or was fenced: of what its cluster did since then (Unix seconds) there may be no report."""
         lines = self._written(name, "steps")
         self._untold[name] = self._untold.get(name, 0) + sum(t for at, t in lines if at > since)
 
@@ -333,7 +333,7 @@ class Deployment(Run):
     def check(self, excess: Mapping[str, int] | None = None) -> None:
         """Stand still and hold everything against the ledger; then go on.
 
-        excess  tokens that a cluster may have told beyond what it consumed here (none but for failures that lose words)
+        excess  tokens that a cluster may report beyond what it consumed here (0 but for failures that lose words)
         """
         holds = [self.directory / f"{where}.hold" for name in self.clusters for where in self._places.get(name, {})]
         for hold in holds:
@@ -388,7 +388,9 @@ class Deployment(Run):
             parts["carried"] = 0  # of its last heartbeat: lost by now
         least = begun - TOKENS[name] * self._killed.get(name, 0) - self._untold.get(name, 0)
         ok = least <= sum(parts.values()) <= begun + excess
-        return [] if ok else [f"{name} consumed {least} to {begun}, told {sum(parts.values())}: {parts}, {c['state']}"]
+        return (
+            [] if ok else [f"{name} consumed {least} to {begun}, reported {sum(parts.values())}: {parts}, {c['state']}"]
+        )
 
     def _check_export(self) -> None:
         """Every element of the exported model is the reference's number; the head, if that is durable."""

@@ -21,7 +21,7 @@ def test_the_kill_grid(deployment: Deployment) -> None:
     for number in range(ROUNDS):
         victim = VICTIMS[number % len(VICTIMS)]
         finish = deployment.to_master["east"].calls.trap("FinishPush")
-        finish.release()  # it is not held: we only hear of it
+        finish.release()  # it is not held: we only see it pass
         finish.caught()
         time.sleep(number * STEP_S)  # the grid is one of milliseconds
         deployment.process(victim).kill()

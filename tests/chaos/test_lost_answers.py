@@ -14,7 +14,7 @@ ORDERS = ["open_push", "measure", "fold", "apply", "persist", "commit", "open_pu
 
 @pytest.mark.parametrize("method", CALLS)
 def test_an_answer_to_a_cluster_is_lost(deployment: Deployment, method: str) -> None:
-    """The master did what was asked, the connection breaks before the answer: it is asked again and hears the same."""
+    """The master did what was asked, the connection broke before the answer: asked again, it answers the same."""
     calls = deployment.to_master["east"].calls
     trap = calls.lose_answer(method)
     if method in ("RequestPull", "FinishPull"):
@@ -62,7 +62,7 @@ def test_the_answer_to_register_is_lost(deployment: Deployment) -> None:
 
 @pytest.mark.parametrize("who", ["east", "ps1"])
 def test_the_answer_to_a_heartbeat_is_lost(deployment: Deployment, who: str) -> None:
-    """A heartbeat that is told again counts once: the deployment checks at the end that the tokens add up."""
+    """A heartbeat that is sent again counts once: the deployment checks at the end that the tokens add up."""
     trap = deployment.to_master[who].calls.lose_answer("Heartbeat")
     trap.caught()
     deployment.progress(2, by=("east",))

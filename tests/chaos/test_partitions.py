@@ -20,7 +20,7 @@ BOTH = (UP, DOWN)
 def test_a_cluster_is_cut_from_the_master(deployment: Deployment, ways: tuple[str, ...]) -> None:
     """The others go on; after its lease it is gone, and comes back as a new incarnation.
 
-    It trained on by itself meanwhile: the deployment checks at the end that those tokens are told once, as lost.
+    It trained on by itself meanwhile: the deployment checks at the end that those tokens are reported once, as lost.
     """
     since = time.time()
     deployment.to_master["east"].wire.hold(*ways)
@@ -44,15 +44,15 @@ def test_a_cluster_hears_nothing_from_the_master(deployment: Deployment) -> None
 
 
 def test_the_last_words_of_a_incarnation_are_counted_once(deployment: Deployment) -> None:
-    """Heartbeats are heard whose answers are lost, then the lease ends: the next incarnation does not tell it again.
+    """Heartbeats arrive whose answers are lost, then the lease ends: the next incarnation does not report them again.
 
-    The deployment checks at the end that the tokens add up: told twice, they would not.
+    The deployment checks at the end that the tokens add up: reported twice, they would not.
     """
     since, steps = time.time(), _steps(deployment)
     deployment.to_master["east"].wire.hold(DOWN)
     deployment.until(lambda: _steps(deployment) > steps + 6, SEEN_S, "east trains on by itself")
     deployment.wait_for_status(
-        lambda s: s["clusters"]["east"]["tokens_carried"] > 2 * TOKENS["east"], SEEN_S, "the master hears of it"
+        lambda s: s["clusters"]["east"]["tokens_carried"] > 2 * TOKENS["east"], SEEN_S, "the master knows of it"
     )
     deployment.to_master["east"].wire.hold(UP)
     deployment.seen_after(deployment.master_timeline, "cluster_gone", since=since, cluster="east")
@@ -100,7 +100,7 @@ def test_a_slave_is_cut_from_everybody(deployment: Deployment) -> None:
 
 
 def test_a_slave_s_heartbeats_are_cut(deployment: Deployment) -> None:
-    """One way: it hears orders and cannot be heard heartbeating; the master gives it up, and takes it back."""
+    """One way: orders arrive and its heartbeats do not; the master gives it up, and takes it back."""
     since = time.time()
     deployment.to_master["ps1"].wire.hold(UP)
     deployment.seen_after(deployment.master_timeline, "slave_lost", since=since, slave="ps1")

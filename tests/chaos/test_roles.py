@@ -54,20 +54,20 @@ def test_sigkill_of_an_agent_that_is_back_within_its_lease(deployment: Deploymen
     """The incarnation that is fenced by the next one had lost the work of dead ranks: that stays counted."""
     for _ in range(3):
         _lose_work(deployment, "east")
-    told = deployment.wait_for_status(
+    status = deployment.wait_for_status(
         lambda s: s["clusters"]["east"]["tokens_lost"] > 0, SEEN_S, "tokens are lost with the ranks"
     )
     deployment.kill_agent("east")
     deployment.cluster("east")
     deployment.progress(2, by=("east",))
     now = deployment.wait_for_status(lambda s: "east" in s["clusters"], SEEN_S, "the master knows east")
-    assert now["clusters"]["east"]["tokens_lost"] >= told["clusters"]["east"]["tokens_lost"]
+    assert now["clusters"]["east"]["tokens_lost"] >= status["clusters"]["east"]["tokens_lost"]
 
 
 def test_sigkill_of_the_master_and_then_of_an_agent(deployment: Deployment) -> None:
-    """Only the dead master had heard of the tokens that the dead agent lost: the next agent still knows them."""
+    """Only the dead master knew of the tokens that the dead agent lost: the next agent still knows them."""
     _lose_work(deployment, "east")
-    told = deployment.wait_for_status(
+    status = deployment.wait_for_status(
         lambda s: s["clusters"]["east"]["tokens_lost"] > 0, SEEN_S, "tokens are lost with the rank"
     )
     deployment.process("master").kill()
@@ -75,7 +75,7 @@ def test_sigkill_of_the_master_and_then_of_an_agent(deployment: Deployment) -> N
     deployment.start_master()
     deployment.cluster("east")
     deployment.progress(2, by=("east",))
-    lost = told["clusters"]["east"]["tokens_lost"]
+    lost = status["clusters"]["east"]["tokens_lost"]
     deployment.wait_for_status(
         lambda s: s["clusters"]["east"]["tokens_lost"] >= lost, SEEN_S, f"{lost} tokens of east are lost"
     )
@@ -90,7 +90,7 @@ def test_sigkill_of_a_training_job(deployment: Deployment) -> None:
 
 
 def test_sigkill_of_a_rank(deployment: Deployment) -> None:
-    """Its launcher starts it anew; the deployment checks at the end that its lost steps are told as lost."""
+    """Its launcher starts it anew; the deployment checks at the end that its lost steps are reported as lost."""
     deployment.kill_rank("east")
     deployment.progress(2, by=deployment.clusters)
 
@@ -108,7 +108,7 @@ def test_sigkill_of_everything(deployment: Deployment) -> None:
 
 @pytest.mark.parametrize("who", ["ps0", "east"])
 def test_sigstop_beyond_the_lease_and_sigcont(deployment: Deployment, who: str) -> None:
-    """Slave or agent: lost or gone, the others are told so; awake again it finds out by its first heartbeat."""
+    """Slave or agent: lost or gone, the others learn of it; awake again it finds out by its first heartbeat."""
     since, pid = time.time(), deployment.process(who).pid
     os.kill(pid, signal.SIGSTOP)
     kind, key = ("slave_lost", "slave") if who == "ps0" else ("cluster_gone", "cluster")

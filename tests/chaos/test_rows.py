@@ -46,7 +46,7 @@ def test_row_2_cluster_dies_with_an_uncommitted_push(deployment: Deployment) -> 
 
 
 def test_row_2_cluster_dies_with_a_committed_push(deployment: Deployment) -> None:
-    """The work is good and counts, though nobody is left to hear so."""
+    """The work is good and counts, though nobody is left to learn of it."""
     trap = deployment.orders["ps0"].calls.trap("measure")
     trap.caught()
     committed = deployment.marks(deployment.master_timeline, "push_committed")[-1]["push"]
@@ -135,7 +135,7 @@ def test_row_5_slave_before_persisted(deployment: Deployment, order: str) -> Non
 
 
 def test_row_6_slave_after_persisted(deployment: Deployment) -> None:
-    """The row is there, the slave dies before it hears Commit: it comes back with the version, no round is skipped."""
+    """The row is there, the slave dies before it gets Commit: it comes back with the version, no round is skipped."""
     skipped = len(deployment.skipped())
     trap = deployment.orders["ps1"].calls.trap("commit")
     trap.caught()
@@ -148,7 +148,7 @@ def test_row_6_slave_after_persisted(deployment: Deployment) -> None:
 
 
 def test_row_6_slave_in_doubt(deployment: Deployment) -> None:
-    """It has prepared and persisted, and is cut off before Commit: it keeps both, asks when it registers, is told."""
+    """It has prepared and persisted, and is cut off before Commit: it keeps both, and asks when it registers."""
     since, skipped = time.time(), len(deployment.skipped())
     pid = deployment.process("ps1").pid
     trap = deployment.orders["ps1"].calls.trap("commit")
@@ -183,7 +183,7 @@ def test_row_9_master_before_the_row(deployment: Deployment, order: str) -> None
 
 
 def test_row_9_master_after_the_row(deployment: Deployment) -> None:
-    """The row stands and nobody was told: the next master repeats Commit, and answers Outcomes from the ledger."""
+    """The row stands and nobody knows of it: the next master repeats Commit, and answers Outcomes from the ledger."""
     skipped = len(deployment.skipped())
     traps = [deployment.orders[name].calls.trap("commit") for name in deployment.slaves]
     for trap in traps:

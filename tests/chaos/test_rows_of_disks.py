@@ -25,7 +25,7 @@ CONFIG = 78
 
 
 def test_row_7_a_slave_cannot_offer_the_head(deployment: Deployment, tmp_path: Path) -> None:
-    """An older copy of its disk: the newest version that every slave offers becomes the head, by a row; all hear it."""
+    """An older copy of its disk: the newest version that every slave offers becomes the head, by a row, for all."""
     directory, since = deployment.directory / "ps1", time.time()
     trap = _persisting(deployment)
     disks.copy(directory, tmp_path / "copy")  # v(n-1), v(n)

@@ -2,7 +2,7 @@
 
     client ══▶ Wire (bytes: hold, cut, delay, flip) ══▶ Interpreter (calls: lose the answer, hold at a gate) ══▶ server
 
-A wire forwards until it is told otherwise. Held, it takes no byte in that direction and loses none: what a network does
+A wire forwards until it is held or cut. Held, it takes no byte in that direction and loses none: what a network does
 that drops packets, since TCP sends them again. Cut, it resets its connections; refusing, the new ones too. The
 interpreter knows a call by its method and an order by its body; it carries answers and errors as they are. So a call
 whose request was forwarded and carried out can lose its answer with the connection, at exactly that moment.

@@ -82,7 +82,7 @@ def serve(connection: socket.socket) -> dict[str, Any]:
             if (many := process.threads()) != 1:
                 raise RuntimeError(f"{many} threads after the imports of {request['words']}: a fork would be broken")
             pid = fork_twice()
-        except Exception as error:  # noqa: BLE001  told to who asked, where the test fails
+        except Exception as error:  # noqa: BLE001  sent to who asked, where the test fails
             answer: dict[str, Any] = {"error": repr(error)}
         else:
             if pid == 0:

@@ -61,7 +61,7 @@ def order(identity: TransferIdentity) -> TransferRequest:
 
 
 def refused(model: nn.Module, collectives: JobCollectives) -> str:
-    """What this rank is told of a model that is refused on some rank."""
+    """The error that this rank gets for a model that is refused on some rank."""
     try:
         lay_out(model, collectives)
     except ConfigError as error:
@@ -178,7 +178,7 @@ def pull_and_merge(collectives: JobCollectives, diverged: bool) -> dict[str, Any
 
 
 def replaced_on(collectives: JobCollectives, ranks: set[int]) -> str:
-    """What a rank is told of a push when the parameters of `ranks` are not those that were laid out."""
+    """The error that a rank gets for a push when the parameters of `ranks` are not those that were laid out."""
     model = ConstantModel()
     shard_transfer = make_shard_transfer(model, collectives)
     if collectives.rank in ranks:
@@ -191,7 +191,7 @@ def replaced_on(collectives: JobCollectives, ranks: set[int]) -> str:
 
 
 def sharded_late(collectives: JobCollectives) -> str:
-    """What a rank is told of a push when `fully_shard` came after the model was laid out."""
+    """The error that a rank gets for a push when `fully_shard` came after the model was laid out."""
     model = ConstantModel()
     shard_transfer = make_shard_transfer(model, collectives)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
@@ -216,7 +216,7 @@ def main(out: Path) -> None:
         return facts(lay_out(model, collectives), model)
 
     found = {
-        "heard": words.decode(),
+        "received": words.decode(),
         "numbered": collectives.number_ranks(collectives.rank == 1),
         "plain": of(ConstantModel()),
         "fsdp": of(sharded(flat)),

@@ -69,7 +69,7 @@ def test_every_class_crosses(cls: type[DipsError]) -> None:
 
 
 def test_a_bug_of_the_server_is_reported_and_named() -> None:
-    """An exception that nobody meant is told to the server's log, and to the caller as a bug of that method."""
+    """An unexpected exception goes to the server's log, and to the caller as a bug of that method."""
     reports: list[str] = []
     with pytest.raises(LocalProtocolError, match="Status: KeyError"):
         asyncio.run(ask(raising(KeyError("x")), reports=reports))
@@ -94,7 +94,7 @@ def test_a_deadline_is_unavailability() -> None:
 
 
 def test_nobody_there_is_unavailability() -> None:
-    """A closed port is told as the peer that cannot be reached, within the deadline."""
+    """A closed port is reported as the peer that cannot be reached, within the deadline."""
 
     async def knock() -> str:
         server = control.make_server(lambda method, error: None)

@@ -89,7 +89,7 @@ def test_who_does_not_know_the_key_moves_nothing(known: str) -> None:
 
 
 def test_a_plain_lane_takes_no_rank_that_expects_a_key() -> None:
-    """A rank that was told a key never speaks plain text."""
+    """A rank that was given a key never speaks plain text."""
     with running_flow(None) as flow, pytest.raises(UnavailableSlave, match="not connected"):
         push_pieces(grant(flow, curve.new_keys().public, 1.0), TransferIdentity(RUN, "a", 1, 1, 0), pieces(2.5))
     assert flow.public_key == ""

@@ -503,7 +503,7 @@ def test_duplicates_and_strangers_change_nothing():
 
 def test_an_older_epoch_is_refused():
     """After a new HELLO the old connection's frames change nothing [invariant 5]."""
-    address_of = lambda slave: slave.flow.addresses()[0]  # noqa: E731
+    address_of = lambda slave: slave.flow.lane_addresses()[0]  # noqa: E731
     with running_flow() as slave, ExitStack() as stack:
         values, false, push_id = model(4), model(5), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id)

@@ -122,7 +122,7 @@ class SlaveSet:
 
     def order(self, body: OrderBody) -> list[Answer]:
         self.number += 1
-        return [s.execute(Order(s.name, 1, 1, self.number, body, 10.0)) for s in self.shards]
+        return [s.execute_order(Order(s.name, 1, 1, self.number, body, 10.0)) for s in self.shards]
 
     def push(self, push: PushId, theta_j: Model, rng: random.Random) -> None:
         """Stage one push, at each slave when its turn comes."""
@@ -130,7 +130,7 @@ class SlaveSet:
         for i in rng.sample(range(len(self.shards)), len(self.shards)):
             for layer, buffer in self.flows[i].buffers[push].items():
                 buffer[:] = theta_j[layer]
-            self.shards[i].transfers.staged(push, 0)
+            self.shards[i].transfers.on_push_staged(push, 0)
 
     def outer_step(self, version: VersionId, pushes: list[tuple[PushId, Model, int]], clip: float | None) -> float:
         """Push, measure and fold in the given order, apply, persist, commit; return the norm before clipping."""
@@ -156,8 +156,8 @@ class SlaveSet:
     def theta(self) -> Model:
         found: dict[int, np.ndarray] = {}
         for shard in self.shards:
-            assert shard.versions.memory is not None
-            found.update(shard.versions.theta(shard.versions.memory))
+            assert shard.versions.served_version is not None
+            found.update(shard.versions.theta(shard.versions.served_version))
         return [found[layer].copy() for layer in range(len(MANIFEST.layers))]
 
 
@@ -258,7 +258,7 @@ def test_what_was_committed_is_exported_and_restored(tmp_path: Path) -> None:
         assert export_snapshot(run.directories, None, tmp_path / "out.safetensors") == version
     with SlaveSet(tmp_path, 2, theta, KernelPool(kernels), slots=2) as again:
         for shard in again.shards:
-            assert shard.registration(0, "", "run", "", ()).complete == (version,)
+            assert shard.make_registration(0, "", "run", "", ()).complete == (version,)
             shard.follow_order(LoadVersion(version))
             assert shard.reason == ""
         assert [a.tobytes() for a in again.theta()] == [a.tobytes() for a in expected]

@@ -117,13 +117,13 @@ class Faults(Observer):
 
     # ---- the moments -----------------------------------------------------------------------------------------------
 
-    def granted(self, agent: SimAgent, push: PushId) -> None:
+    def push_begun(self, agent: SimAgent, push: PushId) -> None:
         self._at("push")
 
-    def pulling(self, agent: SimAgent, pull: PullId) -> None:
+    def pull_begun(self, agent: SimAgent, pull: PullId) -> None:
         self._at("pull")
 
-    def noted(self, note: Note) -> None:
+    def note_logged(self, note: Note) -> None:
         if note.kind == "push_committed":
             self._at("commit")
         elif note.kind == "round_persisting":
@@ -133,7 +133,7 @@ class Faults(Observer):
                 OPERATOR_S, "the operator mends the disks, and starts the master again", self._mend_disks
             )
 
-    def occurred(self, what: str) -> None:
+    def rare_event_occurred(self, what: str) -> None:
         if what == "old_ledger":
             put_back = self.world.put_newest_ledger_back
             self.world.call_later(OPERATOR_S, "the operator puts the newest ledger back", put_back)
@@ -144,7 +144,7 @@ class Faults(Observer):
         self.world.crash_master()
         self.world.start_master()
 
-    def recorded(self, record: Record) -> None:
+    def record_written(self, record: Record) -> None:
         if isinstance(record, VersionCommitted):
             self._at("row")
 

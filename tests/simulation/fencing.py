@@ -30,7 +30,7 @@ class FencingInvariant(Invariant):
         self.before: Any = None
         self.sinc: dict[str, int] = {}
 
-    def recorded(self, record: Record) -> None:
+    def record_written(self, record: Record) -> None:
         if isinstance(record, IncarnationGiven) and record.role == "slave":
             self.sinc[record.name] = max(record.inc, self.sinc.get(record.name, 0))
 
@@ -57,7 +57,7 @@ class FencingInvariant(Invariant):
         if not master.presides:
             return False  # what it changes is in itself only: nothing that leaves it changes anybody
         if master.coordinator.next_deadline() <= self.world.heap.now:
-            return False  # with it the master does what is due, whatever it hears
+            return False  # with it the master does what is due, whatever it receives
         if isinstance(event, PushStaged | PushRefused | OrderAnswered | OrderFailed):
             return event.sinc < self.sinc.get(event.slave, 0)
         incarnation = getattr(event, "push", None) or getattr(event, "pull", None) or event
@@ -98,14 +98,14 @@ class MonotoneInvariant(Invariant):
         self.lives: dict[tuple[str, str], int] = {}
         self.numbers: dict[tuple[int, int], Order] = {}
 
-    def restored(self, state: LedgerState) -> None:
+    def master_restored(self, state: LedgerState) -> None:
         self.require(state.term > self.term, f"a new master has term {state.term}, an earlier one had {self.term}")
         self.require(
             state.next_round > self.round, f"round {state.next_round} would be reserved again after {self.round}"
         )
         self.term = state.term
 
-    def recorded(self, record: Record) -> None:
+    def record_written(self, record: Record) -> None:
         if isinstance(record, RoundReserved):
             self.require(record.round > self.round, f"round {record.round} is reserved after round {self.round}")
             self.round = record.round

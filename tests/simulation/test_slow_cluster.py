@@ -27,7 +27,7 @@ LASTS_S = 1200.0
 
 
 class Diary(Observer):
-    """When clusters heard an Outcome, at which attempt their pulls succeeded, and how many transfers failed."""
+    """When clusters got an Outcome, at which attempt their pulls succeeded, and how many transfers failed."""
 
     def __init__(self) -> None:
         self.outcomes: dict[str, list[float]] = {}
@@ -35,11 +35,11 @@ class Diary(Observer):
         self.attempts: dict[str, list[int]] = {}
         self.failed: dict[str, int] = {}
 
-    def outcome(self, agent: SimAgent, frozen: Frozen, outcome: Outcome) -> None:
+    def outcome_received(self, agent: SimAgent, frozen: Frozen, outcome: Outcome) -> None:
         self.outcomes.setdefault(agent.name, []).append(agent.world.heap.now)
         self.kinds.setdefault(agent.name, []).append(outcome.kind)
 
-    def pulled(self, agent: SimAgent, installed: bool, attempt: int) -> None:
+    def pull_ended(self, agent: SimAgent, installed: bool, attempt: int) -> None:
         if installed:
             self.attempts.setdefault(agent.name, []).append(attempt)
         else:
@@ -47,8 +47,8 @@ class Diary(Observer):
 
     def round_s(self, cluster: str) -> float:
         """Mean seconds from one Outcome to the next."""
-        heard = self.outcomes[cluster]
-        return mean(b - a for a, b in pairwise(heard))
+        times = self.outcomes[cluster]
+        return mean(b - a for a, b in pairwise(times))
 
 
 def lived(seed: int, clusters: int, slots: int, pinned: int, window_s: float | None = None) -> tuple[Diary, World]:

@@ -169,7 +169,7 @@ def test_a_run_is_not_made_twice(run_file: Path, factory: str) -> None:
 
 
 def test_history_of_a_new_run(run_file: Path, factory: str) -> None:
-    """A run without rounds has an empty history; a directory without a ledger is told so."""
+    """A run without rounds has an empty history; a directory without a ledger is named so."""
     refused("history", "--config", str(run_file))
     init(run_file, "--factory", factory)
     assert "rounds" in said("history", "--config", str(run_file))

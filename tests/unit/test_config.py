@@ -74,14 +74,14 @@ def test_own_data_is_the_word_for_no_ranges() -> None:
 
 
 @pytest.mark.parametrize(
-    ("advertise", "told"), [(None, "0.0.0.0:7811"), ("ps0.example", "ps0.example:7811"), ("::1", "[::1]:7811")]
+    ("advertise", "reached"), [(None, "0.0.0.0:7811"), ("ps0.example", "ps0.example:7811"), ("::1", "[::1]:7811")]
 )
-def test_a_slave_is_reached_where_it_says(advertise: str | None, told: str) -> None:
+def test_a_slave_is_reached_where_it_says(advertise: str | None, reached: str) -> None:
     """The port is that on which it listens, the host may be another."""
     section = SlaveSection(
         name="s", master="127.0.0.1:1", directory=Path("d"), initial_model=Path("m"), advertise=advertise
     )
-    assert section.reached_at("0.0.0.0:7811") == told
+    assert section.reached_at("0.0.0.0:7811") == reached
 
 
 def test_a_cluster_listens_on_loopback_only(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_cluster_listens_on_loopback_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("key", "value"), [("metrics", "10.0.0.1:9"), ("advertise", "ps0.example")])
 def test_a_slave_is_on_loopback_only(tmp_path: Path, key: str, value: str) -> None:
-    """Nobody is told of an address that plain text may not go to."""
+    """No address is advertised that plain text may not go to."""
     with pytest.raises(ConfigError, match=rf"slaves.s0.{key}: plain text"):
         load_run(write(tmp_path / "dips.yaml", changed(RUN, f"slaves.0.{key}", value)))
 
@@ -159,7 +159,7 @@ def test_what_is_missing_is_named(tmp_path: Path, key: str) -> None:
     [("a: [", "is not YAML"), ("- a", "expected a mapping"), (None, "cannot be read: No such file")],
 )
 def test_what_is_no_configuration(tmp_path: Path, text: str | None, message: str) -> None:
-    """A file that is absent, is not YAML or is no mapping is told so."""
+    """A file that is absent, is not YAML or is no mapping is named in the error."""
     path = tmp_path / "cluster.yaml"
     if text is not None:
         path.write_text(text)

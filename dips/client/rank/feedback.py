@@ -107,7 +107,7 @@ class Feedback:
             return
         for chunk in self._sent:
             difference, owed = self._chunk_elements(self._frozen_at, chunk), self._chunk_elements(self._owed_at, chunk)
-            np.subtract(difference, self._codec.decode_chunk(self._codec.encode(difference), chunk.length), out=owed)
+            np.subtract(difference, self._codec.decode(self._codec.encode(difference), chunk.length), out=owed)
 
     @staticmethod
     def _chunk_elements(share: Share, chunk: Range) -> F32:

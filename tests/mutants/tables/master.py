@@ -29,9 +29,9 @@ MUTANTS = (
         ROOM,
         "self._alignment.skip_gap(gap_s)",
         "pass",
-        "equivalent: the grid moves by whole periods, and a cluster is told the next of its points",
+        "equivalent: the grid moves by whole periods, and a cluster gets the next of its points",
     ),
-    Mutant("a gap is not told to the Coordinator", ROOM, "self._step_event(Blind(gap_s), now)", "pass", CORE),
+    Mutant("a gap is not reported to the Coordinator", ROOM, "self._step_event(Blind(gap_s), now)", "pass", CORE),
     Mutant("no last words before a Join", ROOM, "if isinstance(event, ClusterJoined):", "if False:", CORE),
     Mutant(
         "a heartbeat of an old term is believed", ROOM, "register or heartbeat.term != ", "register or None is ", CORE

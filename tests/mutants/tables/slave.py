@@ -180,7 +180,7 @@ MUTANTS = (
         OUTER,
         "BLOCK = 4096",
         "BLOCK = 8192",
-        "equivalent: a bound of the cache; sums of squares are told to 1e-12 and no bit of θ depends on it",
+        "equivalent: a bound of the cache; sums of squares are compared to 1e-12 and no bit of θ depends on it",
     ),
     # ---- memory
     Mutant(

@@ -1,4 +1,4 @@
-"""The demo's processes: killed as told, and none is left."""
+"""The demo's processes: killed as ordered, and none is left."""
 
 from __future__ import annotations
 

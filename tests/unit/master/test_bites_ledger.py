@@ -1,4 +1,4 @@
-"""What the ledger promises: a row is on the disk when `write_records` returns, and SQLite is told so."""
+"""What the ledger promises: a row is on the disk when `write_records` returns, and SQLite is configured so."""
 
 from __future__ import annotations
 

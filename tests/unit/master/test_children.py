@@ -26,7 +26,7 @@ async def up(child: Child, log: Path) -> None:
 
 
 async def test_a_child_is_ended_and_reaped(tmp_path: Path) -> None:
-    """SIGTERM is enough for one that hears; its exit code is known and no zombie stays."""
+    """SIGTERM is enough for one that handles it; its exit code is known and no zombie stays."""
     child = Child.start(SLEEP, tmp_path / "log")
     await up(child, tmp_path / "log")
     await child.end(10.0)

@@ -353,7 +353,7 @@ def test_who_is_silent_is_forgotten(shell: Shell) -> None:
 
 
 def test_aligned_clusters_are_told_when_to_push(shell: Shell) -> None:
-    """Those that align hear in how many seconds their push begins, the others that they keep their own pace."""
+    """Those that align learn in how many seconds their push begins, the others that they keep their own pace."""
     for name in ("a", "b", "c"):
         shell.join(name)
     first = shell.heartbeat("a", aligned_steps=10, step_s=1.0, since_push=0)

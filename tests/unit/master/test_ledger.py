@@ -148,8 +148,8 @@ def test_a_push_that_its_incarnation_left_open(ledger: Ledger) -> None:
     ledger.write_records(
         [RoundReserved(2, 0.0), RoundEnded(2, RoundResult.UNCHANGED, "x", (outcome(clusters[1], "gated"),), (), 0.0)]
     )
-    told = {name: (t["gated"], t["lost"]) for name, t in ledger.read_tokens().items()}
-    assert told == {"a": (0, 13), "b": (10, 3), "c": (0, 13)}
+    counts = {name: (t["gated"], t["lost"]) for name, t in ledger.read_tokens().items()}
+    assert counts == {"a": (0, 13), "b": (10, 3), "c": (0, 13)}
     assert [peer.tokens_accounted for peer in ledger.read_state().clusters] == [13, 13, 13]
     ledger.write_records([IncarnationGiven(Role.CLUSTER, "a", 2, "m")])
     assert ledger.read_state().clusters[0].tokens_accounted == 13
@@ -323,7 +323,7 @@ def test_it_is_on_disk(tmp_path: Path) -> None:
 
 
 def test_a_second_master_is_refused(tmp_path: Path) -> None:
-    """Two masters never share a ledger; the second is told which process holds it."""
+    """Two masters never share a ledger; the second learns which process holds it."""
     first = Ledger.create(tmp_path / "ledger.sqlite", ROW)
     with pytest.raises(ConfigError, match=r"in use by another master \(pid \d+\)"):
         Ledger.open(tmp_path / "ledger.sqlite")

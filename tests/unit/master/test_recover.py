@@ -1,4 +1,4 @@
-"""`dips-master recover`: a restored ledger is brought above every name that was told since."""
+"""`dips-master recover`: a restored ledger is brought above every name that was given since."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ def test_the_next_master_uses_no_name_twice(config: RunFile) -> None:
 
 
 def test_a_directory_elsewhere_is_said(config: RunFile) -> None:
-    """What lies on other machines cannot be looked at: the operator is told which, and what to say."""
+    """What lies on other machines cannot be looked at: the operator learns which, and what to say."""
     (config.master.directory.parent / "s0").mkdir()
-    told = plan(config).describe_lines()
-    assert "not on this machine" in told and "s1" in told and "--round-above" in told
-    assert "that all slaves offer" in told
+    lines = plan(config).describe_lines()
+    assert "not on this machine" in lines and "s1" in lines and "--round-above" in lines
+    assert "that all slaves offer" in lines
 
 
 def test_a_version_that_was_made_since_is_adopted(config: RunFile) -> None:
@@ -138,7 +138,7 @@ def test_help_teaches(word: str) -> None:
 
 
 def test_which_run_must_be_said() -> None:
-    """dips-master without a word and without --config is told what is missing."""
+    """dips-master without a word and without --config names what is missing."""
     result = CliRunner().invoke(cli, [])
     assert result.exit_code == 2 and "--config" in result.output
 

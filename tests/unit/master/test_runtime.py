@@ -170,7 +170,7 @@ def joins(event: ClusterJoined) -> list[Effect]:
 
 
 async def test_an_answer_waits_for_its_record(tmp_path: Path) -> None:
-    """Joined is told when its incarnation is on disk, not before (docs/rationale.md#29)."""
+    """Joined is sent when its incarnation is on disk, not before (docs/rationale.md#29)."""
     async with running(tmp_path) as h:
         h.coordinator.script[ClusterJoined] = joins
         h.outside.disk.clear()
@@ -221,7 +221,7 @@ async def test_orders_leave_in_order_behind_their_record(tmp_path: Path) -> None
 
 
 async def test_a_record_that_cannot_be_written_ends_the_master(tmp_path: Path) -> None:
-    """Exit 74, nothing told, and the asker hears that this master is unavailable."""
+    """Exit 74, nothing answered, and the asker learns that this master is unavailable."""
     made = RunningMaster(tmp_path)
     made.coordinator.script[ClusterJoined] = joins
     made.outside.fails = True

@@ -1,4 +1,4 @@
-"""The status merges what the Coordinator knows with what the newest heartbeats told."""
+"""The status merges what the Coordinator knows with what the newest heartbeats reported."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_tokens_lost_add_up_over_incarnations() -> None:
 
 
 def test_a_peer_without_a_heartbeat_and_a_heartbeat_without_a_peer() -> None:
-    """A known peer that was not heard shows its view alone; a cluster and a slave of one name are two."""
+    """A known peer without a heartbeat shows its view alone; a cluster and a slave of one name are two."""
     view = {"clusters": {"s": {"state": "gone"}}, "slaves": {}}
     merged = build_status(view, {("slave", "s"): (SLAVE, 1.0)}, 2.0)
     assert merged["clusters"] == {"s": {"state": "gone"}} and merged["slaves"] == {}

@@ -116,7 +116,7 @@ def test_moving_and_staged_pushes_survive_flip_and_abort() -> None:
 
 
 def test_all_slots_in_use_is_busy() -> None:
-    """A push beyond the slots is told Busy with the names of those that hold them; folding frees a slot."""
+    """A push beyond the slots raises Busy with the names of those that hold them; folding frees a slot."""
     versions = made(slots=1)
     fill(versions.open_slot(push(1)), 0.5)
     with pytest.raises(Busy, match="all 1 slots are in use by a/1#1"):
@@ -206,17 +206,17 @@ def test_a_failed_load_keeps_what_was_served() -> None:
 @pytest.mark.parametrize(
     ("what", "error"),
     [
-        (lambda v: v.flip(VersionId(1, 1)), LocalProtocolError),
-        (lambda v: v.prepare(VersionId(1, 1), 1.0, 1.0, 0.0), LocalProtocolError),
-        (lambda v: v.fold(push(5), 1.0), StalePush),
+        (lambda v: v.flip_version(VersionId(1, 1)), LocalProtocolError),
+        (lambda v: v.prepare_version(VersionId(1, 1), 1.0, 1.0, 0.0), LocalProtocolError),
+        (lambda v: v.fold_push(push(5), 1.0), StalePush),
         (lambda v: v.free_slot(push(5)), StalePush),
-        (lambda v: v.measure(push(5)), StalePush),
+        (lambda v: v.measure_push(push(5)), StalePush),
         (lambda v: v.open_slot(push(1)), LocalProtocolError),
-        (lambda v: v.fold(push(1), 0.5), LocalProtocolError),
+        (lambda v: v.fold_push(push(1), 0.5), LocalProtocolError),
         (lambda v: v.allocate_banks({0: 99}), LocalProtocolError),
-        (lambda v: v.load(VersionId(1, 1), lambda theta, m: None), LocalProtocolError),
+        (lambda v: v.load_version(VersionId(1, 1), lambda theta, m: None), LocalProtocolError),
         (lambda v: v.momentum(VersionId(1, 1)), StaleVersion),
-        (lambda v: v.move(GENESIS), LocalProtocolError),
+        (lambda v: v.move_readers(GENESIS), LocalProtocolError),
     ],
 )
 def test_what_is_illegal_is_refused(what: object, error: type[Exception]) -> None:
@@ -303,7 +303,7 @@ class Life(RuleBasedStateMachine):
         del self.readers[reader]
         self.versions.unpin_version(reader)
 
-    @precondition(lambda self: self.versions.older)
+    @precondition(lambda self: self.versions.older_versions)
     @rule()
     def move(self) -> None:
         """The readers of the oldest version leave for copies; until each has `moved`, its bank must not change."""

@@ -1,4 +1,4 @@
-"""A whole run in one process: a Coordinator, and slaves that answer every order at once. Time moves when told to."""
+"""A whole run in one process: a Coordinator, and slaves that answer every order at once. Tests move its time."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ def test_pushes_that_share_a_slot_begin_one_after_the_other() -> None:
     alignment = Alignment()
     for name in "abcd":
         alignment.record_heartbeat(heartbeat(name, 0.1, bytes_per_s=100.0))
-    told = sorted(alignment.push_in_s(name, gathering(nbytes=100), 0.0) for name in "abcd")
-    assert told == pytest.approx([4.4, 4.4, 5.4, 5.4])
+    delays = sorted(alignment.push_in_s(name, gathering(nbytes=100), 0.0) for name in "abcd")
+    assert delays == pytest.approx([4.4, 4.4, 5.4, 5.4])
 
 
 REALS = st.sampled_from([0.0, 5e-324, 1e-300, 1e-6, 1.0, 1e6, float(1 << 53)])
@@ -102,7 +102,7 @@ def test_one_absurd_speed_leaves_the_others_a_number() -> None:
 
 @dataclass
 class Trainee:
-    """A cluster that takes inner steps and pushes when it was told to."""
+    """A cluster that takes inner steps and pushes when it was ordered to."""
 
     name: str
     step_s: float
@@ -128,8 +128,8 @@ def rounds_of(seed: int, jitter: float, dies_at: float = 1e9, lasts_s: float = 1
             continue
         if what == "heartbeat":
             alignment.record_heartbeat(heartbeat(t.name, t.step_s, t.since))
-            told = alignment.push_in_s(t.name, gathering(opened), now)
-            t.due = now + told
+            delays = alignment.push_in_s(t.name, gathering(opened), now)
+            t.due = now + delays
             heapq.heappush(heap, (now + HEARTBEAT_S, number, "heartbeat", t))
             continue
         t.since += 1

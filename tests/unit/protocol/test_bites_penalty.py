@@ -14,7 +14,7 @@ OPTIONS = PenaltyOptions()
 
 
 def row(cluster: str, *, n: int = 40, mu: float = 1.0, sigma: float = 0.1, **other: float) -> PenaltyRow:
-    """Statistics of a cluster that was heard often."""
+    """Statistics of a cluster that was measured often."""
     values = {"last_norm": mu, "warm_left": 0, "gated_in_a_row": 0, "quarantined": False, "accepted": n} | other
     return PenaltyRow(cluster, n, mu, sigma, **values)  # type: ignore[arg-type]
 

@@ -173,7 +173,7 @@ def test_data_is_not_used_up_while_some_of_it_is_leased() -> None:
 
 
 def test_there_are_as_many_pushes_as_slots() -> None:
-    """The next hears when the first of them is due, at least a moment and at most the usual pause from now."""
+    """The next learns when the first of them is due, at least a moment and at most the usual pause from now."""
     run = make("abc", slots=2, busy_retry_s=5.0)
     run.step(ev.BandwidthMeasured("a", 1, MANIFEST.numel * 4 / 3.0))  # its push takes 3 s
     run.open_push("a")

@@ -188,7 +188,7 @@ def test_what_is_no_spelling_is_refused(spelled: Any) -> None:
 
 
 def test_another_shape_is_named() -> None:
-    """A state that was written by another Di-PS is told apart by the fields of its classes."""
+    """A state that was written by another Di-PS is recognised by the fields of its classes."""
     spelled = codec.encode_value((VersionId(1, 2), entities.Push(PushId("a", 1, 1), VersionId(0, 0), 1, 2.0, 3.0)))
     written = codec.field_names(spelled)
     assert {"VersionId", "Push", "PushId"} == written.keys()

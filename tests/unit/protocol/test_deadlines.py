@@ -57,9 +57,9 @@ def test_bandwidth_is_told_when_it_is_news() -> None:
     assert bandwidth.measure_rate(110.0) is None
     assert bandwidth.measure_rate(0.0) is None
     assert bandwidth.mean == pytest.approx(103.0)
-    told = [bandwidth.measure_rate(10.0) for _ in range(20)]
-    assert [t for t in told if t is not None][-1] == pytest.approx(10.0, rel=0.35)
-    assert told[-1] is None
+    means = [bandwidth.measure_rate(10.0) for _ in range(20)]
+    assert [t for t in means if t is not None][-1] == pytest.approx(10.0, rel=0.35)
+    assert means[-1] is None
 
 
 def test_the_judge_tells_what_heartbeats_say_of_a_incarnation() -> None:

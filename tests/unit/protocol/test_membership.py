@@ -73,7 +73,7 @@ def test_a_hung_trainer_is_told_from_a_slow_one() -> None:
 
 
 def test_progress_counts_as_incarnation_during_a_long_transfer() -> None:
-    """Bytes that move are incarnation however long they take; bytes that stand still for hang_s are a hang, told
+    """Bytes that move are a sign of life however long they take; bytes that stand still for hang_s are a hang, reported
     apart.
     """
     judge = Judge(TIMING)
@@ -126,7 +126,7 @@ def test_what_lies_staged_is_repeated_with_every_heartbeat() -> None:
 
 
 def test_the_last_words_of_a_incarnation_are_what_its_heartbeats_told() -> None:
-    """Asked before the next incarnation of its name begins; nothing is known of a name that was never heard."""
+    """Asked before the next incarnation of its name begins; nothing is known of a name that never joined."""
     judge = Judge(TIMING)
     judge.welcome_cluster("a", 1, 0.0)
     judge.on_cluster_heartbeat(heartbeat(), 1.0)

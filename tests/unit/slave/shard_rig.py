@@ -1,4 +1,4 @@
-"""A shard between a data flow and a disk that remember what they were told; orders are given by their bodies."""
+"""A shard between a data flow and a disk that record their calls; orders are given by their bodies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ V1 = VersionId(1, 1)
 
 @dataclass
 class RecordingFlow:
-    """Remembers what it was told; bytes appear when the test writes them into `pushes`."""
+    """Records its calls; bytes appear when the test writes them into `pushes`."""
 
     pushes: dict[PushId, Arrays] = field(default_factory=dict)
     codecs: dict[PushId, str] = field(default_factory=dict)

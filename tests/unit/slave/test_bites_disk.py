@@ -1,4 +1,4 @@
-"""What a snapshot promises: every byte and every name is on the disk before it is told, and every byte is looked at."""
+"""What a snapshot promises: every byte and every name is on the disk before it is reported, and every byte is checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits and what runs beside what, from an order's arrival to its answer; and reports, told until heard."""
+"""What waits and what runs beside what, from an order's arrival to its answer; and reports, sent until acknowledged."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def test_an_error_is_the_answer() -> None:
     """Other errors are not tried again: whoever gave the order learns their class."""
     desk, error = OrderDesk(TIMING), StaleIncarnation("this is 2")
     desk.take_order(1, order(1, OpenPush(P1, (0,), 60.0)), 0.0)
-    answered, told = desk.on_executed(1, error, 0.1)
+    answered, logged = desk.on_executed(1, error, 0.1)
     assert answered == AnswerOrder(1, error)
-    assert isinstance(told, WriteLog)
-    assert told.fields["error"] == "StaleIncarnation"
+    assert isinstance(logged, WriteLog)
+    assert logged.fields["error"] == "StaleIncarnation"
 
 
 def test_an_order_whose_giver_hung_up_is_not_tried_again() -> None:
@@ -146,7 +146,7 @@ def test_reports_are_told_one_after_another_until_heard() -> None:
 
 
 def test_a_master_that_knows_better_is_not_told_again() -> None:
-    """Stale: it hears the truth with the next Register. What no waiting mends ends the slave."""
+    """Stale: it learns the truth with the next Register. What no waiting repairs ends the slave."""
     reports, wrong = queue(), RemoteProtocolError("no such push")
     reports.add_reports([StagedReport(P1, 12)])
     assert work_of(reports.on_reply(StalePush("over"), 0.1)) == []

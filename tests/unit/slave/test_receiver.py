@@ -104,7 +104,7 @@ def test_pushes_stand_in_one_line():
 
 
 def test_a_push_is_staged_when_the_last_chunk_is_in_its_place():
-    """Each rank hears DONE when its own are here; the push is staged once, then frozen."""
+    """Each rank gets DONE when its own are here; the push is staged once, then frozen."""
     story = ReceiverStory()
     story.hello(0)
     story.hello(1)
@@ -117,7 +117,7 @@ def test_a_push_is_staged_when_the_last_chunk_is_in_its_place():
     with pytest.raises(BadFrame) as refused:
         story.bring(0, HALVES[0])
     assert refused.value.reason == "unasked"
-    assert kinds(story.hello(0, epoch=2)) == ["WELCOME", "DONE"]  # its DONE was lost: it is told again
+    assert kinds(story.hello(0, epoch=2)) == ["WELCOME", "DONE"]  # its DONE was lost: it is sent again
     assert story.pool.used_bytes == 0
 
 
@@ -129,7 +129,7 @@ def test_ranks_without_anything_make_no_push_wait():
 
 
 def test_a_gap_is_told_to_every_rank():
-    """And the push is over: the next HELLO hears it too."""
+    """And the push is over: the next HELLO is answered with it too."""
     story = ReceiverStory()
     story.hello(0)
     moves = story.hello(1, ())

@@ -120,7 +120,7 @@ class ScriptedMaster:
         self.term = 1
         self.registered: list[SlaveRegistered] = []
         self.heartbeats: list[SlaveHeartbeat] = []
-        self.told: list[PushStaged | PushRefused] = []
+        self.reports: list[PushStaged | PushRefused] = []
         self.heartbeat: SlaveHeartbeatAnswer | Exception = SlaveHeartbeatAnswer(1, 10.0, False, 10**6, (PUSH,), ())
         self.unresponsive_reports = 0
         self.happened = asyncio.Condition()
@@ -153,7 +153,7 @@ class ScriptedMaster:
         if self.unresponsive_reports:
             self.unresponsive_reports -= 1
             raise UnavailableMaster("away")
-        await self._note(self.told, report)
+        await self._note(self.reports, report)
         return to_proto(Acknowledged())
 
     async def _note(self, where: list[Any], what: Any) -> None:
@@ -293,10 +293,10 @@ async def test_staged_and_refused_are_told_until_heard() -> None:
         assert await incarnation.order(OpenPush(PUSH, (0,), 60.0)) == Done()
         assert incarnation.flow.events is not None
         incarnation.flow.events.on_push_staged(PUSH, 12)
-        await master.until(lambda: master.told == [PushStaged("s", 7, PUSH, 12)])
+        await master.until(lambda: master.reports == [PushStaged("s", 7, PUSH, 12)])
         await master.until(lambda: master.heartbeats[-1].staged == (PUSH,))
         incarnation.flow.events.on_push_refused(PUSH, "it stalled")
-        await master.until(lambda: master.told[1:] == [PushRefused("s", 7, PUSH, "it stalled")])
+        await master.until(lambda: master.reports[1:] == [PushRefused("s", 7, PUSH, "it stalled")])
 
 
 async def test_heartbeats_go_on_while_the_shard_is_busy() -> None:
@@ -340,7 +340,7 @@ async def test_busy_is_tried_again_until_the_deadline() -> None:
 
 
 async def test_orders_of_a_round_through_the_servicer() -> None:
-    """Orders and answers pass the wire's spelling unchanged, and the time of Apply is told in heartbeats."""
+    """Orders and answers pass the wire's spelling unchanged, and the time of Apply is in the heartbeats."""
     master = ScriptedMaster(LoadVersion(GENESIS), Hold())
     async with living(master) as incarnation:
         await incarnation.ready()

@@ -47,7 +47,7 @@ def test_a_slave_in_doubt_is_told(order: CommitVersion | LoadVersion | AbortVers
 
 
 def test_a_restarted_slave_loads_the_head_from_disk() -> None:
-    """A new process has nothing until it is told; then it holds the bytes that were persisted (guards 3 and 7)."""
+    """A new process has nothing before its order; then it holds the bytes that were persisted (guards 3 and 7)."""
     old = ShardRig().ready()
     version = old.prepare()
     old.order(Commit(version, (), 1.0))

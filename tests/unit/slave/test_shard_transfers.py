@@ -46,7 +46,7 @@ def test_a_late_open_push_finds_a_tombstone() -> None:
 
 
 def test_no_slot_is_busy_and_nothing_is_taken() -> None:
-    """A push beyond the slots is told Busy; the order may be tried again under the same number."""
+    """A push beyond the slots is answered Busy; the order may be tried again under the same number."""
     slave = ShardRig(slots=1).ready()
     slave.order(OpenPush(P1, (0,), 1.0))
     order = slave.made(OpenPush(P2, (0,), 1.0))
@@ -68,7 +68,7 @@ def test_a_push_that_the_flow_does_not_take_leaves_no_slot() -> None:
 
 
 def test_an_open_push_is_opened_once_and_reported_again() -> None:
-    """A new master's OpenPush of a push that lies here staged changes nothing, and the master hears of it again."""
+    """A new master's OpenPush of a push that lies here staged changes nothing, and is reported to the master again."""
     slave = ShardRig().ready()
     slave.stage(P1, 0.5)
     slave.shard.take_reports()
@@ -108,7 +108,7 @@ def test_an_open_push_keeps_its_codec() -> None:
 
 
 def test_a_refused_push_frees_its_slot_and_is_told() -> None:
-    """When the flow gives a push up, its slot is free, its tombstone set, and the master is to be told why."""
+    """When the flow gives a push up, its slot is free, its tombstone set, and the master is to learn why."""
     slave = ShardRig().ready()
     slave.order(OpenPush(P1, (0,), 1.0))
     slave.shard.transfers.on_push_refused(P1, "ranges leave a gap")

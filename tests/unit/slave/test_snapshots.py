@@ -142,7 +142,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_or_foreign_snapshot_is_passed_over_loudly(tmp_path: Path, name: str) -> None:
-    """It is not offered, not read, not deleted, and told once in the log; the one before it still is (row 7 of §9)."""
+    """It is not offered, not read, not deleted, and logged once; the one before it still is (row 7 of §9)."""
     damage, reason = DAMAGE[name]
     path = tmp_path / "s"
     snapshots = opened(path)
@@ -154,9 +154,9 @@ def test_a_damaged_or_foreign_snapshot_is_passed_over_loudly(tmp_path: Path, nam
         again = opened(path)
         assert again.complete_versions() == (V1,)
         assert again.complete_versions() == (V1,)
-    told = [line for line in logs if line["event"] == "snapshot_passed_over"]
-    assert [(line["version"], line["log_level"]) for line in told] == [("v2@r5", "error")]
-    assert reason in told[0]["reason"]
+    logged = [line for line in logs if line["event"] == "snapshot_passed_over"]
+    assert [(line["version"], line["log_level"]) for line in logged] == [("v2@r5", "error")]
+    assert reason in logged[0]["reason"]
     with pytest.raises(CorruptSnapshot):
         read(again, V2)
     assert (path / str(V2)).exists()

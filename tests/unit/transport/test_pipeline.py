@@ -18,7 +18,7 @@ def test_items_are_worked_in_order_and_the_end_waits_for_all():
 
 
 def test_a_full_stage_says_so_at_once():
-    """A producer is never blocked: it is told, and decides."""
+    """A producer is never blocked: it gets False, and decides."""
     go, busy = threading.Event(), threading.Event()
 
     def work(_: int) -> None:

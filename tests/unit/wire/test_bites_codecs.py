@@ -13,7 +13,7 @@ def there_and_back(codec: str, *values: float) -> list[float]:
     """What arrives of these numbers."""
     spelled = codecs.codec_named(codec)
     array = np.array(values, np.float32)
-    return [float(x) for x in spelled.decode_chunk(spelled.encode(array), array.size)]
+    return [float(x) for x in spelled.decode(spelled.encode(array), array.size)]
 
 
 @pytest.mark.parametrize(

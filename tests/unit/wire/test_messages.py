@@ -172,7 +172,7 @@ def test_lists_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_has_no_spelling_names_its_field() -> None:
-    """A negative count is our bug, told with class and field rather than by protobuf."""
+    """A negative count is our bug, reported with class and field rather than by protobuf."""
     with pytest.raises(LocalProtocolError, match=r"VersionId\.version"):
         messages.to_proto(VersionId(-1, 0))
 

@@ -36,7 +36,7 @@ def test_the_end_of_a_window_is_the_update() -> None:
     tally.switch_cause("window", 7.0)
     tally.count_update(100.0)
     tally.switch_cause("inner", 7.0)
-    tally.count_update(100.0)  # told of a round that nobody waited for
+    tally.count_update(100.0)  # the update of a round that nobody waited for
     assert (tally.seconds["window"], tally.seconds["update"]) == (3.0, 3.0)
 
 

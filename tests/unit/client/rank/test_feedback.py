@@ -95,7 +95,7 @@ def test_what_is_lost_comes_back(codec):
         change = rank.train()
         for t, b, c in zip(true, bare, change, strict=True):
             t += c
-            b += spelling.decode_chunk(spelling.encode(c), c.size)
+            b += spelling.decode(spelling.encode(c), c.size)
         theta = rank.push()  # the only contribution, outer lr 1, no momentum: θ′ is what was pushed
         rank.outcome("accepted")
         version = VersionId(n, n)

@@ -34,7 +34,7 @@ class FakeSlaves:
 
     def _push(self, grant: Grant, base: Any, pieces: Any, *, encode: Any, **_: Any) -> TransferStats:
         bodies = [(encode(piece.range, piece.array.view(np.uint8).data), piece.length) for piece in pieces]
-        self.pushed = [CODEC.decode_chunk(body, length).copy() for body, length in bodies]
+        self.pushed = [CODEC.decode(body, length).copy() for body, length in bodies]
         return TransferStats(0, 0.0, 1)
 
     def _pull(self, grant: Grant, base: Any, pieces: Any, **_: Any) -> TransferStats:
