@@ -23,7 +23,7 @@ from tests.simulation.checks import Invariant
 
 
 class OnceInvariant(Invariant):
-    """Each push is in at most one row; "accepted" is the outcome if and only if it is there, "dropped" if it is in none.
+    """Each push is in at most one row; "accepted" is the outcome exactly if it is there, "dropped" if it is in none.
 
     The row of an undone version counts: its clusters still carry that work in their parameters (docs/rationale.md#26).
     """

@@ -122,20 +122,20 @@ def test_the_same_under_another_hash_seed(play: Callable[..., Path], hash_seed: 
 def test_a_walk_over_a_set_is_found(play: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The check bites: code that tells a set in its own order is found by another process, where it did."""
 
-    def told(run: Any, event: Any) -> None:
+    def note_set(run: Any, event: Any) -> None:
         staged(run, event)
-        run.note("staged", on=",".join({f"{event.slave}-{i}" for i in range(30)}))
+        run.emit_note("staged", on=",".join({f"{event.slave}-{i}" for i in range(30)}))
 
     staged = pushes.on_push_staged
-    monkeypatch.setitem(sys.modules["dips.protocol.coordinator"].HANDLERS, pushes.PushStaged, told)
+    monkeypatch.setitem(sys.modules["dips.protocol.coordinator"].HANDLERS, pushes.PushStaged, note_set)
     directory = play()
     assert not any(one.differs for one in replay_journal(directory))
     script = "import sys; from dips.protocol import coordinator, pushes\nstaged = pushes.on_push_staged\n"
-    script += "def told(w, event):\n    staged(w, event)\n"
-    script += "    w.note('staged', on=','.join({f'{event.slave}-{i}' for i in range(30)}))\n"
-    script += "coordinator.HANDLERS[pushes.PushStaged] = told\n"
-    script += "from dips.master.replay import replay; from pathlib import Path\n"
-    script += "print(replay(Path(sys.argv[1]))[-1].differs)"
+    script += "def note_set(w, event):\n    staged(w, event)\n"
+    script += "    w.emit_note('staged', on=','.join({f'{event.slave}-{i}' for i in range(30)}))\n"
+    script += "coordinator.HANDLERS[pushes.PushStaged] = note_set\n"
+    script += "from dips.master.replay import replay_journal; from pathlib import Path\n"
+    script += "print(replay_journal(Path(sys.argv[1]))[-1].differs)"
     said = {
         subprocess.run(
             [sys.executable, "-c", script, str(directory)], cwd=ROOT, check=True, capture_output=True, text=True,

@@ -130,7 +130,7 @@ def test_nan() -> None:
 
 def test_text_does_not_depend_on_the_order_of_hashes() -> None:
     """Sets are spelled in ascending order: two processes with other hash seeds write the same text."""
-    code = "from dips.protocol import codec; print(codec.text({'s%d' % i for i in range(40)}))"
+    code = "from dips.protocol import codec; print(codec.encode_text({'s%d' % i for i in range(40)}))"
     said = {
         subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},

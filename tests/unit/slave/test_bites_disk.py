@@ -1,4 +1,4 @@
-"""What a snapshot promises: every byte and every name is on the disk before it is reported, and every byte is checked."""
+"""What a snapshot guarantees: every byte and every name is on the disk before it is reported, and is checked."""
 
 from __future__ import annotations
 
