@@ -22,7 +22,7 @@ def test_a_second_master_is_refused_by_the_lock(deployment: Deployment) -> None:
     pid = deployment.process("master").pid
     second = deployment._start("second", [*daemon("master"), "--config", str(deployment.file)])
     deployment.wait(second, SEEN_S, CONFIG)
-    assert f"process {pid}" in second.log.read_text()
+    assert f"pid {pid}" in second.log.read_text()
     deployment.progress(2, by=deployment.clusters)
 
 
