@@ -95,7 +95,7 @@ def accept_old_stream() -> list[Patch]:
     def hello(self: Receiver, lane: int, peer: bytes, name: Any, pieces: Any, now: float) -> Any:
         push = self._pushes.get(PushId(name.cluster, name.inc, name.seq))
         if push is not None and push.targets and self._layout is not None:
-            kept[id(self), name.id] = (self._layout, push.targets, push.codec)
+            kept[id(self), name.stream_id] = (self._layout, push.targets, push.codec)
         return honest_hello(self, lane, peer, name, pieces, now)
 
     def claim(self: Receiver, lane: int, peer: bytes, header: Header, body: Buffer, now: float) -> Any:
