@@ -135,12 +135,12 @@ class Judge:
 
     def next_deadline(self) -> float:
         """When the next verdict may be due; inf if there are no peers."""
-        lease, hang = self._options.lease_s, self._options.hang_s
-        due = [c.heard_at + lease for c in self._clusters.values()] + [
-            s.heard_at + lease for s in self._slaves.values()
-        ]
-        due += [c.progressed_at + hang for c in self._clusters.values() if c.moving]
-        return min(due, default=inf)
+        lease, hang, due = self._options.lease_s, self._options.hang_s, inf
+        for cluster in self._clusters.values():
+            due = min(due, cluster.heard_at + lease, cluster.progressed_at + hang if cluster.moving else inf)
+        for slave in self._slaves.values():
+            due = min(due, slave.heard_at + lease)
+        return due
 
     def _judge_trainer(self, name: str, cluster: _Cluster, alive: bool, now: float) -> list[Event]:
         hung = now - cluster.progressed_at >= self._options.hang_s

@@ -218,6 +218,6 @@ class AgentCore:
         heartbeats.send_due(s)
         s.tally.switch(training.name_cause(s), s.now)
         actions, s.out = s.out, []
-        if any(isinstance(a, RecordMark) and a.kind in SAVED_AT for a in actions):
+        if actions and any(isinstance(a, RecordMark) and a.kind in SAVED_AT for a in actions):
             actions.insert(0, SaveIncarnation(membership.past_incarnation(s)))
         return actions
