@@ -11,8 +11,6 @@ from collections.abc import Callable
 from math import inf
 from typing import Protocol
 
-import numpy as np
-
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.heartbeats import Transfer
 from dips.sim.fiber import Gate
@@ -124,8 +122,7 @@ class SimFlow:
         """A chunk arrives; return why it was refused, "" if it is in its place."""
         self._touched()
         try:
-            with np.errstate(all="ignore"):  # a model that diverged
-                moves = self.receiver.stage(self.receiver.claim(0, peer, header, body, self._heap.now))
+            moves = self.receiver.stage(self.receiver.claim(0, peer, header, body, self._heap.now))
         except BadFrame as bad:
             self._frame_refused(bad.reason)
             self._turn()  # a wrong one is missing again: ask again
