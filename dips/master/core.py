@@ -25,7 +25,7 @@ from dips.protocol.enums import ClusterStanding
 from dips.protocol.events import Blind, ClusterJoined, Event, SlaveRegistered, Ticked
 from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer, SlaveHeartbeat, SlaveHeartbeatAnswer
 from dips.protocol.options import TimingOptions
-from dips.protocol.records import ClusterEnded
+from dips.protocol.records import ClusterEnded, RangesLeased
 from dips.protocol.slaves import EXIT_STALE
 
 EXIT_LEDGER = 74  # EX_IOERR: a record could not be written; the next term reads what is true
@@ -179,7 +179,7 @@ class MasterCore:
         """Let the Coordinator decide, and put what follows on the outbox."""
         effects = self._decide(event, now)
         self._follow_membership(event, effects, now)
-        if type(event) not in _CHANGE_NOTHING or any(not isinstance(effect, Reply) for effect in effects):
+        if type(event) not in _CHANGE_NOTHING or any(not isinstance(effect, _QUIET) for effect in effects):
             self._held.on_change(now)
         for effect in effects:
             if question is not None and now < question.until and _is_pending(effect):
@@ -203,6 +203,7 @@ class MasterCore:
                         self._outbox.put(SlaveEndpoint(event.slave, event.address))
 
 
+_QUIET = (Reply, RangesLeased)  # effects that end nobody's wait: an answer to another, and ranges that it has now
 _CHANGE_NOTHING = frozenset({Ticked, *(kind for kind in get_args(Event) if "req" in kind.__dataclass_fields__)})
 
 

@@ -52,7 +52,8 @@ class SimMasterClient:
             fiber.kill()
 
     def _carry(self, ask: AskMaster) -> Story:
-        yield sleep(self._heap, ask.delay_s, f"{self._name} asks")
+        if ask.delay_s:
+            yield sleep(self._heap, ask.delay_s, f"{self._name} asks")
         answer = yield partial(self._network.call, self._name, "master", ask.event, CALL_S)
         error = _error(answer)
         if error is None:

@@ -276,7 +276,10 @@ class SlaveProcess:
 
     def _begin_work(self) -> None:
         work_s = shard_work_s(self._work[0], self.versions.memory, self.machine.disk, self.machine.rng)
-        self._later(work_s, f"{self.name} works", self._end_work)
+        if work_s:
+            self._later(work_s, f"{self.name} works", self._end_work)
+        else:
+            self._end_work()
 
     def _end_work(self) -> None:
         work = self._work[0]
