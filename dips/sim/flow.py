@@ -16,7 +16,7 @@ from dips.protocol.heartbeats import Transfer
 from dips.sim.fiber import Gate
 from dips.sim.heap import Heap, Timer
 from dips.slave.admission import Admission
-from dips.slave.moves import Move, PushOver, Released, Say, SourceMoved, Staged
+from dips.slave.moves import Move, PushOver, Released, Say, SourceMoved, Staged, Wake
 from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.receiver import Receiver
 from dips.slave.sender import ChunkSend, Sender
@@ -187,7 +187,9 @@ class SimFlow:
 
     def _do(self, moves: list[Move]) -> None:
         for move in moves:
-            if isinstance(move, Say):
+            if isinstance(move, Wake):
+                pass  # every frame is followed by a turn
+            elif isinstance(move, Say):
                 end = self._ends.get(move.peer)
                 if end is not None:
                     end.take(move.peer, move.kind, move.body)

@@ -117,7 +117,7 @@ class Network:
         draw, weather = self._rng.random, self.weather
         # Drawn always, so that a change of one share does not move the others.
         lost, doubled = draw() < weather.lost_share, draw() < weather.doubled_share
-        delays = (self._delay(draw, weather), self._delay(draw, weather))
+        slow, extra, spread = draw(), draw(), draw()
         now = self._heap.now
         if self._cut.get((sender, receiver), 0.0) > now:
             self._monitor.cut_off(sender, receiver, self._cut.get((receiver, sender), 0.0) > now)
@@ -126,14 +126,14 @@ class Network:
             return
         if self._cut.pop((sender, receiver), None) is not None:
             self._monitor.passes_again(sender, receiver)
-        if self._clogged and max(self._clogged.get(sender, 0.0), self._clogged.get(receiver, 0.0)) > now:
-            delays = (delays[0] + CLOGGED_S * draw(), delays[1] + CLOGGED_S)
+        delay_s = weather.delay_s + weather.spread_s * spread + _slow_s(weather, slow, extra)
+        clogged = self._clogged and max(self._clogged.get(sender, 0.0), self._clogged.get(receiver, 0.0)) > now
         label = f"{what} {sender} → {receiver}"
-        self._heap.after(delays[0], label, arrive)
-        if doubled:
-            self._heap.after(delays[1], label, arrive)
+        self._heap.after(delay_s + CLOGGED_S * draw() if clogged else delay_s, label, arrive)
+        if doubled:  # the other way round with the same numbers: the copy of a fast message is slow
+            copy_s = weather.delay_s + weather.spread_s * (1.0 - spread) + _slow_s(weather, 1.0 - slow, 1.0 - extra)
+            self._heap.after(copy_s + CLOGGED_S if clogged else copy_s, label, arrive)
 
-    @staticmethod
-    def _delay(draw: Callable[[], float], weather: Weather) -> float:
-        slow, extra = draw() < weather.slow_share, draw()
-        return weather.delay_s + weather.spread_s * draw() + (weather.slow_s * extra if slow else 0.0)
+
+def _slow_s(weather: Weather, slow: float, extra: float) -> float:
+    return weather.slow_s * extra if slow < weather.slow_share else 0.0

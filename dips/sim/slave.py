@@ -235,13 +235,15 @@ class SlaveProcess:
                 self.world.network.call(self.name, "master", action.message, action.deadline_s, answered)
             elif isinstance(action, AnswerOrder):
                 self._answer(action)
+            elif isinstance(action, WriteLog):
+                pass
             elif isinstance(action, WriteSnapshot):
                 self._writing = action
                 work_s = order_s(Persist, self.machine.disk, self.machine.rng)
                 self._later(work_s, f"{self.name} writes", partial(self._write, action))
             elif isinstance(action, EndSlave):
                 raise AssertionError(f"{self.name} ends: {action.error!r}")
-            elif not isinstance(action, WriteLog):
+            else:
                 self._work.append(action)
                 if len(self._work) == 1:
                     self._begin_work()

@@ -109,11 +109,15 @@ class World:
             self.master.disk.close()
 
     def _play(self) -> None:
-        next_timer, trace, lasts_s = self.heap.next, self.trace.event, self.scenario.lasts_s
-        while (timer := next_timer()) is not None and timer.at < lasts_s and not self._stopped:
+        heap, trace, lasts_s = self.heap, self.trace.event, self.scenario.lasts_s
+        while (timer := heap.next()) is not None and timer.at < lasts_s and not self._stopped:
             trace(timer)
             timer.action()
-            self._look()
+            everywhere = self._look_everywhere or heap.events % self._everywhere == 0
+            if everywhere or self.touched:
+                self._look(everywhere)
+            if heap.events % EVERY == 0:
+                self.monitor.time_passed()
 
     def stop(self) -> None:
         """What was to be shown has been shown: end with the present event."""
@@ -128,20 +132,15 @@ class World:
         if plan is not None:
             plan(self)
 
-    def _look(self) -> None:
+    def _look(self, everywhere: bool) -> None:
         """Let the observers look at the machines that the event touched; now and then at all of them.
 
         What a machine holds is reached through its process and its disk only, and both say `touch`.
         """
-        events = self.heap.events
-        everywhere = self._look_everywhere or events % self._everywhere == 0
-        if everywhere or self.touched:
-            self.looked_at = list((self.machines if everywhere else self.touched).values())
-            self._look_everywhere = False
-            self.touched.clear()
-            self.monitor.after_event()
-        if events % EVERY == 0:
-            self.monitor.time_passed()
+        self.looked_at = list((self.machines if everywhere else self.touched).values())
+        self._look_everywhere = False
+        self.touched.clear()
+        self.monitor.after_event()
 
     def look_everywhere(self) -> None:
         """After this event every machine is looked at."""

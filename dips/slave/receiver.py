@@ -38,7 +38,8 @@ class Receiver:
         self._pushes: dict[PushId, IncomingPush] = {}
         self._streams: dict[tuple[int, bytes, int], InStream] = {}  # (lane, peer, stream id): present epochs only
         self._closed = Closed()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._starved: set[int] = set()  # lanes that want more than the pool had
         self._layout: LayerLayout | None = None
 
@@ -60,7 +61,7 @@ class Receiver:
         assert layout is not None, "use() comes before open()"
         sizes = {layer: array.size for layer, array in buffers.items()}
         assert sizes == layout.numel, f"buffers of {sizes} elements for layers of {layout.numel}"
-        with self._changed:
+        with self._lock:
             if push not in self._pushes:
                 places = {rank: place for place, rank in enumerate(order)}
                 total = sum(piece.nbytes for piece in codec.ranges(layout.whole()))
@@ -68,7 +69,7 @@ class Receiver:
 
     def reorder(self, push_id: PushId, places: tuple[int, ...]) -> None:
         """Put the ranks of a push at other places; who has a turn keeps it. Unknown or of another size: nothing."""
-        with self._changed:
+        with self._lock:
             push = self._pushes.get(push_id)
             if push is not None and sorted(push.places) == list(range(len(places))):
                 push.places = dict(enumerate(places))
@@ -83,7 +84,7 @@ class Receiver:
 
         Repetition: a HELLO at or below the stream's epoch is refused and changes nothing.
         """
-        with self._changed:
+        with self._lock:
             push = self._pushes.get(PushId(name.cluster, name.inc, name.seq))
             refusal = self._closed.verdict(name) if push is None else push.refusal(lane, name, pieces)
             if refusal is not None:
@@ -141,7 +142,7 @@ class Receiver:
 
     def plan(self, lane: int, now: float) -> list[Move]:
         """The WANTs that this lane may send now."""
-        with self._changed:
+        with self._lock:
             turns, moves = self._turns[lane], list[Move]()
             for key in turns.rotate(
                 drained=lambda key: self._at(key, lane).intake.in_flight == 0,
@@ -161,7 +162,7 @@ class Receiver:
 
     def claim(self, lane: int, peer: bytes, header: Header, body: Buffer, now: float) -> ClaimedChunk:
         """Take in a CHUNK that was asked for; raise BadFrame if it was not. `stage` must follow."""
-        with self._changed:
+        with self._lock:
             stream = self._streams.get((lane, peer, header.stream))
             if stream is None:
                 raise BadFrame("stream", f"no stream {header.stream:016x} on this connection")
@@ -179,7 +180,7 @@ class Receiver:
     def stage(self, claim: ClaimedChunk) -> list[Move]:
         """Check a claimed chunk and copy it into its place; raise BadFrame, after undoing the claim, if it is wrong."""
         stream, push = claim.stream, claim.stream.push
-        with self._changed:
+        with self._lock:
             if not push.live:
                 stream.intake.drop(claim.chunk)
                 return []
@@ -190,7 +191,7 @@ class Receiver:
             self._copy(claim)
         except BadFrame as refused:
             wrong = refused
-        with self._changed:
+        with self._lock:
             push.copying -= 1
             if not push.copying:
                 self._changed.notify_all()
@@ -229,7 +230,7 @@ class Receiver:
 
     def next_deadline(self, now: float) -> float:
         """When `tick`, or `plan` for want of an answer, may next have something to do; infinite if nothing is open."""
-        with self._changed:
+        with self._lock:
             due = [p.deadline_at for p in self._pushes.values()]
             due += [p.moved_at + self._stall_s for p in self._pushes.values() if p.live]
             if any(turns.crowded for turns in self._turns):
@@ -239,7 +240,7 @@ class Receiver:
     def tick(self, now: float) -> list[Move]:
         """End what stalls or is past its deadline."""
         moves: list[Move] = []
-        with self._changed:
+        with self._lock:
             for push in list(self._pushes.values()):
                 push.rate.saw(push.here, now)
                 if now >= push.deadline_at and not push.live:
@@ -261,7 +262,7 @@ class Receiver:
 
     def drop(self, push_id: PushId) -> None:
         """Forget a push; on return nobody writes into its buffers. Waits for a copy under way, a chunk's worth."""
-        with self._changed:
+        with self._lock:
             push = self._pushes.get(push_id)
             if push is None:
                 return
@@ -269,7 +270,7 @@ class Receiver:
 
     def drop_all(self) -> None:
         """Forget every push: the slave has another incarnation."""
-        with self._changed:
+        with self._lock:
             for push in list(self._pushes.values()):
                 self._forget(push)
 
@@ -290,7 +291,7 @@ class Receiver:
 
     def transfers(self) -> tuple[Transfer, ...]:
         """What is moving now."""
-        with self._changed:
+        with self._lock:
             return tuple(
                 Transfer(p.push.cluster, p.push.inc, p.push.seq, True, p.here, p.total, p.rate.bytes_per_s)
                 for p in self._pushes.values()

@@ -42,9 +42,10 @@ class LineageInvariant(Invariant):
     def after_event(self) -> None:
         for machine in self.world.looked_at:
             process = machine.process
-            if process is None or process.versions.memory is None:
+            memory = process.versions.memory if process is not None else None
+            if process is None or memory is None:
                 continue
-            versions, memory = process.versions, process.versions.memory
+            versions = process.versions
             theta, momentum = versions.theta(memory), versions.momentum(memory)
             for layer, expected in self._expected(memory, machine.layers):
                 if (theta[layer].tobytes(), momentum[layer].tobytes()) != expected:
@@ -137,12 +138,13 @@ class DurableInvariant(Invariant):
             self.durable = [v for v in self.durable if v not in record.undone]
 
     def after_event(self) -> None:
-        if self.newest == GENESIS:
+        newest = self.newest
+        if newest is GENESIS:
             return  # the initial model is on every disk
         for machine in self.world.looked_at:
-            snapshot = machine.disk.files.get(self.newest)
-            if (snapshot is None or not snapshot.good) and self.newest not in machine.disk.harmed:
-                self.fail(f"{machine.name}'s disk has no whole {self.newest}")
+            snapshot = machine.disk.files.get(newest)
+            if (snapshot is None or not snapshot.good) and newest not in machine.disk.harmed:
+                self.fail(f"{machine.name}'s disk has no whole {newest}")
 
 
 class AuthorityInvariant(Invariant):
