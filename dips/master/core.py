@@ -203,7 +203,9 @@ class MasterCore:
                         self._outbox.put(SlaveEndpoint(event.slave, event.address))
 
 
-_QUIET = frozenset({Reply, RangesLeased})  # effects that end nobody's wait: an answer to another, and ranges that it has now
+_QUIET = frozenset(
+    {Reply, RangesLeased}
+)  # effects that end nobody's wait: an answer to another, and ranges that it has now
 _CHANGE_NOTHING = frozenset({Ticked, *(kind for kind in get_args(Event) if "req" in kind.__dataclass_fields__)})
 
 

@@ -8,7 +8,7 @@ torn snapshot.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import inf
 from typing import Any, Protocol
@@ -230,24 +230,29 @@ class SlaveProcess:
 
     def _do(self, actions: Actions) -> None:
         for action in actions:
-            if isinstance(action, CallMaster):
-                answered = partial(self._pass_reply, action)
-                self.world.network.call(self.name, "master", action.message, action.deadline_s, answered)
-            elif isinstance(action, AnswerOrder):
-                self._answer(action)
-            elif isinstance(action, WriteLog):
-                pass
-            elif isinstance(action, WriteSnapshot):
-                self._writing = action
-                work_s = order_s(Persist, self.machine.disk, self.machine.rng)
-                self._later(work_s, f"{self.name} writes", partial(self._write, action))
-            elif isinstance(action, EndSlave):
-                raise AssertionError(f"{self.name} ends: {action.error!r}")
+            carry_out = _SHELL.get(type(action))
+            if carry_out is not None:
+                carry_out(self, action)
             else:
                 self._work.append(action)
                 if len(self._work) == 1:
                     self._begin_work()
         self._plan_tick()
+
+    def _call(self, action: CallMaster) -> None:
+        answered = partial(self._pass_reply, action)
+        self.world.network.call(self.name, "master", action.message, action.deadline_s, answered)
+
+    def _begin_write(self, action: WriteSnapshot) -> None:
+        self._writing = action
+        work_s = order_s(Persist, self.machine.disk, self.machine.rng)
+        self._later(work_s, f"{self.name} writes", partial(self._write, action))
+
+    def _end(self, action: EndSlave) -> None:
+        raise AssertionError(f"{self.name} ends: {action.error!r}")
+
+    def _log(self, action: WriteLog) -> None:
+        """Nobody reads it."""
 
     def _plan_tick(self) -> None:
         due, timer = self.core.next_deadline(), self._timer
@@ -317,6 +322,16 @@ class SlaveProcess:
     def _later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer:
         due = partial(self.gate.pass_on, lambda: action() if self.alive else None)
         return self.world.heap.after(delay_s, what, due)
+
+
+# What the shell does at once; everything else is work on the shard.
+_SHELL: Mapping[type, Callable[[SlaveProcess, Any], None]] = {
+    CallMaster: SlaveProcess._call,
+    AnswerOrder: SlaveProcess._answer,
+    WriteSnapshot: SlaveProcess._begin_write,
+    EndSlave: SlaveProcess._end,
+    WriteLog: SlaveProcess._log,
+}
 
 
 def _raised(reply: Any) -> Any:

@@ -13,7 +13,7 @@ from math import inf
 
 from dips.ids import PushId
 from dips.protocol.heartbeats import Transfer
-from dips.slave.incoming_push import SLOW_S, ClaimedChunk, IncomingPush, InStream, Key, PushPhase
+from dips.slave.incoming_push import SLOW_S, ClaimedChunk, IncomingPush, InStream, PushPhase
 from dips.slave.moves import Closed, Move, PushOver, Say, Staged, Wake, error
 from dips.slave.ports import Arrays
 from dips.transport.intake import Intake
@@ -34,7 +34,7 @@ class Receiver:
         self._chunk_bytes = chunk_bytes
         self._pool = pool
         self._stall_s = stall_s
-        self._turns: list[Turns[Key]] = [Turns(concurrent_streams) for _ in range(lanes)]
+        self._turns: list[Turns[InStream]] = [Turns(concurrent_streams) for _ in range(lanes)]
         self._pushes: dict[PushId, IncomingPush] = {}
         self._streams: dict[tuple[int, bytes, int], InStream] = {}  # (lane, peer, stream id): present epochs only
         self._closed = Closed()
@@ -77,7 +77,7 @@ class Receiver:
 
     def _line_up(self) -> None:
         for turns in self._turns:
-            turns.line_up(lambda key: self._pushes[key[0]].places[key[1]])
+            turns.line_up(lambda stream: stream.push.places[stream.rank])
 
     def hello(self, lane: int, peer: bytes, name: StreamName, pieces: tuple[Range, ...], now: float) -> list[Move]:
         """A rank says what it brings, for the first time or after its connection broke.
@@ -133,7 +133,7 @@ class Receiver:
                 if stream.intake.complete:
                     moves.append(stream.done())
                 else:
-                    turns.enter(stream.key)
+                    turns.enter(stream)
                     moves.append(Wake(lane))
         push.total = sum(stream.intake.total for stream in push.streams.values())
         if len(self._pushes) > 1:
@@ -144,21 +144,13 @@ class Receiver:
         """The WANTs that this lane may send now."""
         with self._lock:
             turns, moves = self._turns[lane], list[Move]()
-            for key in turns.rotate(
-                drained=lambda key: self._at(key, lane).intake.in_flight == 0,
-                slow=lambda key: self._at(key, lane).is_slow(now),
-            ):
-                stream = self._at(key, lane)
-                for unit in stream.intake.ask(now, turns.left(key)):
-                    turns.spend(key, sum(chunk.nbytes for chunk in unit))
+            for stream in turns.rotate(drained=lambda s: s.intake.in_flight == 0, slow=lambda s: s.is_slow(now)):
+                for unit in stream.intake.ask(now, turns.left(stream)):
+                    turns.spend(stream, sum(chunk.nbytes for chunk in unit))
                     moves.append(Say(lane, stream.peer, Kind.WANT, stream.stream, streams.encode_want(unit)))
             if self._pool.limit - self._pool.used < cost(self._chunk_bytes):
                 self._starved.add(lane)
             return moves
-
-    def _at(self, key: Key, lane: int) -> InStream:
-        push, rank = key
-        return self._pushes[push].streams[rank, lane]
 
     def claim(self, lane: int, peer: bytes, header: Header, body: Buffer, now: float) -> ClaimedChunk:
         """Take in a CHUNK that was asked for; raise BadFrame if it was not. `stage` must follow."""
@@ -217,7 +209,7 @@ class Receiver:
         lanes, self._starved = self._starved, set()  # else a lane asks when it has read: nobody need wake it
         if not stream.intake.complete:
             return [Wake(lane) for lane in sorted(lanes)]
-        self._turns[stream.lane].leave(stream.key)
+        self._turns[stream.lane].leave(stream)
         wakes = [Wake(lane) for lane in sorted(lanes | {stream.lane})]
         return [stream.done(), *wakes, *self._freeze_if_whole(stream.push)]
 
@@ -284,7 +276,7 @@ class Receiver:
         push.phase, push.reason, push.targets = phase, reason, {}
         for stream in push.streams.values():
             stream.intake.lost()
-            self._turns[stream.lane].leave(stream.key)
+            self._turns[stream.lane].leave(stream)
             self._streams.pop((stream.lane, stream.peer, stream.stream), None)
         while push.copying:
             self._changed.wait()

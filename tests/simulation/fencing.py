@@ -19,7 +19,6 @@ from dips.sim.slave import SlaveProcess
 from dips.sim.world import World
 from tests.simulation.checks import Invariant
 
-
 OF_SLAVES = frozenset({PushStaged, PushRefused, OrderAnswered, OrderFailed})
 
 
@@ -62,7 +61,11 @@ class FencingInvariant(Invariant):
         else:
             incarnation = getattr(event, "push", None) or getattr(event, "pull", None) or event
             cluster, inc = getattr(incarnation, "cluster", None), getattr(incarnation, "inc", None)
-            old = cluster is not None and inc is not None and master.coordinator.cluster_standing(cluster, inc)[0] == "fenced"
+            old = (
+                cluster is not None
+                and inc is not None
+                and master.coordinator.cluster_standing(cluster, inc)[0] == "fenced"
+            )
         # What a master that does not preside changes is in itself only: nothing that leaves it changes anybody. And
         # when something is due, a master does it whatever it hears.
         return old and master.presides and master.coordinator.next_deadline() > self.world.heap.now
@@ -153,9 +156,7 @@ class MemoryInvariant(Invariant):
         master = self.world.master.process
         now = self.world.heap.now
         listening = master is not None and master.inbox is None and process.holds and now > self.world.scenario.quiet_at
-        live = (
-            master.coordinator.slave_live(process.name, process.shard.sinc)[2] if master and listening else ()
-        )
+        live = master.coordinator.slave_live(process.name, process.shard.sinc)[2] if master and listening else ()
         for push in slots:
             key = (process.nonce, push)
             if not listening or push in live:

@@ -75,7 +75,9 @@ class Account:
     def earn(self, tokens: int, loss: float | None) -> None:
         """Count one inner step."""
         c, told = self.carried, loss is not None
-        self.carried = Portion(c.tokens + tokens, c.inner_steps + 1, c.ranges, c.loss_sum + (loss or 0.0), c.losses + told)
+        self.carried = Portion(
+            c.tokens + tokens, c.inner_steps + 1, c.ranges, c.loss_sum + (loss or 0.0), c.losses + told
+        )
 
     def add_losses(self, loss_sum: float, losses: int) -> None:
         """Add losses of inner steps that were counted without one."""
