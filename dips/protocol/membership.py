@@ -146,7 +146,8 @@ class Judge:
         """When the next verdict may be due; inf if there are no peers."""
         if self._due is None:
             lease, hang = self._options.lease_s, self._options.hang_s
-            due = [peer.heard_at + lease for peer in (*self._clusters.values(), *self._slaves.values())]
+            due = [c.heard_at + lease for c in self._clusters.values()]
+            due += [s.heard_at + lease for s in self._slaves.values()]
             due += [c.progressed_at + hang for c in self._clusters.values() if c.moving]
             self._due = min(due, default=inf)
         return self._due

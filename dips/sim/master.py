@@ -24,7 +24,6 @@ from dips.protocol.events import (
     BandwidthMeasured,
     ClusterSilent,
     Event,
-    OrderAnswered,
     PushRefused,
     PushStaged,
     SlaveSilent,
@@ -40,7 +39,7 @@ from dips.sim.network import Network
 
 Answer = Callable[[Any], None]
 WRITE_S = 0.02  # of a transaction, at most ten times that
-POLLS = PollOptions(patience_s=1.4, pause_s=0.06, longest_pause_s=0.06)  # callers give up earlier than real ones
+POLLS = PollOptions(patience_s=1.4, pause_s=0.12, longest_pause_s=0.12)  # callers give up earlier than real ones
 VERDICTS = frozenset({ClusterSilent, SlaveSilent, TrainerChanged, BandwidthMeasured})
 RESEND_S = 1.5  # an order without an answer is sent again under its number
 
@@ -402,12 +401,12 @@ class MasterProcess:
         """Turn a slave's answer, its refusal or its silence into an event, or send the order again."""
         now = self.world.heap.now
         event: Event | None
-        if isinstance(answer, OrderAnswered):
-            event = sent.on_answer(answer.answer)
+        if answer is None:
+            event = sent.on_error(UnavailableSlave("no answer"), now)
         elif isinstance(answer, Failed):
             event = sent.on_error(answer.error(answer.message), now)
         else:
-            event = sent.on_error(UnavailableSlave("no answer"), now)
+            event = sent.on_answer(answer)
         if event is None:
             self._send(sent)
         else:

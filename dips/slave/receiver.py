@@ -144,6 +144,8 @@ class Receiver:
         """The WANTs that this lane may send now."""
         with self._lock:
             turns, moves = self._turns[lane], list[Move]()
+            if turns.empty:
+                return moves
             for stream in turns.rotate(drained=lambda s: s.intake.in_flight == 0, slow=lambda s: s.is_slow(now)):
                 for unit in stream.intake.ask(now, turns.left(stream)):
                     turns.spend(stream, sum(chunk.nbytes for chunk in unit))
