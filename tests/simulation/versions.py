@@ -43,8 +43,8 @@ class LineageInvariant(Invariant):
     def after_event(self) -> None:
         for machine in self.world.looked_at:
             process = machine.process
-            memory = process.versions.memory if process is not None else None
-            if process is None or served_version is None:
+            memory = process.versions.served_version if process is not None else None
+            if process is None or memory is None:
                 continue
             versions = process.versions
             theta, momentum = versions.theta(memory), versions.momentum(memory)
