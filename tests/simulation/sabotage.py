@@ -22,10 +22,14 @@ Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)
 
 @dataclass(frozen=True)
 class Sabotage:
-    """`rule` is what is broken, `found_by` the invariants that must find it."""
+    """`rule` is what is broken, `found_by` the invariants that must find it, `found_at` a seed that shows it.
+
+    The seed spares the search; when runs have changed so that it finds nothing, the tests name another.
+    """
 
     rule: str
     found_by: tuple[int, ...]
+    found_at: int
     patches: Callable[[], list[Patch]]
 
 
