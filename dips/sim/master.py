@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from dips.errors import StaleTerm, UnavailableSlave
+from dips.errors import StaleTerm
 from dips.master.core import MasterCore
 from dips.master.held import PollOptions
-from dips.master.orders import SentOrder
 from dips.master.outbox import Action, HeartbeatReply, SlaveEndpoint, WriteRecords
 from dips.protocol.coordinator import Coordinator
-from dips.protocol.effects import Acknowledged, Effect, Exit, Failed, Note, Order, Reply
+from dips.protocol.effects import Acknowledged, Effect, Exit, Note, Order, Reply
 from dips.protocol.events import (
     BandwidthMeasured,
     ClusterSilent,
@@ -35,12 +34,12 @@ from dips.protocol.records import LedgerState, Record, RunRow, VersionCommitted
 from dips.sim.heap import Chance, Heap, Timer, Trace
 from dips.sim.ledger_disk import LedgerDisk
 from dips.sim.network import Network
+from dips.sim.slave_client import SimSlaveClient
 
 Answer = Callable[[Any], None]
 WRITE_S = 0.02  # of a transaction, at most ten times that
 POLLS = PollOptions(patience_s=1.4, pause_s=0.12, longest_pause_s=0.12)  # callers give up earlier than real ones
 VERDICTS = frozenset({ClusterSilent, SlaveSilent, TrainerChanged, BandwidthMeasured})
-RESEND_S = 1.5  # an order without an answer is sent again under its number
 
 
 class MasterObserver:
@@ -146,6 +145,7 @@ class MasterProcess:
         self.inbox: list[Callable[[], None]] | None = None  # while it is stopped, what came in
         self.writing: Sequence[Record] = ()
         self._answers: dict[int, Answer] = {}
+        self._slaves = SimSlaveClient(self.world.heap, self.world.network, self._on_arrival, self._on_order_ended)
         self._last_req = 0
         self._timer: Timer | None = None
         self._carry_out()
@@ -267,7 +267,7 @@ class MasterProcess:
             case Order():
                 if self.trusted:
                     self.world.monitor.order_leaves(action)
-                self._send_order(SentOrder(action, self.world.heap.now))
+                self._slaves.send_order(action)
             case Reply():
                 self._answers.pop(action.req)(action.result)
             case HeartbeatReply():
@@ -313,28 +313,8 @@ class MasterProcess:
             for record in records:
                 self.world.monitor.record_written(record)
 
-    def _send_order(self, sent: SentOrder) -> None:
-        left_s = min(sent.left_s(self.world.heap.now), RESEND_S)
-
-        def on_answer(answer: Any) -> None:
-            self._on_arrival(lambda: self._on_order_answer(sent, answer))
-
-        self.world.network.call_host("master", sent.order.slave, sent.order, left_s, on_answer)
-
-    def _on_order_answer(self, sent: SentOrder, answer: Any) -> None:
-        """Turn a slave's answer, its refusal or its silence into an event, or send the order again."""
-        now = self.world.heap.now
-        event: Event | None
-        if answer is None:
-            event = sent.on_error(UnavailableSlave("no answer"), now)
-        elif isinstance(answer, Failed):
-            event = sent.on_error(answer.error(answer.message), now)
-        else:
-            event = sent.on_answer(answer)
-        if event is None:
-            self._send_order(sent)
-        else:
-            self.core.take_event(event, now)
+    def _on_order_ended(self, event: Event) -> None:
+        self.core.take_event(event, self.world.heap.now)
 
 
 def _sender_of(heartbeat: ClusterHeartbeat | SlaveHeartbeat) -> tuple[str, str, int]:
