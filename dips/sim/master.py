@@ -1,4 +1,4 @@
-"""The simulated master: a machine with the ledger's file, and processes around the real MasterCore and Ledger.
+"""The simulated master: a process around the real MasterCore and Ledger, on a machine (master_machine.py).
 
 The core decides; this shell delivers messages and time to it, writes its records in transactions that take their time,
 and carries out its actions. A crash loses the process; of the transaction under way all is written or nothing, also
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from random import Random
 from typing import Any, Protocol
 
 from dips.errors import StaleTerm
@@ -30,7 +31,7 @@ from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.manifest import Manifest
 from dips.protocol.membership import Judge
 from dips.protocol.options import Options
-from dips.protocol.records import LedgerState, Record, RunRow, VersionCommitted
+from dips.protocol.records import LedgerState, Record, VersionCommitted
 from dips.sim.heap import Chance, Heap, Timer, Trace
 from dips.sim.ledger_disk import LedgerDisk
 from dips.sim.network import Network
@@ -92,43 +93,22 @@ class MasterWorld(Protocol):
     def master_exits(self, process: MasterProcess, effect: Exit) -> None: ...
 
 
-class MasterMachine:
-    """The machine on which masters run."""
+class MasterHost(Protocol):
+    """The machine, as a process on it sees it."""
 
-    def __init__(self, world: MasterWorld, row: RunRow) -> None:
-        self.world = world
-        self.rng = world.chance.generator_for("master")
-        self.disk = LedgerDisk(row)
-        self.process: MasterProcess | None = None
-        self.zombies: list[MasterProcess] = []  # stopped, and taken for dead: each has a successor
-        world.network.attach_host("master", self)
+    rng: Random
+    disk: LedgerDisk
+    process: MasterProcess | None
+    zombies: list[MasterProcess]  # stopped, and taken for dead: each has a successor
 
-    def start(self) -> None:
-        if self.process is None:
-            self.process = MasterProcess(self)
-
-    def crash(self) -> None:
-        process, self.process = self.process, None
-        if process is not None:
-            process.kill_process()
-
-    def abandon_process(self) -> MasterProcess | None:
-        """Another will be started beside it, on the same ledger: another host, a mount without locks."""
-        process, self.process = self.process, None
-        if process is not None:
-            process.pause_process()
-            self.zombies.append(process)
-        return process
-
-    def on_message(self, sender: str, message: Any, answer: Answer) -> None:
-        if self.process is not None:
-            self.process.on_message(message, answer)
+    @property
+    def world(self) -> MasterWorld: ...
 
 
 class MasterProcess:
     """One incarnation of the master: one term. A shell around MasterCore, as dips/master/runtime.py is."""
 
-    def __init__(self, machine: MasterMachine) -> None:
+    def __init__(self, machine: MasterHost) -> None:
         self.machine, self.world = machine, machine.world
         self.ledger = machine.disk.open_ledger()
         self.ledger.start_term()
@@ -141,7 +121,6 @@ class MasterProcess:
         judge = Judge.from_state(timing, state, now)
         self.core = MasterCore(self.coordinator, judge, timing, now, polls=POLLS, step=self._step_watched)
         self.alive = True
-        self.exited = ""
         self.inbox: list[Callable[[], None]] | None = None  # while it is stopped, what came in
         self.writing: Sequence[Record] = ()
         self._answers: dict[int, Answer] = {}
@@ -279,13 +258,9 @@ class MasterProcess:
                 self.world.trace.add_line(self.world.heap.now, f"note {action.kind}", *fields)
                 self.world.monitor.note_logged(action)
             case Exit():
-                self._exit_process(action)
+                self.world.master_exits(self, action)
             case SlaveEndpoint():
                 pass  # hosts of the simulated network are reached by their names
-
-    def _exit_process(self, action: Exit) -> None:
-        self.exited = action.reason
-        self.world.master_exits(self, action)
 
     def write_records(self, records: Sequence[Record]) -> None:
         self.writing = records
@@ -302,7 +277,7 @@ class MasterProcess:
             self.ledger.write_records(records)
         except (OSError, StaleTerm) as error:
             exits = self.core.on_write_failed(error)
-            self._on_arrival(lambda: self._exit_process(exits))
+            self._on_arrival(lambda: self.world.master_exits(self, exits))
             return
         self._report_records(records)
         self.writing = ()

@@ -20,12 +20,13 @@ from dips.protocol.slaves import EXIT_OLD_LEDGER
 from dips.sim.cluster import SimCluster
 from dips.sim.flow import SimFlow
 from dips.sim.heap import Chance, Heap, Timer, Trace
-from dips.sim.master import MasterMachine, MasterProcess
+from dips.sim.master import MasterProcess
+from dips.sim.master_machine import MasterMachine
 from dips.sim.network import Network
 from dips.sim.observer import Monitor, Observer
 from dips.sim.scenario import NAMES, Scenario
 from dips.sim.site import Site
-from dips.sim.slave import SlaveMachine
+from dips.sim.slave_machine import SlaveMachine
 from dips.sim.transfer import DataNetwork
 from dips.sim.work import Books
 from dips.slave.ports import F32

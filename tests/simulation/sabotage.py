@@ -38,7 +38,7 @@ SABOTAGES: dict[str, Sabotage] = {
         "effects wait for the record before them", (2,), 0, master.announce_before_record
     ),
     "record-before-all-persisted": Sabotage(
-        "the row waits for every slave's disk", (3,), 0, master.record_before_all_persisted
+        "the row waits for every slave's disk", (3,), 1, master.record_before_all_persisted
     ),
     "flip-on-prepared": Sabotage("a slave serves a version after its Commit only", (2,), 0, slave.flip_on_prepared),
     "refold-on-retry": Sabotage("a repeated order repeats its answer, not its work", (1, 4), 0, slave.refold_on_retry),
@@ -46,26 +46,26 @@ SABOTAGES: dict[str, Sabotage] = {
         "terms and rounds come from the ledger", (1, 5), 0, master.reuse_round_after_restart
     ),
     "unpin-at-send": Sabotage("a pin ends when its last byte is gone", (1, 11), 0, slave.unpin_at_send),
-    "free-at-move": Sabotage("a bank is free when nothing of it is in flight", (1, 11), 0, slave.free_at_move),
+    "free-at-move": Sabotage("a bank is free when nothing of it is in flight", (1, 11), 2, slave.free_at_move),
     "keep-local": Sabotage("the master names what is deleted", (3,), 0, slave.keep_local),
     "stats-of-skipped-rounds": Sabotage(
         "statistics move with a committed version", (8,), 0, master.stats_of_skipped_rounds
     ),
-    "accept-old-stream": Sabotage("a chunk of a closed stream changes nothing", (1, 5), 0, slave.accept_old_stream),
-    "install-alone": Sabotage("all ranks install, or none", (6,), 0, cluster.install_alone),
-    "blind-leases": Sabotage("silence counts while somebody listens", (12,), 0, master.blind_leases),
+    "accept-old-stream": Sabotage("a chunk of a closed stream changes nothing", (1, 5), 1, slave.accept_old_stream),
+    "install-alone": Sabotage("all ranks install, or none", (6,), 1, cluster.install_alone),
+    "blind-leases": Sabotage("silence counts while somebody listens", (12,), 3, master.blind_leases),
     "tokens-cut-at-pull": Sabotage(
         "progress is cut at the freeze, not at the pull", (9,), 0, cluster.tokens_cut_at_pull
     ),
     "lose-what-was-settled": Sabotage(
         "what was settled since a heartbeat is not lost", (9,), 0, cluster.lose_what_was_settled
     ),
-    "offers-without-ledger": Sabotage("only a row makes a snapshot a version", (2, 4), 0, slave.offers_without_ledger),
+    "offers-without-ledger": Sabotage("only a row makes a snapshot a version", (2, 4), 15, slave.offers_without_ledger),
     "tell-gated-as-accepted": Sabotage(
         "the outcome of a push is what the ledger has", (4,), 0, master.tell_gated_as_accepted
     ),
     "believe-fresh-slaves": Sabotage(
-        "a run does not begin anew for an empty slave", (7,), 0, master.believe_fresh_slaves
+        "a run does not begin anew for an empty slave", (7,), 2, master.believe_fresh_slaves
     ),
     "lease-twice": Sabotage("a data range is leased to one incarnation at a time", (10,), 0, master.lease_twice),
     "forget-a-range": Sabotage("a push names every data range that it used up", (10,), 0, cluster.forget_a_range),
