@@ -145,8 +145,8 @@ def _outcomes(db: sqlite3.Connection, number: int, rows: Sequence[OutcomeRow]) -
 
 def _penalty(db: sqlite3.Connection, number: int, rows: Sequence[PenaltyRow]) -> None:
     for p in rows:
-        numbers = (p.n, p.mu, p.sigma, p.last_norm, p.warm_left, p.gated_in_a_row, p.quarantined, p.accepted)
-        _insert(db, "penalty", (None, number, p.cluster, *numbers))
+        norms, counts = (p.mu, p.sigma, p.last_norm), (p.warm_left, p.gated_in_a_row, p.quarantined, p.accepted)
+        _insert(db, "penalty", (None, number, p.cluster, p.n, *norms, *counts, p.reference, p.steps, p.broken))
 
 
 def _insert(db: sqlite3.Connection, table: str, values: Sequence[Any]) -> None:

@@ -151,6 +151,14 @@ MUTANTS = (
     Mutant("a slave's lease ends late", ROOM, "now - slave.heard_at >= lease", "now - slave.heard_at > lease", JUDGE),
     Mutant("a trainer hangs late", ROOM, "cluster.progressed_at >= self", "cluster.progressed_at > self", JUDGE),
     # ---- penalty
+    Mutant("any norm enters the reference whole", ROOM, "min(value, MOST_TIMES_ENTERED * mean)", "value", PENALTY),
+    Mutant("the reference does not move", ROOM, "1.0 / (count + 1)) *", "1.0 / (count + 1)) * 0.0 *", PENALTY),
+    Mutant(
+        "a warm-up forgets the reference", ROOM, "max(row.reference, median(others)", "max(0.0, median(others)", PENALTY
+    ),
+    Mutant("any number of inner steps is believed", ROOM, "if row.steps <= 0:", "if True:", PENALTY),
+    Mutant("what is not finite quarantines nobody", ROOM, "if not verdict.finite:", "if False:", PENALTY),
+    Mutant("a broken cluster comes back by itself", ROOM, "        if row.broken:", "        if False:", PENALTY),
     Mutant("threshold half as much again", ROOM, "return o.beta * min(", "return 1.5 * o.beta * min(", PENALTY),
     Mutant("the moving average never begins", ROOM, "weight = max(alpha, 1.0 / n)", "weight = 1.0 / n", PENALTY),
     Mutant(
