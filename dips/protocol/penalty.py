@@ -58,7 +58,7 @@ def slow_mean(mean: float, value: float, count: int, alpha: float) -> float:
     return mean + max(alpha, 1.0 / (count + 1)) * (min(value, MOST_TIMES_ENTERED * mean) - mean)
 
 
-def norm(layer_sq: Iterable[float], inner_steps: int) -> float:
+def push_norm(layer_sq: Iterable[float], inner_steps: int) -> float:
     """G of a push: Σ over layers ‖θ − θ_j‖₂, over √(inner steps), since paces differ by design."""
     return sum(sqrt(sq) for sq in layer_sq) / sqrt(max(1, inner_steps))
 
@@ -78,10 +78,10 @@ class Penalty:
         self.history = history
         self._genesis_norm = genesis_norm
 
-    def row(self, cluster: str) -> PenaltyRow:
+    def penalty_row(self, cluster: str) -> PenaltyRow:
         return self._rows.get(cluster) or fresh_row(cluster, self._options)
 
-    def threshold(self) -> float:
+    def gate_threshold(self) -> float:
         """β·min(E_cap, max(1, max E)): a quiet history must not gate all, nor a loud one none."""
         o = self._options
         largest = max((score for scores in self.history.scores for score in scores), default=1.0)
@@ -91,7 +91,7 @@ class Penalty:
         self, cluster: str, layer_sq: Sequence[float], finite: bool, inner_steps: int, exempt: bool = False
     ) -> Verdict:
         """Judge one push; `exempt` if its base is no ancestor of θ (finite check and cap only)."""
-        g = norm(layer_sq, inner_steps) if finite and all(isfinite(sq) for sq in layer_sq) else float("inf")
+        g = push_norm(layer_sq, inner_steps) if finite and all(isfinite(sq) for sq in layer_sq) else float("inf")
         if not g < LARGEST_NORM:
             reason = "not finite: NaN, Inf or overflow in its parameters"
             return Verdict(False, 0.0, 0.0, reason, tracked=False, finite=False)
@@ -109,7 +109,7 @@ class Penalty:
             return Verdict(True, g, 0.0, "its base is no ancestor: exempt from the score", tracked=False)
         if row.warm_left > 0 or row.n == 0:
             return Verdict(True, g, 0.0, f"warm-up, {row.warm_left} pushes left")
-        score, limit = (g - row.mu) / self._corrected_sigma(row), self.threshold()
+        score, limit = (g - row.mu) / self._corrected_sigma(row), self.gate_threshold()
         if score > limit:
             return Verdict(False, g, score, f"score {score:.3g} above {limit:.3g} (norm {g:.4g}, mean {row.mu:.4g})")
         return Verdict(True, g, score, f"score {score:.3g}, at most {limit:.3g}")
@@ -120,7 +120,7 @@ class Penalty:
         """Return the statistics and the score history after a round, in the order of folding; nothing is kept yet."""
         rows = dict(self._rows)
         scores: list[float] = []
-        limit = self.threshold()
+        limit = self.gate_threshold()
         for cluster, verdict in ((s.cluster, s.verdict) for s in verdicts if s.verdict.accepted):
             row = rows.get(cluster) or fresh_row(cluster, self._options)
             if verdict.tracked and row.warm_left == 0 and row.n > 0:
@@ -143,7 +143,7 @@ class Penalty:
 
     def readmit_cluster(self, cluster: str) -> PenaltyRow:
         """Lift a quarantine: the cluster warms up again; return its statistics, which are ours from now on."""
-        row = self._restart_warmup(self.row(cluster), self._norms_of_others(self._rows, cluster))
+        row = self._restart_warmup(self.penalty_row(cluster), self._norms_of_others(self._rows, cluster))
         self._rows[cluster] = row
         return row
 

@@ -127,7 +127,7 @@ class PenaltyReference:
             )
         self.scores = [*self.scores, tuple(armed)][-self.o.history :]
 
-    def gated(self, cluster: str, told: PenaltyRow) -> None:
+    def gated(self, cluster: str, decided: PenaltyRow) -> None:
         """A gated push leaves μ and σ alone; after `gate_patience` in a row it may warm up again or be quarantined."""
         row = self.row(cluster)
         row = replace(row, gated_in_a_row=row.gated_in_a_row + 1)
@@ -136,7 +136,7 @@ class PenaltyReference:
             reference = max([row.reference, *([median(others)] if others else [])])
             anew = replace(self.fresh(cluster), last_norm=row.last_norm, accepted=row.accepted)
             anew = replace(anew, reference=reference, steps=row.steps)
-            row = anew if told.gated_in_a_row == 0 else replace(row, quarantined=told.quarantined, broken=told.broken)
+            row = anew if decided.gated_in_a_row == 0 else replace(row, quarantined=decided.quarantined, broken=told.broken)
         self.rows[cluster] = row
 
     def row(self, cluster: str) -> PenaltyRow:
