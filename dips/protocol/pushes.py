@@ -185,7 +185,7 @@ def _commit_push(run: RunState, cluster: Cluster, event: PushFinished) -> Result
         return Committed()
     if reason := _why_refused(run, cluster, event):
         cluster.claims_refused += 1
-        run.note("claim_refused", push=push.id, reason=reason)
+        run.emit_note("claim_refused", push=push.id, reason=reason)
         return Failed(RemoteProtocolError, reason)
     missing = [name for name in run.slaves if name not in push.staged]
     if missing:

@@ -86,12 +86,12 @@ class Receiver:
 
         Repetition: a HELLO at or below the stream's epoch is refused and changes nothing.
         """
-        assert self._layout is not None, "use() comes before any HELLO"
-        misfit = self._layout.misfit(pieces)
+        assert self._layout is not None, "set_layers() comes before any HELLO"
+        misfit = self._layout.describe_misfit(pieces)
         with self._changed:
             push = self._pushes.get(PushId(name.cluster, name.inc, name.seq))
             if push is None:
-                return [error(lane, peer, name.id, *self._closed.refuse_hello(name))]
+                return [error_message(lane, peer, name.stream_id, *self._closed.refuse_hello(name))]
             refusal = push.refuse_hello(lane, name, pieces, misfit, MOST_RANGES - self._ranges)
             if refusal is not None:
                 return [error_message(lane, peer, name.stream_id, *refusal)]

@@ -141,7 +141,7 @@ class Sender:
             return known
         if place not in self._latest and len(self._latest) >= MOST_STREAMS:
             return "unknown", f"{MOST_STREAMS} streams of pulls are open, no more are kept: try again"
-        wrong = self._layout.misfit(pieces)
+        wrong = self._layout.describe_misfit(pieces)
         return None if wrong is None else ("ranges", f"rank {name.rank}: {wrong}")
 
     def on_want(self, lane: int, peer: bytes, stream_id: int, chunks: tuple[Range, ...], now: float) -> list[ChunkSend]:

@@ -108,9 +108,9 @@ class LayerLayout:
                 )
         return None
 
-    def misfit(self, pieces: Sequence[Range]) -> str | None:
+    def describe_misfit(self, pieces: Sequence[Range]) -> str | None:
         """Describe why these ranges cannot be one rank's part of these layers, or return None."""
-        if (outside := self.outside(pieces)) is not None:
+        if (outside := self.describe_outside(pieces)) is not None:
             return outside
         named, most = sum(piece.length for piece in pieces), sum(self.numel.values())
         return f"{named} elements were named, the layers here have {most}" if named > most else None

@@ -136,7 +136,8 @@ class PenaltyReference:
             reference = max([row.reference, *([median(others)] if others else [])])
             anew = replace(self.fresh(cluster), last_norm=row.last_norm, accepted=row.accepted)
             anew = replace(anew, reference=reference, steps=row.steps)
-            row = anew if decided.gated_in_a_row == 0 else replace(row, quarantined=decided.quarantined, broken=told.broken)
+            kept = replace(row, quarantined=decided.quarantined, broken=decided.broken)
+            row = anew if decided.gated_in_a_row == 0 else kept
         self.rows[cluster] = row
 
     def row(self, cluster: str) -> PenaltyRow:

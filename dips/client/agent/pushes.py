@@ -121,7 +121,7 @@ def on_base_refused(s: AgentState, reason: str) -> None:
     """The ledger does not know what the trainer started from: it pulls, and what it did since is lost."""
     s.ranges.take_back_unserved(s.account.lose_carried())
     s.trainer.must_pull = s.sync.pull_due = True
-    rest(s, reason)
+    end_transfer(s, reason)
 
 
 def on_push_after_end(s: AgentState, result: Finished) -> None:

@@ -153,9 +153,9 @@ def test_an_order_does_not_lock_out_the_true_master() -> None:
     order = effects.Order("s", 1, (1 << 53) - 1, 1, effects.Ping(), 1.0)
     for term in (4 + MOST_TERMS_AHEAD, (1 << 53) - 1):
         with pytest.raises(RemoteProtocolError, match="expected at most"):
-            fences.admit(replace(order, term=term))
-    assert fences.admit(replace(order, term=3)) is None
-    assert fences.admit(replace(order, term=3 + MOST_TERMS_AHEAD)) is None
+            fences.admit_order(replace(order, term=term))
+    assert fences.admit_order(replace(order, term=3)) is None
+    assert fences.admit_order(replace(order, term=3 + MOST_TERMS_AHEAD)) is None
 
 
 def test_failed_is_what_a_refusal_is() -> None:

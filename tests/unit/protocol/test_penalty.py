@@ -255,7 +255,7 @@ def test_inner_steps_do_not_talk_a_norm_down() -> None:
     for _ in range(20):
         said = story.penalty.judge_push("a", [100.0], True, 100)
         story.penalty.keep_statistics(*story.penalty.compute_statistics([Settled("a", said)], ["a"]))
-    assert story.penalty.row("a").steps == 100.0
+    assert story.penalty.penalty_row("a").steps == 100.0
     assert not story.penalty.judge_push("a", [500.0**2], True, 10**8).accepted
     assert story.penalty.judge_push("a", [40.0**2], True, 1_600).accepted
     assert story.penalty.judge_push("a", [10.0**2 * 100], True, 10_000).accepted  # 100 times the steps, honestly
@@ -271,9 +271,9 @@ def test_nan_in_a_row_quarantines_until_readmitted(others: dict[str, float]) -> 
     for _ in range(20):
         story.round(a=1.0, **others)
     for count in range(OPTIONS.gate_patience):
-        assert not story.penalty.row("a").quarantined, count
+        assert not story.penalty.penalty_row("a").quarantined, count
         assert not story.round(a=nan, **others)["a"].accepted
-    assert story.penalty.row("a").quarantined
+    assert story.penalty.penalty_row("a").quarantined
     for _ in range(2 * OPTIONS.gate_patience):
         said = story.round(a=1.0, **others)["a"]
         assert not said.accepted and "dips readmit" in said.reason
@@ -288,7 +288,7 @@ def test_one_nan_less_is_no_quarantine() -> None:
         assert story.round(a=1.0)["a"].accepted
         for _ in range(OPTIONS.gate_patience - 1):
             story.round(a=nan)
-    assert not story.penalty.row("a").quarantined
+    assert not story.penalty.penalty_row("a").quarantined
 
 
 def test_a_quarantine_for_its_norms_ends_when_they_are_usual_again() -> None:
@@ -298,6 +298,6 @@ def test_a_quarantine_for_its_norms_ends_when_they_are_usual_again() -> None:
         story.round(a=1.0, b=1.0, c=1.0)
     for _ in range(OPTIONS.gate_patience):
         story.round(a=5.0, b=1.0, c=1.0)
-    assert story.penalty.row("a").quarantined
+    assert story.penalty.penalty_row("a").quarantined
     assert story.round(a=1.0, b=1.0, c=1.0)["a"].accepted
-    assert not story.penalty.row("a").quarantined
+    assert not story.penalty.penalty_row("a").quarantined

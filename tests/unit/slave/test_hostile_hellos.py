@@ -38,15 +38,15 @@ class OpenDoor:
         self.receiver = Receiver(LANES, 4096, Transit(1 << 20), 2, stall_s=1e9)
         self.sender = Sender(4096, 1e9, lambda: 0.0)
         for half in (self.receiver, self.sender):
-            half.use(LayerLayout(MANIFEST, (0,)))
+            half.set_layers(LayerLayout(MANIFEST, (0,)))
         self.admission = Admission("demo", "s", self.receiver, self.sender)
         self.admission.start(3)
         numbers = {0: np.zeros(N + 7, np.float32)}
-        self.receiver.open(PushId("x", 1, 1), tuple(range(RANKS)), numbers, 1e9, 0.0)
-        self.sender.open(PullId("x", 1, 2), V1, numbers, 1e9, 0.0)
+        self.receiver.open_push(PushId("x", 1, 1), tuple(range(RANKS)), numbers, 1e9, 0.0)
+        self.sender.open_pull(PullId("x", 1, 2), V1, numbers, 1e9, 0.0)
 
     def hello(self, name: StreamName, pieces: tuple[Range, ...], lane: int = 0, peer: bytes = b"p") -> list[Move]:
-        return self.admission.hello(lane, peer, name.id, name, pieces, 0.0)
+        return self.admission.on_hello(lane, peer, name.stream_id, name, pieces, 0.0)
 
     @property
     def kept(self) -> int:
@@ -96,7 +96,7 @@ def test_ranges_of_all_pushes_have_a_budget() -> None:
         assert refusal(door.hello(second, small)) == "unknown"
         door.hello(second, small[:4])
         assert door.receiver._ranges == 10
-        door.receiver.drop(PushId("x", 1, 1))
+        door.receiver.drop_push(PushId("x", 1, 1))
         assert door.receiver._ranges == 0
 
 

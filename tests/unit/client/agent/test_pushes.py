@@ -223,7 +223,7 @@ def test_a_base_that_the_ledger_does_not_know_is_pulled_away(play: Play) -> None
     play.asked(PushRequested)
     play.do(play.core.on_error(play.asks[Channel.SYNC], StaleVersion("base v7@r9 has no row in this ledger"), 1.0))
     play.asked(PullRequested)
-    assert (play.s.account.unsettled, play.s.account.lost) == (0, 30)
+    assert (play.s.account.unsettled_tokens, play.s.account.lost) == (0, 30)
     play.reply(grant(V1))
     assert isinstance(play.send(question), PullNow)
 
