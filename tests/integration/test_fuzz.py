@@ -74,7 +74,7 @@ class Fuzzer:
             return service, calls[service][method][0], maker.poison(message).SerializeToString()
         service = rng.choice([*calls, "Cluster", "Slave"])
         path, request = rng.choice(list(calls[service].values()))
-        if kind < 0.35:
+        if kind < 0.35 and not path.endswith("/Drain"):  # a cut Order that names ps0 is a Drain of ps0, spelled rightly
             return service, path, maker.noise()
         return service, path, maker.make(request).SerializeToString()
 
