@@ -22,7 +22,7 @@ from dips.master.ports import CoordinatorLike, JudgeLike
 from dips.protocol.alignment import Alignment
 from dips.protocol.effects import Effect, Exit, Joined, Pending, Registered, Reply
 from dips.protocol.enums import ClusterStanding
-from dips.protocol.events import Blind, ClusterJoined, Event, SlaveRegistered, Ticked
+from dips.protocol.events import Blind, ClusterJoined, Event, PushFinished, SlaveRegistered, Ticked
 from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer, SlaveHeartbeat, SlaveHeartbeatAnswer
 from dips.protocol.options import TimingOptions
 from dips.protocol.records import ClusterEnded, RangesLeased
@@ -151,6 +151,8 @@ class MasterCore:
         if standing is ClusterStanding.LIVE:  # so only names that the Coordinator knows are kept
             self.heartbeats["cluster", name] = (heartbeat, now)
             self._alignment.record_heartbeat(heartbeat)
+            if push is not None:  # its commit may wait for what this heartbeat tells
+                self._report_tokens(name, now)
         push_in_s = self._alignment.push_in_s(name, coordinator.window_timing(), now)
         progress, lease_s = coordinator.progress(), self._timing.lease_s
         return ClusterHeartbeatAnswer(coordinator.term, lease_s, standing, push, pull, progress, push_in_s)
@@ -171,9 +173,14 @@ class MasterCore:
         """Step one event that came from outside, for the first time or again."""
         event = question.event
         if isinstance(event, ClusterJoined):  # it may fence an incarnation whose tokens only heartbeats have reported
-            for report in self._judge.report_tokens(event.cluster):
-                self._step_event(report, now)
+            self._report_tokens(event.cluster, now)
+        elif isinstance(event, PushFinished):  # what it brings is held against them
+            self._report_tokens(event.push.cluster, now)
         self._step_event(event, now, question)
+
+    def _report_tokens(self, cluster: str, now: float) -> None:
+        for report in self._judge.report_tokens(cluster):
+            self._step_event(report, now)
 
     def _step_event(self, event: Event, now: float, question: HeldQuestion | None = None) -> None:
         """Let the Coordinator decide, and put what follows on the outbox."""

@@ -145,8 +145,8 @@ def _write_outcomes(db: sqlite3.Connection, number: int, rows: Sequence[OutcomeR
 
 def _write_penalty(db: sqlite3.Connection, number: int, rows: Sequence[PenaltyRow]) -> None:
     for p in rows:
-        numbers = (p.n, p.mu, p.sigma, p.last_norm, p.warm_left, p.gated_in_a_row, p.quarantined, p.accepted)
-        _insert_row(db, "penalty", (None, number, p.cluster, *numbers))
+        norms, counts = (p.mu, p.sigma, p.last_norm), (p.warm_left, p.gated_in_a_row, p.quarantined, p.accepted)
+        _insert_row(db, "penalty", (None, number, p.cluster, p.n, *norms, *counts, p.reference, p.steps, p.broken))
 
 
 def _insert_row(db: sqlite3.Connection, table: str, values: Sequence[Any]) -> None:

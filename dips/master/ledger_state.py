@@ -6,6 +6,7 @@ import json
 import sqlite3
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 from dips.errors import Corrupt
 from dips.ids import GENESIS, VersionId
@@ -193,14 +194,18 @@ def _newest_outcomes(db: sqlite3.Connection) -> tuple[tuple[OutcomeRow, VersionI
 
 
 def _newest_penalty(db: sqlite3.Connection) -> tuple[PenaltyRow, ...]:
-    query = """SELECT cluster, n, mu, sigma, last_norm, warm_left, gated_in_a_row, quarantined, accepted FROM penalty
+    query = """SELECT cluster, n, mu, sigma, last_norm, warm_left, gated_in_a_row, quarantined, accepted,
+                      reference, steps, broken FROM penalty
                WHERE place IN (SELECT max(place) FROM penalty GROUP BY cluster) ORDER BY cluster"""
-    return tuple(
-        PenaltyRow(
-            cluster, n, read_real(mu), read_real(sigma), read_real(last), warm, in_a_row, bool(quarantined), accepted
-        )
-        for cluster, n, mu, sigma, last, warm, in_a_row, quarantined, accepted in db.execute(query)
-    )
+    return tuple(_read_penalty(row) for row in db.execute(query))
+
+
+def _read_penalty(row: tuple[Any, ...]) -> PenaltyRow:
+    cluster, n, mu, sigma, last, warm, in_a_row, quarantined, accepted, reference, steps, broken = row
+    return PenaltyRow(
+        cluster, n, read_real(mu), read_real(sigma), read_real(last), warm, in_a_row, bool(quarantined), accepted,
+        read_real(reference), read_real(steps), bool(broken),
+    )  # fmt: skip
 
 
 def _score_history(db: sqlite3.Connection) -> ScoreHistory:

@@ -8,7 +8,7 @@ NULL, which is what SQLite makes of it, so no column of reals says NOT NULL.
 from __future__ import annotations
 
 APPLICATION_ID = 0x44695053  # "DiPS" in the file's header: any other SQLite file is foreign
-SCHEMA_VERSION = 4  # in user_version; raised by every change: no release is out whose ledgers would have to be read
+SCHEMA_VERSION = 5  # in user_version; raised by every change: no release is out whose ledgers would have to be read
 
 SCHEMA = """
 CREATE TABLE run (
@@ -67,7 +67,8 @@ CREATE INDEX outcomes_by_cluster ON outcomes (cluster, place);
 CREATE TABLE penalty (
     place INTEGER PRIMARY KEY, round INTEGER NOT NULL,
     cluster TEXT NOT NULL, n INTEGER NOT NULL, mu REAL, sigma REAL, last_norm REAL,
-    warm_left INTEGER NOT NULL, gated_in_a_row INTEGER NOT NULL, quarantined INTEGER NOT NULL, accepted INTEGER NOT NULL
+    warm_left INTEGER NOT NULL, gated_in_a_row INTEGER NOT NULL, quarantined INTEGER NOT NULL,
+    accepted INTEGER NOT NULL, reference REAL, steps REAL, broken INTEGER NOT NULL
 ) STRICT;
 CREATE INDEX penalty_by_cluster ON penalty (cluster, place);
 CREATE TABLE score_history (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dips.errors import Busy, ConfigError, CorruptManifest, RemoteProtocolError
 from dips.protocol import pulls, pushes
+from dips.protocol.claims import ToldProgress
 from dips.protocol.compatibility import find_protocol_mismatch
 from dips.protocol.effects import Acknowledged, Failed, Finished, Joined, Ranges
 from dips.protocol.entities import Cluster
@@ -91,6 +92,7 @@ def _begin_incarnation(run: RunState, event: ClusterJoined, old: Cluster | None)
             end_incarnation(run, old, f"fenced by its next incarnation {old.name}/{inc}", old.consumed, old.lost)
         old.begin_incarnation(inc, event.nonce)
     cluster = old or Cluster(event.cluster, inc, event.nonce)
+    cluster.works_since = run.now
     run.clusters[event.cluster] = cluster
     run.emit_record(IncarnationGiven(Role.CLUSTER, cluster.name, inc, event.nonce))
     run.emit_note("cluster_joined", cluster=cluster.name, inc=inc, head=run.head)
@@ -184,7 +186,8 @@ def on_cluster_silent(run: RunState, event: ClusterSilent) -> None:
 
 
 def on_tokens_reported(run: RunState, event: TokensReported) -> None:
-    """What the present incarnation has consumed, in case the next one fences it."""
+    """What the present incarnation has done: for its next push, and in case the next one fences it."""
     cluster = run.clusters.get(event.cluster)
     if cluster is not None and cluster.inc == event.inc:
         cluster.consumed, cluster.lost = event.tokens_consumed, event.tokens_lost
+        cluster.told = (cluster.told or ToldProgress()).raised(event.tokens_consumed, event.inner_steps)

@@ -32,6 +32,7 @@ from typing import Any, cast
 from dips import ids
 from dips.errors import Corrupt, LocalProtocolError, class_named
 from dips.protocol import (
+    claims,
     data,
     effects,
     entities,
@@ -45,9 +46,10 @@ from dips.protocol import (
     run_state,
 )
 
-FORMAT = 2  # 1 had words where there are enums
+FORMAT = 3  # 2 knew no claims of a cluster
 MODULES: tuple[ModuleType, ...] = (
     ids,
+    claims,
     data,
     effects,
     entities,

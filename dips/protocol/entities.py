@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from dips.ids import PullId, PushId, VersionId
+from dips.protocol.claims import ToldProgress
 from dips.protocol.effects import OrderBody
 from dips.protocol.enums import DurabilityState, FanoutKind, PushCodec
 from dips.protocol.events import Answer
@@ -63,6 +64,7 @@ class Push:
     deadline_s: float
     due: float = 0.0  # when it should be here, by its cluster's bandwidth; 0 while that is unknown
     codec: PushCodec = PushCodec.FP32
+    opened_at: float = 0.0  # what it brings was done before; not moved by Blind: clusters train meanwhile
     opened: bool = False
     staged: set[str] = field(default_factory=set)
     committed: bool = False
@@ -110,7 +112,11 @@ class Cluster:
     moving: bool = True  # its inner steps are seen moving
     consumed: int = 0  # tokens of this incarnation in all, as last reported by the judge
     lost: int = 0  # of those, with dead trainers
+    told: ToldProgress | None = None  # by heartbeats of this incarnation; None: nobody reported any
+    claims_refused: int = 0  # since this master started
+    works_since: float | None = None  # what is not settled was done since then; None: before this master's start
     settled: int = 0  # tokens of this incarnation that were accepted or gated
+    settled_steps: int = 0  # inner steps likewise, under this master
     accounted: int = 0  # tokens of the newest incarnation that is over: settled, lost, or with its last push
     push: Push | None = None
     pull: Pull | None = None
@@ -149,7 +155,8 @@ class Cluster:
         self.inc, self.nonce = inc, nonce
         self.state, self.reason = ClusterState.JOINING, "joined"
         self.seq_high, self.base, self.moving = 0, None, True
-        self.consumed = self.lost = self.settled = 0
+        self.consumed = self.lost = self.settled = self.settled_steps = 0
+        self.told = None
         self.push = self.pull = self.outcome = self.outcome_version = self.requested_at = None
         self.dropped_push = self.closed_pull = Tombstone()
 

@@ -225,12 +225,13 @@ class ClusterSilent:
 
 @dataclass(frozen=True, slots=True)
 class TokensReported:
-    """The tokens of an incarnation, by its heartbeats; reported before the next one of its name begins."""
+    """What an incarnation has done, by its heartbeats: reported before the next one begins, and for an open push."""
 
     cluster: str
     inc: int
     tokens_consumed: int
     tokens_lost: int = 0  # of those, lost with dead trainers
+    inner_steps: int = 0  # since its agent's start
 
 
 @dataclass(frozen=True, slots=True)

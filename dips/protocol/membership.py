@@ -40,6 +40,7 @@ class _Cluster:
     moving: bool = True
     tokens_consumed: int = 0  # by this incarnation in all
     tokens_lost: int = 0
+    reported: TokensReported | None = None
     bandwidth: Bandwidth = field(default_factory=Bandwidth)
 
 
@@ -81,9 +82,14 @@ class Judge:
             self._slaves[slave] = _Slave(sinc, now)
 
     def report_tokens(self, cluster: str) -> list[Event]:
-        """The tokens of an incarnation that may be about to be fenced by the next one."""
+        """What an incarnation has done by its heartbeats, if they told more since the last report."""
         known = self._clusters.get(cluster)
-        return [] if known is None else [TokensReported(cluster, known.inc, known.tokens_consumed, known.tokens_lost)]
+        if known is None:
+            return []
+        report = TokensReported(cluster, known.inc, known.tokens_consumed, known.tokens_lost, known.signs[0])
+        news = report != known.reported
+        known.reported = report
+        return [report] if news else []
 
     def forget_cluster(self, cluster: str) -> None:
         self._due = None

@@ -18,6 +18,8 @@ from dips.protocol.options import PenaltyOptions
 from dips.protocol.records import PenaltyRow, ScoreHistory
 
 LARGEST_NORM = 1e30  # beyond it squares overflow in fp32 kernels; not finite for any purpose
+MOST_TIMES_ENTERED = 2.0  # the reference: what counts of one norm, so that it doubles in 35 pushes at the earliest
+MOST_TIMES_STEPS = 16.0  # the usual inner steps: what counts of a claim against the hard cap, a factor of 4 in G
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class Verdict:
     score: float
     reason: str
     tracked: bool = True
+    inner_steps: int = 1  # as claimed
+    finite: bool = True  # its parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,16 @@ class Settled:
 def fresh_row(cluster: str, options: PenaltyOptions) -> PenaltyRow:
     """Statistics of a cluster of which no push was measured."""
     return PenaltyRow(cluster, 0, 0.0, 0.0, 0.0, options.warmup_rounds, 0, False, 0)
+
+
+def slow_mean(mean: float, value: float, count: int, alpha: float) -> float:
+    """Move a mean of `count` values by one more, which counts as at most MOST_TIMES_ENTERED times the mean.
+
+    So it grows by at most 1/(count + 1), later α, with each value, whoever makes them up.
+    """
+    if mean <= 0.0:
+        return value
+    return mean + max(alpha, 1.0 / (count + 1)) * (min(value, MOST_TIMES_ENTERED * mean) - mean)
 
 
 def push_norm(layer_sq: Iterable[float], inner_steps: int) -> float:
@@ -79,13 +93,18 @@ class Penalty:
         """Judge one push; `exempt` if its base is no ancestor of θ (finite check and cap only)."""
         g = push_norm(layer_sq, inner_steps) if finite and all(isfinite(sq) for sq in layer_sq) else float("inf")
         if not g < LARGEST_NORM:
-            return Verdict(False, 0.0, 0.0, "not finite: NaN, Inf or overflow in its parameters", tracked=False)
+            reason = "not finite: NaN, Inf or overflow in its parameters"
+            return Verdict(False, 0.0, 0.0, reason, tracked=False, finite=False)
         if self._options.rule is PenaltyRule.NONE:
-            return Verdict(True, g, 0.0, "finite", tracked=True)
-        cap = self._hard_cap(cluster, inner_steps)
-        if g > cap:
-            return Verdict(False, g, 0.0, f"norm {g:.4g} above the hard cap {cap:.4g}", tracked=not exempt)
-        row = self.penalty_row(cluster)
+            return Verdict(True, g, 0.0, "finite")
+        return replace(self._judge_norm(self.penalty_row(cluster), g, inner_steps, exempt), inner_steps=inner_steps)
+
+    def _judge_norm(self, row: PenaltyRow, g: float, inner_steps: int, exempt: bool) -> Verdict:
+        if row.broken:
+            return Verdict(False, g, 0.0, "quarantined until `dips readmit`: its pushes were not finite", tracked=False)
+        held, cap = g * self._overclaimed(row, inner_steps), self._hard_cap(row, inner_steps)
+        if held > cap:
+            return Verdict(False, g, 0.0, f"norm {held:.4g} above the hard cap {cap:.4g}", tracked=not exempt)
         if exempt:
             return Verdict(True, g, 0.0, "its base is no ancestor: exempt from the score", tracked=False)
         if row.warm_left > 0 or row.n == 0:
@@ -124,8 +143,7 @@ class Penalty:
 
     def readmit_cluster(self, cluster: str) -> PenaltyRow:
         """Lift a quarantine: the cluster warms up again; return its statistics, which are ours from now on."""
-        row = self.penalty_row(cluster)
-        row = self._restart_warmup(row)
+        row = self._restart_warmup(self.penalty_row(cluster), self._norms_of_others(self._rows, cluster))
         self._rows[cluster] = row
         return row
 
@@ -133,51 +151,64 @@ class Penalty:
         corrected = row.sigma / sqrt(1.0 - (1.0 - self._options.alpha) ** row.n)
         return max(corrected, self._options.sigma_floor * row.mu, 1e-30)
 
-    def _hard_cap(self, cluster: str, inner_steps: int) -> float:
-        """The norm above which even a warm-up is gated."""
-        row, factor = self.penalty_row(cluster), self._options.hard_cap
-        if row.accepted >= 2 and row.n > 0:
-            return factor * row.mu
-        others = self._norms_of_others(self._rows, cluster)
+    def _hard_cap(self, row: PenaltyRow, inner_steps: int) -> float:
+        """The norm above which even a warm-up is gated: no warm-up moves it, since none begins the reference anew."""
+        factor = self._options.hard_cap
+        if row.accepted >= 2 and row.reference > 0:
+            return factor * row.reference
+        others = self._norms_of_others(self._rows, row.cluster)
         if others:
             return factor * median(others)
-        if row.mu > 0:
-            return factor * row.mu  # of before its warm-up, if that begins anew
+        if row.reference > 0:
+            return factor * row.reference
         if self._genesis_norm > 0:
             return self._genesis_norm / sqrt(max(1, inner_steps))
         return float("inf")
+
+    @staticmethod
+    def _overclaimed(row: PenaltyRow, inner_steps: int) -> float:
+        """By what the hard cap raises G, because only MOST_TIMES_STEPS times the usual inner steps are believed."""
+        if row.steps <= 0:
+            return 1.0
+        return sqrt(max(1.0, inner_steps / (MOST_TIMES_STEPS * row.steps)))
 
     def _after_accepted(self, row: PenaltyRow, verdict: Verdict, limit: float) -> PenaltyRow:
         if not verdict.tracked:
             return replace(row, gated_in_a_row=0, quarantined=False, accepted=row.accepted + 1)
         g, alpha, n = verdict.norm, self._options.alpha, row.n + 1
+        reference = slow_mean(row.reference, g, row.accepted, alpha)
+        steps = slow_mean(row.steps, max(1, verdict.inner_steps), row.accepted, alpha)
         if row.warm_left == 0 and row.n > 0:
             g = min(g, row.mu + limit * self._corrected_sigma(row))
         weight = max(alpha, 1.0 / n)  # the plain mean until 1/n < α
         mu = weight * g + (1.0 - weight) * row.mu
         sigma = sqrt((1.0 - alpha) * row.sigma**2 + alpha * (g - mu) ** 2)
-        return PenaltyRow(
-            row.cluster, n, mu, sigma, verdict.norm, max(0, row.warm_left - 1), 0, False, row.accepted + 1
-        )
+        warm_left, accepted = max(0, row.warm_left - 1), row.accepted + 1
+        return PenaltyRow(row.cluster, n, mu, sigma, verdict.norm, warm_left, 0, False, accepted, reference, steps)
 
     def _apply_patience(self, rows: Mapping[str, PenaltyRow], settled: Settled, live: Sequence[str]) -> PenaltyRow:
         """Gated `gate_patience` times in a row: warm up again if the world has changed, else quarantine.
 
-        A norm that is not finite never earns a warm-up; the hard cap holds in every one.
+        Who pushes what is not finite never earns a warm-up: an operator looks at it first. The hard cap holds in every
+        warm-up.
         """
         row, verdict = rows[settled.cluster], settled.verdict
-        if row.gated_in_a_row < self._options.gate_patience or verdict.norm == 0.0:
+        if row.gated_in_a_row < self._options.gate_patience or row.broken:
             return row
+        if not verdict.finite:
+            return replace(row, quarantined=True, broken=True)
         gating = [c for c in live if rows.get(c) and rows[c].gated_in_a_row > 0]
         others = self._norms_of_others(rows, settled.cluster)
         most_are_gated = len(live) > 1 and 2 * len(gating) > len(live)
         if not others or most_are_gated or verdict.norm < 2 * median(others):
-            return self._restart_warmup(row)
+            return self._restart_warmup(row, others)
         return replace(row, quarantined=True)
 
-    def _restart_warmup(self, row: PenaltyRow) -> PenaltyRow:
-        """Statistics of a new warm-up: μ stays until the first push replaces it, as the hard cap of a cluster alone."""
-        return replace(fresh_row(row.cluster, self._options), mu=row.mu, last_norm=row.last_norm, accepted=row.accepted)
+    def _restart_warmup(self, row: PenaltyRow, others: Sequence[float]) -> PenaltyRow:
+        """Statistics of a new warm-up; the reference of the hard cap stays, or becomes that of the others."""
+        reference = max(row.reference, median(others) if others else 0.0)
+        fresh = fresh_row(row.cluster, self._options)
+        return replace(fresh, last_norm=row.last_norm, accepted=row.accepted, reference=reference, steps=row.steps)
 
     @staticmethod
     def _norms_of_others(rows: Mapping[str, PenaltyRow], cluster: str) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dips.errors import RemoteProtocolError, StalePush
 from dips.ids import PullId, VersionId
+from dips.protocol.claims import find_absurd_seq
 from dips.protocol.effects import Acknowledged, ClosePull, Dropped, Failed, OpenPull, Pending, Refused, Result
 from dips.protocol.entities import Cluster, Fanout, Pull, Tombstone
 from dips.protocol.enums import FanoutKind
@@ -31,6 +32,8 @@ def _answer_request(run: RunState, cluster: Cluster, event: PullRequested) -> Re
         return Dropped(cluster.closed_pull.reason)
     if event.pull.seq <= cluster.seq_high:
         return Failed(StalePush, f"{event.pull}: expected a seq above {cluster.seq_high}")
+    if absurd := find_absurd_seq(event.pull.seq, cluster.seq_high):
+        return absurd
     if not 1 <= event.ranks <= MAX_RANKS:
         return Failed(RemoteProtocolError, f"ranks: expected 1 to {MAX_RANKS}, got {event.ranks}")
     if cluster.state is ClusterState.PUSHING:

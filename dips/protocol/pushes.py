@@ -8,10 +8,11 @@ push that is not committed dies with its cluster; a committed one belongs to its
 from __future__ import annotations
 
 from dataclasses import replace
-from math import isfinite
+from math import inf, isfinite
 
-from dips.errors import RemoteProtocolError, StalePush
+from dips.errors import RemoteProtocolError, StalePush, StaleVersion
 from dips.ids import PushId, VersionId
+from dips.protocol.claims import ToldProgress, find_absurd_seq, why_impossible, why_untold
 from dips.protocol.deadlines import too_slow
 from dips.protocol.effects import (
     Acknowledged,
@@ -55,6 +56,8 @@ def _answer_request(run: RunState, cluster: Cluster, event: PushRequested) -> Re
         return Dropped(cluster.dropped_push.reason)
     if event.push.seq <= cluster.seq_high:
         return Failed(StalePush, f"{event.push}: expected a seq above {cluster.seq_high}")
+    if absurd := find_absurd_seq(event.push.seq, cluster.seq_high):
+        return absurd
     if run.finished:
         return Finished(run.finished)
     if not 1 <= event.ranks <= MAX_RANKS:
@@ -70,6 +73,8 @@ def _answer_request(run: RunState, cluster: Cluster, event: PushRequested) -> Re
     if event.base.round >= run.next_round:
         seen = f"{cluster.name} holds {event.base}, this ledger knows rounds below {run.next_round}"
         return Refused(run.options.timing.busy_retry_s, f"{seen}: {OLD_LEDGER}")
+    if not run.has_row(event.base):
+        return Failed(StaleVersion, f"base {event.base} of {event.push} has no row in this ledger: pull the head first")
     if run.durability.state is DurabilityState.STOPPED:
         return Refused(run.options.timing.busy_retry_s, run.durability.reason)
     if reason := too_slow(cluster.bytes_per_s, run.now - cluster.measured_at, run.options.timing):
@@ -100,7 +105,8 @@ def _open_push(run: RunState, cluster: Cluster, event: PushRequested) -> None:
     cluster.seq_high, cluster.base, cluster.ranks = event.push.seq, event.base, event.ranks
     cluster.outcome = cluster.outcome_version = None
     codec, deadline = _choose_codec(run, event.base), run.now + transfer_s + TRANSFER_GRACE_S
-    cluster.push = Push(event.push, event.base, event.ranks, deadline, transfer_s, _due_at(run, cluster), codec)
+    due = _due_at(run, cluster)
+    cluster.push = Push(event.push, event.base, event.ranks, deadline, transfer_s, due, codec, opened_at=run.now)
     if cluster.requested_at is not None:
         cluster.paces.append(run.now - cluster.requested_at)
     cluster.requested_at = run.now
@@ -177,16 +183,15 @@ def _commit_push(run: RunState, cluster: Cluster, event: PushFinished) -> Result
         return Dropped(_why_gone(cluster, event.push))
     if push.committed:
         return Committed()
-    if event.tokens < 0 or event.inner_steps < 0:
-        return Failed(RemoteProtocolError, "tokens and inner_steps: expected 0 or more")
-    foreign = set(event.ranges) - set(run.ranges.held_by(push.id.cluster, push.id.inc))
-    if foreign:
-        return Failed(RemoteProtocolError, f"data ranges {sorted(foreign)[:5]} are not leased to {cluster.name}")
+    if reason := _why_refused(run, cluster, event):
+        cluster.claims_refused += 1
+        run.emit_note("claim_refused", push=push.id, reason=reason)
+        return Failed(RemoteProtocolError, reason)
     missing = [name for name in run.slaves if name not in push.staged]
     if missing:
         return Pending("not yet staged on " + ", ".join(missing))
-    if reason := _why_uncountable(run, cluster, event.tokens):
-        return Failed(RemoteProtocolError, reason)
+    if reason := _why_untold(cluster, event):
+        return Pending(reason)
     push.committed = True
     loss = event.loss if isfinite(event.loss) else 0.0  # shown to people only
     push.tokens, push.inner_steps, push.ranges, push.loss = event.tokens, event.inner_steps, event.ranges, loss
@@ -194,6 +199,27 @@ def _commit_push(run: RunState, cluster: Cluster, event: PushFinished) -> Result
     cluster.set_state(ClusterState.COMMITTED, "its push is committed")
     run.emit_note("push_committed", push=push.id, tokens=push.tokens, inner_steps=push.inner_steps, loss=push.loss)
     return Committed()
+
+
+def _why_refused(run: RunState, cluster: Cluster, event: PushFinished) -> str:
+    """Why what a push brings cannot be true, whatever heartbeats say; empty if it can."""
+    if event.tokens < 0 or event.inner_steps < 0:
+        return "tokens and inner_steps: expected 0 or more"
+    if foreign := set(event.ranges) - set(run.ranges.held_by(event.push.cluster, event.push.inc)):
+        return f"data ranges {sorted(foreign)[:5]} are not leased to {cluster.name}"
+    passed_s = inf if cluster.works_since is None else run.now - cluster.works_since
+    if reason := why_impossible(event.tokens, event.inner_steps, passed_s):
+        return reason
+    return _why_uncountable(run, cluster, event.tokens)
+
+
+def _why_untold(cluster: Cluster, event: PushFinished) -> str:
+    """Why heartbeats do not bear out what a push brings; empty if they do, or if nobody reports them."""
+    if cluster.told is None:
+        return ""
+    settled = ToldProgress(cluster.settled, cluster.settled_steps)
+    reason = why_untold(cluster.told, settled, event.tokens, event.inner_steps)
+    return f"waits for a heartbeat: {reason}" if reason else ""
 
 
 def _why_uncountable(run: RunState, cluster: Cluster, tokens: int) -> str:

@@ -65,6 +65,9 @@ class PenaltyRow:
     gated_in_a_row: int
     quarantined: bool
     accepted: int
+    reference: float = 0.0  # the hard cap's: a mean of accepted norms that rises slowly and outlasts warm-ups
+    steps: float = 0.0  # inner steps of an accepted push, likewise
+    broken: bool = False  # quarantined because what it pushed was not finite: until an operator readmits it
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice
 
 from dips.errors import StaleIncarnation, UnavailableMaster
-from dips.ids import PullId, PushId, VersionId
+from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.protocol.data import RangeBook
 from dips.protocol.deadlines import transfer_deadline_s
 from dips.protocol.effects import Effect, Failed, Grant, Note, Order, OrderBody, Progress, Reply, Result, SlaveAddress
@@ -229,6 +229,12 @@ class RunState:
 
     def read_progress(self) -> Progress:
         return Progress(self.tokens_accepted, self.options.stop.tokens, self.finished)
+
+    def has_row(self, version: VersionId) -> bool:
+        """Whether the ledger has a version's row: in the lineage, undone, or too old to be remembered here."""
+        oldest = next(islice(self.versions, 1, None), None)  # after v0@r0, which is always kept
+        known = version in self.versions or version in self.undone
+        return known or (oldest is not None and GENESIS.version < version.version < oldest.version)
 
     def is_ancestor(self, version: VersionId) -> bool:
         return version in self.versions

@@ -182,7 +182,10 @@ def _settle_push(
     if kind is not OutcomeKind.SKIPPED:
         run.ranges.settle_ranges(push.id.cluster, push.id.inc, push.ranges)
         cluster.tokens[kind] += push.tokens
-        cluster.settled += push.tokens if same_incarnation else 0
+        if same_incarnation:
+            cluster.settled += push.tokens
+            cluster.settled_steps += push.inner_steps
+            cluster.works_since = push.opened_at
     elif not (same_incarnation and cluster.live):
         cluster.tokens["lost"] += push.tokens
     cluster.counts[kind] += 1

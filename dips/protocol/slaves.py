@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
 from dips.errors import Busy, ConfigError, StaleTerm, StaleVersion, UnresponsiveSlave
-from dips.ids import GENESIS, VersionId
+from dips.ids import GENESIS
 from dips.protocol import durability, flip, pulls, pushes, rollback, round, settlement
+from dips.protocol.claims import find_absurd_register
 from dips.protocol.compatibility import find_protocol_mismatch
 from dips.protocol.effects import (
     Abort,
@@ -69,12 +68,12 @@ def _find_mismatch(run: RunState, event: SlaveRegistered) -> Failed | None:
         return Failed(
             ConfigError, f"shared.run: this master serves {run.row.run!r}, the slave belongs to {event.run!r}"
         )
-    return None
+    return find_absurd_register(event, run.term, run.next_round)
 
 
 def _from_the_future(run: RunState, event: SlaveRegistered) -> Exit | None:
     """It has seen what this ledger lacks: stop before anything is decided on an old copy (docs/rationale.md#2, #4)."""
-    if event.memory is not None and not _has_row(run, event.memory):
+    if event.memory is not None and not run.has_row(event.memory):
         seen = f"slave {event.slave} serves {event.memory}, which has no row in this ledger"
         return Exit(EXIT_OLD_LEDGER, f"{seen}: {OLD_LEDGER}")
     newest = max((v.round for v in rollback.offered_versions(event)), default=0)
@@ -85,12 +84,6 @@ def _from_the_future(run: RunState, event: SlaveRegistered) -> Exit | None:
         seen = f"slave {event.slave} has seen term {event.term_seen}, above ours ({run.term})"
         return Exit(EXIT_STALE, f"{seen}: a later master exists, or {OLD_LEDGER}")
     return None
-
-
-def _has_row(run: RunState, version: VersionId) -> bool:
-    """Whether a version that a slave serves, and that so had a row, has one here; undone and very old ones have."""
-    oldest = next(islice(run.versions, 1, None), None)  # after v0@r0, which is always kept
-    return version in run.versions or version in run.undone or (oldest is not None and version.version < oldest.version)
 
 
 def _give_incarnation(run: RunState, slave: Slave, event: SlaveRegistered) -> None:

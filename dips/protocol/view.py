@@ -79,6 +79,7 @@ def _view_cluster(run: RunState, c: Cluster) -> dict[str, Any]:
         "tokens_gated": c.tokens["gated"],
         "tokens_lost": c.tokens["lost"],
         "tokens_undone": c.tokens["undone"],
+        "claims_refused": c.claims_refused,
         "norm": statistics.last_norm,
         "score": c.outcome.score if c.outcome else 0.0,
         "quarantined": statistics.quarantined,

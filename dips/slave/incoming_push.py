@@ -90,15 +90,23 @@ class IncomingPush:
         """Nothing is owed to us: each unfinished stream waits for its turn or for the pool."""
         return self.phase is PushPhase.MOVING and not any(s.intake.busy for s in self.streams.values())
 
-    def refuse_hello(self, lane: int, name: StreamName, pieces: tuple[Range, ...]) -> tuple[str, str] | None:
-        """Code and message if this HELLO may not join, else None."""
+    def refuse_hello(
+        self, lane: int, name: StreamName, pieces: tuple[Range, ...], misfit: str | None, room: int
+    ) -> tuple[str, str] | None:
+        """Code and message if this HELLO may not join, else None.
+
+        misfit  why its ranges are not of the layers that are held here
+        room    how many ranges may be kept
+        """
         if self.phase is PushPhase.REFUSED:
             return "refused", f"push {self.push} was refused: {self.reason}"
         if name.rank not in self.places or name.lane != lane or name.version:
             return "invalid", f"push {self.push} has ranks {sorted(self.places)}, got {name} on lane {lane}"
         known = self.streams.get((name.rank, lane))
+        if known is None and misfit:
+            return "ranges", f"rank {name.rank}: {misfit}"
         if known is None:
-            return None
+            return None if len(pieces) <= room else ("unknown", f"{room} ranges more can be kept now: try again")
         if name.epoch <= known.epoch:
             return "stale_push", f"epoch {name.epoch} of rank {name.rank} is over, {known.epoch} is the last"
         if pieces != known.pieces:

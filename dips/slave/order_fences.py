@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from dips.errors import LocalProtocolError, RemoteProtocolError, StaleIncarnation, StaleTerm
+from dips.protocol.claims import MOST_TERMS_AHEAD
 from dips.protocol.effects import Order, OrderBody
 from dips.protocol.events import Answer
 
@@ -26,9 +27,12 @@ class OrderFences:
         self._forgotten = -1  # the highest number whose answer is no longer remembered
 
     def see_term(self, term: int, whose: str) -> None:
-        """Take note of a master's term; raise StaleTerm if it has a successor."""
+        """Take note of a master's term; raise StaleTerm if it has a successor, RemoteProtocolError if it is absurd."""
         if term < self.term:
             raise StaleTerm(f"{whose} bears term {term}; {self._name} has seen term {self.term}")
+        if term > self.term + MOST_TERMS_AHEAD:
+            most = self.term + MOST_TERMS_AHEAD  # believed, it would lock out every true master for ever
+            raise RemoteProtocolError(f"{whose} bears term {term}; {self._name} expected at most {most}")
         if term > self.term:
             self.term = term
             self._answers.clear()

@@ -26,6 +26,8 @@ from dips.wire.codecs import Codec
 from dips.wire.frame import BadFrame, Buffer, Header, Kind, check_body
 from dips.wire.streams import StreamName, Welcome
 
+MOST_RANGES = 1 << 20  # in HELLOs of all open pushes: 200 MB; 16 slaves, 64 ranks, 50,000 tensors take a fifth
+
 
 class Receiver:
     """All pushes of one slave, over all its lanes."""
@@ -42,6 +44,7 @@ class Receiver:
         self._changed = threading.Condition(self._lock)
         self._starved: set[int] = set()  # lanes that want more than the pool had
         self._layout: LayerLayout | None = None
+        self._ranges = 0  # named by HELLOs of open pushes
 
     def set_layers(self, layout: LayerLayout) -> None:
         """Say which layers this slave holds."""
@@ -84,12 +87,15 @@ class Receiver:
 
         Repetition: a HELLO at or below the stream's epoch is refused and changes nothing.
         """
+        assert self._layout is not None, "set_layers() comes before any HELLO"
+        misfit = self._layout.describe_misfit(pieces)
         with self._lock:
             push = self._pushes.get(PushId(name.cluster, name.inc, name.seq))
-            refusal = self._closed.refuse_hello(name) if push is None else push.refuse_hello(lane, name, pieces)
+            if push is None:
+                return [error_message(lane, peer, name.stream_id, *self._closed.refuse_hello(name))]
+            refusal = push.refuse_hello(lane, name, pieces, misfit, MOST_RANGES - self._ranges)
             if refusal is not None:
                 return [error_message(lane, peer, name.stream_id, *refusal)]
-            assert push is not None
             pieces = push.codec.encoded_ranges(pieces)
             stream = self._admit_stream(push, lane, peer, name, pieces, now)
             gathering = push.phase is PushPhase.GATHERING
@@ -110,6 +116,7 @@ class Receiver:
             intake = Intake((), self._chunk_bytes, self._pool, now)  # its chunks are cut when all ranges are believed
             stream = InStream(push, name.rank, lane, pieces, intake, name.epoch, name.stream_id, peer)
             push.streams[name.rank, lane] = stream
+            self._ranges += len(pieces)
             push.moved_at = now
         else:
             del self._streams[lane, stream.peer, stream.stream]
@@ -271,6 +278,7 @@ class Receiver:
     def _forget_push(self, push: IncomingPush) -> None:
         self._stop_push(push, PushPhase.OVER, push.reason)
         if self._pushes.pop(push.push, None) is not None:
+            self._ranges -= sum(len(stream.pieces) for stream in push.streams.values())
             self._closed.add_transfer(push.push.cluster, push.push.inc, push.push.seq)
 
     def _stop_push(self, push: IncomingPush, phase: PushPhase, reason: str) -> None:

@@ -31,6 +31,8 @@ from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import ITEM_BYTES, BadFrame, Header, Kind, pack_header
 from dips.wire.streams import StreamName, Welcome
 
+MOST_STREAMS = 1 << 16  # of all open pulls, one for each rank and lane: about 30 MB
+
 
 @dataclass(eq=False, slots=True)
 class ChunkSend:
@@ -134,9 +136,13 @@ class Sender:
         if pull is None:
             return self._closed.refuse_hello(name)
         assert self._layout is not None
-        outside = self._layout.describe_outside(pieces)
         known = pull.refuse_hello(self._latest.get(place), lane, name)
-        return known or (("ranges", f"rank {name.rank}: {outside}") if outside else None)
+        if known is not None:
+            return known
+        if place not in self._latest and len(self._latest) >= MOST_STREAMS:
+            return "unknown", f"{MOST_STREAMS} streams of pulls are open, no more are kept: try again"
+        wrong = self._layout.describe_misfit(pieces)
+        return None if wrong is None else ("ranges", f"rank {name.rank}: {wrong}")
 
     def on_want(self, lane: int, peer: bytes, stream_id: int, chunks: tuple[Range, ...], now: float) -> list[ChunkSend]:
         """Take a WANT; raise BadFrame if the stream is unknown, the ranges are foreign or the credit is passed."""

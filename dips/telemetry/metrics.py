@@ -62,6 +62,7 @@ CLUSTER = (
     MetricRow("dips_cluster_accepted", "accepted", "Contributions accepted.", counter=True),
     MetricRow("dips_cluster_gated", "gated", "Contributions gated.", counter=True),
     MetricRow("dips_cluster_skipped", "skipped", "Contributions whose round broke.", counter=True),
+    MetricRow("dips_cluster_claims_refused", "claims_refused", "Pushes that claimed what cannot be.", counter=True),
     MetricRow("dips_cluster_tokens_accepted", "tokens_accepted", "Tokens accepted.", counter=True),
     MetricRow("dips_cluster_tokens_gated", "tokens_gated", "Tokens gated.", counter=True),
     MetricRow(

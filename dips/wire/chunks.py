@@ -108,6 +108,13 @@ class LayerLayout:
                 )
         return None
 
+    def describe_misfit(self, pieces: Sequence[Range]) -> str | None:
+        """Describe why these ranges cannot be one rank's part of these layers, or return None."""
+        if (outside := self.describe_outside(pieces)) is not None:
+            return outside
+        named, most = sum(piece.length for piece in pieces), sum(self.numel.values())
+        return f"{named} elements were named, the layers here have {most}" if named > most else None
+
 
 def split_chunks(pieces: Iterable[Range], chunk_bytes: int) -> Iterator[Range]:
     """Cut ranges into chunks, in order: as many elements as `chunk_bytes` of fp32 hold, however they are spelled."""

@@ -123,7 +123,10 @@ class LeaseInvariant(Invariant):
 
 
 class ReadmissionInvariant(Invariant):
-    """A cluster that is gated `gate_patience` times in a row at a usual norm warms up again: nobody is out for good."""
+    """A cluster that is gated `gate_patience` times in a row at a usual norm warms up again: nobody is out for good.
+
+    But for those whose pushes were not finite: an operator looks at them first.
+    """
 
     number = 12
 
@@ -134,12 +137,13 @@ class ReadmissionInvariant(Invariant):
         rows = {row.cluster: row for row in record.penalty}
         for outcome in record.outcomes:
             cluster = outcome.push.cluster
-            if outcome.kind != "gated" or outcome.norm == 0.0 or rows[cluster].gated_in_a_row < patience:
+            if outcome.kind != "gated" or outcome.norm == 0.0:
+                continue
+            row = rows[cluster]
+            if row.gated_in_a_row < patience or row.broken:
                 continue
             others = [
                 r.last_norm for r in record.penalty if r.cluster != cluster and r.accepted > 0 and r.last_norm > 0
             ]
             unusual = bool(others) and outcome.norm >= 2 * median(others)
-            self.require(
-                unusual, f"{cluster} was gated {rows[cluster].gated_in_a_row} times in a row at norm {outcome.norm:.4g}"
-            )
+            self.require(unusual, f"{cluster} was gated {row.gated_in_a_row} times in a row at norm {outcome.norm:.4g}")

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import sqrt
+from statistics import median
 
 from dips.ids import GENESIS, VersionId
 from dips.protocol.options import PenaltyOptions
@@ -119,27 +120,40 @@ class PenaltyReference:
             mu = w * g + (1 - w) * row.mu
             sigma = sqrt((1 - self.o.alpha) * row.sigma**2 + self.o.alpha * (g - mu) ** 2)
             warm = max(0, row.warm_left - 1)
-            self.rows[row.cluster] = PenaltyRow(row.cluster, n, mu, sigma, fold.norm, warm, 0, False, row.accepted + 1)
+            reference = self._slow(row.reference, fold.norm, row.accepted)
+            steps = self._slow(row.steps, max(1, fold.inner_steps), row.accepted)
+            self.rows[row.cluster] = PenaltyRow(
+                row.cluster, n, mu, sigma, fold.norm, warm, 0, False, row.accepted + 1, reference, steps
+            )
         self.scores = [*self.scores, tuple(armed)][-self.o.history :]
 
     def gated(self, cluster: str, decided: PenaltyRow) -> None:
         """A gated push leaves μ and σ alone; after `gate_patience` in a row it may warm up again or be quarantined."""
         row = self.row(cluster)
         row = replace(row, gated_in_a_row=row.gated_in_a_row + 1)
-        if row.gated_in_a_row >= self.o.gate_patience:
-            anew = PenaltyRow(cluster, 0, row.mu, 0.0, row.last_norm, self.o.warmup_rounds, 0, False, row.accepted)
-            row = anew if decided.gated_in_a_row == 0 else replace(row, quarantined=decided.quarantined)
+        if row.gated_in_a_row >= self.o.gate_patience and not row.broken:
+            others = [r.last_norm for r in self.rows.values() if r.cluster != cluster and r.accepted and r.last_norm]
+            reference = max([row.reference, *([median(others)] if others else [])])
+            anew = replace(self.fresh(cluster), last_norm=row.last_norm, accepted=row.accepted)
+            anew = replace(anew, reference=reference, steps=row.steps)
+            kept = replace(row, quarantined=decided.quarantined, broken=decided.broken)
+            row = anew if decided.gated_in_a_row == 0 else kept
         self.rows[cluster] = row
 
     def row(self, cluster: str) -> PenaltyRow:
-        known = self.rows.get(cluster)
-        return known or PenaltyRow(cluster, 0, 0.0, 0.0, 0.0, self.o.warmup_rounds, 0, False, 0)
+        return self.rows.get(cluster) or self.fresh(cluster)
+
+    def fresh(self, cluster: str) -> PenaltyRow:
+        return PenaltyRow(cluster, 0, 0.0, 0.0, 0.0, self.o.warmup_rounds, 0, False, 0)
+
+    def _slow(self, mean: float, value: float, accepted: int) -> float:
+        """A mean into which no value enters above twice itself."""
+        return mean + max(self.o.alpha, 1 / (accepted + 1)) * (min(value, 2 * mean) - mean) if mean else value
 
 
 def same_statistics(a: PenaltyRow, b: PenaltyRow) -> bool:
-    """Equal but for the last bits of μ and σ."""
-    close = all(
-        abs(x - y) <= 1e-9 * (1 + abs(x)) for x, y in ((a.mu, b.mu), (a.sigma, b.sigma), (a.last_norm, b.last_norm))
-    )
-    counts = ("cluster", "n", "warm_left", "gated_in_a_row", "quarantined", "accepted")
+    """Equal but for the last bits of their numbers."""
+    reals = ("mu", "sigma", "last_norm", "reference", "steps")
+    close = all(abs(getattr(a, r) - getattr(b, r)) <= 1e-9 * (1 + abs(getattr(a, r))) for r in reals)
+    counts = ("cluster", "n", "warm_left", "gated_in_a_row", "quarantined", "accepted", "broken")
     return close and all(getattr(a, c) == getattr(b, c) for c in counts)

@@ -176,8 +176,9 @@ class Teller:
         return self.step(ev.ClusterSilent(cluster, self._incarnation(cluster, words), 10.0, consumed, lost))
 
     def told(self, cluster: str, words: Words) -> list[str]:
-        """The judge tells what the incarnation's heartbeats said of its tokens; asked before each Join."""
-        return self.step(ev.TokensReported(cluster, self._incarnation(cluster, words), int(words["tokens"])))
+        """The judge tells what the incarnation's heartbeats said; asked before each Join and while a push is open."""
+        inc, steps = self._incarnation(cluster, words), int(words.get("steps", "0"))
+        return self.step(ev.TokensReported(cluster, inc, int(words["tokens"]), 0, steps))
 
     def leaves(self, cluster: str, words: Words) -> list[str]:
         return self.step(

@@ -27,7 +27,7 @@ from dips.client.ipc.messages import (
     PushWanted,
     TrainOn,
 )
-from dips.errors import DipsError, LocalProtocolError, Stale, StaleIncarnation
+from dips.errors import DipsError, LocalProtocolError, Stale, StaleIncarnation, StaleVersion
 from dips.protocol.effects import (
     Acknowledged,
     Committed,
@@ -136,6 +136,8 @@ def on_sync_error(s: AgentState, error: DipsError) -> None:
     if isinstance(error, StaleIncarnation):
         s.sync.phase, s.sync.reason = SyncPhase.UNSURE, str(error)
         s.heartbeats.due_at = s.now
+    elif isinstance(error, StaleVersion) and s.sync.phase is SyncPhase.ASKING_PUSH:
+        pushes.on_base_refused(s, str(error))
     elif isinstance(error, Stale) and s.sync.phase is not SyncPhase.JOINING:
         drop = pulls.on_pull_dropped if s.sync.phase is SyncPhase.ASKING_PULL else pushes.on_push_dropped
         drop(s, Dropped(str(error)))

@@ -48,6 +48,7 @@ def freeze_push(s: AgentState) -> None:
         return
     sync.frozen, sync.frozen_by, s.trainer.loss_not_finite = True, s.trainer.attempt, False
     s.account.freeze_portion()
+    s.heartbeats.due_at = s.now  # it tells what the push brings: the master holds the commit against it
     if s.settings.overlap:
         s.pace.restart_count(s.now)
     begin_transfer(s)
@@ -114,6 +115,13 @@ def on_push_dropped(s: AgentState, result: Dropped) -> None:
     if asking:
         sync.backoff_until = s.now + AGAIN_S
     end_transfer(s, result.reason, again=asking, delay_s=RETRY_S)
+
+
+def on_base_refused(s: AgentState, reason: str) -> None:
+    """The ledger does not know what the trainer started from: it pulls, and what it did since is lost."""
+    s.ranges.take_back_unserved(s.account.lose_carried())
+    s.trainer.must_pull = s.sync.pull_due = True
+    end_transfer(s, reason)
 
 
 def on_push_after_end(s: AgentState, result: Finished) -> None:

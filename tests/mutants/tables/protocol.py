@@ -18,6 +18,7 @@ DATA = "tests/unit/protocol/test_bites_transfers.py tests/unit/protocol/test_sma
 PACE = "tests/unit/protocol/test_bites_alignment.py tests/unit/protocol/test_alignment.py"
 TIMES = "tests/unit/protocol/test_deadlines.py"
 ORDER = "tests/unit/protocol/test_order.py"
+CLAIMS = "tests/unit/protocol/test_claims.py"
 
 MUTANTS = (
     # ---- the end of a run
@@ -71,14 +72,20 @@ MUTANTS = (
         'tokens["lost"] += 0',
         ROUND,
     ),
-    Mutant("tokens are never settled", ROOM, "cluster.settled += push.tokens if", "cluster.settled += 0 if", ROUND),
+    Mutant("tokens are never settled", ROOM, "cluster.settled += push.tokens", "cluster.settled += 0", ROUND),
     # ---- pushes
     Mutant("a stale push seq opens", ROOM, "if event.push.seq <=", "if False and event.push.seq <=", PUSHES),
     Mutant("the last push seq opens again", ROOM, "event.push.seq <= cluster", "event.push.seq < cluster", PUSHES),
     Mutant(
         "ranks of a push without bound", ROOM + "/pushes.py", "<= event.ranks <= MAX_RANKS", "<= event.ranks", PUSHES
     ),
-    Mutant("a cluster settles another's ranges", ROOM, "if foreign:", "if False:", PUSHES),
+    Mutant(
+        "a cluster settles another's ranges",
+        ROOM,
+        "if foreign := set(event.ranges)",
+        "if foreign := set[int]()",
+        PUSHES,
+    ),
     Mutant("negative inner steps", ROOM, "event.tokens < 0 or event.inner_steps < 0", "event.tokens < 0", PUSHES),
     Mutant("tokens beyond what adds up", ROOM, "+ tokens <= MAX_TOKENS", "+ tokens <= 2 * MAX_TOKENS", PUSHES),
     Mutant("a base of the future is taken", ROOM, "event.base.round >= ", "event.base.round > ", PUSHES),
@@ -150,7 +157,26 @@ MUTANTS = (
     ),
     Mutant("a slave's lease ends late", ROOM, "now - slave.heard_at >= lease", "now - slave.heard_at > lease", JUDGE),
     Mutant("a trainer hangs late", ROOM, "cluster.progressed_at >= self", "cluster.progressed_at > self", JUDGE),
+    # ---- claims
+    Mutant("tokens are believed at once", ROOM, "if settled.tokens + tokens > told.tokens:", "if False:", CLAIMS),
+    Mutant("what was settled is told for ever", ROOM, "settled.inner_steps + inner_steps >", "inner_steps >", CLAIMS),
+    Mutant("a later report forgets the earlier", ROOM, "max(self.tokens, tokens)", "tokens", CLAIMS),
+    Mutant("the impossible is possible", ROOM, "        if claimed > most:", "        if False:", CLAIMS),
+    Mutant("time counts from the Join for ever", ROOM, "cluster.works_since = push.opened_at", "pass", CLAIMS),
+    Mutant("a base needs no row", ROOM, "if not run.has_row(event.base):", "if False:", CLAIMS),
+    Mutant("v0 has any round", ROOM, "GENESIS.version < version.version <", "version.version <", CLAIMS),
+    Mutant("any seq is believed", ROOM, "if seq > highest + MOST_AHEAD:", "if False:", CLAIMS),
+    Mutant("any register is believed", ROOM, "        if got > most:", "        if False:", CLAIMS),
+    Mutant("a slave believes any term", "dips/slave", "if term > self.term + MOST_TERMS_AHEAD:", "if False:", CLAIMS),
     # ---- penalty
+    Mutant("any norm enters the reference whole", ROOM, "min(value, MOST_TIMES_ENTERED * mean)", "value", PENALTY),
+    Mutant("the reference does not move", ROOM, "1.0 / (count + 1)) *", "1.0 / (count + 1)) * 0.0 *", PENALTY),
+    Mutant(
+        "a warm-up forgets the reference", ROOM, "max(row.reference, median(others)", "max(0.0, median(others)", PENALTY
+    ),
+    Mutant("any number of inner steps is believed", ROOM, "if row.steps <= 0:", "if True:", PENALTY),
+    Mutant("what is not finite quarantines nobody", ROOM, "if not verdict.finite:", "if False:", PENALTY),
+    Mutant("a broken cluster comes back by itself", ROOM, "        if row.broken:", "        if False:", PENALTY),
     Mutant("threshold half as much again", ROOM, "return o.beta * min(", "return 1.5 * o.beta * min(", PENALTY),
     Mutant("the moving average never begins", ROOM, "weight = max(alpha, 1.0 / n)", "weight = 1.0 / n", PENALTY),
     Mutant(

@@ -9,10 +9,17 @@ SHARD = " ".join(f"tests/unit/slave/test_shard_{part}.py" for part in ("rounds",
 DISK = "tests/unit/slave/test_bites_disk.py tests/unit/slave/test_snapshots.py"
 RECEIVER = "tests/unit/slave/test_bites_receiver.py tests/unit/slave/test_receiver.py"
 SENDER = "tests/unit/slave/test_bites_sender.py tests/unit/slave/test_sender.py"
+HELLOS = "tests/unit/slave/test_hostile_hellos.py"
 KERNELS = "tests/unit/outer/test_kernels.py"
 VERSIONS = "tests/unit/outer/test_bites_versions.py tests/unit/outer/test_versions.py"
 
 MUTANTS = (
+    # ---- what a HELLO may name
+    Mutant("a HELLO names more than there is", "dips/wire", "if named > most", "if named > most << 9", HELLOS),
+    Mutant("a HELLO names what is not here", ROOM, "if known is None and misfit:", "if False:", HELLOS),
+    Mutant("ranges have no budget", ROOM, "if len(pieces) <= room else", "if True else", HELLOS),
+    Mutant("the budget is never given back", ROOM, "self._ranges -= sum(", "self._ranges -= 0 * sum(", HELLOS),
+    Mutant("streams of pulls have no budget", ROOM, "len(self._latest) >= MOST_STREAMS", "False", HELLOS),
     # ---- what is durable
     Mutant(
         "the model is not fsynced", ROOM + "/tensorfile.py", "        os.fsync(file.fileno())", "        pass", DISK

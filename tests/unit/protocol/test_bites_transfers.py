@@ -9,6 +9,7 @@ import pytest
 from dips.errors import RemoteProtocolError, StalePush
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol import events as ev
+from dips.protocol.claims import MOST_TOKENS_PER_S
 from dips.protocol.effects import Committed, DropPush, Failed, OpenPull, OpenPush, Pending, Refused
 from dips.protocol.options import DataOptions, TimingOptions
 from tests.unit.protocol.scripted_run import MANIFEST, OPTIONS, ScriptedRun
@@ -93,6 +94,7 @@ def test_negative_work_is_refused(tokens: int, steps: int) -> None:
 def test_tokens_stay_where_sums_are_exact() -> None:
     """The most that a run can have is accepted, and not one more: of this push, or with what is accepted and waits."""
     run = make("ab")
+    run.now += MAX_TOKENS / MOST_TOKENS_PER_S  # else nobody can have trained on so many
     assert failure(run.commit(run.open_push("a"), MAX_TOKENS + 1)) is RemoteProtocolError
     run.push("b", MAX_TOKENS - 10)
     push = run.next_push("a")

@@ -189,3 +189,115 @@ def test_a_cluster_alone_without_statistics_is_held_against_the_model() -> None:
     story.penalty.keep_statistics(*story.penalty.compute_statistics([Settled("a", exempt)], ["a"]))
     assert not story.round(a=1e6)["a"].accepted
     assert story.round(a=99.0)["a"].accepted
+
+
+# ---- what a cluster claims -------------------------------------------------------------------------------------------
+
+
+def grow(story: PenaltyStory, rounds: int, cluster: str = "a", **others: float) -> list[float]:
+    """Push the longest norm that is accepted, by bisection, for so many rounds; return what was accepted."""
+    accepted = []
+    for _ in range(rounds):
+        low, high = 0.0, 1e20
+        while high > low * 1.001 + 1e-9:
+            middle = sqrt(low * high) if low else min(1.0, high / 2)
+            said = story.penalty.judge_push(cluster, [middle**2], True, 1)
+            low, high = (middle, high) if said.accepted else (low, middle)
+        assert story.round(**{cluster: low}, **others)[cluster].accepted
+        accepted.append(low)
+    return accepted
+
+
+@pytest.mark.parametrize("others", [{}, {"b": 10.0, "c": 10.0}])
+@pytest.mark.parametrize("honest", [2, 10, 60])
+def test_no_cluster_walks_its_norm_up(honest: int, others: dict[str, float]) -> None:
+    """Always as far as it is let: the norm stays below hard_cap × the reference, which rises by 1/k, later by α."""
+    story = PenaltyStory()
+    for _ in range(honest):
+        story.round(a=10.0, **others)
+    most, highest = OPTIONS.hard_cap * 10.0, 0.0
+    for number, g in enumerate(grow(story, 70, **others)):
+        assert g <= most * 1.001, f"push {number}"
+        most *= 1 + max(OPTIONS.alpha, 1 / (honest + number + 1))
+        highest = max(highest, g)
+    assert highest > 10.0
+
+
+def test_the_ratchet_over_warm_ups_is_closed() -> None:
+    """Gated until patience ends, then all that a warm-up lets in, again and again: no walk from 10 to 5,600."""
+    story, highest = PenaltyStory(), 0.0
+    for _ in range(20):
+        story.round(a=10.0)
+    for _ in range(10):
+        for _ in range(OPTIONS.gate_patience):
+            assert not story.round(a=1e20)["a"].accepted
+        highest = max(highest, *grow(story, 2))
+    assert highest < OPTIONS.hard_cap * 10.0 * 2.0  # twenty pushes: 1.04 a push at most after the first twenty
+    assert not story.round(a=1e20)["a"].accepted
+
+
+@pytest.mark.parametrize("shape", ["linear", "exponential"])
+@pytest.mark.parametrize("others", [False, True])
+def test_a_learning_rate_that_warms_up_is_let_in(shape: str, others: bool) -> None:
+    """Norms ten times as long after 50 rounds, with 5 % of noise: not one gate, alone and among others."""
+    rng, story = random.Random(8), PenaltyStory()
+    for i in range(120):
+        share = min(1.0, i / 50)
+        mean = 1.0 + 9.0 * share if shape == "linear" else 10.0**share
+        norms = {c: quiet(rng, mean) for c in ("abc" if others else "a")}
+        said = story.round(**norms)
+        assert all(v.accepted for v in said.values()), f"round {i}: {said}"
+
+
+def test_inner_steps_do_not_talk_a_norm_down() -> None:
+    """A push 50 times too long that claims 10⁸ inner steps is gated; 16 times the usual steps are believed."""
+    story = PenaltyStory()
+    for _ in range(20):
+        said = story.penalty.judge_push("a", [100.0], True, 100)
+        story.penalty.keep_statistics(*story.penalty.compute_statistics([Settled("a", said)], ["a"]))
+    assert story.penalty.penalty_row("a").steps == 100.0
+    assert not story.penalty.judge_push("a", [500.0**2], True, 10**8).accepted
+    assert story.penalty.judge_push("a", [40.0**2], True, 1_600).accepted
+    assert story.penalty.judge_push("a", [10.0**2 * 100], True, 10_000).accepted  # 100 times the steps, honestly
+
+
+# ---- quarantine ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("others", [{}, {"b": 1.0, "c": 1.0}])
+def test_nan_in_a_row_quarantines_until_readmitted(others: dict[str, float]) -> None:
+    """`gate_patience` pushes that are not finite: gated, whatever it pushes then, until an operator readmits it."""
+    story = PenaltyStory()
+    for _ in range(20):
+        story.round(a=1.0, **others)
+    for count in range(OPTIONS.gate_patience):
+        assert not story.penalty.penalty_row("a").quarantined, count
+        assert not story.round(a=nan, **others)["a"].accepted
+    assert story.penalty.penalty_row("a").quarantined
+    for _ in range(2 * OPTIONS.gate_patience):
+        said = story.round(a=1.0, **others)["a"]
+        assert not said.accepted and "dips readmit" in said.reason
+    story.penalty.readmit_cluster("a")
+    assert story.round(a=1.0, **others)["a"].accepted
+
+
+def test_one_nan_less_is_no_quarantine() -> None:
+    """A good push between them begins the count anew."""
+    story = PenaltyStory()
+    for _ in range(10):
+        assert story.round(a=1.0)["a"].accepted
+        for _ in range(OPTIONS.gate_patience - 1):
+            story.round(a=nan)
+    assert not story.penalty.penalty_row("a").quarantined
+
+
+def test_a_quarantine_for_its_norms_ends_when_they_are_usual_again() -> None:
+    """Far off, and so quarantined; then like the others: nobody is out for good for norms alone."""
+    story = PenaltyStory()
+    for _ in range(20):
+        story.round(a=1.0, b=1.0, c=1.0)
+    for _ in range(OPTIONS.gate_patience):
+        story.round(a=5.0, b=1.0, c=1.0)
+    assert story.penalty.penalty_row("a").quarantined
+    assert story.round(a=1.0, b=1.0, c=1.0)["a"].accepted
+    assert not story.penalty.penalty_row("a").quarantined

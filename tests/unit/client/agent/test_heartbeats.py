@@ -41,6 +41,7 @@ def test_a_push_that_the_master_has_dropped_is_halted(play: Play) -> None:
     play.begin()
     play.step()
     assert build_heartbeat(play.s) is not None
+    play.s.heartbeats.in_flight = True
     verdict = play.push_until_granted()
     nothing = ClusterHeartbeatAnswer(3, 10.0, ClusterStanding.LIVE, None, None, NONE_YET)
     moving = TransferProgress(play.s.trainer.attempt, 10, 100)

@@ -8,10 +8,10 @@ from dips.client.agent.account import PastIncarnation
 from dips.client.agent.actions import AskMaster, Channel, SaveIncarnation
 from dips.client.agent.phases import SyncPhase
 from dips.client.ipc.messages import AskAgain, PullMoved, PullNow, PushMoved, PushNow, RangeGiven, RangeWanted, TrainOn
-from dips.errors import StalePush
+from dips.errors import StalePush, StaleVersion
 from dips.protocol.effects import Acknowledged, Dropped, Refused, Result
 from dips.protocol.enums import OutcomeKind
-from dips.protocol.events import PullFinished, PushAborted, PushFinished, PushRequested
+from dips.protocol.events import PullFinished, PullRequested, PushAborted, PushFinished, PushRequested
 from tests.unit.client.agent.play import V1, H, Play, grant, outcome
 
 
@@ -212,3 +212,26 @@ def test_the_incarnation_is_saved_before_a_push_can_be_settled(play: Play) -> No
     kinds = [type(action) for action in actions]
     assert kinds.index(SaveIncarnation) < kinds.index(AskMaster)
     assert actions[kinds.index(SaveIncarnation)] == SaveIncarnation(PastIncarnation(1, 20))
+
+
+def test_a_base_that_the_ledger_does_not_know_is_pulled_away(play: Play) -> None:
+    """The trainer pulls the head, and what it did since that base is lost, ranges and all: no push brings it."""
+    play.begin()
+    play.step(3)
+    question = play.want_push()
+    play.send(question)
+    play.asked(PushRequested)
+    play.do(play.core.on_error(play.asks[Channel.SYNC], StaleVersion("base v7@r9 has no row in this ledger"), 1.0))
+    play.asked(PullRequested)
+    assert (play.s.account.unsettled_tokens, play.s.account.lost) == (0, 30)
+    play.reply(grant(V1))
+    assert isinstance(play.send(question), PullNow)
+
+
+def test_a_heartbeat_follows_the_freeze(play: Play) -> None:
+    """The master commits what heartbeats told: one that tells all of the push is due when the push is frozen."""
+    play.begin()
+    play.step(2)
+    play.push_until_granted()
+    assert play.heartbeats[-1].tokens_consumed == 20
+    assert play.heartbeats[-1].inner_steps == 2
