@@ -8,7 +8,7 @@ NULL, which is what SQLite makes of it, so no column of reals says NOT NULL.
 from __future__ import annotations
 
 APPLICATION_ID = 0x44695053  # "DiPS" in the file's header: any other SQLite file is foreign
-SCHEMA_VERSION = 4  # in user_version; raised by every change: no release is out whose ledgers would have to be read
+SCHEMA_VERSION = 5  # in user_version; raised by every change: no release is out whose ledgers would have to be read
 
 SCHEMA = """
 CREATE TABLE run (
@@ -89,6 +89,15 @@ CREATE TABLE rollbacks (
 ) STRICT;
 CREATE TABLE undone (
     round INTEGER PRIMARY KEY REFERENCES versions, rollback INTEGER NOT NULL REFERENCES rollbacks
+) STRICT;
+-- `dips rebalance`: from this version on the layers lie as `rebalanced` says, not as `placement` does
+CREATE TABLE rebalances (
+    place INTEGER PRIMARY KEY, round INTEGER NOT NULL REFERENCES versions, last_round INTEGER NOT NULL, wall REAL
+) STRICT;
+CREATE TABLE rebalanced (
+    rebalance INTEGER NOT NULL REFERENCES rebalances, place INTEGER NOT NULL,
+    slave TEXT NOT NULL, layers TEXT NOT NULL, digest TEXT,
+    PRIMARY KEY (rebalance, place), UNIQUE (rebalance, slave)
 ) STRICT;
 -- the committed push of an incarnation that ended before its Outcome
 CREATE TABLE left_open (
