@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from dips import __version__
-from dips.commands import demo, drain, export, history, init, readmit, status, verify
+from dips.commands import demo, drain, export, history, init, readmit, rebalance, status, verify
 from dips.data import app as data
 from dips.telemetry import exits
 
@@ -41,6 +41,7 @@ Keeping it going:
   dips verify --config dips.yaml                            read all snapshots through
   dips readmit CLUSTER --config dips.yaml                   lift the quarantine of the gate
   dips drain SLAVE --config dips.yaml                       take a slave out of service, no round skipped
+  dips rebalance --config new.yaml --old dips.yaml          move the layers to more, fewer or other slaves
   dips-master replay master/                                decide again what a master decided
   dips-master recover --config dips.yaml                    make a restored ledger fit to serve
 
@@ -80,6 +81,7 @@ for word in (
     export.export,
     readmit.readmit,
     drain.drain,
+    rebalance.rebalance,
 ):
     cli.command()(word)
 

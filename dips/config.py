@@ -100,6 +100,7 @@ class SlaveSection(Section):
     initial_model: Path  # safetensors of `dips init`; read once, for v0@r0
     slots: Annotated[int, Field(ge=1)] = 2  # pushes that may move at once
     pinned: Annotated[int, Field(ge=0)] = 1  # older versions kept in memory for slow readers
+    memory_bytes: Annotated[int, Field(gt=0)] | None = None  # what it may take; null: what its machine has
     transit_bytes: Annotated[int, Field(ge=4 * MIB)] = 256 * MIB  # asked for and not yet staged, over all streams
     concurrent_streams: Annotated[int, Field(ge=1)] = 4  # streams kept busy at once on a lane
     stall_s: Annotated[float, Field(gt=0)] = 30.0  # a transfer without a new byte for so long is over

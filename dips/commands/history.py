@@ -34,7 +34,7 @@ def history(
 
     Read from the ledger; the master may be up or down. A round ends applied (it made a version), unchanged (all
     gated), skipped (it broke) or is unfinished. A version that was rolled back is marked undone, with the reason; its
-    children name another parent than the row above them.
+    children name another parent than the row above them. What `dips rebalance` did stands between them.
 
     Exit codes: 0 done; 65 the file is no ledger; 78 there is none.
 
@@ -43,7 +43,7 @@ def history(
       dips history --config dips.yaml --last 50
       dips history --config dips.yaml --json | jq 'select(.undone)'
     """
-    rounds = [round_as_data(row) for row in _read_rounds(config, last)]
+    rounds = _rows(config, last)
     if as_json:
         for row in rounds:
             print(json.dumps(row))
@@ -57,12 +57,29 @@ def round_as_data(row: Any) -> dict[str, Any]:
     return {**asdict(row), **names}
 
 
-def _read_rounds(config: Path, last: int) -> list[Any]:
+def _rows(config: Path, last: int) -> list[dict[str, Any]]:
+    """The newest rounds, oldest first, and the rebalances among them."""
     from dips.master.genesis import ledger_path
     from dips.master.ledger import Ledger
 
     with closing(Ledger.open(ledger_path(load_run(config)), readonly=True)) as ledger:
-        return ledger.read_history(last)
+        rounds, rebalances = ledger.read_history(last), ledger.read_rebalances()
+    oldest = rounds[0].round if rounds else 0
+    rows = [(row.round, 0, round_as_data(row)) for row in rounds]
+    rows += [(r.last_round, i, rebalance_as_data(r)) for i, r in enumerate(rebalances, 1) if r.last_round >= oldest]
+    return [row for _, _, row in sorted(rows, key=lambda row: row[:2])]
+
+
+def rebalance_as_data(row: Any) -> dict[str, Any]:
+    """A rebalance as plain data, in the words of a round."""
+    return {
+        "kind": "rebalanced",
+        "version": str(row.version),
+        "last_round": row.last_round,
+        "wall": row.wall,
+        "before": dict(row.before),
+        "placement": dict(row.placement),
+    }
 
 
 def draw_rounds(rounds: Sequence[Mapping[str, Any]]) -> Listing:
@@ -71,6 +88,8 @@ def draw_rounds(rounds: Sequence[Mapping[str, Any]]) -> Listing:
 
 
 def _round_row(r: Mapping[str, Any]) -> ListingRow:
+    if r["kind"] == "rebalanced":
+        return _rebalanced_row(r)
     undone = r["undone"]
     ended = "undone" if undone else r["kind"]
     cells = (
@@ -89,6 +108,12 @@ def _round_row(r: Mapping[str, Any]) -> ListingRow:
         f"{ended}: {why}" if why else "",
     )
     return ListingRow(cells, notes, "dim" if undone else "")
+
+
+def _rebalanced_row(r: Mapping[str, Any]) -> ListingRow:
+    none = picture.NONE
+    told = ", ".join(f"{name} ({len(layers)} layers)" for name, layers in r["placement"].items())
+    return ListingRow((none, r["kind"], r["version"], none, none, none), (f"from {', '.join(r['before'])} to {told}",))
 
 
 def _format_norm(r: Mapping[str, Any]) -> str:

@@ -228,20 +228,12 @@ def _stop_on_signals(runtime: Runtime) -> None:
 def _check_agrees(config: RunFile, ledger: Ledger) -> RunRow:
     """The ledger and the run file must be of one run; return its row, or raise ConfigError naming both."""
     path, row = genesis.ledger_path(config), ledger.run_row()
-    if row.run != config.shared.run:
-        raise ConfigError(
-            f"{path} is the ledger of run {row.run!r}, the run file's shared.run is {config.shared.run!r}"
-        )
-    if row.config_digest != config.shared.digest:
-        raise ConfigError(
-            f"{path} was made with shared options of digest {row.config_digest[:12]}, the run file's have "
-            f"{config.shared.digest[:12]}: put the options back as they were, or make a new run with `dips init`"
-        )
+    genesis.check_is_of_run(config, row)
     placed, named = sorted(name for name, _ in row.placement), sorted(slave.name for slave in config.slaves)
     if placed != named:
         raise ConfigError(
             f"{path} places layers on {', '.join(placed)}, the run file's slaves are {', '.join(named)}: "
-            "placement is fixed for a run"
+            "`dips rebalance` moves layers to other slaves"
         )
     _check_manifest(config, row)
     return row

@@ -33,6 +33,20 @@ def ledger_path(config: RunFile) -> Path:
     return config.master.directory / LEDGER
 
 
+def check_is_of_run(config: RunFile, row: RunRow) -> None:
+    """Raise ConfigError, naming both, unless run file and ledger are of one run with the same shared options."""
+    path = ledger_path(config)
+    if row.run != config.shared.run:
+        raise ConfigError(
+            f"{path} is the ledger of run {row.run!r}, the run file's shared.run is {config.shared.run!r}"
+        )
+    if row.config_digest != config.shared.digest:
+        raise ConfigError(
+            f"{path} was made with shared options of digest {row.config_digest[:12]}, the run file's have "
+            f"{config.shared.digest[:12]}: put the options back as they were, or make a new run with `dips init`"
+        )
+
+
 def make_run(
     config: RunFile, tensors: Mapping[str, Tensor], *, force: bool = False, wall: Callable[[], float] = lambda: 0.0
 ) -> RunRow:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from dips.errors import ConfigError, Corrupt, StaleTerm
 from dips.master.ledger_history import RoundHistory, read_history
+from dips.master.ledger_rebalances import RebalanceHistory, read_digests, read_rebalances
 from dips.master.ledger_rows import write_record, write_run
 from dips.master.ledger_state import read_run, read_state, read_totals
 from dips.master.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
@@ -111,8 +112,12 @@ class Ledger:
 
     def read_digests(self) -> dict[tuple[int, str], str]:
         """Return, by (round, slave), what the manifest of that slave's snapshot hashes to."""
-        rows = self._db.execute("SELECT round, slave, digest FROM digests")
-        return {(number, slave): digest for number, slave, digest in rows}
+        return read_digests(self._db)
+
+    def read_rebalances(self) -> list[RebalanceHistory]:
+        """Return every `dips rebalance`, oldest first."""
+        with _one_moment(self._db):
+            return read_rebalances(self._db)
 
     def read_tokens(self) -> dict[str, dict[str, int]]:
         """Return tokens accepted (in the lineage), gated, lost and undone for each known cluster."""
@@ -170,8 +175,7 @@ def _check_is_ours(db: sqlite3.Connection, path: Path | str) -> None:
         if application != APPLICATION_ID:
             problem = Corrupt(f"{path}: this SQLite file is not a ledger of Di-PS (application id {application:#x})")
         elif schema != SCHEMA_VERSION:
-            older = "an older Di-PS (its lives_ended is incarnations_ended)"
-            writer = "a newer Di-PS" if schema > SCHEMA_VERSION else older
+            writer = "a newer Di-PS" if schema > SCHEMA_VERSION else "an older Di-PS"
             problem = ConfigError(
                 f"{path}: ledger format {schema} was written by {writer}, "
                 f"this one reads {SCHEMA_VERSION}; go on with that version, or begin a new run from its `dips export`"

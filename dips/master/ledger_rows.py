@@ -21,6 +21,7 @@ from dips.protocol.records import (
     OutcomeRow,
     PenaltyRow,
     RangesLeased,
+    Rebalanced,
     Record,
     RolledBack,
     RoundEnded,
@@ -116,6 +117,15 @@ def _versions_retired(db: sqlite3.Connection, r: VersionsRetired, _wall: float) 
         _insert_row(db, "retired", (version.round,))
 
 
+def _rebalanced(db: sqlite3.Connection, r: Rebalanced, wall: float) -> None:
+    (last_round,) = db.execute("SELECT coalesce(max(round), 0) FROM rounds").fetchone()
+    row = (r.version.round, last_round, wall)
+    rebalance = db.execute("INSERT INTO rebalances VALUES (NULL, ?, ?, ?)", row).lastrowid
+    digests = dict(r.digests)
+    for place, (slave, layers) in enumerate(r.placement):
+        _insert_row(db, "rebalanced", (rebalance, place, slave, json.dumps(layers), digests.get(slave)))
+
+
 def _run_finished(db: sqlite3.Connection, r: RunFinished, wall: float) -> None:
     row = (1, r.version.version, r.version.round, r.reason, r.at, wall)
     db.execute("INSERT OR REPLACE INTO finished VALUES (?, ?, ?, ?, ?, ?)", row)  # the one before was undone
@@ -132,6 +142,7 @@ _WRITERS: dict[type[Record], Callable[[sqlite3.Connection, Any, float], None]] =
     ClusterEnded: _cluster_ended,
     ClusterReadmitted: _cluster_readmitted,
     VersionsRetired: _versions_retired,
+    Rebalanced: _rebalanced,
     RunFinished: _run_finished,
 }
 

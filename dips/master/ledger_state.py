@@ -10,6 +10,7 @@ from typing import Any
 
 from dips.errors import Corrupt
 from dips.ids import GENESIS, VersionId
+from dips.master.ledger_rebalances import read_first_placement, read_rebalances, removed_slaves
 from dips.master.ledger_rows import OUTCOME_COLUMNS, read_ints, read_outcome, read_real
 from dips.protocol.enums import OutcomeKind
 from dips.protocol.records import (
@@ -96,20 +97,21 @@ def _died_open(db: sqlite3.Connection) -> dict[tuple[str, int], int]:
 
 
 def read_run(db: sqlite3.Connection) -> RunRow:
-    """What `dips init` wrote; raise Corrupt if it did not finish."""
+    """What `dips init` wrote, placed as the last rebalance left it; raise Corrupt if `dips init` did not finish."""
     row = db.execute("SELECT run, config_digest, manifest FROM run").fetchone()
     if row is None:
         raise Corrupt("the ledger names no run: `dips init` did not finish")
-    placement = db.execute("SELECT slave, layers FROM placement ORDER BY place").fetchall()
+    rebalances = read_rebalances(db)
     genesis = db.execute("SELECT digest, norm FROM genesis ORDER BY layer").fetchall()
     run, config_digest, manifest = row
     return RunRow(
         run,
         config_digest,
         manifest,
-        tuple((slave, read_ints(layers)) for slave, layers in placement),
+        rebalances[-1].placement if rebalances else read_first_placement(db),
         tuple(digest for digest, _ in genesis),
         tuple(read_real(norm) for _, norm in genesis),
+        removed_slaves(rebalances),
     )
 
 

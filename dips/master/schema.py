@@ -91,6 +91,15 @@ CREATE TABLE rollbacks (
 CREATE TABLE undone (
     round INTEGER PRIMARY KEY REFERENCES versions, rollback INTEGER NOT NULL REFERENCES rollbacks
 ) STRICT;
+-- `dips rebalance`: from this version on the layers lie as `rebalanced` says, not as `placement` does
+CREATE TABLE rebalances (
+    place INTEGER PRIMARY KEY, round INTEGER NOT NULL REFERENCES versions, last_round INTEGER NOT NULL, wall REAL
+) STRICT;
+CREATE TABLE rebalanced (
+    rebalance INTEGER NOT NULL REFERENCES rebalances, place INTEGER NOT NULL,
+    slave TEXT NOT NULL, layers TEXT NOT NULL, digest TEXT,
+    PRIMARY KEY (rebalance, place), UNIQUE (rebalance, slave)
+) STRICT;
 -- the committed push of an incarnation that ended before its Outcome
 CREATE TABLE left_open (
     cluster TEXT NOT NULL, inc INTEGER NOT NULL, seq INTEGER NOT NULL, tokens INTEGER NOT NULL,

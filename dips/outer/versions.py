@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from dips.errors import Busy, LocalProtocolError, StalePush, StaleVersion
+from dips.errors import Busy, ConfigError, LocalProtocolError, StalePush, StaleVersion
 from dips.ids import PullId, PushId, VersionId
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.pool import FIXED_BANKS, Arrays, Bank, Pool
@@ -61,11 +61,17 @@ class Versions:
         self._from_file: dict[PullId, VersionId] = {}
 
     def allocate_banks(self, layers: Mapping[int, int]) -> None:
-        """Take and touch all memory for `layers` (index → parameters), once; a repetition must name the same."""
+        """Take and touch all memory for `layers` (index → parameters), once.
+
+        Raise ConfigError if a repetition names others: what is held may be served as nobody else's.
+        """
         if self._layers == dict(layers):
             return
         if self._layers is not None:
-            raise LocalProtocolError(f"memory was made for layers {self._layers}, now {dict(layers)} are asked for")
+            raise ConfigError(
+                f"this process holds the layers {sorted(self._layers)}, and the run places {sorted(layers)} here since "
+                "a rebalance: start it again"
+            )
         self._layers = dict(layers)
         self._pool = Pool(layers, FIXED_BANKS + self.slots + self._pinned)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from dips.ids import PushId, VersionId
 from dips.protocol.enums import OutcomeKind, Role, RoundResult
+from dips.protocol.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,15 @@ class VersionsRetired:
 
 
 @dataclass(frozen=True, slots=True)
+class Rebalanced:
+    """The layers lie on these slaves from `version` on: the commit point of `dips rebalance`."""
+
+    version: VersionId
+    placement: Placement
+    digests: tuple[tuple[str, str], ...]  # (slave, digest of its snapshot's manifest); none for v0@r0
+
+
+@dataclass(frozen=True, slots=True)
 class RunFinished:
     version: VersionId
     reason: str
@@ -188,6 +198,7 @@ Record = (
     | ClusterEnded
     | ClusterReadmitted
     | VersionsRetired
+    | Rebalanced
     | RunFinished
 )
 
@@ -197,14 +208,15 @@ Record = (
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """Written once by `dips init`."""
+    """Written once by `dips init`, but for the placement, which `dips rebalance` replaces."""
 
     run: str
     config_digest: str
     manifest: str  # JSON
-    placement: tuple[tuple[str, tuple[int, ...]], ...]  # (slave, layers)
+    placement: Placement
     genesis: tuple[str, ...]  # xxh3-128 of each layer's bytes at v0@r0
     genesis_norms: tuple[float, ...]  # ‖θ₀‖ of each layer
+    removed: tuple[tuple[str, VersionId], ...] = ()  # slaves that held layers once: until the rebalance at this version
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ def on_slave_registered(run: RunState, event: SlaveRegistered) -> None:
     if problem or slave is None:
         run.reply_to(
             event.req,
-            problem or Failed(ConfigError, f"slave {event.slave!r}: this run places layers on {', '.join(run.slaves)}"),
+            problem or Failed(ConfigError, _why_unknown(run, event.slave)),
         )
         return
     if leave := _from_the_future(run, event):
@@ -59,6 +59,13 @@ def on_slave_registered(run: RunState, event: SlaveRegistered) -> None:
     _enter_state(run, slave, event, order)
     genesis = tuple(run.row.genesis[layer] for layer in slave.layers)
     run.reply_to(event.req, Registered(run.term, slave.sinc, order, run.head, slave.layers, genesis, run.row.manifest))
+
+
+def _why_unknown(run: RunState, name: str) -> str:
+    holders = f"this run places layers on {', '.join(run.slaves)}"
+    if version := dict(run.row.removed).get(name):
+        return f"slave {name!r} is not in this run since the rebalance of {version}: {holders}"
+    return f"slave {name!r}: {holders}"
 
 
 def _find_mismatch(run: RunState, event: SlaveRegistered) -> Failed | None:

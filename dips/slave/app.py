@@ -21,13 +21,13 @@ from dips.config import RunFile, SlaveSection, host_port, load_run
 from dips.errors import ConfigError
 from dips.outer import kernels
 from dips.outer.kernel_pool import KernelPool
-from dips.outer.pool import MemorySum
 from dips.outer.versions import Versions
 from dips.protocol.effects import Registered
 from dips.protocol.manifest import Manifest
 from dips.slave import metrics as slave_metrics
 from dips.slave.core import SlaveCore
 from dips.slave.flow import ZmqFlow
+from dips.slave.machine import available_bytes, memory_of
 from dips.slave.runtime import SlaveRuntime
 from dips.slave.servicer import OrderServicer
 from dips.slave.shard import Shard
@@ -41,7 +41,6 @@ from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServic
 
 HEALTH_SERVICES = ("", "dips.v1.OrderService")
 GRACE_S = 1.0  # orders under way at the end may be answered for so long
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 cli = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -90,9 +89,9 @@ class Parts:
         manifest = Manifest.from_json(registered.manifest)
         if self.thread.standing.sinc == 0:
             numel = sum(manifest.layers[layer].numel for layer in registered.layers)
-            memory = MemorySum(numel, self.section.slots, self.section.pinned, self.section.transit_bytes)
+            memory = memory_of(self.section, numel)
             self.log.info("memory", sum=memory.describe_sum())
-            memory.require_memory(machine_bytes())
+            memory.require_memory(available_bytes(self.section))
             self.flow.set_layers(manifest, registered.layers)
         self.disk.bind_layers(manifest, registered.layers, registered.genesis, registered.sinc)
 
@@ -150,16 +149,6 @@ async def serve(
         await checker.enter_graceful_shutdown()
     log.info("stopped")
     return 0
-
-
-def machine_bytes() -> int:
-    """Memory that this process may have: the machine's, or its control group's if that is less."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = CGROUP_LIMIT.read_text().strip()
-    except OSError:  # no control group, so no limit of its own
-        return machine
-    return min(machine, int(limit)) if limit.isdigit() else machine
 
 
 def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncExitStack) -> Parts:

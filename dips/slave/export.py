@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from dips.errors import ConfigError, CorruptSnapshot
+from dips.errors import ConfigError
 from dips.ids import VersionId
 from dips.slave import tensorfile
 from dips.slave.ports import F32
-from dips.slave.snapshot_files import read_manifest, read_theta
+from dips.slave.snapshot_files import find_whole, read_theta
 from dips.slave.snapshot_manifest import MODEL_FILE, LayerRecord, SnapshotManifest
 from dips.slave.tensorfile import Reader, sync_directory
 
@@ -52,7 +52,7 @@ def _choose_version(
     """Pick the version, and return each directory's snapshot of it."""
     if not directories:
         raise ConfigError("expected the snapshot directories of all slaves, got none")
-    offered = {directory: _list_manifests(directory) for directory in directories}
+    offered = {directory: find_whole(directory) for directory in directories}
     common = set.intersection(*(set(versions) for versions in offered.values()))
     if version is not None:
         common &= {version}
@@ -62,18 +62,6 @@ def _choose_version(
         raise ConfigError(f"{what} complete in all directories: {listing}")
     chosen = max(common)
     return chosen, {directory / str(chosen): offered[directory][chosen] for directory in directories}
-
-
-def _list_manifests(directory: Path) -> dict[VersionId, SnapshotManifest]:
-    if not directory.is_dir():
-        raise ConfigError(f"{directory}: expected a slave's snapshot directory, there is none")
-    offered = {}
-    for path in sorted(directory.glob("v*@r*")):
-        try:
-            offered[VersionId.parse(path.name)] = read_manifest(path)
-        except (CorruptSnapshot, ValueError):  # not complete, so not offered; the message lists what is
-            continue
-    return offered
 
 
 def _order_layers(version: VersionId, manifests: dict[Path, SnapshotManifest]) -> list[Place]:

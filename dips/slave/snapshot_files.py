@@ -1,16 +1,21 @@
-"""One snapshot on the disk, read and compared with its digests: by its slave, by `dips verify` and `dips export`.
+"""One snapshot on the disk, written, or read and compared with its digests: by its slave, and by `dips verify`, `dips
+export` and `dips rebalance`.
 
 Every way for it to be wrong raises CorruptSnapshot with the file's name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from dips.errors import CorruptSnapshot
+import numpy as np
+
+from dips.errors import ConfigError, CorruptSnapshot
 from dips.ids import VersionId
-from dips.protocol.manifest import Layer
+from dips.protocol.manifest import Layer, Manifest
+from dips.slave import tensorfile
 from dips.slave.ports import F32, Arrays
 from dips.slave.snapshot_manifest import (
     MANIFEST_FILE,
@@ -22,7 +27,9 @@ from dips.slave.snapshot_manifest import (
     digest_of,
     split_layer,
 )
-from dips.slave.tensorfile import Reader
+from dips.slave.tensorfile import Reader, sync_directory
+
+ASIDE = ".unfinished-"  # before the name of what is not whole yet, or no longer: removed when its slave starts
 
 
 def read_manifest(path: Path) -> SnapshotManifest:
@@ -38,18 +45,74 @@ def read_manifest(path: Path) -> SnapshotManifest:
     return manifest
 
 
+def find_whole(directory: Path) -> dict[VersionId, SnapshotManifest]:
+    """The manifests of all snapshots that are whole by their sizes; ConfigError if there is no such directory."""
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: expected a slave's snapshot directory, there is none")
+    found = {}
+    for path in sorted(directory.glob("v*@r*")):
+        version = version_of(path)
+        try:
+            if version is not None:
+                found[version] = read_manifest(path)
+        except CorruptSnapshot:  # not complete, so not offered; the message lists what is
+            continue
+    return found
+
+
+def write_snapshot(
+    path: Path,
+    owner: tuple[str, str, int],
+    version: VersionId,
+    model: Manifest,
+    layers: Iterable[int],
+    flat: Iterable[F32],
+) -> bytes:
+    """Fill the directory `path` with a snapshot, durably; return the bytes of its manifest.
+
+    owner  run, slave and incarnation
+    flat   θ and m of each layer, in the order of `layers`; an array may be filled anew when the next one is asked for
+
+    Raises OSError; what is there then is no snapshot.
+    """
+    run, slave, sinc = owner
+    chosen = {index: model.layers[index] for index in layers}
+    shapes = [
+        (prefix + p.name, p.shape)
+        for layer in chosen.values()
+        for prefix in (THETA, MOMENTUM)
+        for p in layer.parameters
+    ]
+    metadata = {"run": run, "slave": slave, "version": str(version)}
+    digests: list[str] = []
+    size = tensorfile.write_tensors(path / MODEL_FILE, metadata, shapes, digest_arrays(flat, digests))
+    records = tuple(
+        LayerRecord(index, layer, of_theta, of_momentum)
+        for (index, layer), of_theta, of_momentum in zip(chosen.items(), digests[::2], digests[1::2], strict=True)
+    )
+    manifest = SnapshotManifest(run, slave, sinc, version, model.digest, len(model.layers), records, size)
+    text = manifest.to_json().encode()
+    with (path / MANIFEST_FILE).open("wb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(path)
+    return text
+
+
 def read_theta(reader: Reader, record: LayerRecord, theta: F32) -> None:
     """Fill θ of one layer and compare its digest."""
-    _read_part(reader, record, THETA, theta, record.theta)
+    read_part(reader, record, THETA, theta, record.theta)
 
 
 def read_layer(reader: Reader, record: LayerRecord, theta: F32, momentum: F32) -> None:
     """Fill θ and m of one layer and compare their digests; raise CorruptSnapshot naming the one that differs."""
-    _read_part(reader, record, THETA, theta, record.theta)
-    _read_part(reader, record, MOMENTUM, momentum, record.momentum)
+    read_part(reader, record, THETA, theta, record.theta)
+    read_part(reader, record, MOMENTUM, momentum, record.momentum)
 
 
-def _read_part(reader: Reader, record: LayerRecord, prefix: str, flat: F32, expected: str) -> None:
+def read_part(reader: Reader, record: LayerRecord, prefix: str, flat: F32, expected: str) -> None:
+    """Fill θ or m of one layer, as `prefix` says, and compare its digest."""
     for parameter, piece in split_layer(record.layer, flat):
         reader.read_into(prefix + parameter.name, parameter.shape, piece)
     found = digest_of(flat)
@@ -57,6 +120,18 @@ def _read_part(reader: Reader, record: LayerRecord, prefix: str, flat: F32, expe
         raise CorruptSnapshot(
             f"{reader.path}: {prefix}{record.layer.name}: expected xxh3-128 {expected}, its bytes give {found}"
         )
+
+
+def read_through(path: Path, manifest: SnapshotManifest, read: Callable[[int], None] = lambda nbytes: None) -> None:
+    """Read a whole snapshot and compare every digest; one layer's memory at a time. `read` is told each layer's bytes.
+
+    Raise CorruptSnapshot naming what differs, OSError.
+    """
+    with Reader(path / MODEL_FILE) as reader:
+        for record in manifest.layers:
+            theta, momentum = (np.empty(record.layer.numel, np.float32) for _ in range(2))
+            read_layer(reader, record, theta, momentum)
+            read(theta.nbytes + momentum.nbytes)
 
 
 def map_layers(path: Path, layers: Mapping[int, Layer], prefix: str) -> Arrays:

@@ -10,13 +10,11 @@ v0@r0 is never written: it is read from the initial model, and checked against t
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
 import xxhash
 
 from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError
@@ -25,21 +23,20 @@ from dips.pidlock import PidLock
 from dips.protocol.manifest import Manifest
 from dips.slave import tensorfile
 from dips.slave.ports import Arrays
-from dips.slave.snapshot_files import digest_arrays, map_layers, read_layer, read_manifest, version_of
-from dips.slave.snapshot_manifest import (
-    MANIFEST_FILE,
-    MODEL_FILE,
-    MOMENTUM,
-    THETA,
-    LayerRecord,
-    SnapshotManifest,
-    digest_of,
-    split_layer,
+from dips.slave.snapshot_files import (
+    ASIDE,
+    map_layers,
+    read_layer,
+    read_manifest,
+    read_through,
+    version_of,
+    write_snapshot,
 )
+from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE, THETA, SnapshotManifest, digest_of, split_layer
+from dips.slave.staged_snapshots import promote_if_ours, staged_path, staged_versions
 from dips.slave.tensorfile import Reader, sync_directory
 from dips.telemetry.logs import Log
 
-_ASIDE = ".unfinished-"
 LISTING_BYTES = 4096  # for each parameter, in the two lists of a snapshot: a name, a shape, places, digests
 _LOCK = ".lock"
 
@@ -62,14 +59,21 @@ class Snapshots:
             self._lock = PidLock(directory / _LOCK, busy=busy, advice="one slave for a directory")
         except OSError as error:
             raise ConfigError(f"directory: {directory} cannot be used for snapshots: {error}") from error
-        for path in sorted(directory.glob(_ASIDE + "*")):
+        for path in sorted(directory.glob(ASIDE + "*")):
             log.warning("snapshot_unfinished", path=str(path), done="removed: it was never renamed into place")
             shutil.rmtree(path)
 
     def bind_layers(self, manifest: Manifest, layers: Sequence[int], genesis: Sequence[str], sinc: int) -> None:
-        """Learn from Registered which layers are ours and what they hash to at v0@r0."""
+        """Learn from Registered which layers are ours and what they hash to at v0@r0.
+
+        A snapshot that a rebalance has left for just these layers takes its place.
+        """
         self._manifest, self._sinc = manifest, sinc
         self._genesis = dict(zip(layers, genesis, strict=True))
+        for version in staged_versions(self._directory):
+            if promote_if_ours(self._directory, version, layers):
+                self._log.info("snapshot_rebalanced", version=str(version), layers=list(layers))
+                self._whole.discard(version)
 
     def close(self) -> None:
         """Give the directory back."""
@@ -78,6 +82,8 @@ class Snapshots:
     def complete_versions(self) -> tuple[VersionId, ...]:
         """Versions whose snapshot is whole and of this run and slave, ascending; each is read through once."""
         found = {version for path in self._directory.iterdir() if (version := version_of(path)) is not None}
+        if self._manifest is None:  # bind may put what is staged into its place
+            found.update(staged_versions(self._directory))
         for version in sorted(found - self._whole - self._bad):
             try:
                 self._verify_snapshot(version)
@@ -161,13 +167,15 @@ class Snapshots:
                 path.rename(aside)
                 sync_directory(self._directory)
                 shutil.rmtree(aside)
+            if (staged := staged_path(self._directory, version)).exists():  # of a rebalance that came to nothing
+                shutil.rmtree(staged)
             self._whole.discard(version)
             self._bad.discard(version)
 
     # ---- writing --------------------------------------------------------------------------------
 
     def _aside_path(self, version: VersionId) -> Path:
-        return self._directory / f"{_ASIDE}{version}"
+        return self._directory / f"{ASIDE}{version}"
 
     def _listing_bytes(self) -> int:
         """What header and manifest may need beside the numbers, generously."""
@@ -191,32 +199,8 @@ class Snapshots:
     def _write_into(self, aside: Path, version: VersionId, theta: Arrays, momentum: Arrays) -> bytes:
         if self._manifest is None:
             raise LocalProtocolError(f"a snapshot of {version} was ordered before this slave knew its layers")
-        layers = {index: self._manifest.layers[index] for index in theta}
-        shapes = [
-            (prefix + p.name, p.shape)
-            for layer in layers.values()
-            for prefix in (THETA, MOMENTUM)
-            for p in layer.parameters
-        ]
-        metadata = {"run": self._run, "slave": self._slave, "version": str(version)}
-        digests: list[str] = []
-        flat = chain.from_iterable((theta[index], momentum[index]) for index in layers)
-        size = tensorfile.write_tensors(aside / MODEL_FILE, metadata, shapes, digest_arrays(flat, digests))
-        records = tuple(
-            LayerRecord(index, layer, of_theta, of_momentum)
-            for (index, layer), of_theta, of_momentum in zip(layers.items(), digests[::2], digests[1::2], strict=True)
-        )
-        model = self._manifest
-        manifest = SnapshotManifest(
-            self._run, self._slave, self._sinc, version, model.digest, len(model.layers), records, size
-        )
-        text = manifest.to_json().encode()
-        with (aside / MANIFEST_FILE).open("wb") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        sync_directory(aside)
-        return text
+        flat = chain.from_iterable((theta[index], momentum[index]) for index in theta)
+        return write_snapshot(aside, (self._run, self._slave, self._sinc), version, self._manifest, theta, flat)
 
     def _rename_snapshot(self, aside: Path, version: VersionId) -> None:
         path = self._directory / str(version)
@@ -227,7 +211,7 @@ class Snapshots:
         sync_directory(self._directory)
 
     def _remove_old(self, path: Path, version: VersionId) -> None:
-        old = self._directory / f"{_ASIDE}old-{version}"
+        old = self._directory / f"{ASIDE}old-{version}"
         path.rename(old)
         shutil.rmtree(old)
 
@@ -241,7 +225,7 @@ class Snapshots:
 
     def _checked_manifest(self, version: VersionId) -> SnapshotManifest:
         """Read a snapshot's manifest; raise CorruptSnapshot if it is not ours or the file has another size."""
-        path = self._directory / str(version)
+        path = self._path_of(version)
         manifest = read_manifest(path)
         mine = (self._run, self._slave, version)
         if (manifest.run, manifest.slave, manifest.version) != mine:
@@ -251,13 +235,12 @@ class Snapshots:
             )
         return manifest
 
+    def _path_of(self, version: VersionId) -> Path:
+        path = self._directory / str(version)
+        return path if path.exists() else staged_path(self._directory, version)
+
     def _verify_snapshot(self, version: VersionId) -> None:
-        """Read the whole snapshot through and compare every digest; one layer's memory at a time."""
-        manifest = self._checked_manifest(version)
-        with Reader(self._directory / str(version) / MODEL_FILE) as reader:
-            for record in manifest.layers:
-                theta, momentum = (np.empty(record.layer.numel, np.float32) for _ in range(2))
-                read_layer(reader, record, theta, momentum)
+        read_through(self._path_of(version), self._checked_manifest(version))
 
     def _check_layers(self, manifest: SnapshotManifest, path: Path) -> None:
         if self._manifest is None:

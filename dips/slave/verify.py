@@ -9,14 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import xxhash
 
 from dips.errors import ConfigError, CorruptSnapshot
 from dips.ids import VersionId
-from dips.slave.snapshot_files import read_layer, read_manifest
+from dips.slave.snapshot_files import read_manifest, read_through
 from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE
-from dips.slave.tensorfile import Reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +51,12 @@ def check_snapshot(
     """
     path = directory / str(version)
     nbytes = 0
+
+    def count(layer_bytes: int) -> None:
+        nonlocal nbytes
+        nbytes += layer_bytes
+        read(layer_bytes)
+
     try:
         manifest = read_manifest(path)
         mine = (run, slave, version)
@@ -64,12 +68,7 @@ def check_snapshot(
         found = xxhash.xxh3_128_hexdigest((path / MANIFEST_FILE).read_bytes())
         if digest is not None and found != digest:
             raise CorruptSnapshot(f"its manifest hashes to {found}, the ledger says {digest}")
-        with Reader(path / MODEL_FILE) as reader:
-            for record in manifest.layers:
-                theta, momentum = (np.empty(record.layer.numel, np.float32) for _ in range(2))
-                read_layer(reader, record, theta, momentum)
-                nbytes += theta.nbytes + momentum.nbytes
-                read(theta.nbytes + momentum.nbytes)
+        read_through(path, manifest, count)
     except (CorruptSnapshot, OSError) as error:
         return None if not path.exists() else Checked(version, nbytes, str(error))
     return Checked(version, nbytes, "")

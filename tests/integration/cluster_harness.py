@@ -108,9 +108,8 @@ class Run:
         self.shared = {"run": "test", **(shared or {})}
         self.slaves = [f"ps{i}" for i in range(slaves)]
         self.file = directory / "dips.yaml"
-        self._write(
-            self.file, self._run_file({"window_s": 0.3, "heartbeat_s": 0.5, "busy_retry_s": 0.2, **(timing or {})})
-        )
+        self._timing = {"window_s": 0.3, "heartbeat_s": 0.5, "busy_retry_s": 0.2, **(timing or {})}
+        self.write_run_file()
         genesis.make_run(load_run(self.file), tensors)
 
     def __enter__(self) -> Run:
@@ -125,6 +124,10 @@ class Run:
                     raise
         if error is not None:
             error.add_note("\n".join(process.tail() for process in self.processes))
+
+    def write_run_file(self) -> None:
+        """Write the run file of `slaves`."""
+        self._write(self.file, self._run_file(self._timing))
 
     def start_master(self) -> Process:
         return self._start("master", [*self.commands["master"], "--config", str(self.file)])

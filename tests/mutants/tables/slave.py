@@ -13,7 +13,45 @@ HELLOS = "tests/unit/slave/test_hostile_hellos.py"
 KERNELS = "tests/unit/outer/test_kernels.py"
 VERSIONS = "tests/unit/outer/test_bites_versions.py tests/unit/outer/test_versions.py"
 
+REBALANCE = "tests/unit/commands/test_rebalance.py"
+
 MUTANTS = (
+    # ---- slaves come and go
+    Mutant(
+        "a rebalance is no incarnation",
+        "dips/protocol/rebalancing.py",
+        "known.get(name, 0) + 1",
+        "known.get(name, 0)",
+        REBALANCE,
+    ),
+    Mutant(
+        "a rebalanced snapshot is not read back",
+        ROOM + "/rebalance.py",
+        "    read_through(path, manifest, report)",
+        "    pass",
+        REBALANCE,
+    ),
+    Mutant(
+        "an unmoved snapshot is not read",
+        "dips/commands/rebalancing.py",
+        "read_through(path, kept[name], report)",
+        "pass",
+        REBALANCE,
+    ),
+    Mutant(
+        "a staged snapshot is not offered",
+        ROOM + "/snapshots.py",
+        "            found.update(staged_versions(self._directory))",
+        "            pass",
+        REBALANCE,
+    ),
+    Mutant(
+        "older versions are not retired by a rebalance",
+        "dips/protocol/rebalancing.py",
+        "if not v.retired and v.version",
+        "if v.retired and v.version",
+        REBALANCE,
+    ),
     # ---- what a HELLO may name
     Mutant("a HELLO names more than there is", "dips/wire", "if named > most", "if named > most << 9", HELLOS),
     Mutant("a HELLO names what is not here", ROOM, "if known is None and misfit:", "if False:", HELLOS),
@@ -24,8 +62,8 @@ MUTANTS = (
     Mutant(
         "the model is not fsynced", ROOM + "/tensorfile.py", "        os.fsync(file.fileno())", "        pass", DISK
     ),
-    Mutant("the manifest is not fsynced", ROOM + "/snapshots.py", "os.fsync(file.fileno())", "pass", DISK),
-    Mutant("the names in a snapshot are not fsynced", ROOM, "sync_directory(aside)", "pass", DISK),
+    Mutant("the manifest is not fsynced", ROOM + "/snapshot_files.py", "os.fsync(file.fileno())", "pass", DISK),
+    Mutant("the names in a snapshot are not fsynced", ROOM, "sync_directory(path)", "pass", DISK),
     Mutant(
         "the rename is not fsynced",
         ROOM,

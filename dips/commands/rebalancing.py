@@ -1,0 +1,267 @@
+"""What `dips rebalance` does, in its order: hold everything, look, plan, copy, read back, write the row, clean up.
+
+Whatever it is interrupted by, the placement of before is whole until the row, and that of after from then on; a
+repetition begins anew, and finds done what was done.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from dips.config import RunFile, SlaveSection
+from dips.errors import ConfigError, CorruptSnapshot, DipsError, FailedDisk
+from dips.ids import GENESIS, VersionId
+from dips.master.genesis import check_is_of_run, ledger_path
+from dips.master.ledger import Ledger
+from dips.pidlock import PidLock
+from dips.protocol.manifest import Manifest
+from dips.protocol.rebalancing import RebalancePlan, plan_rebalance
+from dips.protocol.records import LedgerState
+from dips.protocol.run_state import OLD_LEDGER
+from dips.slave import rebalance as files
+from dips.slave.machine import machine_bytes, memory_of
+from dips.slave.snapshot_files import read_manifest, read_through
+from dips.slave.staged_snapshots import delete_snapshot, keep_snapshot, promote_snapshot, staged_path, staged_versions
+
+MOST_MOVES = 40  # layers that the plan lists by name
+
+
+@dataclass(frozen=True, slots=True)
+class Rebalancing:
+    """The plan, and what it means on the disks."""
+
+    plan: RebalancePlan
+    run: str
+    model: Manifest
+    copies: tuple[files.SnapshotCopy, ...]
+    kept: Mapping[str, Path]  # slaves that have theirs already
+
+    @property
+    def changes_nothing(self) -> bool:
+        return not self.copies and set(self.plan.before) == set(self.plan.after)
+
+
+def show_plan(after: RunFile, before: RunFile | None) -> None:
+    """Print what `rebalance_run` would do; raise what it would raise before it copies."""
+    with closing(Ledger.open(ledger_path(after), readonly=True)) as ledger:
+        _describe(_plan(after, before, ledger), after)
+
+
+def rebalance_run(after: RunFile, before: RunFile | None, keep_old: bool) -> None:
+    """Move the layers to the slaves of `after`; `before` names the directories of those that it does not name.
+
+    Raise ConfigError if something runs or is not usable, CorruptSnapshot, FailedDisk: then nothing has changed.
+    """
+    sections = _sections(after, before)
+    discard = keep_snapshot if keep_old else delete_snapshot
+    with _holding(after, sections) as ledger:
+        _finish_last(ledger, sections, discard)
+        work = _plan(after, before, ledger)
+        _describe(work, after)
+        version = work.plan.version
+        if not work.changes_nothing:
+            digests = _make_snapshots(work)
+            ledger.start_term()  # from here on a master of before, stopped and taken for dead, writes nothing more
+            ledger.write_records(work.plan.records(digests))
+            for copy in work.copies:
+                promote_snapshot(copy.directory, version, discard)
+        in_use = {section.directory.resolve() for section in after.slaves}
+        for section in sections:
+            present = version if section.directory.resolve() in in_use else None
+            files.clean_directory(section.directory, work.run, present, discard)
+        names = ", ".join(section.name for section in after.slaves)
+        print(f"{version} lies on {names}: start the master and these slaves with the new run file")
+
+
+def _sections(after: RunFile, before: RunFile | None) -> list[SlaveSection]:
+    """Every slave and directory, of before and of after, once; ConfigError if one is missing, or is two slaves'."""
+    found: dict[Path, SlaveSection] = {}
+    for section in (*after.slaves, *(before.slaves if before else ())):
+        if not section.directory.is_dir():
+            if section in after.slaves:
+                raise ConfigError(
+                    f"slaves.{section.name}.directory: {section.directory} is not here: mount it, or make it if it is "
+                    "to be new"
+                )
+            continue  # whether it is needed, find_placed tells
+        owner = found.setdefault(section.directory.resolve(), section)
+        if owner.name != section.name:
+            raise ConfigError(
+                f"directory: {section.directory} is said to be of {owner.name} and of {section.name}: each slave has "
+                "its own"
+            )
+    return list(found.values())
+
+
+@contextmanager
+def _holding(after: RunFile, sections: Sequence[SlaveSection]) -> Iterator[Ledger]:
+    """Hold the ledger and all directories, so that nobody starts meanwhile; ConfigError names everybody who runs."""
+    running: list[str] = []
+    with ExitStack() as stack:
+        try:
+            ledger = Ledger.open(ledger_path(after), wall=time.time)
+            stack.callback(ledger.close)
+        except ConfigError as error:
+            running.append(str(error))
+        for section in sections:
+            try:
+                lock = PidLock(section.lock, busy=f"{section.name} runs on {section.directory}", advice="stop it first")
+                stack.callback(lock.close)
+            except ConfigError as error:
+                running.append(str(error))
+            except OSError as error:
+                running.append(f"slaves.{section.name}.directory: {section.directory} cannot be used: {error}")
+        if running:
+            raise ConfigError("; ".join(running))
+        yield ledger
+
+
+def _finish_last(ledger: Ledger, sections: Sequence[SlaveSection], discard: Callable[[Path], None]) -> None:
+    """Put into their places what an interrupted rebalance had staged, if its row is in the ledger."""
+    digests, placed = ledger.read_digests(), dict(ledger.run_row().placement)
+    for section in sections:
+        for version in staged_versions(section.directory):
+            try:
+                digest = files.manifest_digest(staged_path(section.directory, version))
+            except CorruptSnapshot as error:
+                print(f"note: {error}")
+                continue
+            if section.name in placed and digest == digests.get((version.round, section.name)):
+                promote_snapshot(section.directory, version, discard)
+
+
+def _plan(after: RunFile, before: RunFile | None, ledger: Ledger) -> Rebalancing:
+    state, digests = ledger.read_state(), ledger.read_digests()
+    for run_file in (after, before):
+        if run_file is not None:
+            check_is_of_run(run_file, state.row)
+    run, model = state.row.run, Manifest.from_json(state.row.manifest)
+    held = {
+        name: files.find_placed(_where(name, after, before), run, name, layers, digests)
+        for name, layers in state.row.placement
+    }
+    _check_ledger_is_new(state, held)
+    plan = plan_rebalance(state, model, held, [section.name for section in after.slaves])
+    _check_memory(plan, model, after)
+    if plan.version == GENESIS:  # is read from the initial model, wherever its layers are placed
+        return Rebalancing(plan, run, model, (), {})
+    holder = {layer: held[name][plan.version] for name, layers in plan.before for layer in layers}
+    incarnations, was = dict(plan.incarnations), dict(plan.before)
+    copies, kept = [], {}
+    for name, layers in plan.after:
+        directory = after.slave_section(name).directory
+        if was.get(name) == layers and held[name][plan.version].parent.resolve() == directory.resolve():
+            kept[name] = held[name][plan.version]
+        else:
+            sources = {layer: holder[layer] for layer in layers}
+            copies.append(files.SnapshotCopy(run, name, incarnations[name], plan.version, directory, model, sources))
+    return Rebalancing(plan, run, model, tuple(copies), kept)
+
+
+def _where(name: str, after: RunFile, before: RunFile | None) -> list[Path]:
+    """Where a slave's snapshots may lie: as the new run file says, or the old one."""
+    sections = [s for f in (after, before) if f is not None for s in f.slaves if s.name == name]
+    if not sections:
+        known = "the run file of --old does not name it either" if before else "name its run file by --old"
+        raise ConfigError(f"{name} holds layers, and the new run file does not say where: {known}")
+    return list(dict.fromkeys(section.directory for section in sections))
+
+
+def _check_ledger_is_new(state: LedgerState, held: Mapping[str, Mapping[VersionId, Path]]) -> None:
+    """As the master does when slaves register: a round that this ledger has not reserved is another one's."""
+    for name, versions in held.items():
+        newest = max((version.round for version in versions), default=0)
+        if newest >= state.next_round:
+            raise ConfigError(
+                f"{name} holds a version of round {newest}, this ledger knows rounds below {state.next_round}: "
+                f"{OLD_LEDGER}"
+            )
+
+
+def _check_memory(plan: RebalancePlan, model: Manifest, after: RunFile) -> None:
+    """Hold each slave's sum against its `memory_bytes`, or against this machine's memory."""
+    for name, layers in plan.after:
+        section = after.slave_section(name)
+        memory = memory_of(section, sum(model.layers[layer].numel for layer in layers))
+        try:
+            memory.require_memory(section.memory_bytes or machine_bytes())
+        except ConfigError as error:
+            hint = "" if section.memory_bytes else "; if its machine is another one, say slaves.memory_bytes"
+            raise ConfigError(f"slaves.{name}: {error}{hint}") from error
+
+
+def _make_snapshots(work: Rebalancing) -> dict[str, str]:
+    """Copy, and read everything that the new placement consists of; return its digests. A failure leaves nothing."""
+    version = work.plan.version
+    digests = {name: files.manifest_digest(path) for name, path in work.kept.items()}
+    kept = {name: read_manifest(path) for name, path in work.kept.items()}
+    total = 2 * sum(copy.nbytes for copy in work.copies) + sum(manifest.size for manifest in kept.values())
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=total)
+
+        def report(nbytes: int) -> None:
+            progress.advance(task, nbytes)
+
+        try:
+            for copy in work.copies:
+                _drop_stale(copy)
+            files.reserve_room(work.copies)
+            for copy in work.copies:
+                progress.update(task, description=f"{copy.slave} {version}: writing")
+                digests[copy.slave] = files.stage_snapshot(copy, report)
+            for copy in work.copies:
+                progress.update(task, description=f"{copy.slave} {version}: reading back")
+                files.check_staged(copy, report)
+            for name, path in work.kept.items():
+                progress.update(task, description=f"{name} {version}: reading")
+                read_through(path, kept[name], report)
+        except (OSError, DipsError) as error:
+            for copy in work.copies:
+                files.unstage_snapshot(copy)
+            if isinstance(error, OSError):
+                raise FailedDisk(f"the run is as it was: {error}") from error
+            raise
+    return digests
+
+
+def _drop_stale(copy: files.SnapshotCopy) -> None:
+    """Another version that an interrupted try had staged, before the run went on without it."""
+    for version in staged_versions(copy.directory):
+        if version != copy.version:
+            shutil.rmtree(staged_path(copy.directory, version))
+
+
+# ---- the plan, for a person ------------------------------------------------------------------------------------------
+
+
+def _describe(work: Rebalancing, after: RunFile) -> None:
+    """What moves, what is written, and the memory that each slave will take: the sum that it prints at its start."""
+    plan, model = work.plan, work.model
+    print(f"run {work.run}: {plan.version} lies on {', '.join(name for name, _ in plan.before)}")
+    if plan.undone:
+        print(f"undone, since they are not on every disk: {', '.join(map(str, plan.undone))}")
+    for move in plan.moves[:MOST_MOVES]:
+        layer = model.layers[move.layer]
+        print(f"  {layer.name}: {move.source} → {move.target}, {_megabytes(2 * layer.nbytes)}")
+    if len(plan.moves) > MOST_MOVES:
+        print(f"  and {len(plan.moves) - MOST_MOVES} more")
+    moved = sum(2 * model.layers[move.layer].nbytes for move in plan.moves)
+    written = sum(copy.nbytes for copy in work.copies)
+    print(f"moved: {len(plan.moves)} of {len(model.layers)} layers, {_megabytes(moved)} of θ and m")
+    print(f"written: {len(work.copies)} whole snapshots, {_megabytes(written)}")
+    for name, layers in plan.after:
+        memory = memory_of(after.slave_section(name), sum(model.layers[layer].numel for layer in layers))
+        print(f"{name}: {len(layers)} layers, memory {memory.describe_sum()}")
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f} MB"

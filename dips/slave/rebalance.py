@@ -1,0 +1,193 @@
+"""Copies layers between the slaves' directories for `dips rebalance`, while no slave runs.
+
+A snapshot is made whole: its layers are read where they lie now, verified, written, fsynced and staged beside what is
+there (staged_snapshots.py), then read back. Nothing of before is touched until the ledger says so. Takes the memory of
+one layer's θ. It does not know the ledger: the caller says what lies where, and when it is the slave's.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from dips.errors import ConfigError, CorruptSnapshot
+from dips.ids import VersionId
+from dips.protocol.manifest import Manifest
+from dips.slave import tensorfile
+from dips.slave.ports import F32
+from dips.slave.snapshot_files import (
+    ASIDE,
+    find_whole,
+    read_manifest,
+    read_part,
+    read_through,
+    version_of,
+    write_snapshot,
+)
+from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE, MOMENTUM, THETA, LayerRecord
+from dips.slave.snapshots import LISTING_BYTES
+from dips.slave.staged_snapshots import STAGED, delete_snapshot, staged_path
+from dips.slave.tensorfile import Reader, sync_directory
+
+Report = Callable[[int], None]  # is told bytes as they are done
+Digests = Mapping[tuple[int, str], str]  # by (round, slave), of the manifests, as the ledger has them
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotCopy:
+    """A snapshot to be made for a slave: of which layers, and where each lies."""
+
+    run: str
+    slave: str
+    sinc: int
+    version: VersionId
+    directory: Path
+    model: Manifest
+    sources: Mapping[int, Path]  # layer → the snapshot that holds it, in the model's order
+
+    @property
+    def nbytes(self) -> int:
+        """θ and m."""
+        return 2 * sum(self.model.layers[layer].nbytes for layer in self.sources)
+
+
+def manifest_digest(path: Path) -> str:
+    """What the ledger keeps of a snapshot; raise CorruptSnapshot if it is not whole."""
+    read_manifest(path)
+    return xxhash.xxh3_128_hexdigest((path / MANIFEST_FILE).read_bytes())
+
+
+def find_placed(
+    directories: Sequence[Path], run: str, slave: str, layers: Sequence[int], digests: Digests
+) -> dict[VersionId, Path]:
+    """Name the snapshots of a slave that are whole and hold just `layers`, in any of the directories that it may have.
+
+    Raise ConfigError if no directory is there, or one is of another run. Bytes are not read: who copies them does.
+    """
+    here = [directory for directory in directories if directory.is_dir()]
+    if not here:
+        raise ConfigError(
+            f"{slave}: its snapshots are to be read from {' or '.join(map(str, directories))}, which is not here: "
+            "mount it, or restore it"
+        )
+    found: dict[VersionId, Path] = {}
+    for directory in here:
+        for version, manifest in find_whole(directory).items():
+            path = directory / str(version)
+            if manifest.run != run:
+                raise ConfigError(f"{path} is a snapshot of run {manifest.run!r}, expected run {run!r}")
+            ours = manifest.slave == slave and {r.index for r in manifest.layers} == set(layers)
+            if ours and digests.get((version.round, slave), digest := manifest_digest(path)) == digest:
+                found.setdefault(version, path)
+    return found
+
+
+def reserve_room(copies: Sequence[SnapshotCopy]) -> None:
+    """Take the room for all that is not staged yet, before any of it is written; OSError if a disk is full."""
+    for copy in copies:
+        if not is_staged(copy):
+            aside = _aside(copy)
+            aside.mkdir(exist_ok=True)
+            listed = sum(len(copy.model.layers[layer].parameters) for layer in copy.sources)
+            tensorfile.reserve_file(aside / MODEL_FILE, copy.nbytes + LISTING_BYTES * (1 + listed))
+
+
+def is_staged(copy: SnapshotCopy) -> bool:
+    """Whether an earlier try has finished with this one: then it is the same to the byte."""
+    try:
+        manifest = read_manifest(staged_path(copy.directory, copy.version))
+    except CorruptSnapshot:
+        return False
+    return (manifest.slave, manifest.sinc, [r.index for r in manifest.layers]) == (
+        copy.slave,
+        copy.sinc,
+        list(copy.sources),
+    )
+
+
+def stage_snapshot(copy: SnapshotCopy, report: Report) -> str:
+    """Make a snapshot, verifying what it is made of, and stage it; return the digest of its manifest.
+
+    Raise CorruptSnapshot naming what is damaged, OSError if the disk fails.
+    """
+    staged, aside = staged_path(copy.directory, copy.version), _aside(copy)
+    if is_staged(copy):
+        report(copy.nbytes)
+    else:
+        aside.mkdir(exist_ok=True)
+        owner = (copy.run, copy.slave, copy.sinc)
+        write_snapshot(aside, owner, copy.version, copy.model, copy.sources, _read_layers(copy, report))
+        if staged.exists():
+            shutil.rmtree(staged)
+        aside.rename(staged)
+        sync_directory(copy.directory)
+    return manifest_digest(staged)
+
+
+def check_staged(copy: SnapshotCopy, report: Report) -> None:
+    """Read a staged snapshot back, and compare every layer with where it came from, by their digests."""
+    path, sources = staged_path(copy.directory, copy.version), _source_records(copy)
+    manifest = read_manifest(path)
+    for record in manifest.layers:
+        source = sources[record.index]
+        if source != record:
+            raise CorruptSnapshot(
+                f"{path}: layer {record.layer.name}: expected the digests of {copy.sources[record.index]}, "
+                f"{source.theta} and {source.momentum}, got {record.theta} and {record.momentum}"
+            )
+    read_through(path, manifest, report)
+
+
+def unstage_snapshot(copy: SnapshotCopy) -> None:
+    """Give back what a try that failed has taken."""
+    for path in (_aside(copy), staged_path(copy.directory, copy.version)):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def clean_directory(directory: Path, run: str, present: VersionId | None, discard: Callable[[Path], None]) -> None:
+    """Discard the snapshots of this run that are not `present`'s, and delete what rebalances have left unfinished.
+
+    What is damaged or of another run is left for a person.
+    """
+    for path in sorted(directory.glob("v*@r*")):
+        version = version_of(path)
+        if version is not None and version != present and _is_of_run(path, run):
+            discard(path)
+    for path in [*directory.glob(f"{STAGED}*"), *directory.glob(f"{ASIDE}*")]:
+        delete_snapshot(path) if path.name.startswith(STAGED) else shutil.rmtree(path)
+
+
+def _aside(copy: SnapshotCopy) -> Path:
+    return copy.directory / f"{ASIDE}{copy.version}"
+
+
+def _read_layers(copy: SnapshotCopy, report: Report) -> Iterator[F32]:
+    """θ and m of each layer, verified, in one buffer that is filled anew each time."""
+    records = _source_records(copy)
+    buffer = np.empty(max(record.layer.numel for record in records.values()), np.float32)
+    for layer, path in copy.sources.items():
+        record = records[layer]
+        flat = buffer[: record.layer.numel]
+        with Reader(path / MODEL_FILE) as reader:
+            for prefix, digest in ((THETA, record.theta), (MOMENTUM, record.momentum)):
+                read_part(reader, record, prefix, flat, digest)
+                yield flat
+                report(flat.nbytes)
+
+
+def _source_records(copy: SnapshotCopy) -> dict[int, LayerRecord]:
+    """What the snapshots that are copied from say of the layers."""
+    manifests = [read_manifest(path) for path in dict.fromkeys(copy.sources.values())]
+    return {r.index: r for manifest in manifests for r in manifest.layers if r.index in copy.sources}
+
+
+def _is_of_run(path: Path, run: str) -> bool:
+    try:
+        return read_manifest(path).run == run
+    except CorruptSnapshot:
+        return False

@@ -1,0 +1,72 @@
+"""Snapshots that `dips rebalance` has written, until its row in the ledger makes them their slave's.
+
+    .rebalanced-v12@r17   whole and verified; beside v12@r17, which holds the layers of before, or without it
+
+A crash may follow the row, so whoever learns the new placement puts them in their place: the command, or the slave when
+the master names its layers. Before the row nobody does: the layers that the master names are still those of v12@r17.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from dips.errors import CorruptSnapshot
+from dips.ids import VersionId
+from dips.slave.snapshot_files import ASIDE, read_manifest, version_of
+from dips.slave.tensorfile import sync_directory
+
+STAGED = ".rebalanced-"
+KEPT = "old-"  # --keep-old: what a person may delete
+
+
+def staged_path(directory: Path, version: VersionId) -> Path:
+    return directory / f"{STAGED}{version}"
+
+
+def staged_versions(directory: Path) -> list[VersionId]:
+    """The versions of which a snapshot is staged here, ascending."""
+    names = (path.name.removeprefix(STAGED) for path in directory.glob(STAGED + "*"))
+    return sorted(version for name in names if (version := version_of(Path(name))) is not None)
+
+
+def promote_if_ours(directory: Path, version: VersionId, layers: Collection[int]) -> bool:
+    """Put a staged snapshot in its place if it holds just these layers and what is there does not."""
+    if _layers_of(staged_path(directory, version)) != set(layers) or _layers_of(directory / str(version)) == set(
+        layers
+    ):
+        return False
+    promote_snapshot(directory, version)
+    return True
+
+
+def promote_snapshot(directory: Path, version: VersionId, discard: Callable[[Path], None] | None = None) -> None:
+    """Put a staged snapshot in its place; `discard` what was there. It is under one of the two names at any time."""
+    path = directory / str(version)
+    if path.exists():
+        (discard or delete_snapshot)(path)
+    staged_path(directory, version).rename(path)
+    sync_directory(directory)
+
+
+def delete_snapshot(path: Path) -> None:
+    """Remove a snapshot, first out of its name, so that a half-removed one is never taken for one."""
+    aside = path.with_name(f"{ASIDE}old-{path.name}")
+    path.rename(aside)
+    sync_directory(path.parent)
+    shutil.rmtree(aside)
+
+
+def keep_snapshot(path: Path) -> None:
+    """Move a snapshot out of its name: nobody reads it any more, and nobody deletes it."""
+    path.rename(path.with_name(f"{KEPT}{path.name}"))
+    sync_directory(path.parent)
+
+
+def _layers_of(path: Path) -> set[int] | None:
+    """Which layers a snapshot says that it holds; None if there is none."""
+    try:
+        return {record.index for record in read_manifest(path).layers}
+    except CorruptSnapshot:
+        return None
