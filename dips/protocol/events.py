@@ -234,6 +234,15 @@ class TokensReported:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferAwaited:
+    """A cluster says, now and then, that its ranks come to this push or pull or move it, and its trainer is well."""
+
+    cluster: str
+    inc: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
 class SlaveSilent:
     slave: str
     sinc: int
@@ -309,6 +318,7 @@ Event = (
     | BandwidthMeasured
     | ClusterSilent
     | TokensReported
+    | TransferAwaited
     | SlaveSilent
     | Blind
     | Ticked

@@ -17,7 +17,7 @@ from dips.master.core import MasterCore
 from dips.master.held import PollOptions
 from dips.master.ledger import Ledger
 from dips.master.orders import SentOrder
-from dips.master.outbox import Action, HeartbeatReply, SlaveEndpoint, WriteRecords
+from dips.master.outbox import Action, HeartbeatReply, SlaveEndpoint, SlaveProgress, WriteRecords
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Acknowledged, Effect, Exit, Failed, Note, Order, Reply
 from dips.protocol.events import (
@@ -223,6 +223,7 @@ class MasterProcess:
         self.inbox: list[Callable[[], None]] | None = None  # while it is stopped, what came in
         self.writing: Sequence[Record] = ()
         self._answers: dict[int, Answer] = {}
+        self._sent: dict[int, SentOrder] = {}  # orders without an answer
         self._last_req = 0
         self._timer: Timer | None = None
         self._carry_out()
@@ -359,6 +360,10 @@ class MasterProcess:
                 self._exit(action)
             case SlaveEndpoint():
                 pass  # hosts of the simulated network are reached by their names
+            case SlaveProgress():
+                for sent in self._sent.values():
+                    if sent.order.slave == action.slave:
+                        sent.on_progress(self.world.heap.now)
 
     def _exit(self, action: Exit) -> None:
         self.exited = action.reason
@@ -391,6 +396,7 @@ class MasterProcess:
                 self.world.monitor.recorded(record)
 
     def _send(self, sent: SentOrder) -> None:
+        self._sent[sent.order.number] = sent
         left_s = min(sent.left_s(self.world.heap.now), RESEND_S)
 
         def ended(answer: Any) -> None:
@@ -411,6 +417,7 @@ class MasterProcess:
         if event is None:
             self._send(sent)
         else:
+            self._sent.pop(sent.order.number, None)
             self.core.handle(event, now)
 
 

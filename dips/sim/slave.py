@@ -28,7 +28,7 @@ from dips.sim.flow import SimFlow
 from dips.sim.heap import Chance, Heap, Timer
 from dips.sim.network import Network
 from dips.sim.scenario import Scenario
-from dips.sim.slave_work import order_s, shard_work_s, written_by
+from dips.sim.slave_work import order_s, persisted, shard_work_s, written_by
 from dips.sim.transfer import DataNetwork
 from dips.slave.actions import (
     Actions,
@@ -52,6 +52,7 @@ BOOT_S = 0.1  # until a process registers
 CALL_S = 2.0
 BACKOFF_S = (0.2, 1.6)
 BUSY_RETRY_S = 0.3
+WORK_BYTES_PER_S = 1000.0
 
 
 class SlaveObserver:
@@ -153,7 +154,7 @@ class SlaveProcess:
             SlaveTiming(heartbeat_s, CALL_S, BACKOFF_S, BUSY_RETRY_S),
             lambda: Standing.of(self.shard),
             self.flow.transfers,
-            Meters,
+            lambda: Meters(work_bytes=self._worked()),
             partial(self.world.monitor.registered, self),
             machine.rng,
         )
@@ -161,6 +162,8 @@ class SlaveProcess:
         self._undeceived = False  # the master that last told it Hold has the newest ledger
         self._work: deque[ShardWork] = deque()  # the first is being done
         self._writing: WriteSnapshot | None = None
+        self._began: dict[str, float] = {}  # what works now, since when
+        self._worked_s = 0.0
         self._orders: dict[int, tuple[Order, Callable[[Any], None]]] = {}
         self._tickets = 0
         self._timer: Timer | None = None
@@ -236,9 +239,7 @@ class SlaveProcess:
             elif isinstance(action, AnswerOrder):
                 self._answer(action)
             elif isinstance(action, WriteSnapshot):
-                self._writing = action
-                work_s = order_s(Persist, self.machine.disk, self.machine.rng)
-                self._later(work_s, f"{self.name} writes", partial(self._write, action))
+                self._begin_writing(action)
             elif isinstance(action, EndSlave):
                 raise AssertionError(f"{self.name} ends: {action.error!r}")
             elif not isinstance(action, WriteLog):
@@ -275,12 +276,14 @@ class SlaveProcess:
     # ---- work on the shard, one piece after another ----------------------------------------------------------------
 
     def _begin_work(self) -> None:
-        work_s = shard_work_s(self._work[0], self.versions.memory, self.machine.disk, self.machine.rng)
+        work_s = shard_work_s(self._work[0], self.machine.disk, self.machine.rng)
+        self._began["shard"] = self.world.heap.now
         self._later(work_s, f"{self.name} works", self._end_work)
 
     def _end_work(self) -> None:
         work = self._work[0]
         self.machine.touch()
+        self._end_of("shard")
         if isinstance(work, ExecuteOrder | BeginPersist):
             if self.shard.has_answered(work.order.number):
                 self.world.monitor.occurred("answer_lost")
@@ -297,11 +300,36 @@ class SlaveProcess:
         self._work.popleft()
         if self._work:
             self._begin_work()
+        if self._writing is not None and self._is_abandoned(self._writing):
+            self._end_writing(self._writing)
 
-    def _write(self, work: WriteSnapshot) -> None:
+    # ---- a snapshot, beside that -----------------------------------------------------------------------------------
+
+    def _begin_writing(self, work: WriteSnapshot) -> None:
+        self._writing, self._began["disk"] = work, self.world.heap.now
+        work_s = order_s(Persist, self.machine.disk, self.machine.rng)
+        self._written = self._later(work_s, f"{self.name} writes", partial(self._end_writing, work))
+
+    def _is_abandoned(self, work: WriteSnapshot) -> bool:
+        """Its version will not be: the writer notices at its next piece."""
+        return persisted(work.order) not in (self.versions.prepared, self.versions.memory)
+
+    def _end_writing(self, work: WriteSnapshot) -> None:
         self.machine.touch()
+        self._written.cancel()
         self._writing = None
+        self._end_of("disk")
         self._do(self.core.on_done(work, self._attempt(work.write), self.world.heap.now))
+
+    # ---- what heartbeats say of it ---------------------------------------------------------------------------------
+
+    def _worked(self) -> int:
+        """What kernels and disk have worked through: so much a second, while one of them works."""
+        now = self.world.heap.now
+        return int(WORK_BYTES_PER_S * (self._worked_s + sum(now - began for began in self._began.values())))
+
+    def _end_of(self, what: str) -> None:
+        self._worked_s += self.world.heap.now - self._began.pop(what)
 
     def _attempt(self, work: Callable[[], object]) -> object:
         try:

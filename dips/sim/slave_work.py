@@ -25,15 +25,13 @@ def order_s(body: type, disk: SimDisk, rng: Random) -> float:
     return WORK_S.get(body, 0.0) * slowness * (1.0 + rng.random())
 
 
-def shard_work_s(work: ShardWork, memory: VersionId | None, disk: SimDisk, rng: Random) -> float:
-    """Draw how long the shard is busy with `work` while it serves `memory`, whose snapshot is written beside it."""
+def shard_work_s(work: ShardWork, disk: SimDisk, rng: Random) -> float:
+    """Draw how long the shard is busy with `work`; a snapshot is written beside it."""
     match work:
         case FollowRegistration():
             return LOAD_S if isinstance(work.order, LoadVersion) else 0.0
         case ExecuteOrder():
             return order_s(type(work.order.body), disk, rng)
-        case BeginPersist() if persisted(work.order) != memory:
-            return order_s(Persist, disk, rng)
         case _:
             return 0.0
 

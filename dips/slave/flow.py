@@ -168,9 +168,9 @@ class ZmqFlow:
         """Stop receiving; on return nobody writes into its buffers."""
         self._receiver.drop(push)
 
-    def open_pull(self, pull: PullId, version: VersionId, source: Arrays, deadline_s: float) -> None:
-        """Serve `source` until the pull is closed, stalls or passes its deadline."""
-        self._sender.open(pull, version, source, deadline_s, self._clock())
+    def open_pull(self, pull: PullId, version: VersionId, source: Arrays) -> None:
+        """Serve `source` until the pull is closed or stalls."""
+        self._sender.open(pull, version, source, self._clock())
 
     def move_pull(self, pull: PullId, source: Arrays) -> None:
         """Serve the rest from `source`; `moved` follows when no byte of the old one is in flight."""
@@ -224,9 +224,7 @@ class ZmqFlow:
         if header.kind is Kind.HELLO:
             self._hello(lane, peer, header, body)
         elif header.kind is Kind.WANT:
-            for job in self._sender.want(lane, peer, header.stream, decode_want(body), self._clock()):
-                if not self._outgo[lane].put(job):
-                    self._sender.gone(job)
+            self._send(lane, self._sender.want(lane, peer, header.stream, decode_want(body), self._clock()))
         elif header.kind is Kind.DONE:
             decode_done(body)
             self._sender.done(lane, peer, header.stream)
@@ -234,6 +232,11 @@ class ZmqFlow:
             self._lanes[lane].post(self._probes[lane].answer(peer, header.stream, decode_probe(body)))
         else:
             raise BadFrame("kind", f"a slave is not sent {header.kind.name}")
+
+    def _send(self, lane: int, jobs: Iterable[ChunkSend]) -> None:
+        for job in jobs:
+            if not self._outgo[lane].put(job):
+                self._sender.gone(job)
 
     def _hello(self, lane: int, peer: bytes, header: Header, body: memoryview) -> None:
         name, pieces = decode_hello(body)
@@ -247,6 +250,7 @@ class ZmqFlow:
         """After each batch of a lane: ask for what may be asked, end what is over."""
         now = self._clock()
         self._do(self._receiver.plan(lane, now))
+        self._send(lane, self._sender.due(lane, now))
         if now - self._ticked_at[lane] >= TICK_S:
             self._ticked_at[lane] = now
             self._do(self._receiver.tick(now))

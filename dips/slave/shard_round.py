@@ -88,7 +88,7 @@ class ShardRound:
     def commit(self, order: Commit, opened: Opened) -> Answer:
         """Legal for what is prepared or served already; serves it and opens the pulls."""
         self.flip(order.version)
-        self._transfers.open_pulls(order.pulls, order.version, order.pull_deadline_s, opened)
+        self._transfers.open_pulls(order.pulls, order.version, opened)
         return Done()
 
     def abort(self, order: Abort, opened: Opened) -> Answer:
@@ -118,7 +118,9 @@ class ShardRound:
     def end_round(self) -> None:
         """Forget the open round and what was prepared in it: presumed abort."""
         self._snapshots.release(unless=self.versions.memory)
-        self.versions.abort()
+        if self.versions.prepared is not None:
+            self._snapshots.give_up(self.versions.prepared)
+        self.versions.abort(written=self._snapshots.writing)
         self._transfers.unmeasure()
         self.number = self.poison = None
 
@@ -130,15 +132,15 @@ class ShardRound:
             raise StaleVersion(
                 f"Commit of {version}: {self._name} serves {self.versions.memory}, prepared is {self.versions.prepared}"
             )
-        self._snapshots.require_idle(f"Commit of {version}")
+        self._snapshots.require_idle(f"Commit of {version}", unless=version)
         self.versions.flip(version)
         self.end_round()
         self._transfers.relieve()  # now, so that the next Apply finds its bank free
 
     def load(self, version: VersionId) -> None:
         """Serve a version from its snapshot; every push is dropped and every pull closed."""
-        self._snapshots.require_idle(f"Load of {version}")
         self.end_round()
+        self._snapshots.require_idle(f"Load of {version}")
         self._transfers.drop_all()
         self._transfers.relieve()
         self.versions.load(version, lambda theta, momentum: self._disk.read(version, theta, momentum))

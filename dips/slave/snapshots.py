@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError
+from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError, Stale
 from dips.ids import GENESIS, VersionId
+from dips.outer.work_meter import WorkMeter
 from dips.pidlock import PidLock
 from dips.protocol.manifest import Manifest
 from dips.slave import tensorfile
@@ -47,8 +48,11 @@ _LOCK = ".lock"
 class Snapshots:
     """Implements `ports.Disk` on files; used by one thread, and by a second one for one `write` at a time."""
 
-    def __init__(self, directory: Path, run: str, slave: str, initial_model: Path, log: Log) -> None:
+    def __init__(
+        self, directory: Path, run: str, slave: str, initial_model: Path, log: Log, meter: WorkMeter | None = None
+    ) -> None:
         """Take the directory for this process; raise ConfigError, naming it, if another slave holds it."""
+        self._meter = meter or WorkMeter()
         self._directory, self._run, self._slave = directory, run, slave
         self._initial, self._log = initial_model, log
         self._whole: set[VersionId] = set()  # verified, or written by us
@@ -100,14 +104,16 @@ class Snapshots:
         """Give reserved room back; a directory that cannot be removed is removed at the next start."""
         shutil.rmtree(self._aside(version), ignore_errors=True)
 
-    def write(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
+    def write(
+        self, version: VersionId, theta: Arrays, momentum: Arrays, is_wanted: Callable[[], bool] = lambda: True
+    ) -> str:
         """Make a snapshot durable; return the digest of its manifest. One that holds other bytes is replaced."""
         if version in self._whole and (known := self._same(version, theta, momentum)):
             return known
         aside = self._aside(version)
         try:
             aside.mkdir(exist_ok=True)
-            manifest = self._write_into(aside, version, theta, momentum)
+            manifest = self._write_into(aside, version, theta, momentum, is_wanted)
             self._rename(aside, version)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)  # a full disk must not stay full of halves
@@ -125,7 +131,7 @@ class Snapshots:
         try:
             manifest = self._checked_manifest(version)
             self._check_layers(manifest, path)
-            with Reader(path / MODEL_FILE) as reader:
+            with Reader(path / MODEL_FILE, self._meter.add) as reader:
                 for record in manifest.layers:
                     read_layer(reader, record, theta[record.index], momentum[record.index])
         except (CorruptSnapshot, OSError) as error:
@@ -188,7 +194,9 @@ class Snapshots:
             return None
         return xxhash.xxh3_128_hexdigest(text)
 
-    def _write_into(self, aside: Path, version: VersionId, theta: Arrays, momentum: Arrays) -> bytes:
+    def _write_into(
+        self, aside: Path, version: VersionId, theta: Arrays, momentum: Arrays, is_wanted: Callable[[], bool]
+    ) -> bytes:
         if self._manifest is None:
             raise LocalProtocolError(f"a snapshot of {version} was ordered before this slave knew its layers")
         layers = {index: self._manifest.layers[index] for index in theta}
@@ -201,7 +209,13 @@ class Snapshots:
         metadata = {"run": self._run, "slave": self._slave, "version": str(version)}
         digests: list[str] = []
         flat = chain.from_iterable((theta[index], momentum[index]) for index in layers)
-        size = tensorfile.write(aside / MODEL_FILE, metadata, shapes, digested(flat, digests))
+
+        def on_piece(nbytes: int) -> None:
+            self._meter.add(nbytes)
+            if not is_wanted():
+                raise Stale(f"the snapshot of {version} is wanted no more")
+
+        size = tensorfile.write(aside / MODEL_FILE, metadata, shapes, digested(flat, digests), on_piece)
         records = tuple(
             LayerRecord(index, layer, of_theta, of_momentum)
             for (index, layer), of_theta, of_momentum in zip(layers.items(), digests[::2], digests[1::2], strict=True)
@@ -254,7 +268,7 @@ class Snapshots:
     def _verify(self, version: VersionId) -> None:
         """Read the whole snapshot through and compare every digest; one layer's memory at a time."""
         manifest = self._checked_manifest(version)
-        with Reader(self._directory / str(version) / MODEL_FILE) as reader:
+        with Reader(self._directory / str(version) / MODEL_FILE, self._meter.add) as reader:
             for record in manifest.layers:
                 theta, momentum = (np.empty(record.layer.numel, np.float32) for _ in range(2))
                 read_layer(reader, record, theta, momentum)
@@ -273,7 +287,7 @@ class Snapshots:
     def _read_initial(self, theta: Arrays, momentum: Arrays) -> None:
         if self._manifest is None:
             raise LocalProtocolError("the initial model was to be read before this slave knew its layers")
-        with Reader(self._initial) as reader:
+        with Reader(self._initial, self._meter.add) as reader:
             for index, expected in self._genesis.items():
                 layer = self._manifest.layers[index]
                 for parameter, flat in pieces(layer, theta[index]):
