@@ -92,22 +92,26 @@ MUTANTS = (
         PUSHES,
     ),
     Mutant(
-        "a transfer outlives its deadline", ROOM, "run.now >= transfer.deadline", "run.now > transfer.deadline", PUSHES
+        "a transfer outlives its deadline",
+        ROOM,
+        "run.now >= transfer.deadline",
+        "run.now > transfer.deadline",
+        PUSHES,
     ),
     Mutant("a transfer that is awaited ends", ROOM, "run.now + transfer.deadline_s)", "transfer.deadline_s)", PUSHES),
     Mutant("one push's word keeps another", ROOM, "and transfer.id.seq == event.seq:", ":", PUSHES),
     Mutant(
         "a former incarnation's word keeps a push",
-        ROOM,
-        "cluster is None or cluster.inc != event.inc:\n        return\n    slow",
-        "cluster is None:\n        return\n    slow",
+        ROOM + "/movement.py",
+        "cluster is None or cluster.inc != event.inc:",
+        "cluster is None:",
         PUSHES,
     ),
     Mutant(
         "a push that is given up keeps its slot",
         ROOM,
-        'cluster.push is not None and not cluster.push.committed:\n        drop_push(run, cluster, f"sup',
-        'False:\n        drop_push(run, cluster, f"sup',
+        "    drop_superseded(run, cluster, event.push)",
+        "    pass",
         PUSHES,
     ),
     # ---- pulls
