@@ -21,7 +21,8 @@ BITS = 8
 
 def transfer_deadline_s(nbytes: int, bytes_per_s: float | None, timing: TimingOptions) -> float:
     """Seconds that a push or pull of `nbytes` may be silent; `transfer_s` while its rate is unknown."""
-    return max(timing.least_transfer_s, SLACK * nbytes / bytes_per_s) if bytes_per_s else timing.transfer_s
+    known = max(timing.least_transfer_s, SLACK * nbytes / bytes_per_s) if bytes_per_s else timing.transfer_s
+    return max(known, timing.lease_s)  # a cluster may miss as many heartbeats as its lease allows
 
 
 def too_slow(bytes_per_s: float | None, measured_s_ago: float, timing: TimingOptions) -> str:

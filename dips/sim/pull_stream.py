@@ -50,6 +50,9 @@ class PullStream(SimStream):
         self.pulled, self.ended, self._granted = pulled, ended, grant.version
         self._missing = dict.fromkeys(split(self.pieces, CHUNK_BYTES))
 
+    def _is_owed(self) -> bool:
+        return True  # all that is missing was asked for
+
     def _on_message(self, kind: Kind, body: bytes) -> None:
         assert kind is Kind.WELCOME, kind
         self._want(tuple(self._missing))
@@ -90,7 +93,7 @@ class PullStream(SimStream):
             else:
                 self._arrive(send.chunk, body)
 
-        delay_s = net.chunk_delay(self.moving.cluster) if passes else STALL_S
+        delay_s = self._chunk_delay() if passes else STALL_S
         net.heap.after(delay_s, what, leave)
 
     def _arrive(self, chunk: Range, body: bytes) -> None:

@@ -70,7 +70,7 @@ class PushStream(SimStream):
         if broken:
             self._say(f"broken {what}", lambda: self._broke(epoch))
         else:
-            self._say(what, lambda: self._arrive(header, body))
+            self._say(what, lambda: self._arrive(header, body), self._chunk_delay())
         if late:
             delay_s = net.chunk_delay(self.moving.cluster) + links.late_s * rng.random()
             net.heap.after(delay_s, f"late {what}", lambda: self._arrive_again(peer, header, body))

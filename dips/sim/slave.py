@@ -276,7 +276,10 @@ class SlaveProcess:
     # ---- work on the shard, one piece after another ----------------------------------------------------------------
 
     def _begin_work(self) -> None:
-        work_s = shard_work_s(self._work[0], self.machine.disk, self.machine.rng)
+        work = self._work[0]
+        work_s = shard_work_s(work, self.machine.disk, self.machine.rng, self.world.scenario.work_s)
+        if self.world.scenario.work_s and isinstance(work, ExecuteOrder) and self.shard.has_answered(work.order.number):
+            work_s = 0.0  # an answer is repeated, and not the work
         self._began["shard"] = self.world.heap.now
         self._later(work_s, f"{self.name} works", self._end_work)
 
@@ -307,7 +310,7 @@ class SlaveProcess:
 
     def _begin_writing(self, work: WriteSnapshot) -> None:
         self._writing, self._began["disk"] = work, self.world.heap.now
-        work_s = order_s(Persist, self.machine.disk, self.machine.rng)
+        work_s = order_s(Persist, self.machine.disk, self.machine.rng, self.world.scenario.work_s)
         self._written = self._later(work_s, f"{self.name} writes", partial(self._end_writing, work))
 
     def _is_abandoned(self, work: WriteSnapshot) -> bool:

@@ -78,6 +78,8 @@ class SimStream(ABC):
         self._stream = 0
         self._flow: SimFlow | None = None
         self._heard_at = 0.0
+        self._free_at = 0.0  # when the last chunk on its way has arrived, if they travel one behind the other
+        self._welcomed = False
         self._timer: Timer | None = None
 
     def begin(self) -> None:
@@ -85,7 +87,7 @@ class SimStream(ABC):
         if self._flow is not None:
             self._flow.disconnect(self._peer)
         self.epoch += 1
-        self._heard_at = self.net.heap.now
+        self._heard_at, self._welcomed = self.net.heap.now, False
         self._say(f"hello {self.label}", self._hello)
         if self._timer is None:
             self._watch_for_stall(self.net.stall_s)
@@ -96,6 +98,7 @@ class SimStream(ABC):
             return
         self._heard_at = self.net.heap.now
         if kind is not Kind.ERROR:
+            self._welcomed = self._welcomed or kind is Kind.WELCOME
             self._on_message(kind, body)
         elif decode_error(body).code in GIVEN_UP:
             self._finish()
@@ -124,7 +127,15 @@ class SimStream(ABC):
         self._peer, self._stream = self.net.connect(), name.id
         flow.hello(self._peer, self, name, self.pieces)
 
-    def _say(self, what: str, arrive: Callable[[], None]) -> None:
+    def _chunk_delay(self) -> float:
+        """Until a chunk that leaves now has arrived."""
+        net, now = self.net, self.net.heap.now
+        if net.serial_s is None:
+            return net.chunk_delay(self.moving.cluster)
+        self._free_at = max(now, self._free_at) + net.serial_s
+        return self._free_at - now
+
+    def _say(self, what: str, arrive: Callable[[], None], delay_s: float | None = None) -> None:
         """Both directions are needed: nothing travels that its receiver did not ask for."""
         net, epoch, cluster = self.net, self.epoch, self.moving.cluster
 
@@ -132,7 +143,7 @@ class SimStream(ABC):
             self.moving.gate.pass_on(lambda: arrive() if self._incarnations(epoch) else None)
 
         if self._passes():
-            net.heap.after(net.chunk_delay(cluster), what, arrives)
+            net.heap.after(net.chunk_delay(cluster) if delay_s is None else delay_s, what, arrives)
         else:
             net.heap.after(STALL_S, f"{what} stalls", lambda: self._broke(epoch))
 
@@ -160,15 +171,19 @@ class SimStream(ABC):
         if self._flow is not None:
             self._flow.disconnect(self._peer)
 
+    def _is_owed(self) -> bool:
+        """The slave does not answer a HELLO, or does not bring what it was asked for."""
+        return not self._welcomed
+
     def _watch_for_stall(self, delay_s: float) -> None:
-        """A slave that dropped the transfer says nothing: without a message for `stall_s` the stream is begun anew."""
+        """Whose slave owes something and is silent for `stall_s` begins anew, and whose slave is another process."""
         self._timer = self.net.heap.after(delay_s, f"{self.label} waits", self._look)
 
     def _look(self) -> None:
         if self.over or not self.moving.runs(self.rank):
             return
         left_s = self._heard_at + self.net.stall_s - self.net.heap.now
-        if left_s <= 0.0:
+        if left_s <= 0.0 and (self._is_owed() or self.net.flows.flow(self.address.name) is not self._flow):
             self._broke(self.epoch)
         if not self.over:
             self._watch_for_stall(left_s if left_s > 0.0 else self.net.stall_s)

@@ -66,7 +66,7 @@ def build_heartbeat(s: AgentState) -> ClusterHeartbeat | None:
         *sync.moved,
         sync.bytes_per_s,
         s.pace.aligned_steps,
-        s.pace.step_s,
+        s.pace.step_s or (0.0 if s.pace.aligned_steps else s.pace.first_step_s),
         s.pace.since_push,
         account.consumed,
         sync.seq if trainer.alive and sync.phase in OPEN_TRANSFER else 0,
