@@ -139,8 +139,10 @@ class ShardRound:
 
     def load(self, version: VersionId) -> None:
         """Serve a version from its snapshot; every push is dropped and every pull closed."""
-        self.end_round()
+        if self.versions.prepared is not None and self.versions.prepared == self._snapshots.writing:
+            self.end_round()  # its writer need not go on; the load is tried again
         self._snapshots.require_idle(f"Load of {version}")
+        self.end_round()
         self._transfers.drop_all()
         self._transfers.relieve()
         self.versions.load(version, lambda theta, momentum: self._disk.read(version, theta, momentum))

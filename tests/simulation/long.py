@@ -15,14 +15,15 @@ from dips.sim.heap import Chance
 from dips.sim.scenario import ClusterShape, Scenario
 from dips.sim.world import World
 from tests.simulation.checks import Invariant
-from tests.simulation.drawn import FAULTS_S, scenario_of
+from tests.simulation.drawn import scenario_of
 from tests.simulation.sabotage import sabotaged
 from tests.simulation.trial import Result, Trial
 
 TIMES = 5
 GUARD_S = 2.0  # of an order, of a silent transfer, of a trainer that may hang
 LASTS_S = 700.0
-PATIENCE = 12.0  # times the bounds of Liveness, which are those of short work
+FAULTS_S = 300.0  # of an odd seed: faults strike in so many seconds, and then heals what they did
+PATIENCE = 9.0  # times the bounds of Liveness, which are those of short work
 LEAST_VERSIONS = 3
 
 

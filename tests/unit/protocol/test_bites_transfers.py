@@ -201,7 +201,7 @@ def test_a_push_that_nobody_names_ends_at_its_deadline() -> None:
     run.step(ev.TransferAwaited("a", 2, push.seq))
     run.now = run.machine.next_deadline()
     run.step(ev.Ticked())
-    assert [o.body.push for o in run.all_of(DropPush)] == [push]
+    assert [o.push for o in run.all_of(DropPush)] == [push]
 
 
 def test_a_pull_that_nobody_names_ends_at_its_deadline() -> None:
@@ -236,7 +236,7 @@ def test_a_push_is_over_when_its_cluster_asks_for_what_comes_after_it(later: typ
         assert isinstance(run.ask(ev.PullRequested(0, PullId("a", 1, push.seq + 1), 1)), Pending)
     else:
         assert isinstance(run.ask(ev.PushRequested(0, run.next_push("a"), run.head, 1)), Pending)
-    assert [o.body.push for o in run.all_of(DropPush)] == [push]
+    assert [o.push for o in run.all_of(DropPush)] == [push]
 
 
 def test_pulls_at_the_same_time_begin_at_different_slaves() -> None:

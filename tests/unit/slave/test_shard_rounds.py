@@ -9,6 +9,7 @@ from dips.errors import (
     Busy,
     FailedDisk,
     LocalProtocolError,
+    Stale,
     StaleVersion,
 )
 from dips.ids import GENESIS, PullId, PushId, VersionId
@@ -27,7 +28,7 @@ from dips.protocol.effects import (
     Reorder,
 )
 from dips.protocol.events import Done, Folded, Persisted, Prepared
-from dips.slave.shard_registration import Unfollowed
+from dips.slave.shard_registration import Followed, Unfollowed
 from tests.unit.slave.shard_rig import P1, P2, P3, PULL, V1, ShardRig
 
 
@@ -93,6 +94,57 @@ def test_what_is_written_beside_is_not_taken_away() -> None:
     assert answer == Persisted(first, "digest of v1@r1")
     assert (slave.shard.begin_persist(order), slave.disk.writes) == (answer, 1)
     assert slave.order(Apply(2, second, 1.0, 1.0, 0.0)) == Prepared(second)
+
+
+def test_what_is_aborted_while_it_is_written_stays_until_its_writer_has_noticed() -> None:
+    """Its banks are no one else's before; Measure and Fold of the next round go on, its Apply waits [invariant 11]."""
+    slave = ShardRig().ready()
+    version = slave.prepare(persist=False)
+    order = slave.made(Persist(version))
+    write = slave.shard.begin_persist(order)
+    assert callable(write)
+    slave.order(Abort(1, "another slave was lost"))
+    assert slave.shard.versions.prepared is None
+    slave.fold(P2, 0.25, round_=2)
+    with pytest.raises(Busy, match="the snapshot of v1@r1 is being written"):
+        slave.order(Apply(2, VersionId(1, 2), 1.0, 1.0, 0.0))
+    assert slave.shard.versions.used_bytes <= slave.shard.versions.limit_bytes
+    with pytest.raises(Stale, match="wanted no more"):
+        write()
+    assert slave.shard.end_persist(order, None) is None
+    assert slave.order(Apply(2, VersionId(1, 2), 1.0, 1.0, 0.0)) == Prepared(VersionId(1, 2))
+    assert len(slave.shard.versions.holders()) == 4, "theta, m, and what is prepared of them"
+    assert version not in slave.disk.kept
+
+
+def test_a_version_is_committed_while_it_is_written() -> None:
+    """Its row did not wait for this disk: it is served, and what is written of it stays as it is."""
+    slave = ShardRig().ready()
+    version = slave.prepare(persist=False)
+    order = slave.made(Persist(version))
+    write = slave.shard.begin_persist(order)
+    assert callable(write)
+    assert slave.order(Commit(version, ())) == Done()
+    assert slave.shard.end_persist(order, write()) == Persisted(version, "digest of v1@r1")
+    assert slave.disk.kept[version][0] == {i: a.tobytes() for i, a in slave.shard.versions.theta(version).items()}
+
+
+def test_a_load_ends_the_writer_of_what_was_prepared() -> None:
+    """The round is over at the master: the load is tried again when the writer has noticed."""
+    slave = ShardRig().ready()
+    version = slave.prepare(persist=False)
+    order = slave.made(Persist(version))
+    write = slave.shard.begin_persist(order)
+    assert callable(write)
+    other, part = VersionId(1, 9), {0: bytes(4 * 6), 2: bytes(4)}
+    slave.disk.kept[other] = (part, part)
+    slave.welcome(LoadVersion(other))
+    assert isinstance(slave.shard.follow(LoadVersion(other)), Unfollowed)
+    with pytest.raises(Stale):
+        write()
+    slave.shard.end_persist(order, None)
+    assert slave.shard.follow(LoadVersion(other)) is Followed.DONE
+    assert slave.shard.versions.memory == other
 
 
 def test_a_snapshot_that_failed_beside_holds_nobody_up() -> None:
