@@ -42,10 +42,10 @@ def shard_work_s(work: ShardWork, disk: SimDisk, rng: Random, least_s: float) ->
 
 def written_by(work: ShardWork | WriteSnapshot | None) -> VersionId | None:
     """The version whose snapshot is being written, None if `work` writes none."""
-    return persisted(work.order) if isinstance(work, WriteSnapshot | BeginPersist) else None
+    return persisted_version(work.order) if isinstance(work, WriteSnapshot | BeginPersist) else None
 
 
-def persisted(order: Order) -> VersionId:
+def persisted_version(order: Order) -> VersionId:
     """The version that a Persist is about."""
     assert isinstance(order.body, Persist), order
     return order.body.version

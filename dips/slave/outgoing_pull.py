@@ -65,7 +65,7 @@ class OutStream:
             return False
         return self.queued + sum(n for _, n, _ in self.held) + nbytes <= 2 * MOST_BYTES
 
-    def reap(self) -> int:
+    def reap_sent(self) -> int:
         """Forget trackers that are done; return how many bytes they held."""
         freed = 0
         while self.held and self.held[0][0].done:
@@ -98,7 +98,7 @@ class OutgoingPull:
         """Chunks were sent that a rank does not take off our hands; what we have yet to send is our own affair."""
         return not self.closed and any(s.held for s in self.streams)
 
-    def refusal(self, latest: OutStream | None, lane: int, name: StreamName) -> tuple[str, str] | None:
+    def refuse_hello(self, latest: OutStream | None, lane: int, name: StreamName) -> tuple[str, str] | None:
         """Code and message if this HELLO may not join, else None; `latest` is the rank's newest stream."""
         if self.closed:
             return "stale_push", f"pull {self.pull} is over: {self.closed}"

@@ -23,20 +23,20 @@ class ShardSnapshots:
         self.writing: VersionId | None = None  # on another thread
         self._wanted = True  # what is being written
 
-    def reserve(self, version: VersionId, nbytes: int) -> None:
+    def reserve_room(self, version: VersionId, nbytes: int) -> None:
         """Take room for `nbytes` of θ and m; raise FailedDisk if it is not there."""
         if self._reserved != version:
-            self.release()
+            self.release_room()
         try:
-            self._disk.reserve(version, nbytes)
+            self._disk.reserve_room(version, nbytes)
         except OSError as error:
             raise FailedDisk(f"{self._name} has no room for the snapshot of {version}: {error}") from error
         self._reserved = version
 
-    def release(self, unless: VersionId | None = None) -> None:
+    def release_room(self, unless: VersionId | None = None) -> None:
         """Give back what was reserved, unless it is for a version that still waits for its snapshot."""
         if self._reserved is not None and self._reserved != unless:
-            self._disk.release(self._reserved)
+            self._disk.release_room(self._reserved)
             self._reserved = None
 
     def begin_writing(self, version: VersionId, theta: Arrays, momentum: Arrays) -> Callable[[], str]:
@@ -46,13 +46,13 @@ class ShardSnapshots:
             self._reserved = None
         self.writing, self._wanted = version, True
 
-        def write() -> str:
+        def write_reserved() -> str:
             try:
-                return self._disk.write(version, theta, momentum, lambda: self._wanted)
+                return self._disk.write_snapshot(version, theta, momentum, lambda: self._wanted)
             except OSError as error:
                 raise FailedDisk(f"{self._name} cannot write the snapshot of {version}: {error}") from error
 
-        return write
+        return write_reserved
 
     def give_up(self, version: VersionId) -> None:
         """End the writer of a version that will not be; it notices soon."""
