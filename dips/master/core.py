@@ -163,7 +163,7 @@ class MasterCore:
         register = register or heartbeat.term != coordinator.term
         before = self.heartbeats.get(("slave", heartbeat.slave))
         if before is not None and _has_worked(before[0], heartbeat):
-            self._outbox.put(SlaveProgress(heartbeat.slave))
+            self._outbox.put_item(SlaveProgress(heartbeat.slave))
         if not register:
             self.heartbeats["slave", heartbeat.slave] = (heartbeat, now)
         return SlaveHeartbeatAnswer(coordinator.term, self._timing.lease_s, register, as_of, pushes, pulls)

@@ -162,7 +162,7 @@ class SimFlow:
         """After each frame: ask for what may be asked; now and then, end what is over."""
         now = self._heap.now
         asked = self.receiver.plan_wants(0, now)
-        self._do(asked)
+        self._do_moves(asked)
         if now - self._ticked_at >= TICK_S:
             self._run_tick()
         elif asked:

@@ -99,7 +99,7 @@ class PullStream(SimStream):
     def _on_chunk(self, chunk: Range, body: bytes) -> None:
         if chunk not in self._missing:
             return
-        self._heard_at = self.net.heap.now
+        self._last_message_at = self.net.heap.now
         del self._missing[chunk]
         begin, end = self.net.layout.place_range(chunk)
         self.pulled.versions.append(self._granted)

@@ -80,7 +80,7 @@ class PushStream(SimStream):
         if flow is None or flow is not self._flow:
             self._on_break(self.epoch)
             return
-        self._heard_at = self.net.heap.now
+        self._last_message_at = self.net.heap.now
         refused = flow.take_chunk(self._peer, header, body)
         if not refused:
             self.moving.meter.nbytes += len(body)

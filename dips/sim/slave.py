@@ -28,7 +28,7 @@ from dips.sim.flow import SimFlow
 from dips.sim.heap import Chance, Heap, Timer
 from dips.sim.network import Network
 from dips.sim.scenario import Scenario
-from dips.sim.slave_work import order_s, persisted, shard_work_s, written_by
+from dips.sim.slave_work import order_s, persisted_version, shard_work_s, written_by
 from dips.sim.transfer import DataNetwork
 from dips.slave.actions import (
     Actions,
@@ -315,18 +315,18 @@ class SlaveProcess:
     def _begin_writing(self, work: WriteSnapshot) -> None:
         self._writing, self._began["disk"] = work, self.world.heap.now
         work_s = order_s(Persist, self.machine.disk, self.machine.rng, self.world.scenario.work_s)
-        self._written = self._later(work_s, f"{self.name} writes", partial(self._end_writing, work))
+        self._written = self._call_later(work_s, f"{self.name} writes", partial(self._end_writing, work))
 
     def _is_abandoned(self, work: WriteSnapshot) -> bool:
         """Its version will not be: the writer notices at its next piece."""
-        return persisted(work.order) not in (self.versions.prepared, self.versions.memory)
+        return persisted_version(work.order) not in (self.versions.prepared, self.versions.served_version)
 
     def _end_writing(self, work: WriteSnapshot) -> None:
-        self.machine.touch()
+        self.machine.mark_touched()
         self._written.cancel()
         self._writing = None
         self._end_of("disk")
-        self._do(self.core.on_done(work, self._attempt_work(work.write), self.world.heap.now))
+        self._do_actions(self.core.on_done(work, self._attempt_work(work.write), self.world.heap.now))
 
     # ---- what heartbeats say of it ---------------------------------------------------------------------------------
 

@@ -183,7 +183,7 @@ class SimStream(ABC):
         if self.over or not self.moving.rank_runs(self.rank):
             return
         left_s = self._last_message_at + self.net.stall_s - self.net.heap.now
-        if left_s <= 0.0 and (self._is_owed() or self.net.flows.flow(self.address.name) is not self._flow):
+        if left_s <= 0.0 and (self._is_owed() or self.net.flows.flow_of(self.address.name) is not self._flow):
             self._on_break(self.epoch)
         if not self.over:
             self._watch_for_stall(left_s if left_s > 0.0 else self.net.stall_s)

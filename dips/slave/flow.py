@@ -237,8 +237,8 @@ class ZmqFlow:
 
     def _send(self, lane: int, jobs: Iterable[ChunkSend]) -> None:
         for job in jobs:
-            if not self._outgo[lane].put(job):
-                self._sender.gone(job)
+            if not self._outgo[lane].put_item(job):
+                self._sender.on_not_sent(job)
 
     def _on_hello(self, lane: int, peer: bytes, header: Header, body: memoryview) -> None:
         name, pieces = decode_hello(body)

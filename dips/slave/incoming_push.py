@@ -98,7 +98,7 @@ class IncomingPush:
         Nobody owes anything before all ranks are here, while it waits for its turn or for room in the pool, or for
         what is here and being checked.
         """
-        owing = [s.intake.heard_at for s in self.streams.values() if s.intake.in_flight]
+        owing = [s.intake.last_byte_at for s in self.streams.values() if s.intake.in_flight]
         return max(self.moved_at, *owing) if owing and self.phase is PushPhase.MOVING else None
 
     def over_at(self, stall_s: float) -> float:

@@ -249,7 +249,7 @@ class Receiver:
                     gathering = push.phase is PushPhase.GATHERING
                     what = f"deadline: no HELLO for {push.gather_s:g} s" if gathering else ""
                     what = what or f"no new bytes for {self._stall_s:g} s"
-                    moves += self._refuse_push(push, f"{what}; {push.missing()}", "refused")
+                    moves += self._refuse_push(push, f"{what}; {push.describe_missing()}", "refused")
         return moves
 
     def _refuse_push(self, push: IncomingPush, reason: str, code: str) -> list[Move]:

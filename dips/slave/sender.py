@@ -165,7 +165,7 @@ class Sender:
         with self._lock:
             jobs = list[ChunkSend]()
             for stream in [s for s in self._parked if s.lane == lane]:
-                self._reap(stream, now)
+                self._reap_stream(stream, now)
                 jobs += self._unpark(stream)
             return jobs
 

@@ -873,8 +873,8 @@ def test_ranks_in_the_middle_of_a_long_step_find_their_push_and_pull():
         buffers = slave.open_push(pushed)
         slave.flow.open_pull(pulled, V, values)
         time.sleep(5 * 0.2)
-        assert push(slave.grant(1), base(1), shares(values, 1)[0]).connections == 1
-        assert pull(slave.grant(1), base(2), shares(target, 1)[0]).connections == 1
+        assert push_pieces(slave.grant(1), base(1), shares(values, 1)[0]).connections == 1
+        assert pull_pieces(slave.grant(1), base(2), shares(target, 1)[0]).connections == 1
         slave.heard.wait("staged", pushed)
         assert same(buffers, values) and same(target, values)
         assert not slave.heard.of("released", pulled)
@@ -923,7 +923,7 @@ def test_a_pull_does_not_depend_on_when_libzmq_lets_go(monkeypatch):
         timer.start()
         grant = Grant(V, (SlaveAddress("s0", SINC, flow.addresses(), (0,)),), ((0,),), 30.0)
         target = np.empty_like(source)
-        assert pull(grant, base(1), [Piece(0, 0, 0, source.size, target)]).connections == 1
+        assert pull_pieces(grant, base(1), [Piece(0, 0, 0, source.size, target)]).connections == 1
         assert np.array_equal(source, target)
         assert not flow.refused
     finally:

@@ -29,7 +29,7 @@ LEAST_VERSIONS = 3
 
 def long_scenario(seed: int) -> Scenario:
     """Draw a run of two slaves and two or three clusters."""
-    rng, drawn = Chance(seed).of("long"), scenario_of(seed)
+    rng, drawn = Chance(seed).generator_for("long"), scenario_of(seed)
     timing = TimingOptions(
         window_s=0.6, heartbeat_s=1.0, lease_heartbeats=4, hang_s=GUARD_S, order_s=GUARD_S, compute_s=GUARD_S,
         transfer_s=GUARD_S, least_transfer_s=GUARD_S, busy_retry_s=0.7,
@@ -62,7 +62,7 @@ class NothingLostInvariant(Invariant):
     number = 12
     ENDS = ("push_dropped", "round_skipped", "slave_lost", "cluster_gone")
 
-    def noted(self, note: Note) -> None:
+    def note_logged(self, note: Note) -> None:
         self.require(note.kind not in self.ENDS, f"{note.kind} without any fault: {dict(note.fields)}")
 
 

@@ -143,7 +143,7 @@ def test_a_slow_step_is_no_hang() -> None:
     slow = replace(heartbeat(steps=3), step_s=600.0)
     for now in range(1, 3000, 2):
         assert judge.on_cluster_heartbeat(slow, float(now)) == []
-        assert judge.verdicts(float(now)) == []
+        assert judge.judge_silence(float(now)) == []
     (hung,) = judge.on_cluster_heartbeat(slow, 3001.0)
     assert isinstance(hung, TrainerChanged) and not hung.moving and "3000 s" in hung.reason
 

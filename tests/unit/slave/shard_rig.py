@@ -143,7 +143,7 @@ class MemoryDisk:
 def carry_out(shard: Shard, order: Order) -> Answer:
     """Have an order carried out; a snapshot is written here and now."""
     if not isinstance(order.body, Persist):
-        return shard.execute(order)
+        return shard.execute_order(order)
     begun = shard.begin_persist(order)
     if not callable(begun):
         return begun

@@ -93,15 +93,15 @@ def test_a_want_beyond_what_libzmq_has_let_go_of_waits_and_is_not_lost() -> None
     answer(sender, name())
     chunk = Range(0, 0, 0, ITEMS)
     for _ in range(2 * MOST_CHUNKS):
-        (job,) = sender.want(0, b"p", name().id, (chunk,), 0.0)
+        (job,) = sender.on_want(0, b"p", name().stream_id, (chunk,), 0.0)
         held.append(Held())
-        sender.sent(job, held[-1])
-    assert sender.want(0, b"p", name().id, (chunk,) * 3, 0.0) == []
+        sender.on_sent(job, held[-1])
+    assert sender.on_want(0, b"p", name().stream_id, (chunk,) * 3, 0.0) == []
     assert sender.due(0, 0.1) == [] == sender.due(1, 0.1)
     held[0].done = held[1].done = True
     assert sender.due(1, 0.2) == []
     assert len(sender.due(0, 0.2)) == 2
-    sender.close(PULL, "closed")
+    sender.close_pull(PULL, "closed")
     assert sender.due(0, 0.3) == []
 
 
@@ -111,8 +111,8 @@ def test_a_want_of_an_ended_stream_does_not_wait_on() -> None:
     answer(sender, name(1))
     chunk = Range(0, 0, 0, ITEMS)
     for _ in range(2 * MOST_CHUNKS):
-        (job,) = sender.want(0, b"p", name().id, (chunk,), 0.0)
-        sender.sent(job, Held())
-    sender.want(0, b"p", name().id, (chunk,), 0.0)
+        (job,) = sender.on_want(0, b"p", name().stream_id, (chunk,), 0.0)
+        sender.on_sent(job, Held())
+    sender.on_want(0, b"p", name().stream_id, (chunk,), 0.0)
     answer(sender, name(2))
     assert sender.due(0, 0.1) == []

@@ -117,9 +117,9 @@ def test_a_writer_that_fails_is_ended_before_its_error_is_told() -> None:
 def test_what_waits_for_a_snapshot_is_tried_for_as_long_as_that_is_written() -> None:
     """An Apply that finds the disk busy is no failure of the Apply; without a writer its deadline holds."""
     desk, busy = OrderDesk(TIMING), Busy("the snapshot of v1@r1 is being written")
-    desk.take(1, order(1, Persist(V1)), 0.0)
+    desk.take_order(1, order(1, Persist(V1)), 0.0)
     desk.on_persist_begun(1, write, 0.1)
-    desk.take(2, order(2, DropPush(P1, "")), 0.2)
+    desk.take_order(2, order(2, DropPush(P1, "")), 0.2)
     assert desk.on_executed(2, busy, 50.0) == []
     (ending,) = desk.on_written(1, "d1ge57")
     assert isinstance(ending, EndPersist)

@@ -142,8 +142,8 @@ def test_a_rank_that_does_not_take_what_it_asked_for_stalls():
     """From when something was sent, or was last taken; a second chunk that is held ends it."""
     sender, first, second = make(), SentTracker(), SentTracker()
     sender.on_sent(asked(sender), first)
-    (other,) = sender.want(0, b"p", name().id, (CHUNK,), 0.0)
-    sender.sent(other, second)
+    (other,) = sender.on_want(0, b"p", name().stream_id, (CHUNK,), 0.0)
+    sender.on_sent(other, second)
     assert sender.tick(9.0) == []
     first.done = True
     assert sender.tick(9.5) == []  # it moved at 9.5
@@ -159,25 +159,25 @@ def test_who_is_not_asked_never_stalls():
     assert sender.tick(1e6) == [] and sender.next_deadline() == inf
     job = asked(sender)
     assert sender.tick(2e6) == [] and sender.next_deadline() == inf
-    sender.sent(job, tracker)
+    sender.on_sent(job, tracker)
     tracker.done = True
     assert sender.tick(3e6) == [] and sender.next_deadline() == inf
-    assert sender.want(0, b"p", name().id, (CHUNK,), 4e6)
+    assert sender.on_want(0, b"p", name().stream_id, (CHUNK,), 4e6)
 
 
 def test_what_is_owed_counts_from_when_it_was_sent():
     """A question that was asked long ago and whose chunk leaves now has just begun to be waited for."""
     now = [0.0]
     sender = Sender(4096, 10.0, lambda: now[0])
-    sender.use(LayerLayout(MANIFEST, (0,)))
-    sender.open(PULL, V, {0: np.arange(1000, dtype=np.float32)}, 0.0)
+    sender.set_layers(LayerLayout(MANIFEST, (0,)))
+    sender.open_pull(PULL, V, {0: np.arange(1000, dtype=np.float32)}, 0.0)
     job = asked(sender)
     now[0] = 100.0
-    sender.sent(job, SentTracker())
+    sender.on_sent(job, SentTracker())
     assert sender.next_deadline() == 110.0
-    assert sender.tick(109.0) == [] and sender.transfers()
+    assert sender.tick(109.0) == [] and sender.list_transfers()
     sender.tick(110.0)
-    assert sender.transfers() == ()
+    assert sender.list_transfers() == ()
 
 
 def test_before_and_after_a_pull_a_rank_hears_which():
@@ -185,7 +185,7 @@ def test_before_and_after_a_pull_a_rank_hears_which():
     sender = make()
     later = StreamName("demo", "pull", "fast", 1, 2, 0, "s0", 1, 1, str(V))
     assert code(sender.on_hello(0, b"p", later, (), 0.0)) == "unknown"
-    sender.close(PULL, "closed")
+    sender.close_pull(PULL, "closed")
     assert code(sender.on_hello(0, b"p", name(), (), 0.0)) == "stale_push"
     sender.tick(0.0)
     assert code(sender.on_hello(0, b"p", name(), (), 0.0)) == "stale_push"
@@ -209,7 +209,7 @@ def test_a_repeated_pull_of_a_version_needs_no_reading():
 def test_the_next_deadline_is_the_stall_of_what_is_served():
     """Who ticks then closes what stalls; a closed pull waits for trackers, not for a time."""
     sender, tracker = make(), SentTracker()
-    sender.sent(asked(sender), tracker)
+    sender.on_sent(asked(sender), tracker)
     assert sender.next_deadline() == 10.0
     assert [v for _, v, _ in sender.list_sources()] == [V]
     assert sender.tick(9.9) == []

@@ -88,7 +88,7 @@ def test_what_is_written_beside_is_not_taken_away() -> None:
     second = VersionId(2, 2)
     with pytest.raises(Busy, match=r"Apply of v2@r2 waits: the snapshot of v1@r1 is being written"):
         slave.order(Apply(2, second, 1.0, 1.0, 0.0))
-    assert isinstance(slave.shard.follow(LoadVersion(GENESIS)), Unfollowed)
+    assert isinstance(slave.shard.follow_order(LoadVersion(GENESIS)), Unfollowed)
     assert "Load of v0@r0 waits" in slave.shard.reason
     answer = slave.shard.end_persist(order, write())
     assert answer == Persisted(first, "digest of v1@r1")
@@ -113,7 +113,7 @@ def test_what_is_aborted_while_it_is_written_stays_until_its_writer_has_noticed(
         write()
     assert slave.shard.end_persist(order, None) is None
     assert slave.order(Apply(2, VersionId(1, 2), 1.0, 1.0, 0.0)) == Prepared(VersionId(1, 2))
-    assert len(slave.shard.versions.holders()) == 4, "theta, m, and what is prepared of them"
+    assert len(slave.shard.versions.bank_holders()) == 4, "theta, m, and what is prepared of them"
     assert version not in slave.disk.kept
 
 
@@ -143,8 +143,8 @@ def test_a_load_ends_the_writer_of_what_was_prepared() -> None:
     with pytest.raises(Stale):
         write()
     slave.shard.end_persist(order, None)
-    assert slave.shard.follow(LoadVersion(other)) is Followed.DONE
-    assert slave.shard.versions.memory == other
+    assert slave.shard.follow_order(LoadVersion(other)) is Followed.DONE
+    assert slave.shard.versions.served_version == other
 
 
 def test_a_snapshot_that_failed_beside_holds_nobody_up() -> None:
