@@ -15,7 +15,7 @@ PIECES = 50  # the snapshot's time in so many
 
 
 def main() -> None:
-    seconds, write = float(os.environ["SLOW_FSYNC_S"]), tensorfile.write
+    seconds, write = float(os.environ["SLOW_FSYNC_S"]), tensorfile.write_tensors
 
     def write_slowly(path: Any, metadata: Any, shapes: Any, data: Any, on_piece: Any) -> int:
         for _ in range(PIECES):
@@ -23,7 +23,7 @@ def main() -> None:
             on_piece(1)
         return write(path, metadata, shapes, data, on_piece)
 
-    snapshots.tensorfile.write = write_slowly  # type: ignore[assignment]  # the one place that writes snapshots
+    snapshots.tensorfile.write_tensors = write_slowly  # type: ignore[assignment]  # the one place that writes snapshots
     app.main()
 
 

@@ -496,7 +496,7 @@ async def test_an_order_to_a_slave_that_works_has_its_whole_time_again() -> None
     async with listening(SlaveScript("s0")) as slave:
         slave.hold = asyncio.Event()
         link = SlaveLink("s0", slave.address)
-        waiting = asyncio.create_task(link.execute(order(1, deadline_s=0.6)))
+        waiting = asyncio.create_task(link.execute_order(order(1, deadline_s=0.6)))
         for _ in range(6):
             await asyncio.sleep(0.2)
             link.on_progress()

@@ -888,10 +888,10 @@ def test_one_slow_rank_pulls_from_eight_slaves_at_the_first_attempt():
     try:
         for i in range(slaves):
             flows.append(ZmqFlow(RUN, f"s{i}", ("127.0.0.1:0",), CHUNK_BYTES, 64 << 20, 2, stall_s))
-            flows[i].use(many, (i,))
+            flows[i].set_layers(many, (i,))
             flows[i].start(SINC, FlowRecorder())
             flows[i].open_pull(PullId("fast", 1, 1), V, {i: source[i]})
-        addresses = tuple(SlaveAddress(f"s{i}", SINC, flows[i].addresses(), (i,)) for i in range(slaves))
+        addresses = tuple(SlaveAddress(f"s{i}", SINC, flows[i].lane_addresses(), (i,)) for i in range(slaves))
         grant, target = Grant(V, addresses, (tuple(range(slaves)),), 30.0), np.empty_like(source)
         pieces = [Piece(i, 0, 0, items, target[i]) for i in range(slaves)]
         order, begun = LayerOrder(grant, base(1), pieces, stall_s, time.monotonic), time.monotonic()
@@ -899,7 +899,7 @@ def test_one_slow_rank_pulls_from_eight_slaves_at_the_first_attempt():
         assert time.monotonic() - begun >= 5 * stall_s
         assert stats.connections == slaves, "no stream was broken"
         assert np.array_equal(source, target)
-        assert not any(flow.refused for flow in flows)
+        assert not any(flow.refused_frames for flow in flows)
     finally:
         for flow in flows:
             flow.close()
@@ -912,20 +912,20 @@ def test_a_pull_does_not_depend_on_when_libzmq_lets_go(monkeypatch):
     is over" (StalePush).
     """
     items, chunks, let_go = CHUNK_BYTES // 4, 3 * 128, threading.Event()
-    big, reap = Manifest((Layer("big", (Parameter("big.w", (chunks * items,)),)),)), OutStream.reap
-    monkeypatch.setattr(OutStream, "reap", lambda stream: reap(stream) if let_go.is_set() else 0)
+    big, reap = Manifest((Layer("big", (Parameter("big.w", (chunks * items,)),)),)), OutStream.reap_sent
+    monkeypatch.setattr(OutStream, "reap_sent", lambda stream: reap(stream) if let_go.is_set() else 0)
     flow, source = ZmqFlow(RUN, "s0", ("127.0.0.1:0",), CHUNK_BYTES, 64 << 20, 2, 10.0), model_of(big)
     timer = threading.Timer(0.3, let_go.set)
     try:
-        flow.use(big, (0,))
+        flow.set_layers(big, (0,))
         flow.start(SINC, FlowRecorder())
         flow.open_pull(PullId("fast", 1, 1), V, {0: source})
         timer.start()
-        grant = Grant(V, (SlaveAddress("s0", SINC, flow.addresses(), (0,)),), ((0,),), 30.0)
+        grant = Grant(V, (SlaveAddress("s0", SINC, flow.lane_addresses(), (0,)),), ((0,),), 30.0)
         target = np.empty_like(source)
         assert pull_pieces(grant, base(1), [Piece(0, 0, 0, source.size, target)]).connections == 1
         assert np.array_equal(source, target)
-        assert not flow.refused
+        assert not flow.refused_frames
     finally:
         timer.cancel()
         let_go.set()

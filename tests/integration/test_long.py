@@ -57,7 +57,7 @@ def test_with_overlap_and_steps_of_five_stall_s_every_push_lands(tmp_path: Path)
     stall_s = 0.4
     timing = {"heartbeat_s": 0.2, "hang_s": stall_s, "least_transfer_s": stall_s, "transfer_s": stall_s}
     shared = {
-        "stop": {"versions": 3},
+        "stop": {"versions": 2},
         "outer": {"lr": 1.0, "momentum": 0.0, "clip": {}},
         "penalty": {"rule": "none"},
     }
@@ -69,6 +69,6 @@ def test_with_overlap_and_steps_of_five_stall_s_every_push_lands(tmp_path: Path)
         cluster = run.start_cluster("a", command, steps=1, overlap="full", heartbeat_s=0.2, stall_s=stall_s)
         run.wait(cluster, 90)
         marks = [json.loads(line) for line in run.timeline("a").read_text().splitlines()]
-    assert [m["outcome"] for m in marks if m["kind"] == "outcome"] == ["accepted"] * 3
+    assert [m["outcome"] for m in marks if m["kind"] == "outcome"] == ["accepted"] * 2
     ended = [m for m in marks if m["kind"] in ("push_end", "pull_end")]
-    assert len(ended) >= 6 and all(m.get("ok", m.get("installed")) for m in ended), ended
+    assert len(ended) >= 4 and all(m.get("ok", m.get("installed")) for m in ended), ended

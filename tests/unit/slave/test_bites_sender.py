@@ -78,7 +78,7 @@ def test_large_chunks_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> N
     assert refused.value.reason == "credit"
 
 
-class Held:
+class LaggingTracker:
     """libzmq holds a chunk until the test says otherwise, as it may long after the rank has it."""
 
     done = False
@@ -89,12 +89,12 @@ def test_a_want_beyond_what_libzmq_has_let_go_of_waits_and_is_not_lost() -> None
 
     Such a WANT was refused, and the pull ended by a stall at both ends at once: "pull … is over".
     """
-    sender, held = serving(chunk_bytes=4 * ITEMS), list[Held]()
+    sender, held = serving(chunk_bytes=4 * ITEMS), list[LaggingTracker]()
     answer(sender, name())
     chunk = Range(0, 0, 0, ITEMS)
     for _ in range(2 * MOST_CHUNKS):
         (job,) = sender.on_want(0, b"p", name().stream_id, (chunk,), 0.0)
-        held.append(Held())
+        held.append(LaggingTracker())
         sender.on_sent(job, held[-1])
     assert sender.on_want(0, b"p", name().stream_id, (chunk,) * 3, 0.0) == []
     assert sender.due(0, 0.1) == [] == sender.due(1, 0.1)
@@ -112,7 +112,7 @@ def test_a_want_of_an_ended_stream_does_not_wait_on() -> None:
     chunk = Range(0, 0, 0, ITEMS)
     for _ in range(2 * MOST_CHUNKS):
         (job,) = sender.on_want(0, b"p", name().stream_id, (chunk,), 0.0)
-        sender.on_sent(job, Held())
+        sender.on_sent(job, LaggingTracker())
     sender.on_want(0, b"p", name().stream_id, (chunk,), 0.0)
     answer(sender, name(2))
     assert sender.due(0, 0.1) == []
