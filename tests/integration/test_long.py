@@ -43,7 +43,7 @@ def test_a_snapshot_of_five_order_s_loses_no_round(tmp_path: Path, monkeypatch: 
         for cluster in clusters:
             run.wait(cluster, 90)
         with run.ledger() as ledger:
-            rounds = ledger.history(1000)
+            rounds = ledger.read_history(1000)
         assert "slave_lost" not in (run.directory / "master.log").read_text()
     assert time.monotonic() - begun > 4 * TIMES * order_s, "the disk was as slow as was asked for"
     assert [r.kind for r in rounds if r.kind != "applied"] == []
