@@ -68,7 +68,7 @@ def slave(ip: str, lanes: int, mib: int) -> None:
         if word == "push":
             flow.open_push(push, (0,), slot, WAIT_S)
         elif word == "pull":
-            flow.open_pull(pull, GENESIS, source, WAIT_S)
+            flow.open_pull(pull, GENESIS, source)
         elif last == "push":
             events.wait()
             flow.drop_push(push)

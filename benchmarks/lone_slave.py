@@ -151,7 +151,7 @@ class LoneSlave:
 
     def open_pull(self, pull: PullId, version: VersionId = GENESIS) -> e.Grant:
         """Have a version pinned for a pull."""
-        self.order(e.OpenPull(pull, version, WAIT_S))
+        self.order(e.OpenPull(pull, version))
         return self._grant(version)
 
     def await_staged(self, push: PushId) -> None:

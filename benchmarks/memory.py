@@ -74,7 +74,7 @@ def outer_step(
             slave.order(Fold(made.round, push, 1.0))
     slave.order(Apply(made.round, made, 1 / contributions, 0.7, 0.8))
     slave.order(Persist(made))
-    slave.order(Commit(made, (), DEADLINE_S))
+    slave.order(Commit(made, ()))
     if pinned:
         slave.order(ClosePull(reader))
     slave.order(Retire((version,)))

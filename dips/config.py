@@ -103,7 +103,7 @@ class SlaveSection(Section):
     memory_bytes: Annotated[int, Field(gt=0)] | None = None  # what it may take; null: what its machine has
     transit_bytes: Annotated[int, Field(ge=4 * MIB)] = 256 * MIB  # asked for and not yet staged, over all streams
     concurrent_streams: Annotated[int, Field(ge=1)] = 4  # streams kept busy at once on a lane
-    stall_s: Annotated[float, Field(gt=0)] = 30.0  # a transfer without a new byte for so long is over
+    stall_s: Annotated[float, Field(gt=0)] = 30.0  # a rank that owes or refuses bytes for so long has stalled
     threads: Annotated[int, Field(ge=0)] = 0  # kernels; 0: all cores
     metrics: str | None = None  # host:port where Prometheus scrapes; null: nowhere
     supervisor: Literal["external", "exec"] = "external"  # who starts it: systemd, Kubernetes, you; or the master, here
@@ -195,7 +195,7 @@ class ClusterFile(Section):
     directory: Path = Path(".")  # logs, timeline, socket
     heartbeat_s: Annotated[float, Field(gt=0)] = 2.0
     poll_s: Annotated[float, Field(gt=0)] = 2.0  # no collective waits longer for anybody outside the cluster
-    stall_s: Annotated[float, Field(gt=0)] = 30.0  # a transfer without a new byte for so long is begun anew
+    stall_s: Annotated[float, Field(gt=0)] = 30.0  # a stream whose slave owes a byte for so long is begun anew
     retry_s: Annotated[float, Field(gt=0)] = 30.0  # longest pause between two tries to reach the master
     max_restarts: Annotated[int, Field(ge=0)] = 10  # of the trainer, by the agent
     # Ranks that move bytes to and from the slaves; in a larger job the others hand theirs to one on their host, so

@@ -131,7 +131,7 @@ class _Outside:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger, self._links = ledger, SlaveLinks()
         self._thread = ThreadPoolExecutor(1, "ledger")
-        self.learn_address = self._links.learn_address
+        self.learn_address, self.on_progress = self._links.learn_address, self._links.on_progress
 
     async def write_records(self, records: Sequence[Record]) -> None:
         """Return when all are durable; the loop goes on meanwhile."""

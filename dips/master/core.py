@@ -17,7 +17,7 @@ from typing import Any, TypeGuard, get_args
 
 from dips.errors import StaleTerm
 from dips.master.held import HeldQuestion, HeldQuestions, PollOptions
-from dips.master.outbox import Action, HeartbeatReply, Outbox, SlaveEndpoint
+from dips.master.outbox import Action, HeartbeatReply, Outbox, SlaveEndpoint, SlaveProgress
 from dips.master.ports import CoordinatorLike, JudgeLike
 from dips.protocol.alignment import Alignment
 from dips.protocol.effects import Effect, Exit, Joined, Pending, Registered, Reply
@@ -163,6 +163,9 @@ class MasterCore:
             self._step_event(event, now)
         register, as_of, pushes, pulls = coordinator.slave_live(heartbeat.slave, heartbeat.sinc)
         register = register or heartbeat.term != coordinator.term
+        before = self.heartbeats.get(("slave", heartbeat.slave))
+        if before is not None and _has_worked(before[0], heartbeat):
+            self._outbox.put_item(SlaveProgress(heartbeat.slave))
         if not register:
             self.heartbeats["slave", heartbeat.slave] = (heartbeat, now)
         return SlaveHeartbeatAnswer(coordinator.term, self._timing.lease_s, register, as_of, pushes, pulls)
@@ -208,6 +211,12 @@ class MasterCore:
                     case Registered(sinc=sinc), SlaveRegistered():
                         self._judge.welcome_slave(event.slave, sinc, now)
                         self._outbox.put_item(SlaveEndpoint(event.slave, event.address))
+
+
+def _has_worked(before: ClusterHeartbeat | SlaveHeartbeat, heartbeat: SlaveHeartbeat) -> bool:
+    """Whether the same process of a slave has worked through more bytes than it had before."""
+    assert isinstance(before, SlaveHeartbeat)
+    return before.sinc == heartbeat.sinc and before.work_bytes < heartbeat.work_bytes
 
 
 _QUIET = frozenset(

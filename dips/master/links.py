@@ -31,13 +31,15 @@ class SlaveLink:
         self._channel: aio.Channel = control.open_channel(address)
         self._execute: Any = OrderServiceStub(self._channel).Execute
         self._gate = asyncio.Lock()  # first come, first begun
+        self._timeouts: dict[SentOrder, asyncio.Timeout] = {}
 
     async def execute_order(self, order: Order) -> OrderAnswered | OrderFailed:
         """Have an order carried out; never raises for what a slave or a link does."""
         clock = asyncio.get_running_loop().time
         sent = SentOrder(order, clock())
         try:
-            async with asyncio.timeout(order.deadline_s):
+            async with asyncio.timeout_at(sent.until) as timeout:
+                self._timeouts[sent] = timeout
                 while True:
                     ended = await self._send_once(sent, clock)
                     if ended is not None:
@@ -45,6 +47,15 @@ class SlaveLink:
                     await asyncio.sleep(RESEND_PAUSE_S)
         except TimeoutError:
             return sent.on_deadline()
+        finally:
+            self._timeouts.pop(sent, None)
+
+    def on_progress(self) -> None:
+        """The slave has worked: its orders have their whole time again."""
+        for sent, timeout in self._timeouts.items():
+            sent.on_progress(asyncio.get_running_loop().time())
+            if not timeout.expired():
+                timeout.reschedule(sent.until)
 
     async def close(self) -> None:
         await self._channel.close()
@@ -103,6 +114,12 @@ class SlaveLinks:
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
         self._links[slave] = SlaveLink(slave, address)
+
+    def on_progress(self, slave: str) -> None:
+        """A slave has worked: its orders have their whole time again."""
+        link = self._links.get(slave)
+        if link is not None:
+            link.on_progress()
 
     async def execute_order(self, order: Order) -> OrderAnswered | OrderFailed:
         """Have an order carried out by the slave that it names."""

@@ -21,6 +21,10 @@ class SentOrder:
         """How long the slave still has to answer."""
         return max(0.0, self.until - now)
 
+    def on_progress(self, now: float) -> None:
+        """Its slave works on what it was given: a deadline is for silence, and what a model's size takes is none."""
+        self.until = max(self.until, now + self.order.deadline_s)
+
     @property
     def needs_listener(self) -> bool:
         """Should it fail at once if nobody listens at the slave's address, instead of being sent until its deadline?

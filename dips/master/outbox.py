@@ -35,13 +35,22 @@ class SlaveEndpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class SlaveProgress:
+    """A slave's kernels or disk have worked since its last heartbeat: its orders have their whole time again."""
+
+    slave: str
+
+
+@dataclass(frozen=True, slots=True)
 class WriteRecords:
     """Make these records durable in one transaction, then say so: nothing behind them leaves before."""
 
     records: tuple[Record, ...]
 
 
-Outgoing = Order | Reply | HeartbeatReply | Note | Exit | SlaveEndpoint  # what may have to wait for a record
+Outgoing = (
+    Order | Reply | HeartbeatReply | Note | Exit | SlaveEndpoint | SlaveProgress
+)  # what may have to wait for a record
 Action = Outgoing | WriteRecords  # what the process around the core carries out, at once and in order
 
 

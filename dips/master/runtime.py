@@ -14,7 +14,7 @@ from typing import Any
 from dips.errors import UnavailableMaster
 from dips.master.core import Heartbeats, MasterCore
 from dips.master.journal import Journal
-from dips.master.outbox import Action, HeartbeatReply, SlaveEndpoint, WriteRecords
+from dips.master.outbox import Action, HeartbeatReply, SlaveEndpoint, SlaveProgress, WriteRecords
 from dips.master.ports import Outside
 from dips.protocol.effects import Exit, Note, Order, Reply, Result
 from dips.protocol.events import Event
@@ -159,6 +159,8 @@ class Runtime:
                     self._writing = asyncio.create_task(self._write_records(action.records), name="writer")
                 case SlaveEndpoint():
                     self._outside.learn_address(action.slave, action.address)
+                case SlaveProgress():
+                    self._outside.on_progress(action.slave)
                 case Note():
                     self._log.info(action.kind, **dict(action.fields))
                     self._timeline.record_mark(action.kind, **dict(action.fields))

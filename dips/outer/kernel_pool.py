@@ -13,7 +13,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dips.outer.pool import Arrays
+from dips.outer.pool import BYTES, Arrays
+from dips.outer.work_meter import WorkMeter
 
 F32 = npt.NDArray[np.float32]
 
@@ -37,8 +38,11 @@ class Kernels(Protocol):
 class KernelPool:
     """Runs kernels over whole banks; `threads` is an executor of `workers` threads, None computes in the caller's."""
 
-    def __init__(self, kernels: Kernels, threads: Executor | None = None, workers: int = 1) -> None:
+    def __init__(
+        self, kernels: Kernels, threads: Executor | None = None, workers: int = 1, meter: WorkMeter | None = None
+    ) -> None:
         self._kernels = kernels
+        self._meter = meter or WorkMeter()
         self._threads = threads
         self._workers = workers if threads is not None else 1
 
@@ -88,7 +92,12 @@ class KernelPool:
 
     def _run_tasks(self, tasks: Sequence[tuple[int, slice]], work: Callable[[int, slice], float]) -> list[float]:
         def run_part(part: Sequence[tuple[int, slice]]) -> list[float]:
-            return [work(layer, cut) for layer, cut in part]
+            return [done(layer, cut) for layer, cut in part]
+
+        def done(layer: int, cut: slice) -> float:
+            result = work(layer, cut)
+            self._meter.add(BYTES * (cut.stop - cut.start))
+            return result
 
         if self._threads is None or len(tasks) < 2:
             return run_part(tasks)

@@ -56,6 +56,7 @@ class Versions:
         self._momentum: Bank | None = None
         self._acc: Bank | None = None
         self._next: Next | None = None
+        self._abandoned: Next | None = None  # aborted while it was being written
         self._open: dict[PushId, Bank] = {}
         self._older: list[Theta] = []  # oldest first
         self._from_file: dict[PullId, VersionId] = {}
@@ -211,8 +212,14 @@ class Versions:
         self._serve_version(version, made.theta, made.momentum)
         self._next = None
 
-    def abort_round(self) -> None:
-        """Drop acc, θ′ and m′; θ, m, slots and pins stay as they are."""
+    def abort_round(self, written: VersionId | None = None) -> None:
+        """Drop acc, θ′ and m′; θ, m, slots and pins stay as they are.
+
+        written  being written to the disk: if it is θ′ and m′, their banks are free only after `free_abandoned`
+        """
+        if self._next is not None and self._next.version == written:
+            assert self._abandoned is None, "one snapshot is written at a time"
+            self._abandoned, self._next = self._next, None
         if self._next is not None:
             self._pool.give_back(self._next.theta)
             self._pool.give_back(self._next.momentum)
@@ -220,6 +227,13 @@ class Versions:
         if self._acc is not None:
             self._pool.give_back(self._acc)
             self._acc = None
+
+    def free_abandoned(self) -> None:
+        """Nobody reads what was prepared and aborted any more; nothing if there is none."""
+        if self._abandoned is not None:
+            self._pool.give_back(self._abandoned.theta)
+            self._pool.give_back(self._abandoned.momentum)
+            self._abandoned = None
 
     def load_version(self, version: VersionId, fill: Fill) -> None:
         """Serve what `fill` writes; legal without slots in use. If it raises, what was served is served on.

@@ -8,6 +8,7 @@ from dips.protocol.events import PROTOCOL, ClusterJoined, SlaveRegistered
 
 # What a peer calls by an older name, and the name here: an operator finds the old one in that peer's log and files.
 RENAMED = "Beat is Heartbeat, beat_s is heartbeat_s, askers is concurrent_streams, speakers is max_transfer_ranks"
+RENAMED_IN = 2  # protocol number
 
 
 def find_protocol_mismatch(event: ClusterJoined | SlaveRegistered) -> Failed | None:
@@ -15,6 +16,6 @@ def find_protocol_mismatch(event: ClusterJoined | SlaveRegistered) -> Failed | N
     if event.protocol == PROTOCOL:
         return None
     peer = f"cluster {event.cluster}" if isinstance(event, ClusterJoined) else f"slave {event.slave}"
-    since = f" ({RENAMED})" if event.protocol < PROTOCOL else ""
+    since = f" ({RENAMED})" if event.protocol < RENAMED_IN else ""
     spoken = f"this master speaks {PROTOCOL}, {peer} speaks {event.protocol}{since}"
     return Failed(ConfigError, f"protocol: {spoken}; install one release everywhere")

@@ -19,6 +19,7 @@ from dips.protocol import (
     drain,
     durability,
     flip,
+    movement,
     pulls,
     pushes,
     readmit,
@@ -57,6 +58,7 @@ from dips.protocol.events import (
     Ticked,
     TokensReported,
     TrainerChanged,
+    TransferAwaited,
 )
 from dips.protocol.manifest import Manifest
 from dips.protocol.moves import SlaveState
@@ -129,6 +131,7 @@ HANDLERS: dict[type[Event], Callable[[RunState, Any], None]] = {
     TokensReported: clusters.on_tokens_reported,
     TrainerChanged: clusters.on_trainer_changed,
     BandwidthMeasured: clusters.on_bandwidth_measured,
+    TransferAwaited: movement.on_transfer_awaited,
     RangesRequested: clusters.on_ranges_requested,
     PushRequested: pushes.on_push_requested,
     PushFinished: pushes.on_push_finished,

@@ -1,9 +1,9 @@
-"""How long a transfer may take: three times its bytes over the cluster's measured bandwidth
-(docs/rationale.md#19, #31). Pure.
+"""How long a transfer may be open without a word of its cluster: three times the whole model over its measured
+bandwidth (docs/rationale.md#19, #31). Pure.
 
 Bandwidth is what heartbeats report of transfers; a cluster that never moved a byte is given `transfer_s`. A deadline is
-a promise to the others (a pin, a slot is held no longer) and must not end an honest transfer: hence the slack, and
-hence `least_transfer_s`, since a stream that broke needs time to come back however few bytes are left.
+a promise to the others (a pin, a slot is held no longer) and must not end an honest transfer: so it is counted from its
+cluster's last word on it (movement.py); a rank counts it from the last byte.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ BITS = 8
 
 
 def transfer_deadline_s(nbytes: int, bytes_per_s: float | None, timing: TimingOptions) -> float:
-    """Seconds that a push or pull of `nbytes` may move; `transfer_s` while the bandwidth is unknown."""
-    if not bytes_per_s:
-        return timing.transfer_s
-    return min(timing.transfer_s, max(timing.least_transfer_s, SLACK * nbytes / bytes_per_s))
+    """Seconds that a push or pull of `nbytes` may be silent; `transfer_s` while its rate is unknown."""
+    known = max(timing.least_transfer_s, SLACK * nbytes / bytes_per_s) if bytes_per_s else timing.transfer_s
+    return max(known, timing.lease_s)  # a cluster may miss as many heartbeats as its lease allows
 
 
 def too_slow(bytes_per_s: float | None, measured_s_ago: float, timing: TimingOptions) -> str:

@@ -79,7 +79,6 @@ class Commit:
 
     version: VersionId
     pulls: tuple[PullId, ...]
-    pull_deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,6 @@ class Abort:
 class OpenPull:
     pull: PullId
     version: VersionId
-    deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ class Push:
     id: PushId
     base: VersionId
     ranks: int
-    deadline: float
+    deadline: float  # moves on, see movement.py
     deadline_s: float
     due: float = 0.0  # when it should be here, by its cluster's bandwidth; 0 while that is unknown
     codec: PushCodec = PushCodec.FP32

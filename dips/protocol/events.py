@@ -13,7 +13,7 @@ from dips.ids import PullId, PushId, VersionId
 
 # The messages between master, slaves and clusters. A peer says at Join and Register which number it speaks; one from
 # before the numbers says 0. Raised by every change after which an older peer would be misunderstood.
-PROTOCOL = 2
+PROTOCOL = 3
 
 # ---- from slaves ---------------------------------------------------------------------------------------------------
 
@@ -235,6 +235,15 @@ class TokensReported:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferAwaited:
+    """A cluster says, now and then, that its ranks come to this push or pull or move it, and its trainer is well."""
+
+    cluster: str
+    inc: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
 class SlaveSilent:
     slave: str
     sinc: int
@@ -310,6 +319,7 @@ Event = (
     | BandwidthMeasured
     | ClusterSilent
     | TokensReported
+    | TransferAwaited
     | SlaveSilent
     | Blind
     | Ticked

@@ -16,10 +16,9 @@ from dips.protocol.run_state import RunState
 def flip_slaves(run: RunState, version: VersionId, pulling: Sequence[Cluster]) -> None:
     """Order the flip; the clusters that will pull are answered once every slave has flipped and pinned for them."""
     opening = tuple(_pull_after_outcome(c) for c in pulling)
-    deadlines = [pulls.begin_pull(run, c, pull, version) for c, pull in zip(pulling, opening, strict=True)]
-    # One number for all: the slowest's. The master ends each pull at its own (pulls.expire_pulls).
-    commit = Commit(version, opening, max(deadlines, default=run.options.timing.transfer_s))
-    run.flipping = run.order_all(FanoutKind.COMMIT, version, commit, run.options.timing.order_s)
+    for cluster, pull in zip(pulling, opening, strict=True):
+        pulls.begin_pull(run, cluster, pull, version)
+    run.flipping = run.order_all(FanoutKind.COMMIT, version, Commit(version, opening), run.options.timing.order_s)
     if not run.flipping.waiting:
         on_slaves_flipped(run, run.flipping)
 

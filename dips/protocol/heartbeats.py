@@ -36,6 +36,7 @@ class ClusterHeartbeat:
     step_s: float = 0.0  # time of an inner step; 0 while unknown
     since_push: int = 0  # inner steps since its last push
     tokens_consumed: int = 0  # by this incarnation in all: carried, lost, or settled by an Outcome
+    transfer_seq: int = 0  # of the push or pull that its ranks come to, or move; 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class SlaveHeartbeat:
     bytes_out: int
     persist_s: float  # of the last snapshot
     apply_s: float  # of the last Apply
+    work_bytes: int = 0  # that kernels and disk have worked through: what lasts is told from what hangs
 
 
 @dataclass(frozen=True, slots=True)

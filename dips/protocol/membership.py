@@ -21,10 +21,14 @@ from dips.protocol.events import (
     SlaveSilent,
     TokensReported,
     TrainerChanged,
+    TransferAwaited,
 )
 from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.options import TimingOptions
 from dips.protocol.records import LedgerState
+
+HANG_STEPS = 5  # a trainer whose inner steps are not seen for so many times their median may hang
+REPORTS = 4  # a transfer that is awaited is reported so often in the least time that it is given
 
 
 @dataclass
@@ -42,6 +46,8 @@ class _Cluster:
     tokens_lost: int = 0
     reported: TokensReported | None = None
     bandwidth: Bandwidth = field(default_factory=Bandwidth)
+    step_s: float = 0.0  # of an inner step, as it says; 0 while unknown
+    awaited: tuple[int, float] = (0, 0.0)  # seq of the last push or pull told to be awaited, when
 
 
 @dataclass
@@ -106,12 +112,22 @@ class Judge:
         if known is None or known.inc != heartbeat.inc:
             return []
         known.heard_at, known.tokens_consumed, known.tokens_lost = now, heartbeat.tokens_consumed, heartbeat.tokens_lost
+        known.step_s = heartbeat.step_s
         signs = (heartbeat.inner_steps, heartbeat.activity, heartbeat.bytes_moved)
         if signs != known.signs or _waits_for_others(heartbeat):
             known.signs, known.progressed_at = signs, now
         found = self._judge_trainer(heartbeat.cluster, known, heartbeat.trainer is not TrainerState.DEAD, now)
         measured = known.bandwidth.measure_rate(heartbeat.bytes_per_s)
-        return found if measured is None else [*found, BandwidthMeasured(heartbeat.cluster, heartbeat.inc, measured)]
+        found += [] if measured is None else [BandwidthMeasured(heartbeat.cluster, heartbeat.inc, measured)]
+        return found + self._find_awaited(known, heartbeat, now)
+
+    def _find_awaited(self, known: _Cluster, heartbeat: ClusterHeartbeat, now: float) -> list[Event]:
+        """The push or pull that a trainer in the middle of a step will come to, reported only now and then."""
+        seq, (told, at) = heartbeat.transfer_seq, known.awaited
+        if not seq or not known.moving or (told == seq and now - at < self._options.least_transfer_s / REPORTS):
+            return []
+        known.awaited = (seq, now)
+        return [TransferAwaited(heartbeat.cluster, heartbeat.inc, seq)]
 
     def on_slave_heartbeat(self, heartbeat: SlaveHeartbeat, now: float) -> list[Event]:
         """Renew the lease; repeat what lies staged, so that a lost Staged heals."""
@@ -151,15 +167,15 @@ class Judge:
     def next_deadline(self) -> float:
         """When the next verdict may be due; inf if there are no peers."""
         if self._due is None:
-            lease, hang = self._options.lease_s, self._options.hang_s
+            lease = self._options.lease_s
             due = [c.heard_at + lease for c in self._clusters.values()]
             due += [s.heard_at + lease for s in self._slaves.values()]
-            due += [c.progressed_at + hang for c in self._clusters.values() if c.moving]
+            due += [c.progressed_at + self._hang_s(c) for c in self._clusters.values() if c.moving]
             self._due = min(due, default=inf)
         return self._due
 
     def _judge_trainer(self, name: str, cluster: _Cluster, alive: bool, now: float) -> list[Event]:
-        hung = now - cluster.progressed_at >= self._options.hang_s
+        hung = now - cluster.progressed_at >= self._hang_s(cluster)
         moving = alive and not hung
         if moving == cluster.moving:
             return []
@@ -167,9 +183,13 @@ class Judge:
         reason = "training" if moving else (self._hang_reason(cluster) if alive else "its trainer died")
         return [TrainerChanged(name, cluster.inc, moving, reason)]
 
+    def _hang_s(self, cluster: _Cluster) -> float:
+        """By its own steps, which take as long as they take, and at least `hang_s`."""
+        return max(self._options.hang_s, HANG_STEPS * cluster.step_s)
+
     def _hang_reason(self, cluster: _Cluster) -> str:
         what = "no byte of its transfer" if cluster.signs[1] in _TRANSFERS else "no inner step"
-        return f"its trainer hangs: {what} seen for {self._options.hang_s:g} s"
+        return f"its trainer hangs: {what} seen for {self._hang_s(cluster):.4g} s"
 
 
 _TRANSFERS = (Activity.PUSH, Activity.PULL)

@@ -124,9 +124,9 @@ class TimingOptions:
     heartbeat_s: float = 2.0
     lease_heartbeats: int = 5  # silence of so many heartbeats is death
     hang_s: float = 120.0  # inner steps unseen for so long: the window does not wait for this trainer
-    order_s: float = 10.0  # for orders that move no model: open, drop, commit, abort, ping
-    compute_s: float = 300.0  # for Measure, Fold, Apply, Persist
-    transfer_s: float = 3600.0  # for a push or pull to move, while its cluster's bandwidth is unknown, and at most
+    order_s: float = 10.0  # of silence, for orders that move no model: open, drop, commit, abort, ping
+    compute_s: float = 300.0  # of silence, for Measure, Fold, Apply, Persist
+    transfer_s: float = 3600.0  # that a push or pull may be silent, while its cluster's bandwidth is unknown
     least_transfer_s: float = 30.0  # at least, however few bytes: a stream that breaks needs time to come back
     min_push_bps: float = 0.0  # bits/s; a push on a slower link is refused with the number; 0: none is
     busy_retry_s: float = 2.0  # until a refused push is asked for again; less if a slot is due before

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from dips.errors import RemoteProtocolError, StalePush
 from dips.ids import PullId, VersionId
+from dips.protocol import movement, pushes
 from dips.protocol.claims import find_absurd_seq
 from dips.protocol.effects import Acknowledged, ClosePull, Dropped, Failed, OpenPull, Pending, Refused, Result
 from dips.protocol.entities import Cluster, Fanout, Pull, Tombstone
 from dips.protocol.enums import FanoutKind
 from dips.protocol.events import PullFinished, PullRequested
 from dips.protocol.moves import ClusterState
-from dips.protocol.pushes import MAX_RANKS, TRANSFER_GRACE_S
+from dips.protocol.pushes import MAX_RANKS
 from dips.protocol.run_state import RunState
 
 
@@ -36,29 +37,24 @@ def _answer_request(run: RunState, cluster: Cluster, event: PullRequested) -> Re
         return absurd
     if not 1 <= event.ranks <= MAX_RANKS:
         return Failed(RemoteProtocolError, f"ranks: expected 1 to {MAX_RANKS}, got {event.ranks}")
-    if cluster.state is ClusterState.PUSHING:
-        return Refused(run.options.timing.busy_retry_s, "a push is moving: finish or abort it first")
+    pushes.drop_superseded(run, cluster, event.pull)
     waits = run.why_missing() or ("the slaves to flip" if run.flipping is not None else "")
     if waits:
         return Refused(run.options.timing.busy_retry_s, f"waits for {waits}")
     if pull:
         close_pull(run, cluster, f"superseded by {event.pull}")
     cluster.seq_high, cluster.ranks = event.pull.seq, event.ranks
-    deadline_s = begin_pull(run, cluster, event.pull, run.head)
-    run.order_all(
-        FanoutKind.OPEN_PULL, event.pull, OpenPull(event.pull, run.head, deadline_s), run.options.timing.order_s
-    )
+    begin_pull(run, cluster, event.pull, run.head)
+    run.order_all(FanoutKind.OPEN_PULL, event.pull, OpenPull(event.pull, run.head), run.options.timing.order_s)
     return Pending("the slaves are pinning the version")
 
 
-def begin_pull(run: RunState, cluster: Cluster, pull: PullId, version: VersionId) -> float:
-    """The cluster is about to pull `version`; return how long it may, in seconds."""
+def begin_pull(run: RunState, cluster: Cluster, pull: PullId, version: VersionId) -> None:
+    """The cluster is about to pull `version`."""
     deadline_s = run.transfer_s(cluster)
     first = sum(p.ranks for p in run.open_pulls())
-    deadline = run.now + deadline_s + TRANSFER_GRACE_S
-    cluster.pull = Pull(pull, version, cluster.ranks, deadline, deadline_s, first=first)
+    cluster.pull = Pull(pull, version, cluster.ranks, run.now + deadline_s, deadline_s, first=first)
     cluster.set_state(ClusterState.PULLING, f"pulling {version}")
-    return deadline_s
 
 
 def on_pull_opened(run: RunState, fanout: Fanout) -> None:
@@ -105,5 +101,5 @@ def close_all_pulls(run: RunState, reason: str) -> None:
 def expire_pulls(run: RunState) -> None:
     """End pulls past their deadline."""
     for cluster in run.clusters.values():
-        if cluster.pull and run.now >= cluster.pull.deadline:
-            close_pull(run, cluster, f"it did not end within {cluster.pull.deadline_s:.4g} s")
+        if cluster.pull and movement.is_over(run, cluster.pull):
+            close_pull(run, cluster, f"it was not named for {cluster.pull.deadline_s:.4g} s")

@@ -11,7 +11,8 @@ from dataclasses import replace
 from math import inf, isfinite
 
 from dips.errors import RemoteProtocolError, StalePush, StaleVersion
-from dips.ids import PushId, VersionId
+from dips.ids import PullId, PushId, VersionId
+from dips.protocol import movement
 from dips.protocol.claims import ToldProgress, find_absurd_seq, why_impossible, why_untold
 from dips.protocol.deadlines import too_slow
 from dips.protocol.effects import (
@@ -35,7 +36,6 @@ from dips.protocol.moves import ClusterState
 from dips.protocol.order import workers_in_order
 from dips.protocol.run_state import OLD_LEDGER, RunState
 
-TRANSFER_GRACE_S = 5.0  # the slaves' own deadline comes first; this one catches what they could not report
 LEAST_RETRY_S = 0.2  # a push that is here is still to be measured and folded before its slot is free
 MAX_RANKS = 65_536
 MAX_TOKENS = (1 << 53) - 1  # of a run: every sum of tokens stays exact, in the ledger and as a JSON number
@@ -62,6 +62,8 @@ def _answer_request(run: RunState, cluster: Cluster, event: PushRequested) -> Re
         return Finished(run.finished)
     if not 1 <= event.ranks <= MAX_RANKS:
         return Failed(RemoteProtocolError, f"ranks: expected 1 to {MAX_RANKS}, got {event.ranks}")
+    drop_superseded(run, cluster, event.push)
+    push = cluster.push
     if cluster.state is ClusterState.IDLE:
         cluster.set_state(ClusterState.TRAINING, "asks for a push")
     if push is not None:
@@ -104,7 +106,7 @@ def _open_push(run: RunState, cluster: Cluster, event: PushRequested) -> None:
     transfer_s = run.transfer_s(cluster)
     cluster.seq_high, cluster.base, cluster.ranks = event.push.seq, event.base, event.ranks
     cluster.outcome = cluster.outcome_version = None
-    codec, deadline = _choose_codec(run, event.base), run.now + transfer_s + TRANSFER_GRACE_S
+    codec, deadline = _choose_codec(run, event.base), run.now + transfer_s
     due = _due_at(run, cluster)
     cluster.push = Push(event.push, event.base, event.ranks, deadline, transfer_s, due, codec, opened_at=run.now)
     if cluster.requested_at is not None:
@@ -274,6 +276,15 @@ def _why_gone(cluster: Cluster, push: PushId) -> str:
     return "this master does not know it: its round died with the master before"
 
 
+def drop_superseded(run: RunState, cluster: Cluster, later: PushId | PullId) -> None:
+    """The cluster asks for what comes after a push that is not committed: it has given that up, and its word was lost.
+
+    No time ends a push whose ranks never came (movement.py), so this must.
+    """
+    if cluster.push is not None and not cluster.push.committed:
+        drop_push(run, cluster, f"superseded by {later}")
+
+
 def drop_push(run: RunState, cluster: Cluster, reason: str) -> None:
     """End a push that is not committed, on every slave; its progress stays with the cluster."""
     push = cluster.push
@@ -298,5 +309,5 @@ def drop_all_pushes(run: RunState, reason: str) -> None:
 def expire_pushes(run: RunState) -> None:
     """End pushes past their deadline."""
     for cluster in run.clusters.values():
-        if cluster.push and not cluster.push.committed and run.now >= cluster.push.deadline:
-            drop_push(run, cluster, f"it did not arrive within {cluster.push.deadline_s:.4g} s")
+        if cluster.push and not cluster.push.committed and movement.is_over(run, cluster.push):
+            drop_push(run, cluster, f"it was not named for {cluster.push.deadline_s:.4g} s")

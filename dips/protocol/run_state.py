@@ -220,7 +220,7 @@ class RunState:
         return self.manifest.numel * BYTES_PER_PARAMETER
 
     def transfer_s(self, cluster: Cluster) -> float:
-        """How long a push or pull of this cluster may move: the whole model, over its own link."""
+        """How long a push or pull of this cluster may be silent: by the whole model, over its own link."""
         return transfer_deadline_s(self.model_bytes, cluster.bytes_per_s, self.options.timing)
 
     def moving_s(self, cluster: Cluster) -> float:

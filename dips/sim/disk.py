@@ -11,7 +11,7 @@ from random import Random
 
 import numpy as np
 
-from dips.errors import CorruptSnapshot
+from dips.errors import CorruptSnapshot, Stale
 from dips.ids import GENESIS, VersionId
 from dips.slave.ports import F32, Arrays
 
@@ -106,7 +106,11 @@ class SimDisk:
     def release_room(self, version: VersionId) -> None:
         """Room is not counted here."""
 
-    def write_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
+    def write_snapshot(
+        self, version: VersionId, theta: Arrays, momentum: Arrays, is_wanted: Callable[[], bool] = lambda: True
+    ) -> str:
+        if not is_wanted():
+            raise Stale(f"the snapshot of {version} is wanted no more")
         if self.full:
             raise OSError(28, "no space left on the simulated disk")
         snapshot = Snapshot(_copy_arrays(theta), _copy_arrays(momentum))

@@ -91,8 +91,8 @@ class SimFlow:
     def drop_push(self, push: PushId) -> None:
         self.receiver.drop_push(push)
 
-    def open_pull(self, pull: PullId, version: VersionId, source: Arrays, deadline_s: float) -> None:
-        self.sender.open_pull(pull, version, source, deadline_s, self._heap.now)
+    def open_pull(self, pull: PullId, version: VersionId, source: Arrays) -> None:
+        self.sender.open_pull(pull, version, source, self._heap.now)
         self._plan_tick()
 
     def move_pull(self, pull: PullId, source: Arrays) -> None:
@@ -138,9 +138,11 @@ class SimFlow:
         except BadFrame as bad:
             self._frame_refused(bad.reason)
             return []
+        assert len(sends) == len(chunks), "a stream of this model has too few chunks for one to be parked"
         trackers = [(send, SimTracker()) for send in sends]
         for send, tracker in trackers:
             send.on_sent(tracker)
+        self._plan_tick()
         return trackers
 
     def take_done(self, peer: bytes, stream: int) -> None:
@@ -156,9 +158,12 @@ class SimFlow:
     def _run_turn(self) -> None:
         """After each frame: ask for what may be asked; now and then, end what is over."""
         now = self._heap.now
-        self._do_moves(self.receiver.plan_wants(0, now))
+        asked = self.receiver.plan_wants(0, now)
+        self._do_moves(asked)
         if now - self._ticked_at >= TICK_S:
             self._run_tick()
+        elif asked:
+            self._plan_tick()  # something is owed now: whoever is silent from here on stalls
 
     def _run_tick(self) -> None:
         now = self._ticked_at = self._heap.now

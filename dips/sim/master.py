@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from dips.errors import StaleTerm
 from dips.master.core import MasterCore
 from dips.master.held import PollOptions
-from dips.master.outbox import Action, HeartbeatReply, SlaveEndpoint, WriteRecords
+from dips.master.outbox import Action, HeartbeatReply, SlaveEndpoint, SlaveProgress, WriteRecords
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Acknowledged, Effect, Exit, Note, Order, Reply
 from dips.protocol.events import (
@@ -261,6 +261,8 @@ class MasterProcess:
                 self.world.master_exits(self, action)
             case SlaveEndpoint():
                 pass  # hosts of the simulated network are reached by their names
+            case SlaveProgress():
+                self._slaves.on_progress(action.slave)
 
     def write_records(self, records: Sequence[Record]) -> None:
         self.writing = records

@@ -50,6 +50,9 @@ class PullStream(SimStream):
         self.pulled, self.ended, self._granted = pulled, ended, grant.version
         self._missing = dict.fromkeys(split_chunks(self.pieces, CHUNK_BYTES))
 
+    def _is_owed(self) -> bool:
+        return True  # all that is missing was asked for
+
     def _on_message(self, kind: Kind, body: bytes) -> None:
         assert kind is Kind.WELCOME, kind
         self._send_want(tuple(self._missing))
@@ -90,13 +93,13 @@ class PullStream(SimStream):
             else:
                 self._on_chunk(send.chunk, body)
 
-        delay_s = net.chunk_delay(self.moving.cluster) if passes else STALL_S
+        delay_s = self._chunk_delay() if passes else STALL_S
         net.heap.call_later(delay_s, what, leave_slave)
 
     def _on_chunk(self, chunk: Range, body: bytes) -> None:
         if chunk not in self._missing:
             return
-        self._heard_at = self.net.heap.now
+        self._last_message_at = self.net.heap.now
         del self._missing[chunk]
         begin, end = self.net.layout.place_range(chunk)
         self.pulled.versions.append(self._granted)

@@ -70,7 +70,7 @@ class PushStream(SimStream):
         if broken:
             self._send_message(f"broken {what}", lambda: self._on_break(epoch))
         else:
-            self._send_message(what, lambda: self._on_chunk(header, body))
+            self._send_message(what, lambda: self._on_chunk(header, body), self._chunk_delay())
         if late:
             delay_s = net.chunk_delay(self.moving.cluster) + links.late_s * rng.random()
             net.heap.call_later(delay_s, f"late {what}", lambda: self._arrive_again(peer, header, body))
@@ -80,7 +80,7 @@ class PushStream(SimStream):
         if flow is None or flow is not self._flow:
             self._on_break(self.epoch)
             return
-        self._heard_at = self.net.heap.now
+        self._last_message_at = self.net.heap.now
         refused = flow.take_chunk(self._peer, header, body)
         if not refused:
             self.moving.meter.nbytes += len(body)

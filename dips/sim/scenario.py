@@ -35,6 +35,9 @@ class Scenario:
     lasts_s: float
     quiet_at: float = 0.0  # from then on nothing fails; who plans failures keeps to it
     steady: bool = True  # no message is lost, late or doubled but by a planned failure
+    work_s: float = 0.0  # at least, of each piece of a slave's work that grows with the model, and of each load
+    stall_s: float | None = None  # a transfer that owes a byte for so long is over; None: what suits short ones
+    chunk_s: float | None = None  # on a stream, one chunk behind the other; None: all that were asked at once travel so
     run: str = "simulated"
     config_digest: str = "config"
 

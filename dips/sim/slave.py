@@ -29,7 +29,7 @@ from dips.sim.heap import Heap, Timer
 from dips.sim.master_client import error_of
 from dips.sim.network import Network
 from dips.sim.scenario import Scenario
-from dips.sim.slave_work import attempt_work, order_s, shard_work_s, written_by
+from dips.sim.slave_work import attempt_work, order_s, persisted_version, shard_work_s, written_by
 from dips.sim.transfer import DataNetwork
 from dips.slave.actions import (
     Actions,
@@ -52,6 +52,7 @@ BOOT_S = 0.1  # until a process registers
 CALL_S = 2.0
 BACKOFF_S = (0.2, 1.6)
 BUSY_RETRY_S = 0.3
+WORK_BYTES_PER_S = 1000.0
 
 
 class SlaveObserver:
@@ -127,7 +128,7 @@ class SlaveProcess:
             SlaveTiming(heartbeat_s, CALL_S, BACKOFF_S, BUSY_RETRY_S),
             lambda: Standing.of_shard(self.shard),
             self.flow.list_transfers,
-            Meters,
+            lambda: Meters(work_bytes=self._worked()),
             partial(self.world.monitor.slave_registered, self),
             machine.rng,
         )
@@ -135,6 +136,8 @@ class SlaveProcess:
         self._undeceived = False  # the master that last sent it Hold has the newest ledger
         self._work: deque[ShardWork] = deque()  # the first is being done
         self._writing: WriteSnapshot | None = None
+        self._began: dict[str, float] = {}  # what works now, since when
+        self._worked_s = 0.0
         self._orders: dict[int, Callable[[Any], None]] = {}  # ticket → who hears the answer
         self._tickets = 0
         self._timer: Timer | None = None
@@ -220,9 +223,7 @@ class SlaveProcess:
         self.world.network.call_host(self.name, "master", action.message, action.deadline_s, on_reply)
 
     def _begin_write(self, action: WriteSnapshot) -> None:
-        self._writing = action
-        work_s = order_s(Persist, self.machine.disk, self.machine.rng)
-        self._call_later(work_s, f"{self.name} writes", partial(self._write_snapshot, action))
+        self._begin_writing(action)
 
     def _end_process(self, action: EndSlave) -> None:
         raise AssertionError(f"{self.name} ends: {action.error!r}")
@@ -253,7 +254,11 @@ class SlaveProcess:
     # ---- work on the shard, one piece after another ----------------------------------------------------------------
 
     def _begin_work(self) -> None:
-        work_s = shard_work_s(self._work[0], self.versions.served_version, self.machine.disk, self.machine.rng)
+        work = self._work[0]
+        work_s = shard_work_s(work, self.machine.disk, self.machine.rng, self.world.scenario.work_s)
+        if self.world.scenario.work_s and isinstance(work, ExecuteOrder) and self.shard.has_answered(work.order.number):
+            work_s = 0.0  # an answer is repeated, and not the work
+        self._began["shard"] = self.world.heap.now
         if work_s:
             self._call_later(work_s, f"{self.name} works", self._end_work)
         else:
@@ -262,6 +267,7 @@ class SlaveProcess:
     def _end_work(self) -> None:
         work = self._work[0]
         self.machine.mark_touched()
+        self._end_of("shard")
         if isinstance(work, ExecuteOrder | BeginPersist):
             if self.shard.has_answered(work.order.number):
                 self.world.monitor.rare_event_occurred("answer_lost")
@@ -278,11 +284,36 @@ class SlaveProcess:
         self._work.popleft()
         if self._work:
             self._begin_work()
+        if self._writing is not None and self._is_abandoned(self._writing):
+            self._end_writing(self._writing)
 
-    def _write_snapshot(self, work: WriteSnapshot) -> None:
+    # ---- a snapshot, beside that -----------------------------------------------------------------------------------
+
+    def _begin_writing(self, work: WriteSnapshot) -> None:
+        self._writing, self._began["disk"] = work, self.world.heap.now
+        work_s = order_s(Persist, self.machine.disk, self.machine.rng, self.world.scenario.work_s)
+        self._written = self._call_later(work_s, f"{self.name} writes", partial(self._end_writing, work))
+
+    def _is_abandoned(self, work: WriteSnapshot) -> bool:
+        """Its version will not be: the writer notices at its next piece."""
+        return persisted_version(work.order) not in (self.versions.prepared, self.versions.served_version)
+
+    def _end_writing(self, work: WriteSnapshot) -> None:
         self.machine.mark_touched()
+        self._written.cancel()
         self._writing = None
+        self._end_of("disk")
         self._do_actions(self.core.on_done(work, attempt_work(work.write), self.world.heap.now))
+
+    # ---- what heartbeats say of it ---------------------------------------------------------------------------------
+
+    def _worked(self) -> int:
+        """What kernels and disk have worked through: so much a second, while one of them works."""
+        now = self.world.heap.now
+        return int(WORK_BYTES_PER_S * (self._worked_s + sum(now - began for began in self._began.values())))
+
+    def _end_of(self, what: str) -> None:
+        self._worked_s += self.world.heap.now - self._began.pop(what)
 
     def _call_later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer:
         due = partial(self.gate.pass_on, lambda: action() if self.alive else None)

@@ -27,9 +27,17 @@ class SimSlaveClient:
         take_event: Callable[[Event], None],
     ) -> None:
         self._heap, self._network, self._pass_on, self._take_event = heap, network, pass_on, take_event
+        self._open: dict[int, SentOrder] = {}  # orders without an answer, by number
 
     def send_order(self, order: Order) -> None:
-        self._send_sent(SentOrder(order, self._heap.now))
+        self._open[order.number] = SentOrder(order, self._heap.now)
+        self._send_sent(self._open[order.number])
+
+    def on_progress(self, slave: str) -> None:
+        """A slave has worked: its orders have their whole time again."""
+        for sent in self._open.values():
+            if sent.order.slave == slave:
+                sent.on_progress(self._heap.now)
 
     def _send_sent(self, sent: SentOrder) -> None:
         left_s = min(sent.left_s(self._heap.now), RESEND_S)
@@ -51,4 +59,5 @@ class SimSlaveClient:
         if event is None:
             self._send_sent(sent)
         else:
+            self._open.pop(sent.order.number, None)
             self._take_event(event)

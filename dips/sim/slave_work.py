@@ -21,21 +21,23 @@ WORK_S: dict[type, float] = {
 LOAD_S = 0.3
 
 
-def order_s(body: type, disk: SimDisk, rng: Random) -> float:
-    """Draw how long an order of this class takes."""
+GROWS = frozenset({Measure, Fold, Apply, Persist})  # with the model
+
+
+def order_s(body: type, disk: SimDisk, rng: Random, least_s: float) -> float:
+    """Draw how long an order of this class takes; one that grows with the model at least `least_s`."""
     slowness = disk.slowness if body is Persist else 1.0
-    return WORK_S.get(body, 0.0) * slowness * (1.0 + rng.random())
+    drawn_s = WORK_S.get(body, 0.0) * slowness * (1.0 + rng.random())
+    return max(drawn_s, least_s) if body in GROWS else drawn_s
 
 
-def shard_work_s(work: ShardWork, memory: VersionId | None, disk: SimDisk, rng: Random) -> float:
-    """Draw how long the shard is busy with `work` while it serves `memory`, whose snapshot is written beside it."""
+def shard_work_s(work: ShardWork, disk: SimDisk, rng: Random, least_s: float) -> float:
+    """Draw how long the shard is busy with `work`; a snapshot is written beside it."""
     match work:
         case FollowRegistration():
-            return LOAD_S if isinstance(work.order, LoadVersion) else 0.0
+            return max(LOAD_S, least_s) if isinstance(work.order, LoadVersion) else 0.0
         case ExecuteOrder():
-            return order_s(type(work.order.body), disk, rng)
-        case BeginPersist() if persisted_version(work.order) != memory:
-            return order_s(Persist, disk, rng)
+            return order_s(type(work.order.body), disk, rng, least_s)
         case _:
             return 0.0
 

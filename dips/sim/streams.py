@@ -78,6 +78,8 @@ class SimStream(ABC):
         self._stream = 0
         self._flow: SimFlow | None = None
         self._last_message_at = 0.0
+        self._free_at = 0.0  # when the last chunk on its way has arrived, if they travel one behind the other
+        self._welcomed = False
         self._timer: Timer | None = None
 
     def begin_epoch(self) -> None:
@@ -85,7 +87,7 @@ class SimStream(ABC):
         if self._flow is not None:
             self._flow.drop_connection(self._peer)
         self.epoch += 1
-        self._last_message_at = self.net.heap.now
+        self._last_message_at, self._welcomed = self.net.heap.now, False
         self._send_message(f"hello {self.label}", self._send_hello)
         if self._timer is None:
             self._watch_for_stall(self.net.stall_s)
@@ -96,6 +98,7 @@ class SimStream(ABC):
             return
         self._last_message_at = self.net.heap.now
         if kind is not Kind.ERROR:
+            self._welcomed = self._welcomed or kind is Kind.WELCOME
             self._on_message(kind, body)
         elif decode_error(body).code in GIVEN_UP:
             self._end_stream()
@@ -124,7 +127,15 @@ class SimStream(ABC):
         self._peer, self._stream = self.net.new_connection(), name.stream_id
         flow.begin_stream(self._peer, self, name, self.pieces)
 
-    def _send_message(self, what: str, arrive: Callable[[], None]) -> None:
+    def _chunk_delay(self) -> float:
+        """Until a chunk that leaves now has arrived."""
+        net, now = self.net, self.net.heap.now
+        if net.serial_s is None:
+            return net.chunk_delay(self.moving.cluster)
+        self._free_at = max(now, self._free_at) + net.serial_s
+        return self._free_at - now
+
+    def _send_message(self, what: str, arrive: Callable[[], None], delay_s: float | None = None) -> None:
         """Both directions are needed: nothing travels that its receiver did not ask for."""
         net, epoch, cluster = self.net, self.epoch, self.moving.cluster
 
@@ -132,7 +143,7 @@ class SimStream(ABC):
             self.moving.gate.pass_on(lambda: arrive() if self._is_current(epoch) else None)
 
         if self._link_passes():
-            net.heap.call_later(net.chunk_delay(cluster), what, pass_gate)
+            net.heap.call_later(net.chunk_delay(cluster) if delay_s is None else delay_s, what, pass_gate)
         else:
             net.heap.call_later(STALL_S, f"{what} stalls", lambda: self._on_break(epoch))
 
@@ -160,15 +171,19 @@ class SimStream(ABC):
         if self._flow is not None:
             self._flow.drop_connection(self._peer)
 
+    def _is_owed(self) -> bool:
+        """The slave does not answer a HELLO, or does not bring what it was asked for."""
+        return not self._welcomed
+
     def _watch_for_stall(self, delay_s: float) -> None:
-        """A slave that dropped the transfer says nothing: without a message for `stall_s` the stream is begun anew."""
+        """Whose slave owes something and is silent for `stall_s` begins anew, and whose slave is another process."""
         self._timer = self.net.heap.call_later(delay_s, f"{self.label} waits", self._check_stall)
 
     def _check_stall(self) -> None:
         if self.over or not self.moving.rank_runs(self.rank):
             return
         left_s = self._last_message_at + self.net.stall_s - self.net.heap.now
-        if left_s <= 0.0:
+        if left_s <= 0.0 and (self._is_owed() or self.net.flows.flow_of(self.address.name) is not self._flow):
             self._on_break(self.epoch)
         if not self.over:
             self._watch_for_stall(left_s if left_s > 0.0 else self.net.stall_s)

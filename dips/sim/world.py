@@ -61,10 +61,11 @@ class World:
         self._noise = rng.standard_normal((NOISES, max(self.sizes.values())), dtype=np.float32) * np.float32(0.02)
         self.monitor = Monitor()
         self.network = Network(self.heap, self.chance, self.monitor)
-        stall_s = STALL_S * max((1.0, *scenario.slowness.values()))
+        stall_s = scenario.stall_s or STALL_S * max((1.0, *scenario.slowness.values()))
         self.data = DataNetwork(
             self.heap, self.chance.generator_for("data"), self, scenario.run, self.manifest, scenario.slowness, stall_s
         )
+        self.data.serial_s = scenario.chunk_s
         if scenario.steady:
             self.network.repair_links()
             self.data.repair_links()

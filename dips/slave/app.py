@@ -22,6 +22,7 @@ from dips.errors import ConfigError
 from dips.outer import kernels
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
+from dips.outer.work_meter import WorkMeter
 from dips.protocol.effects import Registered
 from dips.protocol.manifest import Manifest
 from dips.slave import metrics as slave_metrics
@@ -82,6 +83,7 @@ class Parts:
     flow: ZmqFlow
     shard: Shard
     thread: ShardThread
+    work: WorkMeter
     log: logs.Log
 
     def prepare_memory(self, registered: Registered) -> None:
@@ -117,7 +119,8 @@ class Parts:
 
     def read_meters(self) -> Meters:
         """What a heartbeat says of this process; from any thread."""
-        return Meters(self.flow.bytes_in, self.flow.bytes_out, self.thread.persist_s, self.thread.apply_s)
+        thread, done = self.thread, self.work.nbytes
+        return Meters(self.flow.bytes_in, self.flow.bytes_out, thread.persist_s, thread.apply_s, done)
 
 
 async def serve(
@@ -156,7 +159,8 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
     disk.
     """
     run, name = config.shared.run, section.name
-    disk = Snapshots(section.directory, run, name, section.initial_model, log)
+    work = WorkMeter()
+    disk = Snapshots(section.directory, run, name, section.initial_model, log, work)
     stack.callback(disk.close)
     workers = section.threads or os.cpu_count() or 1
     threads = ThreadPoolExecutor(workers, "kernel")
@@ -178,10 +182,10 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
     )
     stack.callback(flow.close)
     thread = ShardThread(executor, time.monotonic, log)
-    versions = Versions(KernelPool(kernels, threads, workers), section.slots, section.pinned)
+    versions = Versions(KernelPool(kernels, threads, workers, work), section.slots, section.pinned)
     shard = Shard(name, versions, disk, flow, thread)
     thread.own_shard(shard)
-    return Parts(section, disk, flow, shard, thread, log)
+    return Parts(section, disk, flow, shard, thread, work, log)
 
 
 def _make_runtime(config: RunFile, parts: Parts, address: str, stack: AsyncExitStack) -> SlaveRuntime:

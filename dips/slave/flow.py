@@ -170,9 +170,9 @@ class ZmqFlow:
         """Stop receiving; on return nobody writes into its buffers."""
         self._receiver.drop_push(push)
 
-    def open_pull(self, pull: PullId, version: VersionId, source: Arrays, deadline_s: float) -> None:
-        """Serve `source` until the pull is closed, stalls or passes its deadline."""
-        self._sender.open_pull(pull, version, source, deadline_s, self._clock())
+    def open_pull(self, pull: PullId, version: VersionId, source: Arrays) -> None:
+        """Serve `source` until the pull is closed or stalls."""
+        self._sender.open_pull(pull, version, source, self._clock())
 
     def move_pull(self, pull: PullId, source: Arrays) -> None:
         """Serve the rest from `source`; `on_source_moved` follows when no byte of the old one is in flight."""
@@ -226,9 +226,7 @@ class ZmqFlow:
         if header.kind is Kind.HELLO:
             self._on_hello(lane, peer, header, body)
         elif header.kind is Kind.WANT:
-            for job in self._sender.on_want(lane, peer, header.stream, decode_want(body), self._clock()):
-                if not self._outgo[lane].put_item(job):
-                    self._sender.on_not_sent(job)
+            self._send(lane, self._sender.on_want(lane, peer, header.stream, decode_want(body), self._clock()))
         elif header.kind is Kind.DONE:
             decode_done(body)
             self._sender.on_done(lane, peer, header.stream)
@@ -236,6 +234,11 @@ class ZmqFlow:
             self._lanes[lane].post_frame(self._probes[lane].make_answer(peer, header.stream, decode_probe(body)))
         else:
             raise BadFrame("kind", f"a slave is not sent {header.kind.name}")
+
+    def _send(self, lane: int, jobs: Iterable[ChunkSend]) -> None:
+        for job in jobs:
+            if not self._outgo[lane].put_item(job):
+                self._sender.on_not_sent(job)
 
     def _on_hello(self, lane: int, peer: bytes, header: Header, body: memoryview) -> None:
         name, pieces = decode_hello(body)
@@ -249,6 +252,7 @@ class ZmqFlow:
         """After each batch of a lane: ask for what may be asked, end what is over."""
         now = self._clock()
         self._do_moves(self._receiver.plan_wants(lane, now))
+        self._send(lane, self._sender.due(lane, now))
         if now - self._ticked_at[lane] >= TICK_S:
             self._ticked_at[lane] = now
             self._do_moves(self._receiver.tick(now))

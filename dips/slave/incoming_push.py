@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 
 from dips.ids import PushId
 from dips.slave.moves import Say
@@ -63,8 +64,8 @@ class IncomingPush:
     targets: Arrays  # layer → its buffer; empty once nothing may be written
     codec: Codec
     total: int  # bytes that travel; until all ranks are here, as if they cut no block in two
-    deadline_at: float
-    moved_at: float  # when a byte last came, or when nothing was owed to us
+    gather_s: float  # so long after a HELLO the next one is waited for
+    moved_at: float  # when a byte last came, or a rank for the first time
     rate: Rate
     phase: PushPhase = PushPhase.GATHERING
     reason: str = ""
@@ -85,10 +86,21 @@ class IncomingPush:
         """Whether every rank's stream has brought all of its ranges."""
         return all(s.intake.complete for s in self.streams.values())
 
-    @property
-    def waits_for_us(self) -> bool:
-        """Nothing is owed to us: each unfinished stream waits for its turn or for the pool."""
-        return self.phase is PushPhase.MOVING and not any(s.intake.busy for s in self.streams.values())
+    def silent_since(self) -> float | None:
+        """Since when ranks owe us something and nothing came; None while nothing is owed.
+
+        Nobody owes anything before all ranks are here, while it waits for its turn or for room in the pool, or for
+        what is here and being checked.
+        """
+        owing = [s.intake.last_byte_at for s in self.streams.values() if s.intake.in_flight]
+        return max(self.moved_at, *owing) if owing and self.phase is PushPhase.MOVING else None
+
+    def over_at(self, stall_s: float) -> float:
+        """When it ends unless something comes: by a stall, or because the last ranks do not follow the first."""
+        if self.phase is PushPhase.GATHERING:
+            return self.moved_at + self.gather_s if self.streams else inf
+        silent_since = self.silent_since()
+        return inf if silent_since is None else silent_since + stall_s
 
     def refuse_hello(
         self, lane: int, name: StreamName, pieces: tuple[Range, ...], misfit: str | None, room: int

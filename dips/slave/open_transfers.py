@@ -154,7 +154,7 @@ class OpenTransfers:
         _refuse_closed(self.closed_pulls, pull)
         source = self._pin_version(pull, order.version)
         try:
-            self.flow.open_pull(pull, order.version, source, order.deadline_s)
+            self.flow.open_pull(pull, order.version, source)
         except BaseException:
             self.versions.unpin_version(pull)
             raise
@@ -190,11 +190,11 @@ class OpenTransfers:
         """It reads from its file only."""
         self.versions.on_reader_moved(pull)
 
-    def open_pulls(self, pulls: Sequence[PullId], version: VersionId, deadline_s: float, opened: Opened) -> None:
+    def open_pulls(self, pulls: Sequence[PullId], version: VersionId, opened: Opened) -> None:
         """Open what Commit names; what is open or closed already is passed over: a Commit may be repeated."""
         for pull in pulls:
             if pull not in self.pulls and pull not in self.versions.pins and not _is_closed(self.closed_pulls, pull):
-                self.open_pull(OpenPull(pull, version, deadline_s), opened)
+                self.open_pull(OpenPull(pull, version), opened)
 
     def close_pull(self, pull: PullId) -> None:
         """Serve it no further and set the tombstone; the pin ends with the flow's `on_pull_released`."""

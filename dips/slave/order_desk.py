@@ -1,9 +1,10 @@
 """A slave's handling of orders, from their arrival to their answers: what waits, and what runs beside what.
 
 Pure. An order that finds no free slot or bank has changed nothing, so it is tried again until shortly before its
-deadline, and holds up no other: what it waits for may be a reader that is about to finish, or a DropPush behind it. The
-snapshot of the version that is served is written beside other orders, one snapshot after another, so that a repeated
-Persist finds the first one done. What an order means, and that a repetition gets the same answer, the shard decides.
+deadline, and holds up no other: what it waits for may be a reader that is about to finish, or a DropPush behind it; or
+a snapshot's writer, and that takes as long as it takes. Snapshots are written beside other orders, one after another,
+so that a repeated Persist finds the first one done. What an order means, and that a repetition gets the same answer,
+the shard decides.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class OrderDesk:
         """The shard has carried out an order, or refuses it."""
         found = self._open[ticket]
         again_at = now + self._timing.busy_retry_s
-        if isinstance(result, Busy) and again_at <= found.until:
+        if isinstance(result, Busy) and (again_at <= found.until or self._persists):
             found.again_at = again_at
             return []
         return self._answer_order(ticket, result)

@@ -6,14 +6,18 @@ Pure bookkeeping under the sender's lock.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from dips.ids import PullId, VersionId
+from dips.transport.credit import MOST_BYTES, MOST_CHUNKS
 from dips.transport.rate import Rate
+from dips.wire.chunks import Range
 from dips.wire.streams import StreamName
 
 Bytes = npt.NDArray[np.uint8]
@@ -44,10 +48,22 @@ class OutStream:
     epoch: int
     stream: int
     named: int  # bytes of the ranges that its HELLO named
+    parked: deque[Range] = field(default_factory=deque)  # asked, and waiting for libzmq to let go of what was sent
     held: deque[tuple[Tracker, int, PullSource]] = field(default_factory=deque)  # libzmq may read it still
-    queued: int = 0  # bytes asked and not handed to libzmq
-    jobs: int = 0  # chunks asked and not handed to libzmq
+    queued: int = 0  # bytes asked, not parked and not handed to libzmq
+    jobs: int = 0  # chunks asked, not parked and not handed to libzmq
     over: bool = False  # DONE, superseded by a later epoch, or unreachable
+
+    def unsent(self, more: Iterable[Range] = ()) -> tuple[int, int]:
+        """Chunks and bytes that are asked, with `more`, and have not left: the rank knows each of them as in flight."""
+        waiting = [chunk.nbytes for chunk in chain(self.parked, more)]
+        return self.jobs + len(waiting), self.queued + sum(waiting)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether libzmq may be given `nbytes` more: twice the credit, since it lets go of what has arrived late."""
+        if self.jobs + len(self.held) >= 2 * MOST_CHUNKS:
+            return False
+        return self.queued + sum(n for _, n, _ in self.held) + nbytes <= 2 * MOST_BYTES
 
     def reap_sent(self) -> int:
         """Forget trackers that are done; return how many bytes they held."""
@@ -66,8 +82,7 @@ class OutgoingPull:
     pull: PullId
     version: VersionId
     source: PullSource
-    deadline_at: float
-    moved_at: float
+    moved_at: float  # when a rank last asked, or libzmq let go of a chunk
     rate: Rate
     closed: str = ""  # the reason, once nothing more is served
     streams: list[OutStream] = field(default_factory=list)  # superseded ones too, while libzmq reads for them
@@ -77,6 +92,11 @@ class OutgoingPull:
     @property
     def idle(self) -> bool:
         return not any(s.jobs or s.held for s in self.streams)
+
+    @property
+    def owed(self) -> bool:
+        """Chunks were sent that a rank does not take off our hands; what we have yet to send is our own affair."""
+        return not self.closed and any(s.held for s in self.streams)
 
     def refuse_hello(self, latest: OutStream | None, lane: int, name: StreamName) -> tuple[str, str] | None:
         """Code and message if this HELLO may not join, else None; `latest` is the rank's newest stream."""

@@ -6,7 +6,7 @@ network and simulated disks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -44,6 +44,7 @@ class Flow(Protocol):
     def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str) -> None:
         """Accept HELLOs of the push's ranks (there are len(order)) and ask them, in that order, into `buffers`.
 
+        deadline_s  from one rank's HELLO to the next one's
         codec  "fp32": what comes is written; "bf16", "int8": it is added to the base that lies in `buffers`
         """
 
@@ -53,8 +54,8 @@ class Flow(Protocol):
     def drop_push(self, push: PushId) -> None:
         """Stop receiving; on return nobody writes into its buffers. An unknown push is nothing to drop."""
 
-    def open_pull(self, pull: PullId, version: VersionId, source: Arrays, deadline_s: float) -> None:
-        """Serve `source` to the pull's ranks until it is closed or passes its deadline."""
+    def open_pull(self, pull: PullId, version: VersionId, source: Arrays) -> None:
+        """Serve `source` to the pull's ranks until it is closed, or one of them does not take what it asked for."""
 
     def move_pull(self, pull: PullId, source: Arrays) -> None:
         """Serve the rest from `source`, the same bytes elsewhere; `on_source_moved` once none of the old is in flight.
@@ -81,10 +82,11 @@ class Disk(Protocol):
     def release_room(self, version: VersionId) -> None:
         """Give back what was reserved for a snapshot that will not be written; nothing if nothing was."""
 
-    def write_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
+    def write_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays, is_wanted: Callable[[], bool]) -> str:
         """Make a snapshot durable (written aside, fsynced, renamed, directory fsynced); return its digest.
 
-        One that this process wrote already is not written again.
+        One that this process wrote already is not written again. Called on a thread of its own, once at a time; raise
+        Stale soon after it is wanted no more.
         """
 
     def read_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:

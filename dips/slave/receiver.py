@@ -59,7 +59,11 @@ class Receiver:
         now: float,
         codec: Codec = codecs.FP32,
     ) -> None:
-        """Accept the HELLOs of a push; opening it again changes nothing. A lossy codec adds to what `buffers` hold."""
+        """Accept the HELLOs of a push; opening it again changes nothing. A lossy codec adds to what `buffers` hold.
+
+        deadline_s  from each rank's HELLO to the next one's; for the first there is none, since ranks may be anywhere
+                    in an inner step when their push is granted
+        """
         layout = self._layout
         assert layout is not None, "use() comes before open()"
         sizes = {layer: array.size for layer, array in buffers.items()}
@@ -68,7 +72,7 @@ class Receiver:
             if push not in self._pushes:
                 places = {rank: place for place, rank in enumerate(order)}
                 total = sum(piece.nbytes for piece in codec.encoded_ranges(layout.whole_layers()))
-                self._pushes[push] = IncomingPush(push, places, buffers, codec, total, now + deadline_s, now, Rate(now))
+                self._pushes[push] = IncomingPush(push, places, buffers, codec, total, deadline_s, now, Rate(now))
 
     def reorder_push(self, push_id: PushId, places: tuple[int, ...]) -> None:
         """Put the ranks of a push at other places; who has a turn keeps it. Unknown or of another size: nothing."""
@@ -232,27 +236,22 @@ class Receiver:
     def next_deadline(self, now: float) -> float:
         """When `tick`, or `plan_wants` for want of an answer, may have something to do; infinite if none is open."""
         with self._lock:
-            due = [p.deadline_at for p in self._pushes.values()]
-            due += [p.moved_at + self._stall_s for p in self._pushes.values() if p.live]
+            due = [p.over_at(self._stall_s) for p in self._pushes.values()]
             if any(turns.crowded for turns in self._turns):
                 due.append(now + SLOW_S)
             return min(due, default=inf)
 
     def tick(self, now: float) -> list[Move]:
-        """End what stalls or is past its deadline."""
+        """End what stalls: its ranks owe something and are silent, or the last ones do not follow the first."""
         moves: list[Move] = []
         with self._lock:
             for push in list(self._pushes.values()):
                 push.rate.record_bytes(push.received_bytes, now)
-                if now >= push.deadline_at and not push.live:
-                    self._forget_push(push)
-                elif now >= push.deadline_at:
-                    moves += self._refuse_push(push, "it passed its deadline; " + push.describe_missing(), "refused")
-                elif push.live and push.waits_for_us:
-                    push.moved_at = now
-                elif push.live and now - push.moved_at >= self._stall_s:
-                    reason = f"no new bytes for {self._stall_s:g} s; {push.describe_missing()}"
-                    moves += self._refuse_push(push, reason, "refused")
+                if now >= push.over_at(self._stall_s):
+                    gathering = push.phase is PushPhase.GATHERING
+                    what = f"deadline: no HELLO for {push.gather_s:g} s" if gathering else ""
+                    what = what or f"no new bytes for {self._stall_s:g} s"
+                    moves += self._refuse_push(push, f"{what}; {push.describe_missing()}", "refused")
         return moves
 
     def _refuse_push(self, push: IncomingPush, reason: str, code: str) -> list[Move]:

@@ -181,6 +181,7 @@ class Heartbeats:
             bytes_out=meters.bytes_out,
             persist_s=meters.persist_s,
             apply_s=meters.apply_s,
+            work_bytes=meters.work_bytes,
         )
 
     def on_answer(self, answer: SlaveHeartbeatAnswer | Exception, now: float) -> Actions:

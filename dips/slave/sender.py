@@ -1,8 +1,9 @@
 """Pulls going out: which rank may have what of which version, and when nobody reads the source any more.
 
 A rank asks (WANT), a stage makes the checksum (or a pull before it did, checksums.py), the lane sends the bytes
-straight from the source. A source is released once: when the pull is closed, stalled or past its deadline, and no job
-and no tracker of libzmq holds a byte of it.
+straight from the source. A source is released once: when the pull is closed or stalled, and no job and no tracker of
+libzmq holds a byte of it. It stalls while a rank does not take what it asked for; who is not asked, or not yet greeted,
+waits (the master closes a pull that leads nowhere).
 `released` is never said at send (docs/rationale.md#8). A source may be replaced by the same bytes elsewhere (a slow
 reader is moved to a file): each chunk in flight counts against the source that it was cut from. No socket, no clock;
 the lock is held over no checksum and no send.
@@ -71,6 +72,7 @@ class Sender:
         self._clock = clock
         self._pulls: dict[PullId, OutgoingPull] = {}
         self._streams: dict[tuple[int, bytes, int], OutStream] = {}
+        self._parked: dict[OutStream, None] = {}  # streams with parked chunks, in order
         self._latest: dict[tuple[PullId, int, int], OutStream] = {}  # (pull, rank, lane)
         self._closed = Closed()
         self._lock = threading.Lock()
@@ -88,12 +90,12 @@ class Sender:
         """Say which layers this slave holds."""
         self._layout = layout
 
-    def open_pull(self, pull: PullId, version: VersionId, source: Arrays, deadline_s: float, now: float) -> None:
-        """Serve `source` until close, stall or deadline; opening an open pull again changes nothing."""
+    def open_pull(self, pull: PullId, version: VersionId, source: Arrays, now: float) -> None:
+        """Serve `source` until close or stall, however late its ranks come; opening it again changes nothing."""
         served = self._make_source(source)
         with self._lock:
             if pull not in self._pulls:
-                self._pulls[pull] = OutgoingPull(pull, version, served, now + deadline_s, now, Rate(now))
+                self._pulls[pull] = OutgoingPull(pull, version, served, now, Rate(now))
 
     def move_pull(self, pull_id: PullId, source: Arrays) -> None:
         """Cut chunks from `source` from now on; `tick` returns SourceMoved when the former one is in flight no more."""
@@ -155,17 +157,38 @@ class Sender:
             if outside:
                 raise BadFrame("range", f"pull {stream.pull.pull}: {outside}")
             self._reap_stream(stream, now)
-            nbytes = sum(chunk.nbytes for chunk in chunks)
-            held = stream.queued + sum(n for _, n, _ in stream.held)
-            # Twice the credit: a chunk that has arrived may still be on its way out of libzmq's books.
-            if held + nbytes > 2 * MOST_BYTES or stream.jobs + len(stream.held) + len(chunks) > 2 * MOST_CHUNKS:
-                raise BadFrame("credit", f"pull {stream.pull.pull}: {nbytes} bytes more than {held} in flight")
-            stream.queued += nbytes
-            stream.jobs += len(chunks)
+            asked, nbytes = stream.unsent(chunks)
+            if asked > MOST_CHUNKS or nbytes > max(MOST_BYTES, self._chunk_bytes):
+                raise BadFrame("credit", f"pull {stream.pull.pull}: {asked} chunks, {nbytes} bytes asked and not sent")
+            stream.parked += chunks
             stream.pull.moved_at = now
-            source = stream.pull.source
-            source.in_flight += len(chunks)
-            return [ChunkSend(self, stream, chunk, self._view_chunk(source, chunk), source) for chunk in chunks]
+            return self._unpark(stream)
+
+    def due(self, lane: int, now: float) -> list[ChunkSend]:
+        """Chunks of this lane that were asked before and for which there is room only now."""
+        if not self._parked:
+            return []
+        with self._lock:
+            jobs = list[ChunkSend]()
+            for stream in [s for s in self._parked if s.lane == lane]:
+                self._reap_stream(stream, now)
+                jobs += self._unpark(stream)
+            return jobs
+
+    def _unpark(self, stream: OutStream) -> list[ChunkSend]:
+        """What libzmq may be given now. It may hold chunks that have long arrived: a WANT waits for it, and is kept."""
+        jobs, source = list[ChunkSend](), stream.pull.source
+        while stream.parked and stream.has_room(stream.parked[0].nbytes):
+            chunk = stream.parked.popleft()
+            stream.queued += chunk.nbytes
+            stream.jobs += 1
+            source.in_flight += 1
+            jobs.append(ChunkSend(self, stream, chunk, self._view_chunk(source, chunk), source))
+        if stream.parked:
+            self._parked[stream] = None
+        else:
+            self._parked.pop(stream, None)
+        return jobs
 
     def _too_long(self, chunks: tuple[Range, ...]) -> str | None:
         longest = max((chunk.nbytes for chunk in chunks), default=0)
@@ -180,6 +203,8 @@ class Sender:
         """The lane handed the chunk to libzmq, which reads it until the tracker is done."""
         with self._lock:
             self._unqueue_chunk(job)
+            if not job.stream.pull.owed:
+                job.stream.pull.moved_at = self._clock()  # from now on something is owed to us
             job.stream.held.append((tracker, job.body.nbytes, job.source))
             self.bytes_out += job.body.nbytes
             self._sent_to.add_bytes(job.stream.pull.pull.cluster, job.body.nbytes)
@@ -213,6 +238,8 @@ class Sender:
 
     def _end_stream(self, stream: OutStream) -> None:
         stream.over = True
+        stream.parked.clear()
+        self._parked.pop(stream, None)
         self._streams.pop((stream.lane, stream.peer, stream.stream), None)
 
     def close_pull(self, pull_id: PullId, reason: str) -> None:
@@ -235,10 +262,9 @@ class Sender:
             self._end_stream(stream)
 
     def next_deadline(self) -> float:
-        """When a pull stalls or passes its deadline, unless bytes move; infinite if none is open."""
+        """When a pull stalls, unless bytes move; infinite if nothing is owed by a rank."""
         with self._lock:
-            due = [min(p.deadline_at, p.moved_at + self._stall_s) for p in self._pulls.values() if not p.closed]
-            return min(due, default=inf)
+            return min((p.moved_at + self._stall_s for p in self._pulls.values() if p.owed), default=inf)
 
     def list_sources(self) -> list[tuple[PullId, VersionId, list[PullSource]]]:
         """Every pull that is not released, its version, and all sources that its readers may still read."""
@@ -246,7 +272,7 @@ class Sender:
             return [(p.pull, p.version, [p.source, *p.former]) for p in self._pulls.values()]
 
     def tick(self, now: float) -> list[Move]:
-        """Close what stalls or is past its deadline; release what nobody reads any more."""
+        """Close what stalls; release what nobody reads any more."""
         moves: list[Move] = []
         with self._lock:
             for pull in list(self._pulls.values()):
@@ -254,9 +280,7 @@ class Sender:
                     self._reap_stream(stream, now)
                 pull.rate.record_bytes(pull.out, now)
                 pull.streams = [s for s in pull.streams if not s.over or s.jobs or s.held]
-                if not pull.closed and now >= pull.deadline_at:
-                    self._close_pull(pull, "it passed its deadline")
-                elif not pull.closed and now - pull.moved_at >= self._stall_s:
+                if pull.owed and now - pull.moved_at >= self._stall_s:
                     self._close_pull(pull, f"nothing moved for {self._stall_s:g} s")
                 if pull.closed and pull.idle:
                     moves.append(self._release_pull(pull))

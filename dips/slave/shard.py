@@ -57,7 +57,6 @@ class Shard:
             e.Measure: self.rounds.measure,
             e.Fold: self.rounds.fold,
             e.Apply: self.rounds.apply,
-            e.Persist: self._persist_version,
             e.Commit: self.rounds.commit,
             e.Abort: self.rounds.abort,
             e.OpenPull: self._open_pull,
@@ -131,29 +130,23 @@ class Shard:
         self.transfers.drop_push(order.push)
         return Done()
 
-    def _persist_version(self, order: e.Persist, opened: Opened) -> Answer:
-        """Legal for what is prepared, or served; on return it is durable. A disk that fails leaves θ′ as it is."""
-        return Persisted(order.version, self._snapshots.make_writer(order.version, *self._to_write(order))())
-
     def begin_persist(self, order: e.Order) -> Answer | Callable[[], str]:
-        """Carry out a Persist; for the version that is served, return what writes it instead, on any thread.
+        """Return what writes a snapshot, on any thread, or the answer that was given before.
 
-        Until `end_persist` nothing may take θ and m away: Apply and Load are Busy (docs/protocol.md#memory).
+        Legal for what is prepared, or served. Until `end_persist` nothing may take θ and m away: Apply and Load are
+        Busy (docs/protocol.md#memory). A disk that fails leaves θ′ as it is.
         """
         body = order.body
         assert isinstance(body, e.Persist)
         remembered = self._fences.admit_order(order)
         if remembered is not None:
             return remembered
-        if body.version != self.versions.served_version:
-            return self.execute_order(order)
-        write = self._snapshots.make_writer(body.version, *self._to_write(body))
-        self._snapshots.writing = body.version
-        return write
+        return self._snapshots.begin_writing(body.version, *self._to_write(body))
 
     def end_persist(self, order: e.Order, digest: str | None) -> Answer | None:
         """The writer has ended; `digest` is None if it failed. What a master with a successor ordered is forgotten."""
-        version, self._snapshots.writing = self._snapshots.writing, None
+        version = self._snapshots.end_writing()
+        self.versions.free_abandoned()
         if digest is None or version is None:
             return None
         answer = Persisted(version, digest)

@@ -88,7 +88,7 @@ class ShardRound:
     def commit(self, order: Commit, opened: Opened) -> Answer:
         """Legal for what is prepared or served already; serves it and opens the pulls."""
         self.flip_version(order.version)
-        self._transfers.open_pulls(order.pulls, order.version, order.pull_deadline_s, opened)
+        self._transfers.open_pulls(order.pulls, order.version, opened)
         return Done()
 
     def abort(self, order: Abort, opened: Opened) -> Answer:
@@ -118,7 +118,9 @@ class ShardRound:
     def end_round(self) -> None:
         """Forget the open round and what was prepared in it: presumed abort."""
         self._snapshots.release_room(unless=self.versions.served_version)
-        self.versions.abort_round()
+        if self.versions.prepared is not None:
+            self._snapshots.give_up(self.versions.prepared)
+        self.versions.abort_round(written=self._snapshots.writing)
         self._transfers.forget_measures()
         self.number = self.poison = None
 
@@ -131,13 +133,15 @@ class ShardRound:
                 f"Commit of {version}: {self._name} serves {self.versions.served_version}, "
                 f"prepared is {self.versions.prepared}"
             )
-        self._snapshots.require_idle(f"Commit of {version}")
+        self._snapshots.require_idle(f"Commit of {version}", unless=version)
         self.versions.flip_version(version)
         self.end_round()
         self._transfers.move_old_readers()  # now, so that the next Apply finds its bank free
 
     def load_version(self, version: VersionId) -> None:
         """Serve a version from its snapshot; every push is dropped and every pull closed."""
+        if self.versions.prepared is not None and self.versions.prepared == self._snapshots.writing:
+            self.end_round()  # its writer need not go on; the load is tried again
         self._snapshots.require_idle(f"Load of {version}")
         self.end_round()
         self._transfers.drop_all()

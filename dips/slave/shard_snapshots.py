@@ -1,8 +1,8 @@
 """What a shard has on its way to the disk: the room that is reserved for a snapshot, and the one that is being written.
 
 What must stay true: room is taken before anything is computed, and given back when its version will not be written;
-while the version that is served is being written on another thread, nothing may take its θ and m away. Pure, but for
-the disk (`ports.Disk`) that it is given.
+while a version is being written on another thread, nothing may take its θ and m away: those of a round that is aborted
+meanwhile stay until the writer has noticed. Pure, but for the disk (`ports.Disk`) that it is given.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class ShardSnapshots:
         self._name, self._disk = name, disk
         self._reserved: VersionId | None = None
         self.writing: VersionId | None = None  # on another thread
+        self._wanted = True  # what is being written
 
     def reserve_room(self, version: VersionId, nbytes: int) -> None:
         """Take room for `nbytes` of θ and m; raise FailedDisk if it is not there."""
@@ -38,20 +39,32 @@ class ShardSnapshots:
             self._disk.release_room(self._reserved)
             self._reserved = None
 
-    def make_writer(self, version: VersionId, theta: Arrays, momentum: Arrays) -> Callable[[], str]:
+    def begin_writing(self, version: VersionId, theta: Arrays, momentum: Arrays) -> Callable[[], str]:
         """Return what writes a snapshot into the room that was reserved for it, and returns its digest."""
+        self.require_idle(f"Persist of {version}")
         if self._reserved == version:
             self._reserved = None
+        self.writing, self._wanted = version, True
 
         def write_reserved() -> str:
             try:
-                return self._disk.write_snapshot(version, theta, momentum)
+                return self._disk.write_snapshot(version, theta, momentum, lambda: self._wanted)
             except OSError as error:
                 raise FailedDisk(f"{self._name} cannot write the snapshot of {version}: {error}") from error
 
         return write_reserved
 
-    def require_idle(self, what: str) -> None:
-        """Raise Busy while a snapshot is being written."""
-        if self.writing is not None:
+    def give_up(self, version: VersionId) -> None:
+        """End the writer of a version that will not be; it notices soon."""
+        if self.writing == version:
+            self._wanted = False
+
+    def end_writing(self) -> VersionId | None:
+        """The writer has ended: return what it wrote."""
+        version, self.writing = self.writing, None
+        return version
+
+    def require_idle(self, what: str, unless: VersionId | None = None) -> None:
+        """Raise Busy while a snapshot is being written, unless it is of that version."""
+        if self.writing is not None and self.writing != unless:
             raise Busy(f"{what} waits: the snapshot of {self.writing} is being written")

@@ -98,10 +98,8 @@ class ShardThread:
         result = work.run_on(shard)
         if isinstance(work, ExecuteOrder):
             self._record_time(work.order, self._clock() - began)
-        elif isinstance(work, BeginPersist):
+        elif isinstance(work, BeginPersist) and callable(result):  # else an answer is repeated
             self._persist_began = began
-            if not callable(result):
-                self._record_time(work.order, self._clock() - began)
         elif isinstance(work, EndPersist) and work.error is None:
             self._record_time(work.order, self._clock() - self._persist_began)
         return result

@@ -7,7 +7,7 @@ Every way for it to be wrong raises CorruptSnapshot with the file's name.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,7 @@ from dips.slave.snapshot_manifest import (
     digest_of,
     split_layer,
 )
-from dips.slave.tensorfile import Reader, sync_directory
+from dips.slave.tensorfile import OnPiece, Reader, sync_directory
 
 ASIDE = ".unfinished-"  # before the name of what is not whole yet, or no longer: removed when its slave starts
 
@@ -67,11 +67,13 @@ def write_snapshot(
     model: Manifest,
     layers: Iterable[int],
     flat: Iterable[F32],
+    on_piece: OnPiece = lambda _: None,
 ) -> bytes:
     """Fill the directory `path` with a snapshot, durably; return the bytes of its manifest.
 
     owner  run, slave and incarnation
     flat   θ and m of each layer, in the order of `layers`; an array may be filled anew when the next one is asked for
+    on_piece  is told the bytes of each piece written; what it raises ends the write
 
     Raises OSError; what is there then is no snapshot.
     """
@@ -85,7 +87,7 @@ def write_snapshot(
     ]
     metadata = {"run": run, "slave": slave, "version": str(version)}
     digests: list[str] = []
-    size = tensorfile.write_tensors(path / MODEL_FILE, metadata, shapes, digest_arrays(flat, digests))
+    size = tensorfile.write_tensors(path / MODEL_FILE, metadata, shapes, digest_arrays(flat, digests), on_piece)
     records = tuple(
         LayerRecord(index, layer, of_theta, of_momentum)
         for (index, layer), of_theta, of_momentum in zip(chosen.items(), digests[::2], digests[1::2], strict=True)
@@ -122,16 +124,15 @@ def read_part(reader: Reader, record: LayerRecord, prefix: str, flat: F32, expec
         )
 
 
-def read_through(path: Path, manifest: SnapshotManifest, read: Callable[[int], None] = lambda nbytes: None) -> None:
-    """Read a whole snapshot and compare every digest; one layer's memory at a time. `read` is told each layer's bytes.
+def read_through(path: Path, manifest: SnapshotManifest, on_piece: OnPiece = lambda _: None) -> None:
+    """Read a whole snapshot and compare every digest; one layer's memory at a time. `on_piece` is told its bytes.
 
     Raise CorruptSnapshot naming what differs, OSError.
     """
-    with Reader(path / MODEL_FILE) as reader:
+    with Reader(path / MODEL_FILE, on_piece) as reader:
         for record in manifest.layers:
             theta, momentum = (np.empty(record.layer.numel, np.float32) for _ in range(2))
             read_layer(reader, record, theta, momentum)
-            read(theta.nbytes + momentum.nbytes)
 
 
 def map_layers(path: Path, layers: Mapping[int, Layer], prefix: str) -> Arrays:

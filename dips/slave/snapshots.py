@@ -11,14 +11,15 @@ v0@r0 is never written: it is read from the initial model, and checked against t
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 
 import xxhash
 
-from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError
+from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError, Stale
 from dips.ids import GENESIS, VersionId
+from dips.outer.work_meter import WorkMeter
 from dips.pidlock import PidLock
 from dips.protocol.manifest import Manifest
 from dips.slave import tensorfile
@@ -44,8 +45,11 @@ _LOCK = ".lock"
 class Snapshots:
     """Implements `ports.Disk` on files; used by one thread, and by a second one for one `write_snapshot` at a time."""
 
-    def __init__(self, directory: Path, run: str, slave: str, initial_model: Path, log: Log) -> None:
+    def __init__(
+        self, directory: Path, run: str, slave: str, initial_model: Path, log: Log, meter: WorkMeter | None = None
+    ) -> None:
         """Take the directory for this process; raise ConfigError, naming it, if another slave holds it."""
+        self._meter = meter or WorkMeter()
         self._directory, self._run, self._slave = directory, run, slave
         self._initial, self._log = initial_model, log
         self._whole: set[VersionId] = set()  # verified, or written by us
@@ -106,14 +110,16 @@ class Snapshots:
         """Give reserved room back; a directory that cannot be removed is removed at the next start."""
         shutil.rmtree(self._aside_path(version), ignore_errors=True)
 
-    def write_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
+    def write_snapshot(
+        self, version: VersionId, theta: Arrays, momentum: Arrays, is_wanted: Callable[[], bool] = lambda: True
+    ) -> str:
         """Make a snapshot durable; return the digest of its manifest. One that holds other bytes is replaced."""
         if version in self._whole and (known := self._find_same(version, theta, momentum)):
             return known
         aside = self._aside_path(version)
         try:
             aside.mkdir(exist_ok=True)
-            manifest = self._write_into(aside, version, theta, momentum)
+            manifest = self._write_into(aside, version, theta, momentum, is_wanted)
             self._rename_snapshot(aside, version)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)  # a full disk must not stay full of halves
@@ -131,7 +137,7 @@ class Snapshots:
         try:
             manifest = self._checked_manifest(version)
             self._check_layers(manifest, path)
-            with Reader(path / MODEL_FILE) as reader:
+            with Reader(path / MODEL_FILE, self._meter.add) as reader:
                 for record in manifest.layers:
                     read_layer(reader, record, theta[record.index], momentum[record.index])
         except (CorruptSnapshot, OSError) as error:
@@ -196,11 +202,21 @@ class Snapshots:
             return None
         return xxhash.xxh3_128_hexdigest(text)
 
-    def _write_into(self, aside: Path, version: VersionId, theta: Arrays, momentum: Arrays) -> bytes:
+    def _write_into(
+        self, aside: Path, version: VersionId, theta: Arrays, momentum: Arrays, is_wanted: Callable[[], bool]
+    ) -> bytes:
         if self._manifest is None:
             raise LocalProtocolError(f"a snapshot of {version} was ordered before this slave knew its layers")
         flat = chain.from_iterable((theta[index], momentum[index]) for index in theta)
-        return write_snapshot(aside, (self._run, self._slave, self._sinc), version, self._manifest, theta, flat)
+
+        def on_piece(nbytes: int) -> None:
+            self._meter.add(nbytes)
+            if not is_wanted():
+                raise Stale(f"the snapshot of {version} is wanted no more")
+
+        return write_snapshot(
+            aside, (self._run, self._slave, self._sinc), version, self._manifest, theta, flat, on_piece
+        )
 
     def _rename_snapshot(self, aside: Path, version: VersionId) -> None:
         path = self._directory / str(version)
@@ -240,7 +256,8 @@ class Snapshots:
         return path if path.exists() else staged_path(self._directory, version)
 
     def _verify_snapshot(self, version: VersionId) -> None:
-        read_through(self._path_of(version), self._checked_manifest(version))
+        """Read the whole snapshot through and compare every digest; one layer's memory at a time."""
+        read_through(self._path_of(version), self._checked_manifest(version), self._meter.add)
 
     def _check_layers(self, manifest: SnapshotManifest, path: Path) -> None:
         if self._manifest is None:
@@ -256,7 +273,7 @@ class Snapshots:
     def _read_initial(self, theta: Arrays, momentum: Arrays) -> None:
         if self._manifest is None:
             raise LocalProtocolError("the initial model was to be read before this slave knew its layers")
-        with Reader(self._initial) as reader:
+        with Reader(self._initial, self._meter.add) as reader:
             for index, expected in self._genesis.items():
                 layer = self._manifest.layers[index]
                 for parameter, flat in split_layer(layer, theta[index]):

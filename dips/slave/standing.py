@@ -64,3 +64,4 @@ class Meters:
     bytes_out: int = 0
     persist_s: float = 0.0
     apply_s: float = 0.0
+    work_bytes: int = 0  # kernels and disk

@@ -12,7 +12,7 @@ import json
 import mmap
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -25,9 +25,11 @@ from dips.errors import CorruptSnapshot
 
 F32 = npt.NDArray[np.float32]
 Shapes = Sequence[tuple[str, tuple[int, ...]]]
+OnPiece = Callable[[int], None]
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own bound
 PIECE_BYTES = 8 << 20  # written, and given to the disk, at a time
+SYNC_BYTES = 1 << 30  # the most that a disk may lag behind what was written: the last fsync is short, however large
 ITEM = 4
 assert sys.byteorder == "little", "parameters are stored as they lie in memory, which must be little-endian"
 
@@ -38,11 +40,14 @@ def reserve_file(path: Path, size: int) -> None:
         _reserve_space(file.fileno(), size)
 
 
-def write_tensors(path: Path, metadata: Mapping[str, str], shapes: Shapes, data: Iterable[F32]) -> int:
+def write_tensors(
+    path: Path, metadata: Mapping[str, str], shapes: Shapes, data: Iterable[F32], on_piece: OnPiece = lambda _: None
+) -> int:
     """Write tensors in the order of `shapes` and return the file's size once it is on the disk.
 
     data  flat arrays whose elements, one array behind another, are those of all tensors in order; one is asked for when
           the one before is with the kernel, so what `data` does meanwhile costs no time of the disk
+    on_piece  is told the bytes of each piece that is with the kernel; what it raises ends the write
     Raises OSError: a full disk is found before the first byte, where the file system can reserve. What `reserve_file`
     has taken is used, and the rest of it given back.
     """
@@ -52,7 +57,7 @@ def write_tensors(path: Path, metadata: Mapping[str, str], shapes: Shapes, data:
         _reserve_space(file.fileno(), size)
         _write_all(file, memoryview(header))
         for array in data:
-            _write_pieces(file, array.view(np.uint8).data)
+            _write_pieces(file, array.view(np.uint8).data, on_piece)
         if file.tell() != size:
             raise ValueError(f"{path}: expected {size} bytes by its shapes, wrote {file.tell()}")
         file.truncate(size)
@@ -63,8 +68,9 @@ def write_tensors(path: Path, metadata: Mapping[str, str], shapes: Shapes, data:
 class Reader:
     """An open file; every way for it to be wrong raises CorruptSnapshot with the file's name."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, on_piece: OnPiece = lambda _: None) -> None:
+        """`on_piece` is told the bytes of each piece that was read."""
+        self.path, self._on_piece = path, on_piece
         self._file = path.open("rb", buffering=0)
         try:
             self.metadata, self._entries, self._begin = self._read_header()
@@ -84,9 +90,10 @@ class Reader:
         self._file.seek(begin)
         view = out.view(np.uint8).data
         while view:
-            count = self._file.readinto(view)
+            count = self._file.readinto(view[:PIECE_BYTES])
             if not count:
                 raise CorruptSnapshot(f"{self.path}: ends within tensor {name!r}")
+            self._on_piece(count)
             view = view[count:]
 
     def map_file(self) -> mmap.mmap:
@@ -161,13 +168,16 @@ def _reserve_space(fd: int, size: int) -> None:
             raise
 
 
-def _write_pieces(file: BinaryIO, view: memoryview) -> None:
+def _write_pieces(file: BinaryIO, view: memoryview, on_piece: OnPiece) -> None:
     """Write, and have the disk begin with each piece at once: left to fsync, it would idle until the last is copied."""
     for begin in range(0, len(view), PIECE_BYTES):
         piece, at = view[begin : begin + PIECE_BYTES], file.tell()
         _write_all(file, piece)
         # "Not needed" starts the write-out of dirty pages and waits for none; it is the word for it in the library.
         os.posix_fadvise(file.fileno(), at, len(piece), os.POSIX_FADV_DONTNEED)
+        if (at + len(piece)) // SYNC_BYTES > at // SYNC_BYTES:
+            os.fdatasync(file.fileno())
+        on_piece(len(piece))
 
 
 def _write_all(file: BinaryIO, view: memoryview) -> None:

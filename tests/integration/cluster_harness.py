@@ -100,8 +100,10 @@ class Run:
         shared: Mapping[str, Any] | None = None,
         timing: Mapping[str, Any] | None = None,
         slaves: int = 2,
+        slave: Mapping[str, Any] | None = None,
     ) -> None:
-        """`tensors`: θ of v0@r0; `shared`, `timing`: what differs from the defaults."""
+        """`tensors`: θ of v0@r0; `shared`, `timing`, `slave` (of each): what differs from the defaults."""
+        self._slave = dict(slave or {})
         self.directory, self.processes = directory, list[Process]()
         self.commands = {role: daemon(role) for role in ("master", "slave", "client")}
         self.address = f"127.0.0.1:{free_port()}"
@@ -184,7 +186,7 @@ class Run:
 
     def _run_file(self, timing: Mapping[str, Any]) -> dict[str, Any]:
         model = str(Path("master") / genesis.INITIAL_MODEL)
-        small = {"initial_model": model, "master": self.address, "threads": 1, "transit_bytes": 8 << 20}
+        small = {"initial_model": model, "master": self.address, "threads": 1, "transit_bytes": 8 << 20, **self._slave}
         return {
             "shared": self.shared,
             "master": {"listen": self.address, "directory": "master", "timing": dict(timing)},

@@ -112,11 +112,14 @@ class SlaveScript(OrderServiceServicer):
         self.address = ""
         self.raises: dict[type, DipsError] = {}
         self.told_more = asyncio.Event()
+        self.hold: asyncio.Event | None = None  # no order is answered before it is set
 
     async def Execute(self, request: Any, context: Any) -> slave_pb2.Answer:
         order = messages.from_proto(request, Order)
         self.orders.append(order)
         self.told_more.set()
+        if self.hold is not None:
+            await self.hold.wait()
         if type(order.body) in self.raises:
             raise self.raises[type(order.body)]
         return messages.wrap_oneof(self.answer(order.body), slave_pb2.Answer)  # type: ignore[return-value]
@@ -497,6 +500,22 @@ async def test_a_refusal_and_a_stale_term_are_told_apart() -> None:
         await link.close()
     assert isinstance(stale, events.OrderFailed) and (stale.error, stale.reason) == (StaleTerm, "seen 5")
     assert isinstance(refused, events.OrderFailed) and (refused.error, refused.reason) == (StaleIncarnation, "sinc 2")
+
+
+async def test_an_order_to_a_slave_that_works_has_its_whole_time_again() -> None:
+    """Its deadline passes twice while the slave's heartbeats tell of work; when nothing is told it is over."""
+    async with listening(SlaveScript("s0")) as slave:
+        slave.hold = asyncio.Event()
+        link = SlaveLink("s0", slave.address)
+        waiting = asyncio.create_task(link.execute_order(order(1, deadline_s=0.6)))
+        for _ in range(6):
+            await asyncio.sleep(0.2)
+            link.on_progress()
+        assert not waiting.done()
+        failed = await waiting
+        slave.hold.set()
+        await link.close()
+    assert isinstance(failed, events.OrderFailed) and failed.error is UnresponsiveSlave
 
 
 async def test_a_broken_disk_is_said_at_once() -> None:

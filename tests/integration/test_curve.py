@@ -70,7 +70,7 @@ def test_a_push_and_a_pull_go_by_curve(lanes: int) -> None:
         stats = push_pieces(grant(flow, flow.public_key), TransferIdentity(RUN, "a", 1, 1, 0), pieces(2.5))
         assert stats.connections == lanes and not flow.refused_frames
         assert all((array == 2.5).all() for array in slot.values())
-        flow.open_pull(PullId("a", 1, 2), V, slot, 20.0)
+        flow.open_pull(PullId("a", 1, 2), V, slot)
         wanted = pieces(0.0)
         pull_pieces(grant(flow, flow.public_key), TransferIdentity(RUN, "a", 1, 2, 0), wanted)
         assert all((piece.array == 2.5).all() for piece in wanted)

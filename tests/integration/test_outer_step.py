@@ -47,6 +47,7 @@ from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.shard import Shard
 from dips.slave.shard_registration import Followed
 from dips.slave.snapshots import Snapshots
+from tests.unit.slave.shard_rig import carry_out
 
 SHAPES = [
     ("emb.weight", (37, 16)),
@@ -77,7 +78,7 @@ class ReceivedPush:
     def drop_push(self, push: PushId) -> None:
         self.buffers.pop(push, None)
 
-    def open_pull(self, pull: object, version: VersionId, source: Arrays, deadline_s: float) -> None:
+    def open_pull(self, pull: object, version: VersionId, source: Arrays) -> None:
         raise AssertionError("no pull is opened here")
 
     def move_pull(self, pull: object, source: Arrays) -> None:
@@ -122,7 +123,7 @@ class SlaveSet:
 
     def order(self, body: OrderBody) -> list[Answer]:
         self.number += 1
-        return [s.execute_order(Order(s.name, 1, 1, self.number, body, 10.0)) for s in self.shards]
+        return [carry_out(s, Order(s.name, 1, 1, self.number, body, 10.0)) for s in self.shards]
 
     def push(self, push: PushId, theta_j: Model, rng: random.Random) -> None:
         """Stage one push, at each slave when its turn comes."""
@@ -150,7 +151,7 @@ class SlaveSet:
         scale = c * (1.0 if clip is None else min(1.0, clip / norm))
         self.order(Apply(version.round, version, scale, LR, MU))
         self.order(Persist(version))
-        self.order(Commit(version, (), 60.0))
+        self.order(Commit(version, ()))
         return norm
 
     def theta(self) -> Model:

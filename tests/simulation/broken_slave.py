@@ -61,8 +61,8 @@ def refold_on_retry() -> list[Patch]:
 def unpin_at_send() -> list[Patch]:
     honest = SimFlow.open_pull
 
-    def open_pull(self: SimFlow, pull: PullId, version: VersionId, source: Arrays, deadline_s: float) -> None:
-        honest(self, pull, version, source, deadline_s)
+    def open_pull(self: SimFlow, pull: PullId, version: VersionId, source: Arrays) -> None:
+        honest(self, pull, version, source)
         self._call_later(0.0, f"{pull} is sent", lambda: self._listener().on_pull_released(pull, "sent"))
 
     return [(SimFlow, "open_pull", open_pull)]
@@ -81,9 +81,9 @@ def free_at_move() -> list[Patch]:
 def keep_local() -> list[Patch]:
     honest = SimDisk.write_snapshot
 
-    def write(self: SimDisk, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
+    def write(self: SimDisk, version: VersionId, theta: Arrays, momentum: Arrays, is_wanted: Any) -> str:
         self.delete_snapshots(self.complete_versions())
-        return honest(self, version, theta, momentum)
+        return honest(self, version, theta, momentum, is_wanted)
 
     return [(SimDisk, "write_snapshot", write)]
 

@@ -27,6 +27,7 @@ COMMANDS: dict[str, Callable[[Teller, str, Words], list[str]]] = {
     "leaves": Teller.leaves,
     "trainer": Teller.trainer,
     "measures": Teller.measures,
+    "comes": Teller.comes,
     "heartbeats": Teller.heartbeat,
     "readmitted": Teller.readmit,
     "drained": Teller.drain,

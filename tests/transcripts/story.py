@@ -195,6 +195,10 @@ class Teller:
         """The judge has heard how fast its transfers move."""
         return self.step(ev.BandwidthMeasured(cluster, self._incarnation(cluster, words), float(words["bytes_per_s"])))
 
+    def comes(self, cluster: str, words: Words) -> list[str]:
+        """The judge has heard that its ranks come to its push or pull, or move it."""
+        return self.step(ev.TransferAwaited(cluster, self._incarnation(cluster, words), int(words["seq"])))
+
     def heartbeat(self, peer: str, words: Words) -> list[str]:
         """What a heartbeat of this incarnation would be answered."""
         incarnation = self._incarnation(peer, words)

@@ -19,6 +19,16 @@ from dips.errors import StaleIncarnation
 from dips.protocol.enums import Activity, ClusterStanding, TrainerState
 from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
 
+OPEN_TRANSFER = frozenset(  # in these phases the push or pull of the present seq is kept open for its ranks
+    {
+        SyncPhase.ASKING_PUSH,
+        SyncPhase.PUSHING,
+        SyncPhase.FINISHING,
+        SyncPhase.AWAITING,
+        SyncPhase.ASKING_PULL,
+        SyncPhase.PULLING,
+    }
+)
 LEAST_DEADLINE_S = 1.0  # of a heartbeat, however often they are sent
 
 
@@ -56,9 +66,10 @@ def build_heartbeat(s: AgentState) -> ClusterHeartbeat | None:
         *sync.moved,
         sync.bytes_per_s,
         s.pace.aligned_steps,
-        s.pace.step_s,
+        s.pace.step_s or (0.0 if s.pace.aligned_steps else s.pace.first_step_s),
         s.pace.since_push,
         account.consumed_tokens,
+        sync.seq if trainer.alive and sync.phase in OPEN_TRANSFER else 0,
     )
 
 

@@ -32,6 +32,7 @@ class Pace:
         self._since = 0.0  # when the last push was settled
         self._last: float | None = None  # end of the last inner step, if the trainer has not stood still since
         self._took: deque[float] = deque(maxlen=STEPS_KEPT)
+        self.first_step_s = 0.0  # of all, from the trainer's beginning: an estimate until there is a better one
         self._due: float | None = None  # of the meeting
         self._set_at = 0.0  # when it was set
 
@@ -58,6 +59,7 @@ class Pace:
     def record_step(self, now: float) -> None:
         """An inner step is done."""
         self.since_push += 1
+        self.first_step_s = self.first_step_s or now - self._since
         if self._last is not None:
             self._took.append(now - self._last)
         self._last = now

@@ -8,7 +8,6 @@ once and holds either what was frozen or what was pulled; nothing else is writte
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -182,7 +181,6 @@ class ShardTransfer:
     def _pull_layers(self, memory: StreamedMemory, request: TransferRequest, poll_s: float) -> TransferResult:
         """Pull and install one layer after the other, each on all ranks or on none."""
         total, before, epoch = self._total["pull", "fp32"], 0, [1]
-        ends_at = time.monotonic() + request.grant.deadline_s
 
         def move_pieces(*args: Any, **options: Any) -> TransferStats:
             stats = transfer.pull_pieces(*args, first_epoch=epoch[0], **options)
@@ -190,9 +188,8 @@ class ShardTransfer:
             return stats
 
         for layer in memory.layers:
-            grant = replace(request.grant, deadline_s=max(0.0, ends_at - time.monotonic()))
             report_progress = partial(_report_layer, request.report_progress, before, total)
-            part = replace(request, grant=grant, report_progress=report_progress)
+            part = replace(request, report_progress=report_progress)
             pieces, nbytes = memory.pieces_of_layer(layer), BYTES_PER_PARAMETER * memory.layer_numel(layer)
             result = self._begin_move(move_pieces, pieces, nbytes, part).wait(poll_s)
             if not result.ok:

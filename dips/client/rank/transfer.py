@@ -155,13 +155,13 @@ class PullTransfer(TransferLoop):
         asking = 0
         for part in self._parts:
             intake = part.intake
-            if part.done or intake is None or not part.stream.welcomed or asking == CONCURRENT_STREAMS:
+            if part.done or intake is None or not part.stream.welcomed:
                 continue
-            if not (intake.in_flight and now - intake.last_byte_at > SLOW_S):
-                asking += 1
-            for unit in intake.ask_chunks(now, self._total):
-                part.stream.send_message(Kind.WANT, streams.encode_want(unit))
-            part.stream.waits = intake.in_flight > 0
+            if asking < CONCURRENT_STREAMS:
+                asking += not (intake.in_flight and now - intake.last_byte_at > SLOW_S)
+                for unit in intake.ask_chunks(now, self._total):
+                    part.stream.send_message(Kind.WANT, streams.encode_want(unit))
+            part.stream.waits = intake.in_flight > 0  # also of one that is not asked any more: it owes nothing then
 
     def on_chunk(self, part: LanePart, frame: Arrived, now: float) -> None:
         chunk = part.intake.claim_chunk(frame.header, now) if part.intake is not None else None

@@ -69,9 +69,9 @@ class TransferLoop(ABC):
         self._in_place = False  # the calling thread does the stage's work, too
 
     def run(self, cancel: threading.Event, progress: Progress | None) -> TransferStats:
-        """Move everything, or raise."""
+        """Move everything, or raise; the deadline is for a slave that owes us something while nothing moves."""
         began, reported = self._clock(), -1
-        rate = Rate(began)
+        rate, moved_at = Rate(began), began
         stage = Stage(
             f"{self.kind}-{self._order.base.rank}", DEPTH, self._process_chunk, spare_threads(available_cores())
         )
@@ -82,13 +82,16 @@ class TransferLoop(ABC):
                 now = self._clock()
                 if cancel.is_set():
                     raise TransferCancelled(f"{self._name} was cancelled")
-                if now - began >= self._grant.deadline_s:
+                if now - moved_at >= self._grant.deadline_s:
                     raise UnavailableSlave(f"{self._name} passed its deadline: {self._describe_waiting()}")
                 self._run_once(now)
-                if progress is not None and reported != (moved := self._moved_bytes()):
-                    reported = moved
+                if reported != (moved := self._moved_bytes()):
+                    reported, moved_at = moved, now
                     rate.record_bytes(moved, now)
-                    progress(TransferRate(moved, self._total, rate.bytes_per_s))
+                    if progress is not None:
+                        progress(TransferRate(moved, self._total, rate.bytes_per_s))
+                elif not self._is_owed():
+                    moved_at = now
         finally:
             self._close_streams(stage)
         connections = sum(part.stream.name.epoch for part in self._parts)
@@ -156,6 +159,10 @@ class TransferLoop(ABC):
             raise cls(f"{self._name}: slave {part.slave.name} answered: {error.message}")
         part.stream.reconnect_later(error.message, now)
         self.on_stream_lost(part)
+
+    def _is_owed(self) -> bool:
+        """A slave does not answer, or does not bring what it was asked for; to wait until we are asked is no fault."""
+        return any(not p.done and (p.stream.waits or not p.stream.welcomed) for p in self._parts)
 
     def _describe_waiting(self) -> str:
         return "; ".join(

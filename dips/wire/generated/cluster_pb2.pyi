@@ -77,6 +77,7 @@ class ClusterHeartbeat(_message.Message):
     STEP_S_FIELD_NUMBER: _builtins.int
     SINCE_PUSH_FIELD_NUMBER: _builtins.int
     TOKENS_CONSUMED_FIELD_NUMBER: _builtins.int
+    TRANSFER_SEQ_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     inc: _builtins.int
     trainer: _builtins.str
@@ -94,6 +95,8 @@ class ClusterHeartbeat(_message.Message):
     since_push: _builtins.int
     tokens_consumed: _builtins.int
     """by this incarnation in all"""
+    transfer_seq: _builtins.int
+    """of the push or pull that its ranks come to, or move; 0: none"""
     @_builtins.property
     def base(self) -> _names_pb2.VersionId: ...
     def __init__(
@@ -116,10 +119,11 @@ class ClusterHeartbeat(_message.Message):
         step_s: _builtins.float = ...,
         since_push: _builtins.int = ...,
         tokens_consumed: _builtins.int = ...,
+        transfer_seq: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "aligned_steps", b"aligned_steps", "attempt", b"attempt", "base", b"base", "bytes_moved", b"bytes_moved", "bytes_per_s", b"bytes_per_s", "bytes_total", b"bytes_total", "cluster", b"cluster", "inc", b"inc", "inner_steps", b"inner_steps", "loss", b"loss", "since_push", b"since_push", "step_s", b"step_s", "tokens_carried", b"tokens_carried", "tokens_consumed", b"tokens_consumed", "tokens_lost", b"tokens_lost", "trainer", b"trainer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "aligned_steps", b"aligned_steps", "attempt", b"attempt", "base", b"base", "bytes_moved", b"bytes_moved", "bytes_per_s", b"bytes_per_s", "bytes_total", b"bytes_total", "cluster", b"cluster", "inc", b"inc", "inner_steps", b"inner_steps", "loss", b"loss", "since_push", b"since_push", "step_s", b"step_s", "tokens_carried", b"tokens_carried", "tokens_consumed", b"tokens_consumed", "tokens_lost", b"tokens_lost", "trainer", b"trainer", "transfer_seq", b"transfer_seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

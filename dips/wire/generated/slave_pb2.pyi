@@ -291,6 +291,7 @@ class SlaveHeartbeat(_message.Message):
     BYTES_OUT_FIELD_NUMBER: _builtins.int
     PERSIST_S_FIELD_NUMBER: _builtins.int
     APPLY_S_FIELD_NUMBER: _builtins.int
+    WORK_BYTES_FIELD_NUMBER: _builtins.int
     slave: _builtins.str
     sinc: _builtins.int
     term: _builtins.int
@@ -300,6 +301,8 @@ class SlaveHeartbeat(_message.Message):
     bytes_out: _builtins.int
     persist_s: _builtins.float
     apply_s: _builtins.float
+    work_bytes: _builtins.int
+    """that kernels and disk have worked through: what lasts is told from what hangs"""
     @_builtins.property
     def memory(self) -> _names_pb2.VersionId: ...
     @_builtins.property
@@ -321,10 +324,11 @@ class SlaveHeartbeat(_message.Message):
         bytes_out: _builtins.int = ...,
         persist_s: _builtins.float = ...,
         apply_s: _builtins.float = ...,
+        work_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_s", b"apply_s", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "memory", b"memory", "persist_s", b"persist_s", "pool_limit", b"pool_limit", "pool_used", b"pool_used", "sinc", b"sinc", "slave", b"slave", "staged", b"staged", "term", b"term", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_s", b"apply_s", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "memory", b"memory", "persist_s", b"persist_s", "pool_limit", b"pool_limit", "pool_used", b"pool_used", "sinc", b"sinc", "slave", b"slave", "staged", b"staged", "term", b"term", "transfers", b"transfers", "work_bytes", b"work_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -707,8 +711,6 @@ class Commit(_message.Message):
 
     VERSION_FIELD_NUMBER: _builtins.int
     PULLS_FIELD_NUMBER: _builtins.int
-    PULL_DEADLINE_S_FIELD_NUMBER: _builtins.int
-    pull_deadline_s: _builtins.float
     @_builtins.property
     def version(self) -> _names_pb2.VersionId: ...
     @_builtins.property
@@ -718,11 +720,10 @@ class Commit(_message.Message):
         *,
         version: _names_pb2.VersionId | None = ...,
         pulls: _abc.Iterable[_names_pb2.PullId] | None = ...,
-        pull_deadline_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pull_deadline_s", b"pull_deadline_s", "pulls", b"pulls", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pulls", b"pulls", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -756,8 +757,6 @@ class OpenPull(_message.Message):
 
     PULL_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
-    DEADLINE_S_FIELD_NUMBER: _builtins.int
-    deadline_s: _builtins.float
     @_builtins.property
     def pull(self) -> _names_pb2.PullId: ...
     @_builtins.property
@@ -767,11 +766,10 @@ class OpenPull(_message.Message):
         *,
         pull: _names_pb2.PullId | None = ...,
         version: _names_pb2.VersionId | None = ...,
-        deadline_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["pull", b"pull", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "pull", b"pull", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pull", b"pull", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

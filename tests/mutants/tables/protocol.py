@@ -98,8 +98,29 @@ MUTANTS = (
         "if slave else None",
         PUSHES,
     ),
-    Mutant("a push outlives its deadline", ROOM, "now >= cluster.push.deadline", "now > cluster.push.deadline", PUSHES),
-    Mutant("no grace for a push", ROOM, "TRANSFER_GRACE_S = 5.0", "TRANSFER_GRACE_S = 0.0", PUSHES),
+    Mutant(
+        "a transfer outlives its deadline",
+        ROOM,
+        "run.now >= transfer.deadline",
+        "run.now > transfer.deadline",
+        PUSHES,
+    ),
+    Mutant("a transfer that is awaited ends", ROOM, "run.now + transfer.deadline_s)", "transfer.deadline_s)", PUSHES),
+    Mutant("one push's word keeps another", ROOM, "and transfer.id.seq == event.seq:", ":", PUSHES),
+    Mutant(
+        "a former incarnation's word keeps a push",
+        ROOM + "/movement.py",
+        "cluster is None or cluster.inc != event.inc:",
+        "cluster is None:",
+        PUSHES,
+    ),
+    Mutant(
+        "a push that is given up keeps its slot",
+        ROOM,
+        "    drop_superseded(run, cluster, event.push)",
+        "    pass",
+        PUSHES,
+    ),
     # ---- pulls
     Mutant("a stale pull seq opens", ROOM, "if event.pull.seq <=", "if False and event.pull.seq <=", PUSHES),
     Mutant("the last pull seq opens again", ROOM, "event.pull.seq <= cluster", "event.pull.seq < cluster", PUSHES),
@@ -107,7 +128,6 @@ MUTANTS = (
         "ranks of a pull without bound", ROOM + "/pulls.py", "<= event.ranks <= MAX_RANKS", "<= event.ranks", PUSHES
     ),
     Mutant("all pulls begin at one slave", ROOM, "first = sum(", "first = 0 * sum(", PUSHES),
-    Mutant("a pull outlives its deadline", ROOM, "now >= cluster.pull.deadline", "now > cluster.pull.deadline", PUSHES),
     # ---- durability, rollback, drain
     Mutant("three failures before a disk is given up", ROOM, "FAILURES = 2", "FAILURES = 3", DISKS),
     Mutant("a disk that failed is tried at once", ROOM, "RETRY_S = 30.0", "RETRY_S = 0.0", DISKS),

@@ -185,18 +185,39 @@ MUTANTS = (
     Mutant(
         "a push stalls for ever",
         ROOM,
-        "push.live and now - push.moved_at >= ",
-        "push.live and now - push.moved_at >= 9 * ",
+        "inf if silent_since is None else silent_since + stall_s",
+        "inf",
         RECEIVER,
     ),
-    Mutant("a push outlives its deadline at the slave", ROOM, "elif now >= push.deadline_at:", "elif False:", RECEIVER),
+    Mutant(
+        "a push waits for its last ranks for ever", ROOM, "return self.moved_at + self.gather_s", "return inf", RECEIVER
+    ),
+    Mutant(
+        "who is not asked stalls",
+        ROOM,
+        "for s in self.streams.values() if s.intake.in_flight]",
+        "for s in self.streams.values()]",
+        RECEIVER,
+    ),
+    Mutant(
+        "a push stalls before its ranks come", ROOM, "self.gather_s if self.streams else inf", "self.gather_s", RECEIVER
+    ),
     Mutant("lanes of two pushes are not lined up", ROOM, "push.places = dict(enumerate(places))", "pass", RECEIVER),
     # ---- pulls out
     Mutant(
         "an old epoch comes back to a pull", ROOM, "name.epoch <= latest.epoch", "name.epoch < latest.epoch", SENDER
     ),
     Mutant("a pull of another version", ROOM, "if name.version != str(", "if None is str(", SENDER),
-    Mutant("credit without bound", ROOM, "> 2 * MOST_BYTES or", "> 2000 * MOST_BYTES or", SENDER),
+    Mutant("credit without bound", ROOM, "if asked > MOST_CHUNKS or nbytes", "if nbytes", SENDER),
+    Mutant(
+        "a question is lost while libzmq's books lag",
+        ROOM,
+        "stream.parked += chunks",
+        "stream.parked += chunks[:1]",
+        SENDER,
+    ),
+    Mutant("a reader that is not asked stalls", ROOM, "any(s.held for s in self.streams)", "True", SENDER),
+    Mutant("what is owed counts from the last answer", ROOM, "if not job.stream.pull.owed:", "if False:", SENDER),
     Mutant("a source is let go at send", ROOM, "while self.held and self.held[0][0].done:", "while self.held:", SENDER),
     Mutant("a source is released while it is read", ROOM, "if pull.closed and pull.idle:", "if pull.closed:", SENDER),
     Mutant(

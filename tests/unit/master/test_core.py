@@ -12,7 +12,7 @@ from dips.errors import StaleTerm
 from dips.ids import GENESIS, PullId
 from dips.master.core import EXIT_LEDGER, MasterCore
 from dips.master.held import PollOptions
-from dips.master.outbox import Action, HeartbeatReply, SlaveEndpoint, WriteRecords
+from dips.master.outbox import Action, HeartbeatReply, SlaveEndpoint, SlaveProgress, WriteRecords
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Acknowledged, Dropped, Effect, Grant, Joined, Note, OpenPull, Order, Pending, Reply
 from dips.protocol.enums import Activity, TrainerState
@@ -138,9 +138,9 @@ class Shell:
         self._carry_out()
         return self.answers.get(self.req)
 
-    def heartbeat_slave(self, term: int = 3) -> Any:
+    def heartbeat_slave(self, term: int = 3, work_bytes: int = 0) -> Any:
         self.req += 1
-        heartbeat = SlaveHeartbeat("s", 1, term, GENESIS, (), (), 0, 0, 0, 0, 0.0, 0.0)
+        heartbeat = SlaveHeartbeat("s", 1, term, GENESIS, (), (), 0, 0, 0, 0, 0.0, 0.0, work_bytes)
         self.core.on_heartbeat(self.req, heartbeat, self.now)
         self._carry_out()
         return self.answers.get(self.req)
@@ -249,6 +249,20 @@ def test_a_gap_moves_the_deadline_of_a_transfer(shell: Shell) -> None:
     assert isinstance(shell.answers[shell.ask_pull()], Grant)
     shell.run_to(700.0, "a")
     assert isinstance(shell.answers[shell.ask_pull()], Dropped)
+
+
+def test_a_slave_that_works_is_told_from_one_that_hangs(shell: Shell) -> None:
+    """Its heartbeats count what kernels and disk have done: whenever that rises, its orders have their time again."""
+
+    def told() -> int:
+        return sum(isinstance(action, SlaveProgress) for action in shell.left)
+
+    for work_bytes, times in ((0, 0), (8, 1), (8, 1), (9, 2), (9, 2)):
+        shell.heartbeat_slave(work_bytes=work_bytes)
+        assert told() == times
+    shell.heartbeat_slave(term=2, work_bytes=50)
+    shell.heartbeat_slave(work_bytes=9)
+    assert told() <= 3
 
 
 def test_a_delay_of_a_heartbeat_is_no_gap(shell: Shell) -> None:

@@ -149,7 +149,6 @@ def test_a_walk_over_a_set_is_found(play: Callable[..., Path], monkeypatch: pyte
 def test_where_it_differs_is_said(play: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that has changed since is shown at its first event, with what was ordered then and now; exit code 1."""
     directory = play()
-    monkeypatch.setattr(pushes, "TRANSFER_GRACE_S", 0.0)
     monkeypatch.setitem(sys.modules["dips.protocol.coordinator"].HANDLERS, OrderAnswered, lambda w, event: None)
     result = CliRunner().invoke(cli, ["replay", str(directory)])
     assert result.exit_code == 1

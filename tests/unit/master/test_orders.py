@@ -48,3 +48,14 @@ def test_only_open_push_needs_a_listener() -> None:
     """A trainer stands still for its slot: it is refused at once where nobody listens; everything else can wait."""
     assert sent(OpenPush(PushId("a", 1, 1), (0,), 60.0)).needs_listener
     assert not sent().needs_listener
+
+
+def test_work_that_goes_on_gives_an_order_its_whole_time_again() -> None:
+    """A deadline is for silence: a snapshot of an hour passes none, and a slave that has stopped does."""
+    order, nothing = sent(), UnavailableSlave("reset")
+    order.on_progress(13.0)
+    assert order.on_error(nothing, 16.9) is None
+    order.on_progress(16.9)
+    order.on_progress(5.0)
+    assert order.left_s(16.9) == 4.0
+    assert order.on_error(nothing, 20.9) == order.on_deadline()

@@ -38,7 +38,7 @@ def test_a_push_that_moves_keeps_the_rest_of_its_deadline() -> None:
     gap(run)
     assert run.view["clusters"]["a"]["state"] == "pushing"
     assert run.machine.next_deadline() == pytest.approx(before + GAP_S)
-    run.wait(106.0)
+    run.wait(101.0)
     assert run.view["clusters"]["a"]["state"] == "training"
 
 
@@ -48,7 +48,7 @@ def test_a_pull_that_moves_keeps_the_rest_of_its_deadline() -> None:
     run.ask(pull)
     gap(run)
     assert run.view["clusters"]["a"]["state"] == "pulling" and run.all_of(OpenPull)
-    run.wait(106.0)
+    run.wait(101.0)
     assert run.view["clusters"]["a"]["state"] == "training"
 
 

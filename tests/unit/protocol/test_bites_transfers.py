@@ -188,25 +188,57 @@ def test_there_are_as_many_pushes_as_slots() -> None:
     assert refused.retry_after_s == pytest.approx(0.2)
 
 
-def test_a_push_ends_at_its_deadline() -> None:
-    """Its transfer time, and 5 s in which the slaves say so first."""
+def test_a_push_that_nobody_names_ends_at_its_deadline() -> None:
+    """Counted from its cluster's last word; another push's, or another incarnation's, is none."""
     run = make(transfer_s=100.0)
-    run.open_push("a")
-    assert run.machine.next_deadline() == pytest.approx(105.0)
-    run.wait(104.9)
+    push = run.open_push("a")
+    for _ in range(10):
+        run.wait(99.9)
+        run.step(ev.TransferAwaited("a", 1, push.seq))
     assert run.all_of(DropPush) == []
+    for other in (("a", 1, push.seq + 1), ("a", 2, push.seq), ("b", 1, push.seq)):
+        run.step(ev.TransferAwaited(*other))
+    assert run.machine.next_deadline() == pytest.approx(run.now + 100.0)
+    run.wait(99.9)
+    run.step(ev.TransferAwaited("a", 2, push.seq))
     run.now = run.machine.next_deadline()
     run.step(ev.Ticked())
-    assert len(run.all_of(DropPush)) == 1
+    assert [o.push for o in run.all_of(DropPush)] == [push]
 
 
-def test_a_pull_ends_at_its_deadline() -> None:
+def test_a_pull_that_nobody_names_ends_at_its_deadline() -> None:
     run = make(transfer_s=100.0)
     run.ask(ev.PullRequested(0, PullId("a", 1, 9), 1))
-    assert run.machine.next_deadline() == pytest.approx(105.0)
+    for _ in range(10):
+        run.wait(99.9)
+        run.step(ev.TransferAwaited("a", 1, 9))
+    assert run.view["clusters"]["a"]["state"] == "pulling"
     run.now = run.machine.next_deadline()
     run.step(ev.Ticked())
     assert run.view["clusters"]["a"]["state"] == "training"
+
+
+def test_a_push_below_the_least_rate_is_not_kept_by_a_word() -> None:
+    """min_push_bps: an operator's word on what is too slow."""
+    run = make(transfer_s=100.0, min_push_bps=8e6)
+    push = run.open_push("a")
+    run.wait(50.0)
+    run.step(ev.BandwidthMeasured("a", 1, 0.5e6))
+    run.step(ev.TransferAwaited("a", 1, push.seq))
+    run.wait(50.1)
+    assert len(run.all_of(DropPush)) == 1
+
+
+@pytest.mark.parametrize("later", [ev.PullRequested, ev.PushRequested])
+def test_a_push_is_over_when_its_cluster_asks_for_what_comes_after_it(later: type) -> None:
+    """Its word that it gave the push up was lost, with a master perhaps: the slot is free at once."""
+    run = make(slots=1)
+    push = run.open_push("a")
+    if later is ev.PullRequested:
+        assert isinstance(run.ask(ev.PullRequested(0, PullId("a", 1, push.seq + 1), 1)), Pending)
+    else:
+        assert isinstance(run.ask(ev.PushRequested(0, run.next_push("a"), run.head, 1)), Pending)
+    assert [o.push for o in run.all_of(DropPush)] == [push]
 
 
 def test_pulls_at_the_same_time_begin_at_different_slaves() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dips.ids import PushId
 from dips.protocol.enums import Activity, TrainerState
-from dips.protocol.events import ClusterSilent, PushStaged, SlaveSilent, TokensReported, TrainerChanged
+from dips.protocol.events import ClusterSilent, PushStaged, SlaveSilent, TokensReported, TrainerChanged, TransferAwaited
 from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.membership import Judge
 from dips.protocol.options import TimingOptions
@@ -132,3 +134,31 @@ def test_the_last_words_of_a_incarnation_are_what_its_heartbeats_told() -> None:
     judge.on_cluster_heartbeat(heartbeat(), 1.0)
     assert judge.report_tokens("a") == [TokensReported("a", 1, 100, 30)]
     assert judge.report_tokens("b") == []
+
+
+def test_a_slow_step_is_no_hang() -> None:
+    """A trainer whose inner steps take ten minutes has not hung after one of them, whatever hang_s says."""
+    judge = Judge(TIMING)
+    judge.welcome_cluster("a", 1, 0.0)
+    slow = replace(heartbeat(steps=3), step_s=600.0)
+    for now in range(1, 3000, 2):
+        assert judge.on_cluster_heartbeat(slow, float(now)) == []
+        assert judge.judge_silence(float(now)) == []
+    (hung,) = judge.on_cluster_heartbeat(slow, 3001.0)
+    assert isinstance(hung, TrainerChanged) and not hung.moving and "3000 s" in hung.reason
+
+
+def test_what_a_cluster_comes_to_is_told_at_once_and_then_now_and_then() -> None:
+    """A quarter of least_transfer_s apart, while its trainer trains: one that hangs or died keeps nothing open."""
+    judge = Judge(TimingOptions(least_transfer_s=40.0, hang_s=60.0))
+    judge.welcome_cluster("a", 1, 0.0)
+    open_ = replace(heartbeat(steps=1), transfer_seq=3)
+    told = TransferAwaited("a", 1, 3)
+    assert judge.on_cluster_heartbeat(heartbeat(steps=1), 1.0) == []
+    assert judge.on_cluster_heartbeat(open_, 2.0) == [told]
+    assert judge.on_cluster_heartbeat(open_, 11.9) == []
+    assert judge.on_cluster_heartbeat(open_, 12.0) == [told]
+    assert judge.on_cluster_heartbeat(replace(open_, transfer_seq=4), 13.0) == [TransferAwaited("a", 1, 4)]
+    (hung,) = judge.on_cluster_heartbeat(open_, 61.0)
+    assert isinstance(hung, TrainerChanged)
+    assert judge.on_cluster_heartbeat(open_, 90.0) == []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from dips.errors import (
+    DipsError,
     RemoteProtocolError,
+    Stale,
 )
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer import reference
@@ -65,7 +68,7 @@ class RecordingFlow:
     def drop_push(self, push: PushId) -> None:
         self.pushes.pop(push, None)
 
-    def open_pull(self, pull: PullId, version: VersionId, source: Arrays, deadline_s: float) -> None:
+    def open_pull(self, pull: PullId, version: VersionId, source: Arrays) -> None:
         if self.broken:
             raise RemoteProtocolError("no")
         self.pulls[pull] = source
@@ -103,9 +106,11 @@ class MemoryDisk:
     def release_room(self, version: VersionId) -> None:
         self.reserved.pop(version, None)
 
-    def write_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
+    def write_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays, is_wanted: Callable[[], bool]) -> str:
         self._fail()
         self.writes += 1
+        if not is_wanted():
+            raise Stale(f"{version} is wanted no more")
         self.kept[version] = tuple({i: a.tobytes() for i, a in arrays.items()} for arrays in (theta, momentum))
         return f"digest of {version}"
 
@@ -135,6 +140,23 @@ class MemoryDisk:
             raise error
 
 
+def carry_out(shard: Shard, order: Order) -> Answer:
+    """Have an order carried out; a snapshot is written here and now."""
+    if not isinstance(order.body, Persist):
+        return shard.execute_order(order)
+    begun = shard.begin_persist(order)
+    if not callable(begun):
+        return begun
+    try:
+        digest = begun()
+    except DipsError:
+        shard.end_persist(order, None)
+        raise
+    answer = shard.end_persist(order, digest)
+    assert answer is not None
+    return answer
+
+
 class ShardRig:
     """A shard with its flow and disk, and a master's hand: `order` numbers and sends."""
 
@@ -160,7 +182,7 @@ class ShardRig:
         return Order("s", sinc, term or self.term, self.number, body, 10.0)
 
     def order(self, body: OrderBody) -> Answer:
-        return self.shard.execute_order(self.made(body))
+        return carry_out(self.shard, self.made(body))
 
     def stage(self, push: PushId, value: float) -> None:
         """Open a push, fill it, and say so."""

@@ -34,7 +34,7 @@ def opened() -> Admission:
     admission = Admission("demo", "s", receiver, sender)
     admission.start(3)
     receiver.open_push(PushId("x", 1, 1), (0,), {0: array}, 60.0, 0.0)
-    sender.open_pull(PullId("x", 1, 1), V1, {0: array}, 60.0, 0.0)
+    sender.open_pull(PullId("x", 1, 1), V1, {0: array}, 0.0)
     return admission
 
 

@@ -114,6 +114,19 @@ def test_a_writer_that_fails_is_ended_before_its_error_is_told() -> None:
     assert work_of(desk.on_persist_ended(ending, None, 0.2)) == [AnswerOrder(1, full), BeginPersist(2, second)]
 
 
+def test_what_waits_for_a_snapshot_is_tried_for_as_long_as_that_is_written() -> None:
+    """An Apply that finds the disk busy is no failure of the Apply; without a writer its deadline holds."""
+    desk, busy = OrderDesk(TIMING), Busy("the snapshot of v1@r1 is being written")
+    desk.take_order(1, order(1, Persist(V1)), 0.0)
+    desk.on_persist_begun(1, write, 0.1)
+    desk.take_order(2, order(2, DropPush(P1, "")), 0.2)
+    assert desk.on_executed(2, busy, 50.0) == []
+    (ending,) = desk.on_written(1, "d1ge57")
+    assert isinstance(ending, EndPersist)
+    desk.on_persist_ended(ending, Persisted(V1, "d1ge57"), 51.0)
+    assert work_of(desk.on_executed(2, busy, 52.0)) == [AnswerOrder(2, busy)]
+
+
 # ---- reports -------------------------------------------------------------------------------------------------------
 
 

@@ -169,11 +169,11 @@ def test_who_waits_for_its_turn_is_not_stalled():
     story.hello(0)
     story.hello(1)
     assert story.wants() == []
-    assert story.receiver.tick(1000.0 - 950) == []
+    assert story.receiver.tick(1000.0) == []
     story.pool.give_back(4096)
-    assert len(story.wants(50.0)) == 1
-    assert kinds(story.receiver.tick(59.9)) == []
-    assert kinds(story.receiver.tick(60.0)) == ["ERROR", "ERROR", "PushOver"]  # its deadline
+    assert len(story.wants(1050.0)) == 1
+    assert kinds(story.receiver.tick(1059.9)) == []
+    assert kinds(story.receiver.tick(1060.0)) == ["ERROR", "ERROR", "PushOver"]
 
 
 def test_a_silent_rank_loses_its_turn_to_the_next():
@@ -190,19 +190,29 @@ def test_a_silent_rank_loses_its_turn_to_the_next():
     assert np.array_equal(story.buffer, VALUES)
 
 
-def test_the_next_deadline_is_the_stall_the_deadline_or_a_turn_that_is_waited_for():
-    """Who ticks then misses nothing: a push that stalls, one that is over, a rank that waits behind a slow one."""
+def test_ranks_that_do_not_follow_the_first_end_a_push():
+    """Before the first HELLO it waits for as long as it is open; from then on for its deadline, for each rank anew."""
     story = ReceiverStory()
-    assert story.receiver.next_deadline(0.0) == 10.0
+    assert story.receiver.next_deadline(0.0) == inf
+    assert story.receiver.tick(1e6) == []
     story.hello(0)
+    assert kinds(story.receiver.tick(59.9)) == []
+    (*_, over) = story.receiver.tick(60.0)
+    assert isinstance(over, PushOver) and "no HELLO for 60 s; ranks [1] never said HELLO" in over.reason
+
+
+def test_the_next_deadline_is_the_stall_or_a_turn_that_is_waited_for():
+    """Who ticks then misses nothing: a push that stalls, one that lacks a rank, a rank that waits behind another."""
+    story = ReceiverStory()
+    story.hello(0)
+    assert story.receiver.next_deadline(0.0) == 60.0
     story.hello(1)
+    assert story.receiver.next_deadline(0.0) == 1.0
     story.wants()  # rank 1 has the one turn, rank 0 waits
     assert story.receiver.next_deadline(5.0) == 6.0
     assert kinds(story.receiver.tick(9.9)) == []
     assert kinds(story.receiver.tick(10.0)) == ["ERROR", "ERROR", "PushOver"]
-    assert story.receiver.next_deadline(10.0) == 60.0  # its refusal is remembered until then
-    story.receiver.tick(60.0)
-    assert story.receiver.next_deadline(60.0) == inf
+    assert story.receiver.next_deadline(10.0) == inf
 
 
 def test_a_pool_with_room_for_no_chunk_of_the_smallest_cost_counts_as_empty():

@@ -73,7 +73,7 @@ class BufferFlow:
     def drop_push(self, push: PushId) -> None:
         self.pushes.pop(push, None)
 
-    def open_pull(self, pull: PullId, version: VersionId, source: Arrays, deadline_s: float) -> None:
+    def open_pull(self, pull: PullId, version: VersionId, source: Arrays) -> None:
         raise AssertionError("no pull is opened here")
 
     def close_pull(self, pull: PullId) -> None:
@@ -97,7 +97,7 @@ class GatedDisk:
     def complete_versions(self) -> tuple[VersionId, ...]:
         return ()
 
-    def write_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
+    def write_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays, is_wanted: Callable[[], bool]) -> str:
         self.writes += 1
         assert self.may_write.wait(10)
         return "d1ge57"
@@ -363,7 +363,7 @@ async def test_a_snapshot_is_written_beside_the_orders() -> None:
         disk = incarnation.shard._disk
         assert isinstance(disk, GatedDisk)
         await make_version(incarnation, 1, PUSH, GENESIS)
-        await incarnation.order(Commit(VersionId(1, 1), (), 1.0))
+        await incarnation.order(Commit(VersionId(1, 1), ()))
         persist = Persist(VersionId(1, 1))
         first = asyncio.create_task(incarnation.order(persist, number=100))
         second = PushId(PUSH.cluster, PUSH.inc, PUSH.seq + 1)

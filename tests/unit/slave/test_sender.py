@@ -35,7 +35,7 @@ def name(epoch: int = 1) -> StreamName:
 def make() -> Sender:
     sender = Sender(4096, 10.0, lambda: 0.0)
     sender.set_layers(LayerLayout(MANIFEST, (0,)))
-    sender.open_pull(PULL, V, {0: np.arange(1000, dtype=np.float32)}, 60.0, 0.0)
+    sender.open_pull(PULL, V, {0: np.arange(1000, dtype=np.float32)}, 0.0)
     return sender
 
 
@@ -138,16 +138,46 @@ def test_a_superseded_connection_is_waited_for():
     assert sender.tick(0.0) == [Released(PULL, "closed")]
 
 
-def test_progress_keeps_a_pull_and_silence_ends_it():
-    """A pull stalls when nothing is asked and nothing leaves; its deadline ends it in any case."""
-    sender, tracker = make(), SentTracker()
-    sender.on_sent(asked(sender), tracker)
+def test_a_rank_that_does_not_take_what_it_asked_for_stalls():
+    """From when something was sent, or was last taken; a second chunk that is held ends it."""
+    sender, first, second = make(), SentTracker(), SentTracker()
+    sender.on_sent(asked(sender), first)
+    (other,) = sender.on_want(0, b"p", name().stream_id, (CHUNK,), 0.0)
+    sender.on_sent(other, second)
     assert sender.tick(9.0) == []
-    tracker.done = True
+    first.done = True
     assert sender.tick(9.5) == []  # it moved at 9.5
-    assert sender.tick(19.0) == []
-    assert sender.tick(19.6) == [Released(PULL, "nothing moved for 10 s")]
-    assert make().tick(60.0) == [Released(PULL, "it passed its deadline")]
+    assert sender.tick(19.4) == []
+    assert sender.tick(19.6) == []  # closed: what libzmq holds is waited for
+    second.done = True
+    assert sender.tick(19.7) == [Released(PULL, "nothing moved for 10 s")]
+
+
+def test_who_is_not_asked_never_stalls():
+    """Not before its ranks' HELLO, not between two questions, not while what is asked has yet to leave here."""
+    sender, tracker = make(), SentTracker()
+    assert sender.tick(1e6) == [] and sender.next_deadline() == inf
+    job = asked(sender)
+    assert sender.tick(2e6) == [] and sender.next_deadline() == inf
+    sender.on_sent(job, tracker)
+    tracker.done = True
+    assert sender.tick(3e6) == [] and sender.next_deadline() == inf
+    assert sender.on_want(0, b"p", name().stream_id, (CHUNK,), 4e6)
+
+
+def test_what_is_owed_counts_from_when_it_was_sent():
+    """A question that was asked long ago and whose chunk leaves now has just begun to be waited for."""
+    now = [0.0]
+    sender = Sender(4096, 10.0, lambda: now[0])
+    sender.set_layers(LayerLayout(MANIFEST, (0,)))
+    sender.open_pull(PULL, V, {0: np.arange(1000, dtype=np.float32)}, 0.0)
+    job = asked(sender)
+    now[0] = 100.0
+    sender.on_sent(job, SentTracker())
+    assert sender.next_deadline() == 110.0
+    assert sender.tick(109.0) == [] and sender.list_transfers()
+    sender.tick(110.0)
+    assert sender.list_transfers() == ()
 
 
 def test_before_and_after_a_pull_a_rank_hears_which():
@@ -167,7 +197,7 @@ def test_a_repeated_pull_of_a_version_needs_no_reading():
     asked(sender).make_header(7)
     later = PullId("slow", 1, 1)
     values[120] = -1.0
-    sender.open_pull(later, V, {0: values}, 60.0, 0.0)
+    sender.open_pull(later, V, {0: values}, 0.0)
     other = StreamName("demo", "pull", "slow", 1, 1, 0, "s0", 1, 1, str(V))
     sender.on_hello(0, b"q", other, (), 0.0)
     (job,) = sender.on_want(0, b"q", other.stream_id, (CHUNK,), 0.0)
@@ -176,12 +206,16 @@ def test_a_repeated_pull_of_a_version_needs_no_reading():
         check_body(header, job.body)
 
 
-def test_the_next_deadline_is_the_stall_or_the_deadline_of_what_is_served():
+def test_the_next_deadline_is_the_stall_of_what_is_served():
     """Who ticks then closes what stalls; a closed pull waits for trackers, not for a time."""
-    sender = make()
+    sender, tracker = make(), SentTracker()
+    sender.on_sent(asked(sender), tracker)
     assert sender.next_deadline() == 10.0
     assert [v for _, v, _ in sender.list_sources()] == [V]
     assert sender.tick(9.9) == []
-    assert [type(move) for move in sender.tick(10.0)] == [Released]
+    assert sender.tick(10.0) == []
+    assert sender.next_deadline() == inf
+    tracker.done = True
+    assert [type(move) for move in sender.tick(10.1)] == [Released]
     assert sender.next_deadline() == inf
     assert sender.list_sources() == []

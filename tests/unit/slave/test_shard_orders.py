@@ -34,7 +34,7 @@ from dips.protocol.effects import (
 from dips.protocol.events import Done, Folded, Measured, Persisted, Prepared
 from dips.slave import order_fences
 from dips.slave.open_transfers import StagedReport
-from tests.unit.slave.shard_rig import P1, P2, P3, PULL, V1, ShardRig
+from tests.unit.slave.shard_rig import P1, P2, P3, PULL, V1, ShardRig, carry_out
 
 # ---- a whole round ---------------------------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ def test_a_round_from_open_to_commit() -> None:
     assert slave.order(Apply(1, V1, 0.5, 1.0, 0.0)) == Prepared(V1)
     assert slave.shard.versions.served_version == GENESIS
     assert slave.order(Persist(V1)) == Persisted(V1, "digest of v1@r1")
-    assert slave.order(Commit(V1, (PULL,), 60.0)) == Done()
+    assert slave.order(Commit(V1, (PULL,))) == Done()
     assert slave.shard.versions.served_version == V1
     np.testing.assert_array_equal(slave.flow.pulls[PULL][0], np.full(6, 1 - 1.25, np.float32))
     assert slave.shard.versions.used_bytes == 2 * 28
@@ -83,8 +83,8 @@ def test_every_order_repeated_gets_its_answer_and_changes_nothing() -> None:
         Fold(1, P1, 1.0),
         Apply(1, V1, 1.0, 1.0, 0.0),
         Persist(V1),
-        Commit(V1, (PULL,), 60.0),
-        OpenPull(PullId("x", 1, 2), V1, 60.0),
+        Commit(V1, (PULL,)),
+        OpenPull(PullId("x", 1, 2), V1),
         ClosePull(PULL),
         DropPush(P2, "over"),
         Retire((VersionId(9, 9),)),
@@ -94,8 +94,8 @@ def test_every_order_repeated_gets_its_answer_and_changes_nothing() -> None:
     slave.stage(P2, 0.5)
     for body in bodies:
         order = slave.made(body)
-        answer, state = slave.shard.execute_order(order), slave.state()
-        assert slave.shard.execute_order(order) is answer
+        answer, state = carry_out(slave.shard, order), slave.state()
+        assert carry_out(slave.shard, order) is answer
         assert slave.state() == state
     assert slave.disk.writes == 1
 
@@ -155,7 +155,7 @@ def test_answers_are_bounded_and_what_is_older_is_refused(monkeypatch: pytest.Mo
 def test_orders_of_a_round_that_is_over_are_stale() -> None:
     """Measure, Fold and Apply of an earlier round, or of a committed one, change nothing (guards invariant 5)."""
     slave = ShardRig().ready()
-    slave.order(Commit(slave.prepare(P1, 3), (), 1.0))
+    slave.order(Commit(slave.prepare(P1, 3), ()))
     slave.stage(P2, 0.5)
     state = slave.state()
     for round_ in (2, 3):
@@ -187,8 +187,8 @@ def test_illegal_orders_are_our_bug_and_change_nothing() -> None:
         (Apply(1, V1, 1.0, 1.0, 0.0), LocalProtocolError),  # nothing folded
         (Apply(1, VersionId(2, 1), 1.0, 1.0, 0.0), LocalProtocolError),
         (Persist(V1), LocalProtocolError),
-        (Commit(V1, (), 1.0), StaleVersion),
-        (OpenPull(PULL, V1, 1.0), StaleVersion),
+        (Commit(V1, ()), StaleVersion),
+        (OpenPull(PULL, V1), StaleVersion),
         (Retire((GENESIS,)), LocalProtocolError),
     ]
     for body, error in illegal:

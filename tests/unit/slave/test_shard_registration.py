@@ -50,7 +50,7 @@ def test_a_restarted_slave_loads_the_head_from_disk() -> None:
     """A new process has nothing before its order; then it holds the bytes that were persisted (guards 3 and 7)."""
     old = ShardRig().ready()
     version = old.prepare()
-    old.order(Commit(version, (), 1.0))
+    old.order(Commit(version, ()))
     new = ShardRig(disk=old.disk)
     new.welcome(LoadVersion(version))
     with pytest.raises(StaleVersion):
@@ -80,9 +80,9 @@ def test_a_rollback_drops_pushes_and_closes_pulls() -> None:
     """Loading another version drops the round, every push and every pull; a reader keeps its bytes until released."""
     slave = ShardRig().ready()
     first = slave.prepare(P1, 1)
-    slave.order(Commit(first, (), 1.0))
+    slave.order(Commit(first, ()))
     second = slave.prepare(P2, 2)
-    slave.order(Commit(second, (PULL,), 1.0))
+    slave.order(Commit(second, (PULL,)))
     slave.stage(P3, 0.5)
     source = slave.flow.pulls[PULL]
     copy = source[0].copy()

@@ -9,6 +9,7 @@ from dips.errors import (
     Busy,
     FailedDisk,
     LocalProtocolError,
+    Stale,
     StaleVersion,
 )
 from dips.ids import GENESIS, PullId, PushId, VersionId
@@ -27,7 +28,7 @@ from dips.protocol.effects import (
     Reorder,
 )
 from dips.protocol.events import Done, Folded, Persisted, Prepared
-from dips.slave.shard_registration import Unfollowed
+from dips.slave.shard_registration import Followed, Unfollowed
 from tests.unit.slave.shard_rig import P1, P2, P3, PULL, V1, ShardRig
 
 
@@ -59,7 +60,7 @@ def test_a_full_disk_is_found_before_anything_is_computed() -> None:
         slave.order(Apply(1, V1, 1.0, 1.0, 0.0))
     assert slave.shard.versions.bank_holders() == before
     assert slave.order(Apply(1, V1, 1.0, 1.0, 0.0, reserve=False)) == Prepared(V1)
-    slave.order(Commit(V1, (), 1.0))
+    slave.order(Commit(V1, ()))
     assert slave.shard.versions.served_version == V1
 
 
@@ -70,7 +71,7 @@ def test_a_failed_persist_leaves_what_is_prepared() -> None:
     slave.disk.error = OSError(5, "Input/output error")
     with pytest.raises(FailedDisk, match=r"cannot write the snapshot of v1@r1.*Input/output"):
         slave.order(Persist(version))
-    slave.order(Commit(version, (), 1.0))
+    slave.order(Commit(version, ()))
     assert slave.order(Persist(version)) == Persisted(version, "digest of v1@r1")
 
 
@@ -79,7 +80,7 @@ def test_what_is_written_beside_is_not_taken_away() -> None:
     (docs/protocol.md#memory)."""
     slave = ShardRig().ready()
     first = slave.prepare(persist=False)
-    slave.order(Commit(first, (), 1.0))
+    slave.order(Commit(first, ()))
     order = slave.made(Persist(first))
     write = slave.shard.begin_persist(order)
     assert callable(write)
@@ -95,11 +96,62 @@ def test_what_is_written_beside_is_not_taken_away() -> None:
     assert slave.order(Apply(2, second, 1.0, 1.0, 0.0)) == Prepared(second)
 
 
+def test_what_is_aborted_while_it_is_written_stays_until_its_writer_has_noticed() -> None:
+    """Its banks are no one else's before; Measure and Fold of the next round go on, its Apply waits [invariant 11]."""
+    slave = ShardRig().ready()
+    version = slave.prepare(persist=False)
+    order = slave.made(Persist(version))
+    write = slave.shard.begin_persist(order)
+    assert callable(write)
+    slave.order(Abort(1, "another slave was lost"))
+    assert slave.shard.versions.prepared is None
+    slave.fold(P2, 0.25, round_=2)
+    with pytest.raises(Busy, match="the snapshot of v1@r1 is being written"):
+        slave.order(Apply(2, VersionId(1, 2), 1.0, 1.0, 0.0))
+    assert slave.shard.versions.used_bytes <= slave.shard.versions.limit_bytes
+    with pytest.raises(Stale, match="wanted no more"):
+        write()
+    assert slave.shard.end_persist(order, None) is None
+    assert slave.order(Apply(2, VersionId(1, 2), 1.0, 1.0, 0.0)) == Prepared(VersionId(1, 2))
+    assert len(slave.shard.versions.bank_holders()) == 4, "theta, m, and what is prepared of them"
+    assert version not in slave.disk.kept
+
+
+def test_a_version_is_committed_while_it_is_written() -> None:
+    """Its row did not wait for this disk: it is served, and what is written of it stays as it is."""
+    slave = ShardRig().ready()
+    version = slave.prepare(persist=False)
+    order = slave.made(Persist(version))
+    write = slave.shard.begin_persist(order)
+    assert callable(write)
+    assert slave.order(Commit(version, ())) == Done()
+    assert slave.shard.end_persist(order, write()) == Persisted(version, "digest of v1@r1")
+    assert slave.disk.kept[version][0] == {i: a.tobytes() for i, a in slave.shard.versions.theta(version).items()}
+
+
+def test_a_load_ends_the_writer_of_what_was_prepared() -> None:
+    """The round is over at the master: the load is tried again when the writer has noticed."""
+    slave = ShardRig().ready()
+    version = slave.prepare(persist=False)
+    order = slave.made(Persist(version))
+    write = slave.shard.begin_persist(order)
+    assert callable(write)
+    other, part = VersionId(1, 9), {0: bytes(4 * 6), 2: bytes(4)}
+    slave.disk.kept[other] = (part, part)
+    slave.welcome(LoadVersion(other))
+    assert isinstance(slave.shard.follow_order(LoadVersion(other)), Unfollowed)
+    with pytest.raises(Stale):
+        write()
+    slave.shard.end_persist(order, None)
+    assert slave.shard.follow_order(LoadVersion(other)) is Followed.DONE
+    assert slave.shard.versions.served_version == other
+
+
 def test_a_snapshot_that_failed_beside_holds_nobody_up() -> None:
     """After a writer that failed the next Apply is legal, and a later Persist is a new one."""
     slave = ShardRig().ready()
     first = slave.prepare(persist=False)
-    slave.order(Commit(first, (), 1.0))
+    slave.order(Commit(first, ()))
     slave.disk.error = OSError(28, "No space left on device")
     order = slave.made(Persist(first))
     write = slave.shard.begin_persist(order)
@@ -115,7 +167,7 @@ def test_the_end_of_an_old_masters_writer_is_not_remembered() -> None:
     """Its number may be given again by the next master (invariant 5)."""
     slave = ShardRig().ready()
     first = slave.prepare(persist=False)
-    slave.order(Commit(first, (), 1.0))
+    slave.order(Commit(first, ()))
     order = slave.made(Persist(first))
     write = slave.shard.begin_persist(order)
     assert callable(write)
@@ -133,7 +185,7 @@ def test_room_is_given_back_with_the_round() -> None:
     slave.order(Abort(1, "a slave was lost"))
     assert slave.disk.reserved == {}
     second = slave.prepare(P2, 2, persist=False)
-    slave.order(Commit(second, (), 1.0))
+    slave.order(Commit(second, ()))
     assert list(slave.disk.reserved) == [second]
     slave.prepare(P3, 3, persist=False)
     assert list(slave.disk.reserved) == [VersionId(2, 3)]
@@ -177,7 +229,7 @@ def test_a_slave_in_doubt_enters_no_round() -> None:
 def test_abort_of_a_committed_round_is_an_assertion() -> None:
     """A round with a row is never aborted; a late Abort of an earlier round changes nothing."""
     slave = ShardRig().ready()
-    slave.order(Commit(slave.prepare(P1, 2), (), 1.0))
+    slave.order(Commit(slave.prepare(P1, 2), ()))
     with pytest.raises(LocalProtocolError, match="committed as v1@r2"):
         slave.order(Abort(2, ""))
     slave.fold(P2, 0.5, round_=3)
@@ -189,16 +241,16 @@ def test_commit_of_a_version_already_served_is_harmless() -> None:
     """A Commit that is sent again under a new number opens what is missing and changes nothing else."""
     slave = ShardRig().ready()
     version = slave.prepare()
-    slave.order(Commit(version, (PULL,), 1.0))
-    assert slave.order(Commit(version, (PULL, PullId("y", 1, 1)), 1.0)) == Done()
+    slave.order(Commit(version, (PULL,)))
+    assert slave.order(Commit(version, (PULL, PullId("y", 1, 1)))) == Done()
     assert sorted(slave.flow.pulls) == [PULL, PullId("y", 1, 1)]
 
 
 def test_apply_waits_for_a_reader() -> None:
     """Busy for Apply poisons nothing: the same order succeeds when the old reader is done."""
     slave = ShardRig(slots=1, pinned=0).ready()
-    slave.order(OpenPull(PULL, GENESIS, 60.0))
-    slave.order(Commit(slave.prepare(P1, 1), (), 1.0))
+    slave.order(OpenPull(PULL, GENESIS))
+    slave.order(Commit(slave.prepare(P1, 1), ()))
     slave.fold(P2, 0.25, round_=2)
     slave.order(OpenPush(P3, (0,), 60.0))
     order = slave.made(Apply(2, VersionId(2, 2), 1.0, 1.0, 0.0))
@@ -216,10 +268,10 @@ def test_apply_moves_slow_readers_to_the_snapshot_file() -> None:
     The bank is free when the flow says that nothing of it is in flight, not before (guards invariant 11).
     """
     slave = ShardRig(slots=1, pinned=0).ready()
-    slave.order(Commit(slave.prepare(P1, 1), (), 1.0))
-    slave.order(OpenPull(PULL, V1, 60.0))
+    slave.order(Commit(slave.prepare(P1, 1), ()))
+    slave.order(OpenPull(PULL, V1))
     held = {i: a.tobytes() for i, a in slave.flow.pulls[PULL].items()}
-    slave.order(Commit(slave.prepare(P2, 2), (), 1.0))
+    slave.order(Commit(slave.prepare(P2, 2), ()))
     assert slave.flow.moving == [PULL]
     assert {i: a.tobytes() for i, a in slave.flow.pulls[PULL].items()} == held
     slave.fold(P3, 0.25, round_=3)
@@ -249,10 +301,10 @@ def test_reorder_reaches_a_push_that_moves_and_nothing_else() -> None:
 def test_one_older_version_stays_in_memory() -> None:
     """With one pinned, the oldest of two older versions is moved and the newer one keeps its bank."""
     slave = ShardRig(pinned=1).ready()
-    slave.order(Commit(slave.prepare(P1, 1), (PULL,), 1.0))
-    slave.order(Commit(slave.prepare(P2, 2), (PullId("y", 1, 1),), 1.0))
+    slave.order(Commit(slave.prepare(P1, 1), (PULL,)))
+    slave.order(Commit(slave.prepare(P2, 2), (PullId("y", 1, 1),)))
     assert slave.flow.moving == []
-    slave.order(Commit(slave.prepare(P3, 3), (), 1.0))
+    slave.order(Commit(slave.prepare(P3, 3), ()))
     assert slave.flow.moving == [PULL]
     assert slave.shard.versions.older_versions == (VersionId(2, 2),)
 
@@ -260,9 +312,9 @@ def test_one_older_version_stays_in_memory() -> None:
 def test_a_version_without_a_file_keeps_its_bank_and_the_next_one_moves() -> None:
     """v0@r0 was never written, so its reader stays; the younger version is moved in its place."""
     slave = ShardRig(pinned=1).ready()
-    slave.order(OpenPull(PullId("z", 1, 1), GENESIS, 60.0))
-    slave.order(Commit(slave.prepare(P1, 1), (PULL,), 1.0))
-    slave.order(Commit(slave.prepare(P2, 2), (), 1.0))
+    slave.order(OpenPull(PullId("z", 1, 1), GENESIS))
+    slave.order(Commit(slave.prepare(P1, 1), (PULL,)))
+    slave.order(Commit(slave.prepare(P2, 2), ()))
     assert slave.flow.moving == [PULL]
     slave.shard.transfers.on_source_moved(PULL)
     assert slave.shard.versions.pins == {PULL: V1, PullId("z", 1, 1): GENESIS}
@@ -271,14 +323,14 @@ def test_a_version_without_a_file_keeps_its_bank_and_the_next_one_moves() -> Non
 def test_a_late_reader_of_an_older_version_is_served_from_its_file() -> None:
     """An OpenPull that a flip overtook costs no bank; a version that is prepared and not committed is never served."""
     slave = ShardRig().ready()
-    slave.order(Commit(slave.prepare(P1, 1), (), 1.0))
-    slave.order(Commit(slave.prepare(P2, 2), (), 1.0))
+    slave.order(Commit(slave.prepare(P1, 1), ()))
+    slave.order(Commit(slave.prepare(P2, 2), ()))
     used = slave.shard.versions.used_bytes
-    slave.order(OpenPull(PULL, V1, 60.0))
+    slave.order(OpenPull(PULL, V1))
     assert slave.shard.versions.used_bytes == used
     assert slave.shard.versions.pins == {PULL: V1}
     prepared = slave.prepare(P3, 3)
     with pytest.raises(StaleVersion):
-        slave.order(OpenPull(PullId("y", 1, 1), prepared, 60.0))
+        slave.order(OpenPull(PullId("y", 1, 1), prepared))
     slave.shard.transfers.on_pull_released(PULL, "done")
     assert slave.shard.versions.pins == {}

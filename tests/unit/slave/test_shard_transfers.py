@@ -42,7 +42,7 @@ def test_a_late_open_push_finds_a_tombstone() -> None:
     assert slave.shard.versions.open_pushes == (PushId("x", 2, 1),)
     slave.order(ClosePull(PULL))
     with pytest.raises(StalePush):
-        slave.order(OpenPull(PULL, GENESIS, 1.0))
+        slave.order(OpenPull(PULL, GENESIS))
 
 
 def test_no_slot_is_busy_and_nothing_is_taken() -> None:
@@ -60,7 +60,7 @@ def test_a_push_that_the_flow_does_not_take_leaves_no_slot() -> None:
     """If the flow refuses to open a push or pull, no slot and no pin remains."""
     slave = ShardRig().ready()
     slave.flow.broken = True
-    for body in (OpenPush(P1, (0,), 1.0), OpenPull(PULL, GENESIS, 1.0)):
+    for body in (OpenPush(P1, (0,), 1.0), OpenPull(PULL, GENESIS)):
         with pytest.raises(RemoteProtocolError):
             slave.order(body)
     assert slave.shard.versions.open_pushes == ()
@@ -83,7 +83,7 @@ def test_a_lossy_push_begins_as_its_base_and_no_flip_changes_that() -> None:
     assert slave.order(OpenPush(P2, (0,), 60.0, "int8", GENESIS)) == Done()
     assert slave.flow.codecs[P2] == "int8"
     version = slave.prepare(P1)
-    slave.order(Commit(version, (), 60.0))
+    slave.order(Commit(version, ()))
     assert slave.shard.versions.served_version == version
     assert all((a == 1.0).all() for a in slave.flow.pushes[P2].values())
     assert slave.shard.versions.pins == {}
@@ -125,20 +125,20 @@ def test_a_refused_push_frees_its_slot_and_is_told() -> None:
 def test_a_pin_ends_when_the_flow_says_released() -> None:
     """ClosePull alone unpins nothing: libzmq may still read (guards invariant 11, docs/rationale.md#8)."""
     slave = ShardRig().ready()
-    slave.order(OpenPull(PULL, GENESIS, 60.0))
+    slave.order(OpenPull(PULL, GENESIS))
     slave.order(ClosePull(PULL))
     assert slave.shard.versions.pins == {PULL: GENESIS}
     slave.shard.transfers.on_pull_released(PULL, "closed")
     assert slave.shard.versions.pins == {}
     with pytest.raises(StalePush):
-        slave.order(OpenPull(PULL, GENESIS, 60.0))
+        slave.order(OpenPull(PULL, GENESIS))
 
 
 def test_heal_drops_what_the_master_does_not_list() -> None:
     """Only what an order up to as_of opened is dropped; what a later order opened stays (docs/rationale.md#13)."""
     slave = ShardRig(slots=2).ready()
     slave.stage(P1, 0.5)
-    slave.order(OpenPull(PULL, GENESIS, 60.0))
+    slave.order(OpenPull(PULL, GENESIS))
     as_of = slave.number
     slave.order(OpenPush(PushId("y", 1, 1), (0,), 1.0))
     assert slave.shard.drop_unlisted(SlaveHeartbeatAnswer(1, 10.0, False, as_of, (P1,), (PULL,))) == []

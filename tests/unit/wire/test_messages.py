@@ -25,6 +25,7 @@ UNUSED_BY_WIRE = {"Reply", "Note", "Exit", "Failed", "OrderAnswered", "OrderFail
     "BandwidthMeasured",
     "ClusterSilent",
     "TokensReported",
+    "TransferAwaited",
     "SlaveSilent",
     "Blind",
     "Ticked",

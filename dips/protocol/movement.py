@@ -1,0 +1,31 @@
+"""How long a push or pull may be open: as long as its cluster says that its ranks come to it, or move it
+(docs/rationale.md#19, #31).
+
+They may be in the middle of an inner step that lasts longer than any constant, before it moves and when all of it is
+here; and what moves takes as long as its bytes take. So it is kept as long as the cluster's heartbeats name it and its
+trainer is seen to train, or to move bytes; what stalls is ended by the slaves and ranks that see it stall. A deadline
+ends what nobody names. `min_push_bps` says what is too slow.
+"""
+
+from __future__ import annotations
+
+from dips.protocol.deadlines import too_slow
+from dips.protocol.entities import Pull, Push
+from dips.protocol.events import TransferAwaited
+from dips.protocol.run_state import RunState
+
+
+def on_transfer_awaited(run: RunState, event: TransferAwaited) -> None:
+    """It has the whole of its time again; nothing for one that is over, or for a push on a link that is too slow."""
+    cluster = run.clusters.get(event.cluster)
+    if cluster is None or cluster.inc != event.inc:
+        return
+    slow = too_slow(cluster.bytes_per_s, run.now - cluster.measured_at, run.options.timing)
+    for transfer in (cluster.pull, None if slow else cluster.push):
+        if transfer is not None and transfer.id.seq == event.seq:
+            transfer.deadline = max(transfer.deadline, run.now + transfer.deadline_s)
+
+
+def is_over(run: RunState, transfer: Push | Pull) -> bool:
+    """Whether it is past its deadline."""
+    return run.now >= transfer.deadline

@@ -1,0 +1,42 @@
+"""Work that lasts five times what guards it: time alone ends nothing (docs/architecture.md#invariant-12)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dips.master.orders import SentOrder
+from dips.slave.incoming_push import IncomingPush
+from dips.slave.outgoing_pull import OutgoingPull
+from tests.simulation.__main__ import play_all, report
+from tests.simulation.long import LongTrial
+
+SEEDS = int(os.environ.get("DIPS_LONG_SEEDS", "12"))
+
+
+@pytest.mark.timeout(300)
+def test_no_push_is_dropped_and_no_round_skipped_by_time_alone() -> None:
+    """Without faults nothing is lost; with faults every invariant holds, and the run goes on afterwards."""
+    results = list(play_all(range(SEEDS), jobs=2, long=True))
+    failed = [report(r, long=True) for r in results if r.failure]
+    assert not failed, "\n\n".join(failed[:3])
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [
+        (OutgoingPull, "owed", property(lambda pull: not pull.closed)),
+        (IncomingPush, "silent_since", lambda push: push.moved_at),
+        (SentOrder, "on_progress", lambda sent, now: None),
+    ],
+    ids=["who is not asked stalls", "who waits for its turn stalls", "work is no progress"],
+)
+def test_a_rule_that_counts_time_alone_is_found(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: Callable[..., Any]
+) -> None:
+    """Each of the former rules loses something on the first seeds without faults."""
+    monkeypatch.setattr(owner, name, broken)
+    assert any(LongTrial(seed).play().failure is not None for seed in (0, 2, 4))
