@@ -43,7 +43,7 @@ class OpenDoor:
         self.admission.start(3)
         numbers = {0: np.zeros(N + 7, np.float32)}
         self.receiver.open_push(PushId("x", 1, 1), tuple(range(RANKS)), numbers, 1e9, 0.0)
-        self.sender.open_pull(PullId("x", 1, 2), V1, numbers, 1e9, 0.0)
+        self.sender.open_pull(PullId("x", 1, 2), V1, numbers, 0.0)
 
     def hello(self, name: StreamName, pieces: tuple[Range, ...], lane: int = 0, peer: bytes = b"p") -> list[Move]:
         return self.admission.on_hello(lane, peer, name.stream_id, name, pieces, 0.0)
