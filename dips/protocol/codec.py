@@ -32,6 +32,7 @@ from typing import Any, cast
 from dips import ids
 from dips.errors import Corrupt, LocalProtocolError, class_named
 from dips.protocol import (
+    admission,
     data,
     effects,
     entities,
@@ -48,6 +49,7 @@ from dips.protocol import (
 FORMAT = 2  # 1 had words where there are enums
 MODULES: tuple[ModuleType, ...] = (
     ids,
+    admission,
     data,
     effects,
     entities,

@@ -214,6 +214,7 @@ def finish_if_due(run: RunState) -> None:
     run.finished = run.head
     run.record(RunFinished(run.head, reason, run.now))
     run.note("run_finished", version=run.head, reason=reason)
+    run.slot_queue.clear()
     pushes.drop_all_pushes(run, f"the run is finished: {reason}")
     skip_waiting_pushes(run, f"the run is finished: {reason}")
 
