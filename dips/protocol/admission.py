@@ -14,8 +14,8 @@ most L seconds (`most_kept_s`), and let no cluster that waits be late. Then one 
 
 seconds when it is admitted. At most N - 1 + MOST_LEAD others go before it: those that asked earlier, each once, as a
 cluster has one place, and of those that ask later only some of the next MOST_LEAD numbers. Each of these, and the
-cluster itself, takes a slot within L of its being free, unless a push that the slot was lent to overstays; who finds its
-slot taken so lends no more, so that costs each of them H at most, once.
+cluster itself, takes a slot within L of its being free, unless a push that the slot was lent to overstays. Who finds
+its slot taken lends no more, so that costs each of them H at most, once.
 
 All of it is memory of one master: nothing is in the ledger. After a restart, places are those of the next asks.
 """

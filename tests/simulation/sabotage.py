@@ -59,6 +59,7 @@ SABOTAGES: dict[str, Sabotage] = {
     "believe-fresh-slaves": Sabotage("a run does not begin anew for an empty slave", (7,), master.believe_fresh_slaves),
     "lease-twice": Sabotage("a data range is leased to one incarnation at a time", (10,), master.lease_twice),
     "forget-a-range": Sabotage("a push names every data range that it used up", (10,), cluster.forget_a_range),
+    "drop-queue": Sabotage("a slot goes to who asked first, not to who asks now", (12,), master.drop_queue),
     "leak-slot": Sabotage("what was dropped is never opened again", (11, 12), slave.leak_slot),
 }
 

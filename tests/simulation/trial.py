@@ -14,6 +14,7 @@ from tests.simulation.accounts import DataInvariant, OnceInvariant, TokensInvari
 from tests.simulation.checks import Violation
 from tests.simulation.coverage import Coverage
 from tests.simulation.drawn import FAULTS_S, QUIET_S, scenario_of
+from tests.simulation.fairness import QueueInvariant
 from tests.simulation.faults import Faults
 from tests.simulation.fencing import FencingInvariant, MemoryInvariant, MonotoneInvariant
 from tests.simulation.liveness import LeaseInvariant, LivenessInvariant, ReadmissionInvariant
@@ -89,6 +90,7 @@ class Trial:
         """`patience`: times the bounds of Liveness, where links are slow by plan."""
         self.world, self.result = world, Result(world.seed)
         self.lineage, self.liveness = LineageInvariant(world), LivenessInvariant(world, patience)
+        self.queue = QueueInvariant(world)
         self.faults, self.coverage = Faults(world), Coverage(world)
         others = (
             AuthorityInvariant, CommitInvariant, DurableInvariant, OnceInvariant, FencingInvariant,
@@ -96,7 +98,7 @@ class Trial:
             LeaseInvariant, ReadmissionInvariant,
         )  # fmt: skip
         numerics = FiniteInvariant(world, self.lineage.reference)
-        self.invariants = [self.lineage, self.liveness, numerics, *(make(world) for make in others)]
+        self.invariants = [self.lineage, self.liveness, self.queue, numerics, *(make(world) for make in others)]
 
     def run(self, observers: Sequence[Observer] = (), plan: Plan | None = None) -> Result:
         """Play the world to its end, or to the first thing that is not as it must be."""

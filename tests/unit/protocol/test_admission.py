@@ -1,4 +1,4 @@
-"""The queue for slots: places are kept, slots are kept and lent, tokens lead by a bounded number, waiting is bounded."""
+"""The queue for slots: places are kept, slots are kept and lent, tokens lead a little, waiting is bounded."""
 
 from __future__ import annotations
 
