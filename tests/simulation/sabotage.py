@@ -13,20 +13,23 @@ from typing import Any
 from unittest import mock
 
 from dips.errors import ConfigError
+from dips.sim.scenario import Scenario
 from tests.simulation import broken_cluster as cluster
 from tests.simulation import broken_master as master
 from tests.simulation import broken_slave as slave
+from tests.simulation.drawn import crowd_of, scenario_of
 
 Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)
 
 
 @dataclass(frozen=True)
 class Sabotage:
-    """`rule` is what is broken, `found_by` the invariants that must find it."""
+    """`rule` is what is broken, `found_by` the invariants that must find it in runs of `scenario`."""
 
     rule: str
     found_by: tuple[int, ...]
     patches: Callable[[], list[Patch]]
+    scenario: Callable[[int], Scenario] = scenario_of  # of a seed
 
 
 SABOTAGES: dict[str, Sabotage] = {
@@ -59,7 +62,7 @@ SABOTAGES: dict[str, Sabotage] = {
     "believe-fresh-slaves": Sabotage("a run does not begin anew for an empty slave", (7,), master.believe_fresh_slaves),
     "lease-twice": Sabotage("a data range is leased to one incarnation at a time", (10,), master.lease_twice),
     "forget-a-range": Sabotage("a push names every data range that it used up", (10,), cluster.forget_a_range),
-    "drop-queue": Sabotage("a slot goes to who asked first, not to who asks now", (12,), master.drop_queue),
+    "drop-queue": Sabotage("a slot goes to who asked first, not to who asks now", (12,), master.drop_queue, crowd_of),
     "leak-slot": Sabotage("what was dropped is never opened again", (11, 12), slave.leak_slot),
 }
 

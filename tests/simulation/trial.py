@@ -19,7 +19,7 @@ from tests.simulation.faults import Faults
 from tests.simulation.fencing import FencingInvariant, MemoryInvariant, MonotoneInvariant
 from tests.simulation.liveness import LeaseInvariant, LivenessInvariant, ReadmissionInvariant
 from tests.simulation.numerics import FiniteInvariant
-from tests.simulation.sabotage import sabotaged
+from tests.simulation.sabotage import SABOTAGES, sabotaged
 from tests.simulation.versions import AuthorityInvariant, CommitInvariant, DurableInvariant, LineageInvariant
 
 LEAST_ROUNDS, ENOUGH_ROUNDS = 5, 21
@@ -133,4 +133,4 @@ def play(task: tuple[int, str | None]) -> Result:
     """Play one seed, perhaps with a rule broken."""
     seed, sabotage = task
     with sabotaged(sabotage):
-        return SeedTrial(seed).run()
+        return SeedTrial(seed, SABOTAGES[sabotage].scenario(seed) if sabotage else None).run()

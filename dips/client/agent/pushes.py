@@ -76,6 +76,8 @@ def on_push_refused(s: AgentState, result: Refused) -> None:
     if result.place and result.place != s.sync.place:
         s.mark("waits_for_slot", place=result.place, waiting=result.waiting, reason=result.reason)
     s.sync.place = result.place
+    if s.sync.waiting and not s.settings.overlap:  # there no step was interrupted
+        s.pace.begin_step(s.now)
     rest(s, result.reason, again=True)
 
 
