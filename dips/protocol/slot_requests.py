@@ -11,7 +11,7 @@ from dips.protocol.events import PushRequested
 from dips.protocol.run_state import RunState
 
 LEAST_RETRY_S = 0.2  # a push that is here is still to be measured and folded before its slot is free
-LATE_SHARE = 0.1  # of a push's time: who is next asks so often while a slot is about to be free
+RETRY_SHARE = 0.1  # of a push's time: who is next asks so often while a slot is about to be free
 
 
 def refuse_slot(run: RunState, cluster: Cluster, event: PushRequested) -> Refused | None:
@@ -48,7 +48,7 @@ def _free_in_s(run: RunState) -> list[float]:
         moving_s = run.moving_s(run.clusters[push.id.cluster])
         if push.due and moving_s:
             late = push.committed or push.due <= run.now
-            found.append(LATE_SHARE * moving_s if late else push.due - run.now)
+            found.append(RETRY_SHARE * moving_s if late else push.due - run.now)
     return found
 
 
