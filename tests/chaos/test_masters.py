@@ -22,7 +22,7 @@ def test_a_second_master_is_refused_by_the_lock(house: Deployment) -> None:
     pid = house.process("master").pid
     second = house._start("second", [*daemon("master"), "--config", str(house.file)])
     house.wait(second, SEEN_S, CONFIG)
-    assert f"process {pid}" in second.log.read_text()
+    assert f"pid {pid}" in second.log.read_text()
     house.progress(2, by=house.clusters)
 
 

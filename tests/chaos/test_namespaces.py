@@ -35,7 +35,10 @@ def missing() -> str | None:
     if os.geteuid() != 0:
         return "only root may make network namespaces"
     tools = [tool for tool in ("ip", "nft", "setpriv") if shutil.which(tool) is None]
-    return f"{' and '.join(tools)} not found: install iproute2, nftables, util-linux" if tools else None
+    if tools:
+        return f"{' and '.join(tools)} not found: install iproute2, nftables, util-linux"
+    probe = subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True, text=True, check=False)
+    return probe.stderr.strip() or None
 
 
 @pytest.mark.skipif(INSIDE in os.environ, reason="it is this namespace")

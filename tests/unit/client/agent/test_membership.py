@@ -45,6 +45,17 @@ def test_what_the_master_has_of_another_incarnation_is_not_taken_for_ours(play: 
     assert play.s.account.lost == 0
 
 
+def test_a_master_that_has_a_successor_gives_no_incarnation(play: Play) -> None:
+    """A heartbeat was answered in term 5, a Join in term 4: the agent joins again, by another nonce [invariant 5]."""
+    play.begin()
+    play.answer_heartbeat(ClusterStanding.GONE, term=5)
+    first = play.asked(ClusterJoined).nonce
+    play.reply(Joined(4, 2, V1, NONE_YET, ()))
+    assert not play.s.joined and play.asked(ClusterJoined).nonce != first
+    play.reply(Joined(5, 2, V1, NONE_YET, ()))
+    assert play.s.joined and (play.s.membership.term, play.s.membership.inc) == (5, 2)
+
+
 @pytest.mark.parametrize(
     ("inc", "lost", "why"),
     [(2, 20, "the master knows of 30 of its 50 tokens"), (3, 0, "another agent lived between, elsewhere")],
