@@ -56,7 +56,6 @@ class Waiter:
     """A cluster that waits for a slot."""
 
     place: tuple[float, int]  # (number less lead, number): the smallest is first
-    since: float  # when it first asked
     asked_at: float
     step_s: float
     gap_s: float = 0.0  # the longest time from one of its asks to the next
@@ -106,7 +105,6 @@ class SlotQueue:
     def shift(self, gap_s: float) -> None:
         """The master did not run for `gap_s`: nobody is late by that."""
         for waiter in self.waiters.values():
-            waiter.since += gap_s
             waiter.asked_at += gap_s
 
     def _find_or_enter(self, ask: SlotAsk, now: float) -> Waiter:
@@ -114,7 +112,7 @@ class SlotQueue:
         if waiter is None:
             self.last_number += 1
             place = (self.last_number - self._lead(ask.tokens), self.last_number)
-            waiter = self.waiters[ask.cluster] = Waiter(place, now, now, ask.step_s)
+            waiter = self.waiters[ask.cluster] = Waiter(place, now, ask.step_s)
         waiter.gap_s, waiter.step_s = max(waiter.gap_s, now - waiter.asked_at), ask.step_s
         return waiter
 
