@@ -19,7 +19,7 @@ MUTANTS = (
         "except BadFrame:\n            pass",
         TRANSFER,
     ),
-    Mutant("a wrong chunk of a pull is never asked again", RANK, "intake.wrong(", "intake.drop(", TRANSFER),
+    Mutant("a wrong chunk of a pull is never asked again", RANK, "intake.mark_wrong(", "intake.drop_claim(", TRANSFER),
     # ---- error feedback
     Mutant(
         "error feedback is never settled", RANK, "elif self._seq and accepted == self._seq:", "elif False:", FEEDBACK
