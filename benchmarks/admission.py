@@ -97,7 +97,7 @@ class Queued(FirstCome):
     def ask(self, i: int, push_s: float, now: float) -> float | None:
         trainer = self.trainers[i]
         asked = SlotAsk(str(i), 100, trainer.step_s, trainer.push_s)
-        answer = self.queue.ask(asked, self.free, RETRY_S, MOST_KEPT_S, now)
+        answer = self.queue.request_slot(asked, self.free, RETRY_S, MOST_KEPT_S, now)
         if answer.admitted:
             self.free -= 1
             return None

@@ -72,7 +72,7 @@ class SlotQueue:
     last_number: int = 0
     usual_tokens: float = 0.0  # of a push that was admitted, as a running mean; 0 before the first
 
-    def ask(self, ask: SlotAsk, free: int, retry_s: float, most_kept_s: float, now: float) -> SlotAnswer:
+    def request_slot(self, ask: SlotAsk, free: int, retry_s: float, most_kept_s: float, now: float) -> SlotAnswer:
         """Take or keep a place in the queue; leave it with one of the `free` slots, if one is to be had.
 
         retry_s      who is refused asks at the first boundary after so many seconds
@@ -90,19 +90,19 @@ class SlotQueue:
             waiter.asked_at, waiter.lends, waiter.lent = now, waiter.lends and not waiter.lent, False
         return answer
 
-    def count(self, now: float) -> int:
+    def count_waiting(self, now: float) -> int:
         """How many wait, without those that are late."""
         return sum(1 for _ in self._expected(now))
 
-    def leave(self, cluster: str) -> None:
+    def leave_queue(self, cluster: str) -> None:
         """It does not want a slot any more, or may have none."""
         self.waiters.pop(cluster, None)
 
-    def clear(self) -> None:
+    def clear_queue(self) -> None:
         """No slot is given any more."""
         self.waiters.clear()
 
-    def shift(self, gap_s: float) -> None:
+    def shift_times(self, gap_s: float) -> None:
         """The master did not run for `gap_s`: nobody is late by that."""
         for waiter in self.waiters.values():
             waiter.asked_at += gap_s

@@ -196,7 +196,7 @@ def on_push_aborted(run: RunState, event: PushAborted) -> None:
     cluster = run.live_cluster(event.req, event.push.cluster, event.push.inc)
     if cluster is None:
         return
-    run.slot_queue.leave(cluster.name)
+    run.slot_queue.leave_queue(cluster.name)
     if cluster.push and cluster.push.id == event.push and not cluster.push.committed:
         drop_push(run, cluster, event.reason)
     run.reply_to(event.req, Acknowledged())

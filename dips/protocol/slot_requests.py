@@ -19,13 +19,13 @@ def refuse_slot(run: RunState, cluster: Cluster, event: PushRequested) -> Refuse
     missing, slots = run.why_missing(), min(s.slots for s in run.slaves.values())
     free = 0 if missing else slots - len(run.open_pushes())
     longest = run.options.timing.busy_retry_s
-    if run.penalty.row(cluster.name).quarantined:
-        run.slot_queue.leave(cluster.name)
-        if free > run.slot_queue.count(run.now):
+    if run.penalty.penalty_row(cluster.name).quarantined:
+        run.slot_queue.leave_queue(cluster.name)
+        if free > run.slot_queue.count_waiting(run.now):
             return None
         return Refused(longest, f"waits for {missing}" if missing else "quarantined: it pushes while no other waits")
     ask = SlotAsk(cluster.name, event.tokens, event.step_s, run.moving_s(cluster))
-    answer = run.slot_queue.ask(ask, free, longest, run.options.timing.transfer_s, run.now)
+    answer = run.slot_queue.request_slot(ask, free, longest, run.options.timing.transfer_s, run.now)
     if answer.admitted:
         return None
     if missing:

@@ -120,7 +120,9 @@ def lease_twice() -> list[Patch]:
 
 
 def drop_queue() -> list[Patch]:
-    def ask(self: SlotQueue, ask: SlotAsk, free: int, retry_s: float, most_kept_s: float, now: float) -> SlotAnswer:
+    def request_slot(
+        self: SlotQueue, ask: SlotAsk, free: int, retry_s: float, most_kept_s: float, now: float
+    ) -> SlotAnswer:
         return SlotAnswer(free > 0, 0, 1)
 
-    return [(SlotQueue, "ask", ask)]
+    return [(SlotQueue, "request_slot", request_slot)]

@@ -43,14 +43,14 @@ class QueueInvariant(Invariant):
         self.began: dict[PushId, float] = {}  # open pushes → when their cluster first asked
         self.waits_s: dict[str, list[float]] = {}  # cluster → how long it waited, each time
 
-    def restored(self, state: LedgerState) -> None:
+    def master_restored(self, state: LedgerState) -> None:
         self.waits.clear()
         self.began.clear()
 
     def after_step(self, process: MasterProcess, event: Event) -> None:
         if not process.presides:
             return
-        run = process.coordinator.state()
+        run = process.coordinator.capture_state()
         assert isinstance(run, RunState)
         if isinstance(event, PushRequested):
             self._asked(run, event)
@@ -70,7 +70,7 @@ class QueueInvariant(Invariant):
             wait = _Wait(event.push.inc, now, now, 0.0)
         if cluster.push is not None and cluster.push.id == event.push:
             self._admitted(event.push, wait)
-        elif cluster.push is None and not run.penalty.row(name).quarantined:
+        elif cluster.push is None and not run.penalty.penalty_row(name).quarantined:
             self._refused(run, event, wait)
 
     def _admitted(self, push: PushId, wait: _Wait) -> None:

@@ -74,7 +74,7 @@ def on_push_moved(s: AgentState, moved: PushMoved) -> None:
 def on_push_refused(s: AgentState, result: Refused) -> None:
     s.sync.backoff_until = s.now + result.retry_after_s
     if result.place and result.place != s.sync.place:
-        s.mark("waits_for_slot", place=result.place, waiting=result.waiting, reason=result.reason)
+        s.record_mark("waits_for_slot", place=result.place, waiting=result.waiting, reason=result.reason)
     s.sync.place = result.place
     if s.sync.waiting and not s.settings.overlap:  # there no step was interrupted
         s.pace.begin_step(s.now)

@@ -92,11 +92,11 @@ MUTANTS = (
     Mutant(
         "a place outlives its incarnation",
         ROOM,
-        "    run.slot_queue.leave(cluster.name)\n    run.ranges",
+        "    run.slot_queue.leave_queue(cluster.name)\n    run.ranges",
         "    run.ranges",
         QUEUE,
     ),
-    Mutant("a gap of the master makes clusters late", ROOM, "run.slot_queue.shift(event.gap_s)", "pass", QUEUE),
+    Mutant("a gap of the master makes clusters late", ROOM, "run.slot_queue.shift_times(event.gap_s)", "pass", QUEUE),
     Mutant("ask for a slot too late", ROOM, "min(longest, max(LEAST_RETRY_S", "max(longest, max(LEAST_RETRY_S", PUSHES),
     Mutant(
         "an old incarnation of a slave stages",

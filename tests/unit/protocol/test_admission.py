@@ -17,7 +17,7 @@ RETRY_S, MOST_KEPT_S = 2.0, 100.0
 def ask(
     queue: SlotQueue, name: str, free: int, now: float, tokens: int = 0, step_s: float = 1.0, push_s: float = 0.0
 ) -> SlotAnswer:
-    return queue.ask(SlotAsk(name, tokens, step_s, push_s), free, RETRY_S, MOST_KEPT_S, now)
+    return queue.request_slot(SlotAsk(name, tokens, step_s, push_s), free, RETRY_S, MOST_KEPT_S, now)
 
 
 def test_a_place_is_kept_over_refusals_and_step_boundaries() -> None:
@@ -81,7 +81,7 @@ def test_a_gap_of_the_master_makes_nobody_late() -> None:
     """While the master did not run nobody could ask."""
     queue = SlotQueue()
     ask(queue, "a", 0, 0.0)
-    queue.shift(1000.0)
+    queue.shift_times(1000.0)
     assert not ask(queue, "b", 1, 1001.0).admitted
 
 
@@ -123,7 +123,7 @@ def test_who_leaves_is_gone() -> None:
     queue = SlotQueue()
     ask(queue, "a", 0, 0.0)
     ask(queue, "b", 0, 0.0)
-    queue.leave("a")
+    queue.leave_queue("a")
     assert ask(queue, "b", 1, 1.0) == SlotAnswer(True, 0, 1)
 
 

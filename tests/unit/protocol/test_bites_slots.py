@@ -106,7 +106,7 @@ def test_the_queue_is_part_of_what_a_journal_keeps() -> None:
     run = crowded()
     place(run, "b"), place(run, "c")
     free_the_slot(run)
-    run.machine = Coordinator.restored(codec.read(codec.spell(run.machine.state())))
+    run.machine = Coordinator.from_state(codec.decode_value(codec.encode_value(run.machine.capture_state())))
     assert [place(run, "c"), place(run, "b")] == [(2, 2), None]
 
 
