@@ -60,7 +60,7 @@ class QueueInvariant(Invariant):
     def _asked(self, run: RunState, event: PushRequested) -> None:
         name, now = event.push.cluster, self.world.heap.now
         cluster = run.clusters.get(name)
-        if run.standing(name, event.push.inc) is not ClusterStanding.LIVE or cluster is None or run.finished:
+        if run.cluster_standing(name, event.push.inc) is not ClusterStanding.LIVE or cluster is None or run.finished:
             self.waits.pop(name, None)
             return
         if event.push in self.began:
