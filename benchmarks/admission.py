@@ -7,8 +7,8 @@ its slot for as long as its push takes, and trains again.
 Then slots for less than a push, at 16 slaves, 9 clusters and 2 slots. *By layer*: a slot is free for the next push when
 its first layer is folded; at best all of the fold is saved. *By slave*: a push takes the slot of a slave when its first
 worker gets there, and keeps it until it is folded, since the gate wants the norm of the whole model; admitted is what
-fits on every slave up to its end, planned with the true times, in the best of 16 rotations. That is a bound from above:
-links of slaves cost nothing, and a plan that errs would drop pushes or wait in a circle.
+fits on every slave up to its end, planned with the true times, in the first of 16 rotations that does. It is flattered:
+links of slaves cost nothing, and a real plan errs, which would drop pushes or make them wait in a circle.
 """
 
 from __future__ import annotations
