@@ -32,6 +32,7 @@ from typing import Any, cast
 from dips import ids
 from dips.errors import Corrupt, LocalProtocolError, class_named
 from dips.protocol import (
+    admission,
     claims,
     data,
     effects,
@@ -49,6 +50,7 @@ from dips.protocol import (
 FORMAT = 3  # 2 knew no claims of a cluster
 MODULES: tuple[ModuleType, ...] = (
     ids,
+    admission,
     claims,
     data,
     effects,

@@ -102,6 +102,7 @@ def _on_order_answered(run: RunState, event: OrderAnswered) -> None:
 def _on_blind(run: RunState, event: Blind) -> None:
     """The master did not run: every deadline moves by the gap (docs/rationale.md#12)."""
     run.started += event.gap_s
+    run.slot_queue.shift_times(event.gap_s)
     run.durability.again_at += event.gap_s
     if run.round is not None:
         run.round.closes += event.gap_s

@@ -252,6 +252,8 @@ class Refused:
 
     retry_after_s: float
     reason: str
+    place: int = 0  # in the queue for a slot, the first is 1; 0: it does not wait in it
+    waiting: int = 0  # clusters in that queue
 
 
 @dataclass(frozen=True, slots=True)

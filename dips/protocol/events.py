@@ -103,6 +103,8 @@ class PushRequested:
     push: PushId
     base: VersionId
     ranks: int  # speaking ranks, each of which says HELLO to every slave
+    tokens: int = 0  # that it would bring if it were frozen now
+    step_s: float = 0.0  # time of an inner step; 0 while unknown
 
 
 @dataclass(frozen=True, slots=True)

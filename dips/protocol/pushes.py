@@ -12,7 +12,7 @@ from math import inf, isfinite
 
 from dips.errors import RemoteProtocolError, StalePush, StaleVersion
 from dips.ids import PullId, PushId, VersionId
-from dips.protocol import movement
+from dips.protocol import movement, slot_requests
 from dips.protocol.claims import ToldProgress, find_absurd_seq, why_impossible, why_untold
 from dips.protocol.deadlines import too_slow
 from dips.protocol.effects import (
@@ -36,7 +36,6 @@ from dips.protocol.moves import ClusterState
 from dips.protocol.order import workers_in_order
 from dips.protocol.run_state import OLD_LEDGER, RunState
 
-LEAST_RETRY_S = 0.2  # a push that is here is still to be measured and folded before its slot is free
 MAX_RANKS = 65_536
 MAX_TOKENS = (1 << 53) - 1  # of a run: every sum of tokens stays exact, in the ledger and as a JSON number
 
@@ -81,25 +80,10 @@ def _answer_request(run: RunState, cluster: Cluster, event: PushRequested) -> Re
         return Refused(run.options.timing.busy_retry_s, run.durability.reason)
     if reason := too_slow(cluster.bytes_per_s, run.now - cluster.measured_at, run.options.timing):
         return Refused(run.options.timing.busy_retry_s, reason)
-    if reason := _no_slot(run):
-        return Refused(_retry_s(run), reason)
+    if refused := slot_requests.refuse_slot(run, cluster, event):
+        return refused
     _open_push(run, cluster, event)
     return Pending("the slaves are reserving a slot for it")
-
-
-def _no_slot(run: RunState) -> str:
-    """Why no push can be admitted now; empty if one can."""
-    if missing := run.why_missing():
-        return f"waits for {missing}"
-    slots, used = min(s.slots for s in run.slaves.values()), len(run.open_pushes())
-    return f"all {slots} slots are in use" if used >= slots else ""
-
-
-def _retry_s(run: RunState) -> float:
-    """When to ask for a slot again: when the first of those that move is due; one that is late has no such time."""
-    longest = run.options.timing.busy_retry_s
-    soonest = min((push.due - run.now for push in run.uncommitted_pushes() if push.due > run.now), default=longest)
-    return min(longest, max(LEAST_RETRY_S, soonest))
 
 
 def _open_push(run: RunState, cluster: Cluster, event: PushRequested) -> None:
@@ -239,6 +223,7 @@ def on_push_aborted(run: RunState, event: PushAborted) -> None:
     cluster = run.live_cluster(event.req, event.push.cluster, event.push.inc)
     if cluster is None:
         return
+    run.slot_queue.leave_queue(cluster.name)
     if cluster.push and cluster.push.id == event.push and not cluster.push.committed:
         drop_push(run, cluster, event.reason)
     run.reply_to(event.req, Acknowledged())

@@ -11,6 +11,7 @@ from itertools import islice
 
 from dips.errors import StaleIncarnation, UnavailableMaster
 from dips.ids import GENESIS, PullId, PushId, VersionId
+from dips.protocol.admission import SlotQueue
 from dips.protocol.data import RangeBook
 from dips.protocol.deadlines import transfer_deadline_s
 from dips.protocol.effects import Effect, Failed, Grant, Note, Order, OrderBody, Progress, Reply, Result, SlaveAddress
@@ -65,6 +66,7 @@ class RunState:
         self.penalty = Penalty(options.penalty, state.penalty, state.history, genesis_norm)
         self.round: Round | None = None
         self.opened_at: float | None = None  # when the last window opened
+        self.slot_queue = SlotQueue()
         self.waiting: list[Push] = []  # committed while no window was open to them
         self.flipping: Fanout | None = None
         self.durability = Durability()

@@ -217,6 +217,7 @@ def finish_if_due(run: RunState) -> None:
     run.finished = run.head
     run.emit_record(RunFinished(run.head, reason, run.now))
     run.emit_note("run_finished", version=run.head, reason=reason)
+    run.slot_queue.clear_queue()
     pushes.drop_all_pushes(run, f"the run is finished: {reason}")
     skip_waiting_pushes(run, f"the run is finished: {reason}")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dips.protocol.options import Options
 
-NAMES = "abcdefghi"  # of clusters
+NAMES = "abcdefghijklmnop"  # of clusters
 
 
 @dataclass(frozen=True)

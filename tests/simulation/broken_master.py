@@ -9,6 +9,7 @@ from typing import Any
 from dips.ids import GENESIS, PushId, VersionId
 from dips.master.ledger import Ledger
 from dips.protocol import pushes, rollback, settlement, slaves
+from dips.protocol.admission import SlotAnswer, SlotAsk, SlotQueue
 from dips.protocol.data import RangeBook
 from dips.protocol.effects import Outcome, Result
 from dips.protocol.entities import Cluster, Fanout, Slave
@@ -116,3 +117,12 @@ def lease_twice() -> list[Patch]:
         return taken
 
     return [(RangeBook, "_take_next", take)]
+
+
+def drop_queue() -> list[Patch]:
+    def request_slot(
+        self: SlotQueue, ask: SlotAsk, free: int, retry_s: float, most_kept_s: float, now: float
+    ) -> SlotAnswer:
+        return SlotAnswer(free > 0, 0, 1)
+
+    return [(SlotQueue, "request_slot", request_slot)]

@@ -12,6 +12,7 @@ from dips.sim.scenario import ClusterShape, Scenario
 
 FAULTS_S = 76.0  # simulated seconds with faults
 QUIET_S = 50.0  # and without: everything heals
+CROWD = 3
 MORE_S = 50.0  # for a seed whose faults left no time for rounds
 OVERLAP_SLOWNESS = 2.0  # of inner steps that go on while parameters move: so that a round holds ten of them, not twenty
 
@@ -36,6 +37,12 @@ def scenario_of(seed: int) -> Scenario:
         quiet_at=FAULTS_S,
         steady=False,
     )
+
+
+def crowd_of(seed: int) -> Scenario:
+    """Draw the same run with three times as many clusters, and one slot for all of them."""
+    drawn = scenario_of(seed)
+    return replace(drawn, clusters=drawn.clusters * CROWD, slots=1)
 
 
 def _ways(rng: Random, shapes: tuple[ClusterShape, ...]) -> tuple[ClusterShape, ...]:

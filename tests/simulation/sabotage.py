@@ -13,16 +13,18 @@ from typing import Any
 from unittest import mock
 
 from dips.errors import ConfigError
+from dips.sim.scenario import Scenario
 from tests.simulation import broken_cluster as cluster
 from tests.simulation import broken_master as master
 from tests.simulation import broken_slave as slave
+from tests.simulation.drawn import crowd_of, scenario_of
 
 Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)
 
 
 @dataclass(frozen=True)
 class Sabotage:
-    """`rule` is what is broken, `found_by` the invariants that must find it, `found_at` a seed that shows it.
+    """`rule` is what is broken, `found_by` the invariants that must find it, `found_at` a seed of `scenario` that does.
 
     The seed spares the search; when runs have changed so that it finds nothing, the tests name another.
     """
@@ -31,6 +33,7 @@ class Sabotage:
     found_by: tuple[int, ...]
     found_at: int
     patches: Callable[[], list[Patch]]
+    scenario: Callable[[int], Scenario] = scenario_of  # of a seed
 
 
 SABOTAGES: dict[str, Sabotage] = {
@@ -69,6 +72,9 @@ SABOTAGES: dict[str, Sabotage] = {
     ),
     "lease-twice": Sabotage("a data range is leased to one incarnation at a time", (10,), 0, master.lease_twice),
     "forget-a-range": Sabotage("a push names every data range that it used up", (10,), 0, cluster.forget_a_range),
+    "drop-queue": Sabotage(
+        "a slot goes to who asked first, not to who asks now", (12,), 0, master.drop_queue, crowd_of
+    ),
     "leak-slot": Sabotage("what was dropped is never opened again", (11, 12), 0, slave.leak_slot),
 }
 

@@ -16,11 +16,12 @@ from tests.simulation.accounts import DataInvariant, OnceInvariant, TokensInvari
 from tests.simulation.checks import Violation
 from tests.simulation.coverage import Coverage
 from tests.simulation.drawn import FAULTS_S, QUIET_S, scenario_of
+from tests.simulation.fairness import QueueInvariant
 from tests.simulation.faults import Faults
 from tests.simulation.fencing import FencingInvariant, MemoryInvariant, MonotoneInvariant
 from tests.simulation.liveness import LeaseInvariant, LivenessInvariant, ReadmissionInvariant
 from tests.simulation.numerics import FiniteInvariant
-from tests.simulation.sabotage import sabotaged
+from tests.simulation.sabotage import SABOTAGES, sabotaged
 from tests.simulation.versions import AuthorityInvariant, CommitInvariant, DurableInvariant, LineageInvariant
 
 LEAST_ROUNDS, ENOUGH_ROUNDS = 5, 21
@@ -91,6 +92,7 @@ class Trial:
         """`patience`: times the bounds of Liveness, where links are slow by plan."""
         self.world, self.result = world, Result(world.seed)
         self.lineage, self.liveness = LineageInvariant(world), LivenessInvariant(world, patience)
+        self.queue = QueueInvariant(world)
         self.faults, self.coverage = Faults(world), Coverage(world)
         others = (
             AuthorityInvariant, CommitInvariant, DurableInvariant, OnceInvariant, FencingInvariant,
@@ -98,7 +100,7 @@ class Trial:
             LeaseInvariant, ReadmissionInvariant,
         )  # fmt: skip
         numerics = FiniteInvariant(world, self.lineage.reference)
-        self.invariants = [self.lineage, self.liveness, numerics, *(make(world) for make in others)]
+        self.invariants = [self.lineage, self.liveness, self.queue, numerics, *(make(world) for make in others)]
 
     def run(self, observers: Sequence[Observer] = (), plan: Plan | None = None) -> Result:
         """Play the world to its end, or to the first thing that is not as it must be."""
@@ -133,7 +135,7 @@ def play(task: tuple[int, str | None]) -> Result:
     """Play one seed, perhaps with a rule broken."""
     seed, sabotage = task
     with sabotaged(sabotage), _without_gc():
-        return SeedTrial(seed).run()
+        return SeedTrial(seed, SABOTAGES[sabotage].scenario(seed) if sabotage else None).run()
 
 
 @contextmanager

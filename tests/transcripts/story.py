@@ -148,7 +148,9 @@ class Teller:
 
     def asks_push(self, cluster: str, words: Words) -> list[str]:
         base = VersionId.parse(words.get("base", str(GENESIS)))
-        return self.step(ev.PushRequested(0, self._push(words["push"]), base, int(words.get("ranks", "1"))), cluster)
+        push, ranks = self._push(words["push"]), int(words.get("ranks", "1"))
+        tokens, step_s = int(words.get("tokens", "0")), float(words.get("step_s", "0"))
+        return self.step(ev.PushRequested(0, push, base, ranks, tokens, step_s), cluster)
 
     def finishes_push(self, cluster: str, words: Words) -> list[str]:
         tokens, steps = int(words.get("tokens", "100")), int(words.get("steps", "1"))

@@ -68,6 +68,10 @@ class Pace:
         """The trainer waited for a transfer or a window: the next step's time is no measure of its speed."""
         self._last = None
 
+    def begin_step(self, now: float) -> None:
+        """The trainer waits no longer: its next step begins now, and can be measured."""
+        self._last = now
+
     def restart_count(self, now: float) -> None:
         """A push is over, whatever came of it, or a trainer begins: count anew."""
         self.since_push, self._since, self._due = 0, now, None

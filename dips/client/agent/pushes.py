@@ -30,13 +30,14 @@ def ask_push(s: AgentState) -> None:
         s.pace.pause_timing()
     sync.seq, sync.moved = sync.seq + 1, (0, 0)
     sync.phase, sync.reason = SyncPhase.ASKING_PUSH, "it asks for a push"
-    ask_master(s, Channel.SYNC, PushRequested(0, s.push_id, s.trainer.base, s.trainer.push_ranks))
+    tokens, step_s = s.account.carried.tokens, s.pace.step_s
+    ask_master(s, Channel.SYNC, PushRequested(0, s.push_id, s.trainer.base, s.trainer.push_ranks, tokens, step_s))
 
 
 def on_push_granted(s: AgentState, grant: Grant) -> None:
     """Slots are reserved; the ranks freeze at their next look."""
     sync = s.sync
-    sync.phase, sync.reason, sync.grant = SyncPhase.PUSHING, "its push is moving", grant
+    sync.phase, sync.reason, sync.grant, sync.place = SyncPhase.PUSHING, "its push is moving", grant, 0
     mark_inner_steps(s)
     sync.frozen = False
 
@@ -73,6 +74,11 @@ def on_push_moved(s: AgentState, moved: PushMoved) -> None:
 
 def on_push_refused(s: AgentState, result: Refused) -> None:
     s.sync.backoff_until = s.now + result.retry_after_s
+    if result.place and result.place != s.sync.place:
+        s.record_mark("waits_for_slot", place=result.place, waiting=result.waiting, reason=result.reason)
+    s.sync.place = result.place
+    if s.sync.waiting and not s.settings.overlap:  # there no step was interrupted
+        s.pace.begin_step(s.now)
     end_transfer(s, result.reason, again=True)
 
 

@@ -116,6 +116,7 @@ class OuterSync:
     final_pull_tried: bool = False
     pull_failures: int = 0  # in a row
     backoff_until: float = 0.0  # no push is asked for before
+    place: int = 0  # in the master's queue for a slot, as last told; 0: it does not wait there
 
 
 @dataclass

@@ -136,7 +136,13 @@ class PushRequested(_message.Message):
     PUSH_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    STEP_S_FIELD_NUMBER: _builtins.int
     ranks: _builtins.int
+    tokens: _builtins.int
+    """that it would bring now"""
+    step_s: _builtins.float
+    """time of an inner step; 0 while unknown"""
     @_builtins.property
     def push(self) -> _names_pb2.PushId: ...
     @_builtins.property
@@ -147,10 +153,12 @@ class PushRequested(_message.Message):
         push: _names_pb2.PushId | None = ...,
         base: _names_pb2.VersionId | None = ...,
         ranks: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        step_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "push", b"push"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "push", b"push", "ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "push", b"push", "ranks", b"ranks", "step_s", b"step_s", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -566,17 +574,25 @@ class Refused(_message.Message):
 
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
     retry_after_s: _builtins.float
     reason: _builtins.str
+    place: _builtins.int
+    """in the queue for a slot, the first is 1; 0: none"""
+    waiting: _builtins.int
+    """clusters in that queue"""
     def __init__(
         self,
         *,
         retry_after_s: _builtins.float = ...,
         reason: _builtins.str = ...,
+        place: _builtins.int = ...,
+        waiting: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "retry_after_s", b"retry_after_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["place", b"place", "reason", b"reason", "retry_after_s", b"retry_after_s", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,6 +12,7 @@ END = "tests/unit/protocol/test_bites_end_of_run.py " + STORIES
 DISKS = "tests/unit/protocol/test_bites_durability.py " + STORIES
 OLD = "tests/unit/protocol/test_bites_old_ledger.py " + STORIES
 BLIND = "tests/unit/protocol/test_bites_blind.py"
+QUEUE = "tests/unit/protocol/test_admission.py tests/unit/protocol/test_bites_slots.py"
 PENALTY = "tests/unit/protocol/test_bites_penalty.py tests/unit/protocol/test_penalty.py"
 JUDGE = "tests/unit/protocol/test_bites_judge.py tests/unit/protocol/test_membership.py"
 DATA = "tests/unit/protocol/test_bites_transfers.py tests/unit/protocol/test_small.py " + STORIES
@@ -89,7 +90,20 @@ MUTANTS = (
     Mutant("negative inner steps", ROOM, "event.tokens < 0 or event.inner_steps < 0", "event.tokens < 0", PUSHES),
     Mutant("tokens beyond what adds up", ROOM, "+ tokens <= MAX_TOKENS", "+ tokens <= 2 * MAX_TOKENS", PUSHES),
     Mutant("a base of the future is taken", ROOM, "event.base.round >= ", "event.base.round > ", PUSHES),
-    Mutant("one push more than slots", ROOM, "if used >= slots", "if used > slots", PUSHES),
+    Mutant("one push more than slots", ROOM, "else slots - len(", "else slots + 1 - len(", PUSHES),
+    Mutant("tokens lead without bound", ROOM, "MOST_LEAD * tokens / (tokens + ", "MOST_LEAD * tokens / (1 + ", QUEUE),
+    Mutant("no slot is kept", ROOM, "now <= w.asked_at + w.kept_s", "False", QUEUE),
+    Mutant("a slot is kept without bound", ROOM, "min(most_kept_s, LATE * ", "max(0.0, LATE * ", QUEUE),
+    Mutant("who overstays is lent to again", ROOM, "waiter.lends and not waiter.lent", "waiter.lends", QUEUE),
+    Mutant("a slot is lent too long", ROOM, "w.asked_at + w.step_s < until", "False", QUEUE),
+    Mutant(
+        "a place outlives its incarnation",
+        ROOM,
+        "    run.slot_queue.leave_queue(cluster.name)\n    run.ranges",
+        "    run.ranges",
+        QUEUE,
+    ),
+    Mutant("a gap of the master makes clusters late", ROOM, "run.slot_queue.shift_times(event.gap_s)", "pass", QUEUE),
     Mutant("ask for a slot too late", ROOM, "min(longest, max(LEAST_RETRY_S", "max(longest, max(LEAST_RETRY_S", PUSHES),
     Mutant(
         "an old incarnation of a slave stages",

@@ -120,6 +120,23 @@ def test_busy_trains_on_and_asks_again_at_a_later_boundary(play: Play) -> None:
     assert play.asked(PushRequested).push.seq == 3
 
 
+def test_who_waits_for_a_slot_says_what_it_waits_for(play: Play) -> None:
+    """It asks with what its push would bring and how long its steps take; a new place is marked, and once."""
+    play.begin()
+    for place in (3, 3, 2):
+        play.now += 2.0
+        play.step()
+        want = play.want_push()
+        play.send(want)
+        asked = play.asked(PushRequested)
+        assert asked.tokens == play.s.account.carried.tokens > 0
+        assert asked.step_s == play.s.pace.step_s
+        play.reply(Refused(2.0, f"waits for a slot: {place} of 5", place, 5))
+        assert play.send(want).reason == f"waits for a slot: {place} of 5"
+    assert asked.step_s == pytest.approx(2.0)
+    assert [fields["place"] for kind, fields in play.marks if kind == "waits_for_slot"] == [3, 2]
+
+
 def test_a_failed_transfer_is_aborted_and_its_progress_carried(play: Play) -> None:
     """A rank that could not push ends the push for all; the trainer does not wait for the abort."""
     play.begin()

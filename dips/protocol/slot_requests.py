@@ -1,0 +1,67 @@
+"""A request for a slot: admitted, or refused with its place in the queue (admission.py) and when to ask again."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from dips.protocol.admission import SlotAnswer, SlotAsk
+from dips.protocol.effects import Refused
+from dips.protocol.entities import Cluster
+from dips.protocol.events import PushRequested
+from dips.protocol.run_state import RunState
+
+LEAST_RETRY_S = 0.2  # a push that is here is still to be measured and folded before its slot is free
+RETRY_SHARE = 0.1  # of a push's time: who is next asks so often while a slot is about to be free
+
+
+def refuse_slot(run: RunState, cluster: Cluster, event: PushRequested) -> Refused | None:
+    """Keep the cluster's place in the queue and say so; None if a slot is to be had, which it then takes."""
+    missing, slots = run.why_missing(), min(s.slots for s in run.slaves.values())
+    free = 0 if missing else slots - len(run.open_pushes())
+    longest = run.options.timing.busy_retry_s
+    if run.penalty.penalty_row(cluster.name).quarantined:
+        run.slot_queue.leave_queue(cluster.name)
+        if free > run.slot_queue.count_waiting(run.now):
+            return None
+        return Refused(longest, f"waits for {missing}" if missing else "quarantined: it pushes while no other waits")
+    ask = SlotAsk(cluster.name, event.tokens, event.step_s, run.moving_s(cluster))
+    answer = run.slot_queue.request_slot(ask, free, longest, run.options.timing.transfer_s, run.now)
+    if answer.admitted:
+        return None
+    if missing:
+        return Refused(longest, f"waits for {missing}", answer.ahead + 1, answer.waiting)
+    cluster.reason = reason = _explain_wait(run, answer, slots)
+    return Refused(_retry_s(run, answer, slots), reason, answer.ahead + 1, answer.waiting)
+
+
+def _retry_s(run: RunState, answer: SlotAnswer, slots: int) -> float:
+    """When to ask again: who is next, when the first of the open pushes is due, and often once one is late."""
+    longest = run.options.timing.busy_retry_s
+    soonest = min(_free_in_s(run), default=longest) if answer.ahead < slots else longest
+    return min(longest, max(LEAST_RETRY_S, soonest))
+
+
+def _free_in_s(run: RunState) -> list[float]:
+    """For each open push whose cluster's bandwidth is known: when its slot should be free, or when to look again."""
+    found = list[float]()
+    for push in run.open_pushes():
+        moving_s = run.moving_s(run.clusters[push.id.cluster])
+        if push.due and moving_s:
+            late = push.committed or push.due <= run.now
+            found.append(RETRY_SHARE * moving_s if late else push.due - run.now)
+    return found
+
+
+def _explain_wait(run: RunState, answer: SlotAnswer, slots: int) -> str:
+    text = f"waits for a slot: {_ordinal(answer.ahead + 1)} of {answer.waiting}"
+    times = [s for c in run.clusters.values() if c.push and (s := run.moving_s(c))]
+    if not times:
+        return text
+    frees = sorted([0.0] * max(0, slots - len(run.open_pushes())) + _free_in_s(run))
+    about_s = frees[min(answer.ahead % slots, len(frees) - 1)] if frees else 0.0
+    return f"{text}, about {max(1.0, about_s + answer.ahead // slots * median(times)):.0f} s"
+
+
+def _ordinal(n: int) -> str:
+    ending = "th" if n // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
+    return f"{n}{ending}"
