@@ -71,12 +71,10 @@ class Outbox:
         if self._writing:
             return actions
         while self._queue:
-            item = self._queue[0]
-            if _is_record(item):
+            if type(self._queue[0]) in _RECORDS:
                 actions.append(self._begin_transaction())
                 break
-            actions.append(cast(Outgoing, item))
-            self._queue.popleft()
+            actions.append(cast(Outgoing, self._queue.popleft()))
         return actions
 
     def on_written(self) -> None:

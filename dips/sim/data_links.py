@@ -101,7 +101,7 @@ class DataLinks:
         return self._pieces[key]
 
     def link_passes(self, sender: str, receiver: str) -> bool:
-        return self._parted.get((sender, receiver), 0.0) <= self.heap.now
+        return not self._parted or self._parted.get((sender, receiver), 0.0) <= self.heap.now
 
     def chunk_delay(self, cluster: str) -> float:
         clog = CLOG if self._clogged.get(cluster, 0.0) > self.heap.now else 1.0

@@ -26,7 +26,7 @@ from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import BadFrame, Buffer, Header, Kind
 from dips.wire.streams import StreamName
 
-CHUNK_BYTES = 8  # two elements: so there is a moment when half of a layer's bytes are here
+CHUNK_BYTES = 12  # a rank's piece of a parameter is one chunk: with two parameters a layer may be here half
 TRANSIT_BYTES = 12 * FLOOR_BYTES  # chunks asked for at once: so the pool is exhausted at times
 CONCURRENT_STREAMS = 4
 TICK_S = 0.4  # how often, while frames come, stalls and rates are looked at

@@ -119,12 +119,12 @@ class Network:
         fate, slow, spread = draw(), draw(), draw()
         lost, doubled = fate < weather.lost_share, fate > 1.0 - weather.doubled_share
         now = self._heap.now
-        if self._cut.get((sender, receiver), 0.0) > now:
+        if self._cut and self._cut.get((sender, receiver), 0.0) > now:
             self._monitor.cut_off(sender, receiver, self._cut.get((receiver, sender), 0.0) > now)
             return
         if lost:
             return
-        if self._cut.pop((sender, receiver), None) is not None:
+        if self._cut and self._cut.pop((sender, receiver), None) is not None:
             self._monitor.passes_again(sender, receiver)
         delay_s = _delay_s(weather, slow, spread)
         clogged = self._clogged and max(self._clogged.get(sender, 0.0), self._clogged.get(receiver, 0.0)) > now

@@ -33,6 +33,7 @@ class Scenario:
     inner_steps: int  # between two pushes of a cluster
     options: Options
     lasts_s: float
+    parameters: tuple[int, ...] = (2, 1)  # of each layer, by their elements; each rank's piece of one is a chunk
     quiet_at: float = 0.0  # from then on nothing fails; who plans failures keeps to it
     steady: bool = True  # no message is lost, late or doubled but by a planned failure
     work_s: float = 0.0  # at least, of each piece of a slave's work that grows with the model, and of each load

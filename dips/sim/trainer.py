@@ -7,7 +7,6 @@ kept by the real Feedback. A rank that died is seen by torchrun after a while; u
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -136,7 +135,7 @@ class SimTrainer:
         site = self.site
         yield sleep(self.world.heap, site.step_s * (0.7 + 0.6 * site.rng.random()), f"inner step of {site.name}")
         self.agent.record_step()
-        work = Work(site.name, self.range or 0, site.rng.randint(1, 5))
+        work = Work(site.name, self.range or 0, 1 + int(5 * site.rng.random()))
         self.in_hand.works.append(work)
         self.agent.record_work(work)
         self.world.take_inner_step(self.theta, site.rng)
@@ -166,7 +165,7 @@ class SimTrainer:
                 return
             self._talk = self._install_result(self.out)
         self._talk = self._talk or question
-        answer = self._send_message(replace(self._talk, at_once=True))
+        answer = self._send_message(self._talk)  # no daemon stands between that would hold it open
         if isinstance(answer, AskAgain):
             self._look_in = self._soon = answer.steps
             return
@@ -234,11 +233,10 @@ class SimTrainer:
 
     def _ask_until_answered(self, question: Question) -> Story:
         while True:
-            changed = self.agent.next_change(POLL_S)
             answer = self._send_message(question)
             if not isinstance(answer, AskAgain):
                 return answer
-            yield changed
+            yield self.agent.next_change(POLL_S)
 
     def _send_message(self, message: Question | Stepped) -> Answer | None:
         answer = self.agent.handle_message(message)

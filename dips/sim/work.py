@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol.records import Record, RolledBack, RoundEnded, VersionCommitted, VersionsRetired
@@ -67,7 +68,7 @@ class Frozen:
         """Used up by then, and not settled."""
         return tuple(use.data_range for use in self.uses)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Consumed by it."""
         return sum(w.tokens for w in self.work)

@@ -54,7 +54,7 @@ class World:
     def __init__(self, seed: int, scenario: Scenario) -> None:
         self.seed, self.scenario, self.options = seed, scenario, scenario.options
         self.heap, self.chance, self.trace, self.books = Heap(), Chance(seed), Trace(), Books()
-        self.manifest = _make_manifest(scenario.layers)
+        self.manifest = _make_manifest(scenario.layers, scenario.parameters)
         self.sizes = {i: layer.numel for i, layer in enumerate(self.manifest.layers)}
         rng = np.random.default_rng(seed)
         self.genesis: dict[int, F32] = {i: rng.standard_normal(n, dtype=np.float32) for i, n in self.sizes.items()}
@@ -229,12 +229,15 @@ class World:
 
     def take_inner_step(self, theta: dict[int, F32], rng: Random) -> None:
         """One inner step: the whole model moves a little."""
-        noise = self._noise[rng.randrange(NOISES)]
+        noise = self._noise[int(NOISES * rng.random())]
         for a in theta.values():
             a -= noise[: a.size]
 
 
-def _make_manifest(layers: int) -> Manifest:
-    """Layers of three elements in two parameters."""
-    parameters = [(Parameter(f"layers.{i}.w", (2,)), Parameter(f"layers.{i}.b", (1,))) for i in range(layers)]
-    return Manifest(tuple(Layer(f"layers.{i}", both) for i, both in enumerate(parameters)))
+def _make_manifest(layers: int, parameters: tuple[int, ...]) -> Manifest:
+    """Equal layers, whose parameters have so many elements each."""
+    return Manifest(tuple(_make_layer(f"layers.{i}", parameters) for i in range(layers)))
+
+
+def _make_layer(name: str, parameters: tuple[int, ...]) -> Layer:
+    return Layer(name, tuple(Parameter(f"{name}.{k}", (numel,)) for k, numel in enumerate(parameters)))

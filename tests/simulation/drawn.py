@@ -29,6 +29,7 @@ def scenario_of(seed: int) -> Scenario:
         clusters=_ways(chance.generator_for("ways"), shapes),
         slaves=slaves,
         layers=layers,
+        parameters=chance.generator_for("parameters").choice(((3,), (2, 1))),
         slots=rng.randint(1, 2),
         pinned=rng.randint(0, 1),
         inner_steps=rng.randint(2, 3),
