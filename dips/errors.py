@@ -68,6 +68,10 @@ class FailedDisk(DipsError):
     """A slave's disk did not do what it was told: full, read-only or failing."""
 
 
+class FailedMirror(FailedDisk):
+    """A mirror is full, gone or failing; what it is a mirror of goes on."""
+
+
 class Busy(DipsError):
     """A pool or a lane is full: wait."""
 

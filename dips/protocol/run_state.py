@@ -69,6 +69,8 @@ class RunState:
         self.flipping: Fanout | None = None
         self.durability = Durability()
         self.rollback_waits = ""  # for whom, while some slave cannot offer the head
+        self.mirror_target: VersionId | None = None  # what every mirror is to hold next
+        self.committed_at: dict[VersionId, float] = {}  # by this term; of versions that are not retired
         self.closed_at = now  # when the last window closed
         self.update_s = 0.0  # from there to the last flip; 0 if the round left θ as it was
         self.counts = {**dict.fromkeys(map(str, RoundResult), 0), **dict(state.rounds)}

@@ -7,7 +7,7 @@ from itertools import islice
 
 from dips.errors import Busy, ConfigError, StaleTerm, StaleVersion, UnresponsiveSlave
 from dips.ids import GENESIS, VersionId
-from dips.protocol import durability, flip, pulls, pushes, rollback, round, settlement
+from dips.protocol import durability, flip, mirrors, pulls, pushes, rollback, round, settlement
 from dips.protocol.compatibility import find_protocol_mismatch
 from dips.protocol.effects import (
     Abort,
@@ -52,6 +52,7 @@ def on_slave_registered(run: RunState, event: SlaveRegistered) -> None:
         run.out.append(leave)
         return
     slave.registered = True
+    slave.mirror = event.mirror
     lose_slave(run, slave, "its process is a new one" if slave.nonce != event.nonce else "it registered again")
     _give_incarnation(run, slave, event)
     slave.offer = rollback.offered_versions(event)
@@ -188,6 +189,7 @@ def lose_slave(run: RunState, slave: Slave, reason: str) -> None:
         return
     run.note("slave_lost", slave=slave.name, sinc=slave.sinc, reason=reason)
     in_doubt = _has_persisted(run, slave)
+    mirrors.advance_target(run)  # the others' mirrors go on without it
     flip.stop_waiting_for(run, slave.name)
     if not in_doubt:
         settlement.skip_round(run, f"{slave.name} was lost: {reason}")

@@ -34,6 +34,7 @@ class Scenario:
     options: Options
     lasts_s: float
     quiet_at: float = 0.0  # from then on nothing fails; who plans failures keeps to it
+    mirrors: bool = False  # every slave's directory has one
     steady: bool = True  # no message is lost, late or doubled but by a planned failure
     run: str = "simulated"
     config_digest: str = "config"

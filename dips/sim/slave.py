@@ -26,6 +26,7 @@ from dips.sim.disk import SimDisk
 from dips.sim.fiber import Gate
 from dips.sim.flow import SimFlow
 from dips.sim.heap import Chance, Heap, Timer
+from dips.sim.mirror import MirrorShell, SimMirror
 from dips.sim.network import Network
 from dips.sim.scenario import Scenario
 from dips.sim.slave_work import order_s, shard_work_s, written_by
@@ -38,6 +39,7 @@ from dips.slave.actions import (
     EndSlave,
     ExecuteOrder,
     FollowRegistration,
+    KeepInMirror,
     ShardWork,
     WriteLog,
     WriteSnapshot,
@@ -101,6 +103,7 @@ class SlaveMachine:
         self.rng = world.chance.of(f"slave/{name}")
         genesis = {layer: world.genesis[layer] for layer in layers}
         self.disk = SimDisk(genesis, world.chance.of(f"disk/{name}"), lambda: world.monitor.occurred("snapshot"))
+        self.mirror = SimMirror(self.disk, world.chance.of(f"mirror/{name}")) if world.scenario.mirrors else None
         self.process: SlaveProcess | None = None
         self.lives = 0
         self._touched = world.touched
@@ -153,18 +156,19 @@ class SlaveProcess:
             SlaveTiming(heartbeat_s, CALL_S, BACKOFF_S, BUSY_RETRY_S),
             lambda: Standing.of(self.shard),
             self.flow.transfers,
-            Meters,
+            self._meters,
             partial(self.world.monitor.registered, self),
             machine.rng,
         )
         self.alive = True
+        self._mirror = MirrorShell(machine.mirror, self._later, self.world.heap) if machine.mirror else None
         self._undeceived = False  # the master that last told it Hold has the newest ledger
         self._work: deque[ShardWork] = deque()  # the first is being done
         self._writing: WriteSnapshot | None = None
         self._orders: dict[int, tuple[Order, Callable[[Any], None]]] = {}
         self._tickets = 0
         self._timer: Timer | None = None
-        self._later(BOOT_S, f"{self.name} begins", self._tick)
+        self._later(BOOT_S, f"{self.name} begins", self._boot)
 
     @property
     def holds(self) -> bool:
@@ -222,6 +226,17 @@ class SlaveProcess:
         if reports:
             self._do(self.core.add_reports(reports))
 
+    def _boot(self) -> None:
+        """What the mirror holds and the disk lacks is brought back before it registers; a mirror that is gone waits."""
+        if self._mirror is not None and not self._mirror.restore():
+            self._later(BACKOFF_S[1], f"{self.name} waits for its mirror", self._boot)
+            return
+        self.machine.touch()
+        self._tick()
+
+    def _meters(self) -> Meters:
+        return Meters(mirror=self._mirror.report() if self._mirror is not None else None)
+
     def _tick(self) -> None:
         self._timer = None
         self._do(self.core.tick(self.world.heap.now))
@@ -239,6 +254,9 @@ class SlaveProcess:
                 self._writing = action
                 work_s = order_s(Persist, self.machine.disk, self.machine.rng)
                 self._later(work_s, f"{self.name} writes", partial(self._write, action))
+            elif isinstance(action, KeepInMirror):
+                if self._mirror is not None:
+                    self._mirror.want(action.versions)
             elif isinstance(action, EndSlave):
                 raise AssertionError(f"{self.name} ends: {action.error!r}")
             elif not isinstance(action, WriteLog):

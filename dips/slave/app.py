@@ -19,6 +19,7 @@ import typer
 
 from dips.config import RunFile, SlaveSection, host_port, load_run
 from dips.errors import ConfigError
+from dips.mirror import MirrorStore
 from dips.outer import kernels
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.pool import MemorySum
@@ -32,6 +33,7 @@ from dips.slave.runtime import SlaveRuntime
 from dips.slave.servicer import OrderServicer
 from dips.slave.shard import Shard
 from dips.slave.shard_thread import ShardThread
+from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.slave.snapshots import Snapshots
 from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming
 from dips.telemetry import exits, logs, metrics
@@ -83,6 +85,7 @@ class Parts:
     flow: ZmqFlow
     shard: Shard
     thread: ShardThread
+    mirror: SnapshotMirror | None
     log: logs.Log
 
     def prepare(self, registered: Registered) -> None:
@@ -118,7 +121,15 @@ class Parts:
 
     def meters(self) -> Meters:
         """What a heartbeat says of this process; from any thread."""
-        return Meters(self.flow.bytes_in, self.flow.bytes_out, self.thread.persist_s, self.thread.apply_s)
+        mirror = self.mirror.report() if self.mirror is not None else None
+        return Meters(self.flow.bytes_in, self.flow.bytes_out, self.thread.persist_s, self.thread.apply_s, mirror)
+
+    def restore(self) -> None:
+        """Bring back from the mirror what is newer than the disk, on a new machine everything; then keep the mirror."""
+        if self.mirror is not None:
+            self.mirror.restore(self.disk.complete())
+            self.disk.look_again()
+            self.mirror.start()
 
 
 async def serve(
@@ -130,6 +141,7 @@ async def serve(
     """
     async with AsyncExitStack() as stack:
         parts = _build(config, section, log, stack)
+        await asyncio.to_thread(parts.restore)
         server = control.server(lambda method, error: log.error("call_failed", method=method, exc_info=error))
         checker = await control.serve_health(server, HEALTH_SERVICES)
         host, _ = host_port(section.listen)
@@ -192,7 +204,16 @@ def _build(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncEx
     versions = Versions(KernelPool(kernels, threads, workers), section.slots, section.pinned)
     shard = Shard(name, versions, disk, flow, thread)
     thread.own(shard)
-    return Parts(section, disk, flow, shard, thread, log)
+    return Parts(section, disk, flow, shard, thread, _mirror(config, section, log, stack), log)
+
+
+def _mirror(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncExitStack) -> SnapshotMirror | None:
+    if section.mirror is None:
+        return None
+    run, name = config.shared.run, section.name
+    mirror = SnapshotMirror(MirrorStore(section.mirror, run, name), section.directory, run, name, log, time.monotonic)
+    stack.callback(mirror.close)
+    return mirror
 
 
 def _runtime(config: RunFile, parts: Parts, address: str, stack: AsyncExitStack) -> SlaveRuntime:
@@ -219,7 +240,7 @@ def _runtime(config: RunFile, parts: Parts, address: str, stack: AsyncExitStack)
         Random(),
     )
     stubs = SlaveServiceStub(channel), SlaveServiceStub(heartbeat_channel)
-    return SlaveRuntime(core, parts.thread, *stubs, section.master, parts.log)
+    return SlaveRuntime(core, parts.thread, *stubs, section.master, parts.log, parts.mirror)
 
 
 async def _until_stopped(running: asyncio.Task[None]) -> None:

@@ -39,7 +39,7 @@ from dips.slave.snapshot_manifest import (
 from dips.slave.tensorfile import Reader, sync_directory
 from dips.telemetry.logs import Log
 
-_ASIDE = ".unfinished-"
+ASIDE = ".unfinished-"
 LISTING_BYTES = 4096  # for each parameter, in the two lists of a snapshot: a name, a shape, places, digests
 _LOCK = ".lock"
 
@@ -56,13 +56,8 @@ class Snapshots:
         self._manifest: Manifest | None = None
         self._genesis: dict[int, str] = {}
         self._sinc = 0
-        busy = f"directory: {directory} is held by another running slave"
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._lock = PidLock(directory / _LOCK, busy=busy, advice="one slave for a directory")
-        except OSError as error:
-            raise ConfigError(f"directory: {directory} cannot be used for snapshots: {error}") from error
-        for path in sorted(directory.glob(_ASIDE + "*")):
+        self._lock = self._take_directory()
+        for path in sorted(directory.glob(ASIDE + "*")):
             log.warning("snapshot_unfinished", path=str(path), done="removed: it was never renamed into place")
             shutil.rmtree(path)
 
@@ -75,6 +70,26 @@ class Snapshots:
         """Give the directory back."""
         self._lock.close()
 
+    def _take_directory(self) -> PidLock:
+        busy = f"directory: {self._directory} is held by another running slave"
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            return PidLock(self._directory / _LOCK, busy=busy, advice="one slave for a directory")
+        except OSError as error:
+            raise ConfigError(f"directory: {self._directory} cannot be used for snapshots: {error}") from error
+
+    def _require_directory(self) -> None:
+        """Make the directory anew if somebody removed it: what is served lies in memory, and is written again."""
+        if self._directory.exists():
+            return
+        self._log.error("directory_gone", path=str(self._directory), done="made anew; its snapshots are lost")
+        self._lock.close()
+        self._whole.clear()
+        try:
+            self._lock = self._take_directory()
+        except ConfigError as error:
+            raise OSError(str(error)) from error
+
     def complete(self) -> tuple[VersionId, ...]:
         """Versions whose snapshot is whole and of this run and slave, ascending; each is read through once."""
         found = {version for path in self._directory.iterdir() if (version := version_of(path)) is not None}
@@ -86,8 +101,13 @@ class Snapshots:
                 self._pass_over(version, error)
         return tuple(sorted(self._whole & found))
 
+    def look_again(self) -> None:
+        """What was passed over may have been brought back: read it through once more."""
+        self._bad.clear()
+
     def reserve(self, version: VersionId, nbytes: int) -> None:
         """Take room for a snapshot with `nbytes` of θ and m, in the file that `write` will fill; OSError if full."""
+        self._require_directory()
         aside = self._aside(version)
         try:
             aside.mkdir(exist_ok=True)
@@ -104,6 +124,7 @@ class Snapshots:
         """Make a snapshot durable; return the digest of its manifest. One that holds other bytes is replaced."""
         if version in self._whole and (known := self._same(version, theta, momentum)):
             return known
+        self._require_directory()
         aside = self._aside(version)
         try:
             aside.mkdir(exist_ok=True)
@@ -167,7 +188,7 @@ class Snapshots:
     # ---- writing --------------------------------------------------------------------------------
 
     def _aside(self, version: VersionId) -> Path:
-        return self._directory / f"{_ASIDE}{version}"
+        return self._directory / f"{ASIDE}{version}"
 
     def _listing_bytes(self) -> int:
         """What header and manifest may need beside the numbers, generously."""
@@ -227,7 +248,7 @@ class Snapshots:
         sync_directory(self._directory)
 
     def _remove_old(self, path: Path, version: VersionId) -> None:
-        old = self._directory / f"{_ASIDE}old-{version}"
+        old = self._directory / f"{ASIDE}old-{version}"
         path.rename(old)
         shutil.rmtree(old)
 

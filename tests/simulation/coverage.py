@@ -26,6 +26,7 @@ ROWS: dict[str, str] = {
     "slave_after": "a slave was lost after Persisted: told Commit, Abort or Load by the row",
     "rollback": "a slave could not offer the head: rollback by a ledger row",
     "snapshot": "a snapshot was torn or rotten, and passed over",
+    "disk_lost": "a disk was lost for good, and its slave went on with what its mirror holds",
     "master": "a new term began, and a version was made in it",
     "blind": "a master that was not looking said Blind",
     "disk_full": "a snapshot failed for want of room: round skipped, or degraded",

@@ -36,6 +36,9 @@ ANY_TIME: dict[str, tuple[int, Strike]] = {
     "slow_disk": (1, strikes.slow_disk),
     "rot": (1, strikes.rot),
     "old_snapshots": (1, strikes.old_snapshots),
+    "lose_disk": (2, strikes.lose_disk),
+    "lose_mirror": (1, strikes.lose_mirror),
+    "slow_mirror": (1, strikes.slow_mirror),
     "crash_master": (2, strikes.crash_master),
     "pause_master": (2, strikes.pause_master),
     "zombie_master": (2, strikes.zombie_master),
@@ -156,6 +159,8 @@ class Faults(Observer):
         strikes.restore_if_all_is_lost(world)
         for machine in world.machines.values():
             machine.disk.mend()
+            if machine.mirror is not None:
+                machine.mirror.mend()
             machine.start()
             if machine.process is not None:
                 machine.process.gate.open()

@@ -7,7 +7,7 @@ from typing import Any
 
 from dips.ids import PushId
 from dips.protocol.effects import Order
-from dips.protocol.events import Event, OrderAnswered, OrderFailed, PushRefused, PushStaged
+from dips.protocol.events import Event, MirrorReported, OrderAnswered, OrderFailed, PushRefused, PushStaged
 from dips.protocol.records import (
     IncarnationGiven,
     LedgerState,
@@ -58,7 +58,7 @@ class FencingInvariant(Invariant):
             return False  # what it changes is in itself only: nothing that leaves it changes anybody
         if master.coordinator.next_deadline() <= self.world.heap.now:
             return False  # with it the master does what is due, whatever it hears
-        if isinstance(event, PushStaged | PushRefused | OrderAnswered | OrderFailed):
+        if isinstance(event, MirrorReported | PushStaged | PushRefused | OrderAnswered | OrderFailed):
             return event.sinc < self.sinc.get(event.slave, 0)
         incarnation = getattr(event, "push", None) or getattr(event, "pull", None) or event
         cluster, inc = getattr(incarnation, "cluster", None), getattr(incarnation, "inc", None)

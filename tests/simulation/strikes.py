@@ -163,6 +163,45 @@ def old_snapshots(world: World, rng: Random) -> None:
         world.later(4.0 + 14.0 * rng.random(), f"old snapshots are put back on {machine.name}", put_back)
 
 
+def lose_disk(world: World, rng: Random) -> None:
+    """A slave's disk is gone for good, and it starts on another machine with what its mirror holds.
+
+    Not while its mirror holds nothing that is still on offer: then the run is lost, as it is without a mirror.
+    """
+    machine = _machine(world, rng)
+    mirror = machine.mirror
+    if mirror is None or not any(v in world.books.offered for v in mirror.files):
+        return
+    machine.crash()
+    machine.disk.lose()
+    world.monitor.occurred("disk_lost")
+    world.later(_down_s(rng), f"{machine.name} starts on another machine", machine.start)
+
+
+def lose_mirror(world: World, rng: Random) -> None:
+    """A mirror is full or unreachable for a while; what lies there stays."""
+    mirror = _machine(world, rng).mirror
+    if mirror is not None:
+        mirror.gone = True
+
+        def mend() -> None:
+            mirror.gone = False
+
+        world.later(4.0 + 14.0 * rng.random(), "a mirror is there again", mend)
+
+
+def slow_mirror(world: World, rng: Random) -> None:
+    """A mirror takes longer than rounds do: it lags by versions."""
+    mirror = _machine(world, rng).mirror
+    if mirror is not None:
+        mirror.slowness = 5.0 + 20.0 * rng.random()
+
+        def mend() -> None:
+            mirror.slowness = 1.0
+
+        world.later(5.0 + 15.0 * rng.random(), "a mirror is fast again", mend)
+
+
 # ---- master --------------------------------------------------------------------------------------------------------
 
 

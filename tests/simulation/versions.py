@@ -134,7 +134,23 @@ class DurableInvariant(Invariant):
         if isinstance(record, VersionDurable) or (isinstance(record, VersionCommitted) and record.durable):
             self.durable.append(record.version)
         elif isinstance(record, RolledBack):
+            self._no_further_than_mirrors(record)
             self.durable = [v for v in self.durable if v not in record.undone]
+
+    def _no_further_than_mirrors(self, record: RolledBack) -> None:
+        """A lost disk costs what its mirror lags behind: whatever the laggard holds is on all other disks, too."""
+        machines = self.world.machines.values()
+        held = [[v for v in m.mirror.files if v in self.durable] if m.mirror is not None else [] for m in machines]
+        if not all(held):
+            return
+        oldest = min(max(versions) for versions in held)
+        excused = any(oldest in m.disk.harmed and oldest not in m.disk.files for m in machines) or any(
+            not s.good for m in machines for v, s in m.disk.files.items() if v == oldest
+        )
+        self.require(
+            record.head.version >= oldest.version or excused,
+            f"rolled back to {record.head}, every mirror holds {oldest} or a newer one",
+        )
 
     def after_event(self) -> None:
         if self.newest == GENESIS:
