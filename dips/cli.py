@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from dips import __version__
-from dips.commands import demo, drain, export, history, init, readmit, status, verify
+from dips.commands import demo, drain, export, history, init, readmit, recover, status, verify
 from dips.data import app as data
 from dips.telemetry import exits
 
@@ -42,6 +42,7 @@ Keeping it going:
   dips readmit CLUSTER --config dips.yaml                   lift the quarantine of the gate
   dips drain SLAVE --config dips.yaml                       take a slave out of service, no round skipped
   dips-master replay master/                                decide again what a master decided
+  dips recover --config dips.yaml --model model.safetensors    go on from a saved model when a disk is lost
   dips-master recover --config dips.yaml                    make a restored ledger fit to serve
 
 Exit codes: 0 done; 1 not done, or a check failed; 2 wrong words on the command line; 65 corrupt bytes; 69 nobody
@@ -80,6 +81,7 @@ for word in (
     export.export,
     readmit.readmit,
     drain.drain,
+    recover.recover,
 ):
     cli.command()(word)
 

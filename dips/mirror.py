@@ -53,13 +53,12 @@ class MirrorStore:
         """The content of a file, None if it is not there; FailedMirror if it is longer than `most` bytes."""
         with self._told(name):
             self._require_root()
-            try:
-                with self._fs.open(self._path(name), "rb") as file:
-                    content: bytes = file.read(most + 1)
-            except FileNotFoundError:
+            size = self.size(name)
+            if size is None:
                 return None
-        if len(content) > most:
-            raise FailedMirror(f"{self.url}/{name}: expected at most {most} bytes")
+            if size > most:
+                raise FailedMirror(f"{self.url}/{name}: expected at most {most} bytes, got {size}")
+            content: bytes = self._fs.cat_file(self._path(name))
         return content
 
     def write(self, name: str, content: bytes) -> None:

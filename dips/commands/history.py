@@ -33,8 +33,8 @@ def history(
     """List the rounds and what they made: versions with parents, tokens, data ranges, gates.
 
     Read from the ledger; the master may be up or down. A round ends applied (it made a version), unchanged (all
-    gated), skipped (it broke) or is unfinished. A version that was rolled back is marked undone, with the reason; its
-    children name another parent than the row above them.
+    gated), skipped (it broke), recovered (`dips recover` made its version of a file) or is unfinished. A version that
+    was rolled back is marked undone, with the reason; its children name another parent than the row above them.
 
     Exit codes: 0 done; 65 the file is no ledger; 78 there is none.
 
@@ -72,7 +72,8 @@ def listing(rounds: Sequence[Mapping[str, Any]]) -> Listing:
 
 def _row(r: Mapping[str, Any]) -> ListingRow:
     undone = r["undone"]
-    ended = "undone" if undone else r["kind"]
+    recovered = r.get("recovered")
+    ended = "undone" if undone else "recovered" if recovered else r["kind"]
     cells = (
         f"r{r['round']}",
         ended,
@@ -81,7 +82,7 @@ def _row(r: Mapping[str, Any]) -> ListingRow:
         picture.count(r["tokens"]),
         _norm(r),
     )
-    why = undone or r["reason"] or ("not durable" if r["version"] and not r["durable"] else "")
+    why = undone or recovered or r["reason"] or ("not durable" if r["version"] and not r["durable"] else "")
     numbers = [n for outcome in r["outcomes"] for n in outcome["ranges"]]
     notes = (
         f"from: {_contributions(r)}" if r["outcomes"] else "",

@@ -83,7 +83,7 @@ class Runtime:
 
     def view(self) -> dict[str, Any]:
         """The status as plain data."""
-        picture = self._core.view(self._clock())
+        picture = {**self._core.view(self._clock()), **self._outside.view()}
         return picture if self._journal is None else {**picture, "journal": self._journal.snapshot()}
 
     def stop(self, code: int = 0) -> None:

@@ -8,7 +8,7 @@ NULL, which is what SQLite makes of it, so no column of reals says NOT NULL.
 from __future__ import annotations
 
 APPLICATION_ID = 0x44695053  # "DiPS" in the file's header: any other SQLite file is foreign
-SCHEMA_VERSION = 4  # in user_version; raised by every change: no release is out whose ledgers would have to be read
+SCHEMA_VERSION = 5  # in user_version; raised by every change: no release is out whose ledgers would have to be read
 
 SCHEMA = """
 CREATE TABLE run (
@@ -89,6 +89,16 @@ CREATE TABLE rollbacks (
 ) STRICT;
 CREATE TABLE undone (
     round INTEGER PRIMARY KEY REFERENCES versions, rollback INTEGER NOT NULL REFERENCES rollbacks
+) STRICT;
+-- a copy took the place of a lost ledger, or an operator raised its counters: rounds from `unknown_from` to below
+-- `known_again` may have been used and are in no row; incarnations to come are above `incarnations_above`
+CREATE TABLE restores (
+    place INTEGER PRIMARY KEY, source TEXT NOT NULL, unknown_from INTEGER NOT NULL, known_again INTEGER NOT NULL,
+    incarnations_above INTEGER NOT NULL, wall REAL
+) STRICT;
+-- a version that an operator made of a file (`dips recover`); `layers` lost their momentum
+CREATE TABLE recoveries (
+    round INTEGER PRIMARY KEY REFERENCES versions, source TEXT NOT NULL, layers TEXT NOT NULL, wall REAL
 ) STRICT;
 -- the committed push of an incarnation that ended before its Outcome
 CREATE TABLE left_open (

@@ -71,6 +71,7 @@ def view_mirror(run: RunState, slave: Slave, now: float) -> dict[str, Any] | Non
         "version": str(newest) if newest is not None else None,
         "behind_versions": run.head.version - version,
         "behind_s": max(0.0, now - since),
+        "failing": bool(slave.mirror.reason),
         "reason": slave.mirror.reason,
     }
 

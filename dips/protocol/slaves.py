@@ -78,6 +78,11 @@ def _from_the_future(run: RunState, event: SlaveRegistered) -> Exit | None:
     if event.memory is not None and not _has_row(run, event.memory):
         seen = f"slave {event.slave} serves {event.memory}, which has no row in this ledger"
         return Exit(EXIT_OLD_LEDGER, f"{seen}: {OLD_LEDGER}")
+    low, high = run.unknown_rounds
+    missed = [v for v in sorted(rollback.offered_versions(event)) if low <= v.round < high]
+    if missed:
+        seen = f"slave {event.slave} holds {missed[-1]}, which was made after the mirror of the ledger was last written"
+        return Exit(EXIT_OLD_LEDGER, f"{seen}: {OLD_LEDGER}")
     newest = max((v.round for v in rollback.offered_versions(event)), default=0)
     if newest >= run.next_round:
         seen = f"slave {event.slave} holds a version of round {newest}, this ledger knows rounds below {run.next_round}"
@@ -96,7 +101,7 @@ def _has_row(run: RunState, version: VersionId) -> bool:
 
 def _give_incarnation(run: RunState, slave: Slave, event: SlaveRegistered) -> None:
     if slave.nonce != event.nonce:
-        slave.sinc, slave.nonce = slave.sinc + 1, event.nonce
+        slave.sinc, slave.nonce = run.next_incarnation(slave.sinc), event.nonce
         flip.stop_waiting_for(run, slave.name)  # orders to its former incarnation will never be answered
         run.record(IncarnationGiven(Role.SLAVE, slave.name, slave.sinc, event.nonce))
     slave.address, slave.lanes, slave.slots, slave.memory = event.address, event.lanes, event.slots, event.memory

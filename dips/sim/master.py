@@ -15,7 +15,8 @@ from typing import Any, Protocol
 from dips.errors import StaleTerm, UnavailableSlave
 from dips.master.core import MasterCore
 from dips.master.held import PollOptions
-from dips.master.ledger import Ledger
+from dips.master.ledger import MEMORY, Ledger
+from dips.master.ledger_rebuild import MirroredTransaction, rebuild
 from dips.master.orders import SentOrder
 from dips.master.outbox import Action, HeartbeatReply, SlaveEndpoint, WriteRecords
 from dips.protocol.coordinator import Coordinator
@@ -123,6 +124,9 @@ class LedgerDisk:
         self._db = Ledger.create(":memory:", row)._db
         self._newest: sqlite3.Connection | None = None  # while an old copy lies in its place
         self._copies: list[sqlite3.Connection] = []
+        self._mirrored_base = self._db.serialize()
+        self._mirrored_since: list[MirroredTransaction] = []
+        self._mirrored_term = 0
         self.slowness = 1.0
         self.full = False
 
@@ -149,6 +153,23 @@ class LedgerDisk:
         """The act that the master's refusal asks for."""
         if self._newest is not None:
             self._db, self._newest = self._newest, None
+
+    def begin_mirror(self, term: int) -> None:
+        """A term has begun: the mirror gets a base, unless this is an old copy."""
+        if not self.old:
+            self._mirrored_base, self._mirrored_since, self._mirrored_term = self._db.serialize(), [], term
+
+    def mirror(self, records: Sequence[Record]) -> None:
+        """A transaction is durable, and in the mirror before anybody is told."""
+        self._mirrored_since.append(MirroredTransaction(tuple(records), 0.0))
+
+    def lose(self) -> list[Record]:
+        """The disk is gone for good; the next master starts with what its mirror holds. Return what was raised."""
+        self._copies.append(self._db)
+        self._db = sqlite3.connect(MEMORY, isolation_level=None, check_same_thread=False)
+        self._db.deserialize(self._mirrored_base)
+        _, raised = rebuild(self.open(), self._mirrored_term, self._mirrored_since)
+        return raised
 
     def open(self) -> Ledger:
         return Ledger(self._db, None, lambda: 0.0)
@@ -190,6 +211,15 @@ class MasterMachine:
         if process is not None:
             process.die()
 
+    def lose_disk(self) -> None:
+        """The machine is lost, with every process on it; another one starts with what the ledger's mirror holds."""
+        self.crash()
+        for zombie in self.zombies:
+            zombie.die()
+        self.zombies.clear()
+        for record in self.disk.lose():
+            self.world.monitor.recorded(record)
+
     def abandon(self) -> MasterProcess | None:
         """Another will be started beside it, on the same ledger: another host, a mount without locks."""
         process, self.process = self.process, None
@@ -209,7 +239,7 @@ class MasterProcess:
     def __init__(self, machine: MasterMachine) -> None:
         self.machine, self.world = machine, machine.world
         self.ledger = machine.disk.open()
-        self.ledger.start_term()
+        machine.disk.begin_mirror(self.ledger.start_term())
         state = self.ledger.state()
         now, timing = self.world.heap.now, self.world.options.timing
         self.trusted = not machine.disk.old  # what it decides is compared with the reference
@@ -387,6 +417,7 @@ class MasterProcess:
 
     def _recorded(self, records: Sequence[Record]) -> None:
         if self.trusted:
+            self.machine.disk.mirror(records)
             for record in records:
                 self.world.monitor.recorded(record)
 

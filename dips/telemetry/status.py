@@ -33,7 +33,29 @@ def headline(status: Status) -> Text:
     durability = status.get("durability", {})
     if durability.get("red"):
         text.append(f"\n{durability.get('state', NONE)}: {durability.get('reason') or NONE}", style="red")
+    mirror = status.get("ledger_mirror") or {}
+    if mirror.get("red"):
+        text.append(f"\nmirror of the ledger: {ledger_mirror_line(mirror)}", style="red")
     return text
+
+
+def ledger_mirror_line(mirror: Mapping[str, Any]) -> str:
+    """How far it lags; what is not in it is lost with the master's disk."""
+    lag = (
+        f"{mirror.get('behind_transactions', NONE)} transactions, {_number(mirror.get('behind_s'), '{:.0f}')} s behind"
+    )
+    return f"{lag}: {mirror.get('reason') or NONE}"
+
+
+def mirror_line(mirror: Mapping[str, Any] | None) -> str:
+    """How far a slave's mirror lags; what is not in it is lost with that slave's disk."""
+    if mirror is None:
+        return "no mirror"
+    behind = mirror.get("behind_versions")
+    if behind == 0:
+        return ""
+    lag = f"mirror: {_number(behind, '{:d}')} versions, {_number(mirror.get('behind_s'), '{:.0f}')} s behind"
+    return f"{lag}: {mirror['reason']}" if mirror.get("reason") else lag
 
 
 def run_line(status: Status) -> str:
@@ -105,7 +127,7 @@ def _slave(name: str, s: Mapping[str, Any]) -> ListingRow:
         _number(s.get("bytes_in"), "{:.0f}", 1e-6),
         _number(s.get("bytes_out"), "{:.0f}", 1e-6),
     )
-    return ListingRow(cells, (_reason(s),))
+    return ListingRow(cells, (_reason(s), mirror_line(s.get("mirror"))))
 
 
 def _columns(*names: str) -> tuple[Column, ...]:

@@ -40,6 +40,7 @@ POINTS: dict[str, str] = {
     "torn_ledger": "a transaction was torn, and rolled back",
     "zombie_master": "an old master woke beside its successor, was fenced and exited",
     "old_ledger": "a restored old ledger was refused",
+    "ledger_lost": "a ledger was lost for good, and the run went on with what its mirror holds",
     "slave_in_doubt": "a slave in doubt was told Commit",
     "slave_aborts": "a slave in doubt was told Abort",
     "slave_loads": "a slave that died after Persisted loaded the version that it had prepared",

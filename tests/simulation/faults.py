@@ -45,6 +45,7 @@ ANY_TIME: dict[str, tuple[int, Strike]] = {
     "slow_ledger": (1, strikes.slow_ledger),
     "full_ledger": (1, strikes.full_ledger),
     "old_ledger": (1, strikes.old_ledger),
+    "lose_ledger": (2, strikes.lose_ledger),
     "cut": (3, strikes.cut),
     "clog": (1, strikes.clog),
     "cut_data": (1, strikes.cut_data),

@@ -10,6 +10,7 @@ from dips.protocol.effects import Order
 from dips.protocol.events import Event, MirrorReported, OrderAnswered, OrderFailed, PushRefused, PushStaged
 from dips.protocol.records import (
     IncarnationGiven,
+    LedgerRestored,
     LedgerState,
     Record,
     RoundReserved,
@@ -96,6 +97,7 @@ class MonotoneInvariant(Invariant):
         self.term = 0
         self.round = 0
         self.lives: dict[tuple[str, str], int] = {}
+        self.above = 0  # of a restored ledger: incarnations up to here may have been given
         self.numbers: dict[tuple[int, int], Order] = {}
 
     def restored(self, state: LedgerState) -> None:
@@ -109,9 +111,11 @@ class MonotoneInvariant(Invariant):
         if isinstance(record, RoundReserved):
             self.require(record.round > self.round, f"round {record.round} is reserved after round {self.round}")
             self.round = record.round
+        elif isinstance(record, LedgerRestored):
+            self.above = record.incarnations_above
         elif isinstance(record, IncarnationGiven):
             key = (record.role, record.name)
-            before = self.lives.get(key, 0)
+            before = max(self.lives.get(key, 0), self.above)
             self.require(record.inc == before + 1, f"{record.name} is given incarnation {record.inc} after {before}")
             self.lives[key] = record.inc
 

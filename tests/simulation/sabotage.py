@@ -57,6 +57,10 @@ SABOTAGES: dict[str, Sabotage] = {
         "what is told of a push is what the ledger has", (4,), master.tell_gated_as_accepted
     ),
     "believe-fresh-slaves": Sabotage("a run does not begin anew for an empty slave", (7,), master.believe_fresh_slaves),
+    "forget-mirrors": Sabotage("what a mirror holds as its newest stays on every disk", (3, 12), master.forget_mirrors),
+    "reuse-incarnations-after-restore": Sabotage(
+        "a restored ledger gives no incarnation that may have been given", (5,), master.reuse_incarnations
+    ),
     "lease-twice": Sabotage("a data range is leased to one incarnation at a time", (10,), master.lease_twice),
     "forget-a-range": Sabotage("a push names every data range that it used up", (10,), cluster.forget_a_range),
     "leak-slot": Sabotage("what was dropped is never opened again", (11, 12), slave.leak_slot),

@@ -210,6 +210,16 @@ def crash_master(world: World, rng: Random) -> None:
     world.later(_down_s(rng), "the master starts again", world.start_master)
 
 
+def lose_ledger(world: World, rng: Random) -> None:
+    """The master's machine is gone for good; another master starts with what the ledger's mirror holds."""
+    if world.master.disk.old or not world.scenario.mirrors:
+        return
+    world.crash_master()
+    world.master.lose_disk()
+    world.monitor.occurred("ledger_lost")
+    world.later(_down_s(rng), "the master starts on another machine", world.start_master)
+
+
 def pause_master(world: World, rng: Random) -> None:
     world.pause_master()
     world.later(_lease(world) * (0.2 + 1.5 * rng.random()), "the master wakes", world.wake_master)

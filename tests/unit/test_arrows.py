@@ -57,7 +57,7 @@ MAY: dict[str, set[str]] = {
     | {f"dips.slave.{pure}" for pure in ("core", "actions", "standing", "shard", "shard_round", "order_fences")}
     | {"dips.slave.mirror_plan", "dips.transport.backoff"}
     | {f"dips.slave.{pure}" for pure in ("open_transfers", "ports", "admission", "receiver", "sender", "moves")}
-    | {f"dips.master.{pure}" for pure in ("core", "held", "ledger", "orders", "outbox")}
+    | {f"dips.master.{pure}" for pure in ("core", "held", "ledger", "ledger_rebuild", "orders", "outbox")}
     | {f"dips.client.agent.{pure}" for pure in ("core", "state", "account", "actions", "pace", "restarts")}
     | {"dips.client.ipc.messages", "dips.client.rank.feedback"},
     "dips.data": LOW,

@@ -233,10 +233,10 @@ def test_durable_afterwards(ledger: Ledger) -> None:
 
 
 def test_a_ledger_of_another_format_is_refused(tmp_path: Path) -> None:
-    """An older one names what was renamed, and both say how to go on."""
+    """An older one names what it lacks, and both say how to go on."""
     path = tmp_path / "ledger.sqlite"
     Ledger.create(path, ROW).close()
-    older = "format 3 was written by an older Di-PS .*incarnations_ended.*this one reads 4"
+    older = "format 3 was written by an older Di-PS .*no table of restores.*this one reads 5"
     for number, words in ((3, older), (99, "format 99 was written by a newer Di-PS")):
         with sqlite3.connect(path) as db:
             db.execute(f"PRAGMA user_version = {number}")

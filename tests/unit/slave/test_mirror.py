@@ -143,7 +143,7 @@ def test_rot_is_carried_in_neither_direction(url: str, tmp_path: Path) -> None:
     written(tmp_path / "s", V1, V2)
     store = MirrorStore(url, "r", "s")
     flip_bit(tmp_path / "s" / str(V1) / "model.safetensors", "momentum.")
-    with pytest.raises(CorruptSnapshot, match="momentum of layer .* expected xxh3-128"):
+    with pytest.raises(CorruptSnapshot, match=r"momentum of layer .* expected xxh3-128"):
         mirror_copy.copy_out(store, tmp_path / "s", V1, nothing)
     with capture_logs() as logs:
         assert mirror_copy.list_whole(store, "r", "s", LOG) == ()

@@ -1,0 +1,102 @@
+"""The files of a ledger's mirror, `<mirror>/<run>/master/ledger/`: bases and what was written since.
+
+    0000000003-0000000120.base   the ledger's file as it was in term 3, after the 120th transaction of that term
+    0000000003-0000000121.log    the records of the 121st, as codec.py spells them, with their wall-clock time
+
+Each begins with one line of JSON: format, run, and the length and xxh3-128 of what follows; a file that does not agree
+with its line was not written to its end, and is not believed. A ledger is the newest base of the newest term with every
+transaction that follows it without a gap.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+import xxhash
+
+from dips.errors import Corrupt
+from dips.master.ledger_rebuild import MirroredLedger, MirroredTransaction
+from dips.mirror import MirrorStore
+from dips.protocol import codec
+
+FORMAT = 1
+FOLDER = "ledger"
+MOST_LOG_BYTES = 256 << 20  # a transaction of a run with thousands of clusters has some MB
+MOST_BASE_BYTES = 64 << 30
+_NAME = re.compile(r"(\d{10})-(\d{10})\.(base|log)")
+
+
+def newest_term(store: MirrorStore) -> int:
+    """The newest term of which something lies there; 0 if nothing does."""
+    return max((int(found[1]) for found in map(_NAME.fullmatch, store.names(FOLDER)) if found), default=0)
+
+
+def write_base(store: MirrorStore, run: str, term: int, number: int, content: bytes) -> None:
+    """Write a base, then remove everything of this and earlier terms that it replaces."""
+    name = f"{term:010d}-{number:010d}.base"
+    store.write(f"{FOLDER}/{name}", _sealed(run, content))
+    for other in store.names(FOLDER):
+        found = _NAME.fullmatch(other)
+        if found and other != name and (int(found[1]), int(found[2])) <= (term, number):
+            store.remove(f"{FOLDER}/{other}")
+
+
+def write_transaction(store: MirrorStore, run: str, term: int, number: int, written: MirroredTransaction) -> None:
+    """Write what a transaction wrote."""
+    content = json.dumps([written.wall, codec.spell(written.records)], separators=(",", ":")).encode()
+    store.write(f"{FOLDER}/{term:010d}-{number:010d}.log", _sealed(run, content))
+
+
+def read_newest(store: MirrorStore, run: str) -> MirroredLedger | None:
+    """Read the newest ledger that lies whole in the mirror, None if none does.
+
+    Raise Corrupt if what is there is of another run, or cannot be read as what it says it is.
+    """
+    found = [match for match in map(_NAME.fullmatch, store.names(FOLDER)) if match]
+    bases = sorted(((int(m[1]), int(m[2])) for m in found if m[3] == "base"), reverse=True)
+    for term, number in bases:
+        base = _read(store, run, f"{term:010d}-{number:010d}.base", MOST_BASE_BYTES)
+        if base is not None:
+            return MirroredLedger(term, base, tuple(_transactions(store, run, term, number)))
+    if found:
+        raise Corrupt(f"{store.url}/{FOLDER}: none of its {len(bases)} bases is whole")
+    return None
+
+
+def _transactions(store: MirrorStore, run: str, term: int, number: int) -> Sequence[MirroredTransaction]:
+    """All that follow a base without a gap; the last one may have been cut short by the end of its master."""
+    followed = []
+    while (content := _read(store, run, f"{term:010d}-{number + 1:010d}.log", MOST_LOG_BYTES)) is not None:
+        wall, spelled = json.loads(content)
+        followed.append(MirroredTransaction(codec.read(spelled), wall))
+        number += 1
+    return followed
+
+
+def _sealed(run: str, content: bytes) -> bytes:
+    head = {"format": FORMAT, "run": run, "bytes": len(content), "xxh3": xxhash.xxh3_128_hexdigest(content)}
+    return json.dumps(head).encode() + b"\n" + content
+
+
+def _read(store: MirrorStore, run: str, name: str, most: int) -> bytes | None:
+    """What a file holds; None if there is none, or it is not whole."""
+    raw = store.read(f"{FOLDER}/{name}", most)
+    if raw is None:
+        return None
+    line, _, content = raw.partition(b"\n")
+    where = f"{store.url}/{FOLDER}/{name}"
+    try:
+        head = json.loads(line)
+        whole = (len(content), xxhash.xxh3_128_hexdigest(content)) == (head["bytes"], head["xxh3"])
+        written_by, of = head["format"], head["run"]
+    except (ValueError, KeyError, TypeError):
+        return None  # cut short within its first line
+    if not whole:
+        return None
+    if written_by != FORMAT:
+        raise Corrupt(f"{where}: expected format {FORMAT}, got {written_by!r}")
+    if of != run:
+        raise Corrupt(f"{where}: expected the ledger of run {run!r}, got one of {of!r}")
+    return content
