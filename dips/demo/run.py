@@ -46,14 +46,17 @@ CALIBRATION_STEPS = 6
 EXPECTED_SHARE = 0.75  # of what idle cores would do, so that the schedule comes near its end in time
 
 
-def run(*, seconds: float, kill: bool, out: Path | None, seed: int) -> int:
-    """Do the whole demo; return 0 if every check holds, else 1. Every process it started has ended when it returns."""
+def run(*, seconds: float, kill: bool, out: Path | None, seed: int, mirror: bool = False) -> int:
+    """Do the whole demo; return 0 if every check holds, else 1. Every process it started has ended when it returns.
+
+    mirror  master and slaves have mirrors, and of whom is killed the directory is removed, too, and the master's
+    """
     signal.signal(signal.SIGTERM, _terminated)
     files = layout.make(out)
     console = Console()
     try:
         console.print(f"everything of this run is in {files.directory}", highlight=False, soft_wrap=True)
-        status, killed = _story(files, seconds, kill, seed)
+        status, killed = _story(files, seconds, kill, seed, mirror)
         return _account(files, status, killed, seconds, seed, console)
     except KeyboardInterrupt:
         console.print("stopped; every process of the demo has ended")
@@ -69,17 +72,17 @@ def _terminated(number: int, frame: object) -> None:
 # ---- the story ------------------------------------------------------------------------------------------------------
 
 
-def _story(files: DemoLayout, seconds: float, kill: bool, seed: int) -> tuple[Mapping[str, Any], Kill]:
+def _story(files: DemoLayout, seconds: float, kill: bool, seed: int, mirror: bool) -> tuple[Mapping[str, Any], Kill]:
     """Train until the run is finished; return the master's last status and what was killed."""
     with Watch(seconds) as watch, DemoProcesses() as house:
         corpus = data.load(seed)
         tokens = _expected_tokens(corpus, seconds)
         watch.say(f"{corpus.training.size / 1e6:.1f} MB of Python to learn, in {corpus.ranges} ranges")
-        address = layout.write(files, corpus.ranges, tokens, seconds)
+        address = layout.write(files, corpus.ranges, tokens, seconds, mirror=mirror)
         _word("init", "--config", str(files.run_file), "--factory", "dips.demo.model:build", "--seed", str(seed))
         _start(house, files, seed)
         watch.say(f"started {', '.join(house.processes)}; the master is at {address}")
-        killed = _train(house, files, watch, address, seconds, kill)
+        killed = _train(house, files, watch, address, seconds, kill, mirror)
         for name in layout.CLUSTERS:
             house.processes[name].wait(END_S)
         house.check()
@@ -106,8 +109,7 @@ def _expected_tokens(corpus: data.Corpus, seconds: float) -> int:
 
 
 def _start(house: DemoProcesses, files: DemoLayout, seed: int) -> None:
-    config = str(files.run_file)
-    house.start("master", _module("dips.master.app", "--config", config), files.log("master"))
+    _start_master(house, files)
     for name in layout.SLAVES:
         _start_slave(house, files, name)
     for name in layout.CLUSTERS:
@@ -119,14 +121,20 @@ def _start(house: DemoProcesses, files: DemoLayout, seed: int) -> None:
         house.start(name, agent, files.log(name), may_end=True)
 
 
+def _start_master(house: DemoProcesses, files: DemoLayout) -> None:
+    house.start("master", _module("dips.master.app", "--config", str(files.run_file)), files.log("master"))
+
+
 def _start_slave(house: DemoProcesses, files: DemoLayout, name: str) -> None:
     command = _module("dips.slave.app", "--config", str(files.run_file), "--name", name)
     house.start(name, command, files.log(name))
 
 
-def _train(house: DemoProcesses, files: DemoLayout, watch: Watch, address: str, seconds: float, kill: bool) -> Kill:
+def _train(
+    house: DemoProcesses, files: DemoLayout, watch: Watch, address: str, seconds: float, kill: bool, mirror: bool
+) -> Kill:
     """Watch until the run is finished; kill in the middle if asked to."""
-    begun = time.monotonic()
+    begun, ends_s = time.monotonic(), seconds + END_S
     killed, answered = Kill(), False
     while True:
         status = _look(address)
@@ -138,17 +146,21 @@ def _train(house: DemoProcesses, files: DemoLayout, watch: Watch, address: str, 
         elapsed = time.monotonic() - begun
         if elapsed > START_S and not answered:
             raise ProcessEnded(f"the master does not answer; {house.processes['master'].told()}")
-        if elapsed > seconds + END_S:
+        if elapsed > ends_s:
             raise ProcessEnded(
                 f"the run is not finished {END_S:.0f} s after its time; {house.processes['master'].told()}"
             )
         if status and kill and not killed.slave and max(elapsed / seconds, _progress(status)) >= KILL_AT:
-            killed = _kill(house, files, watch, address)
+            killed = _kill(house, files, watch, address, mirror)
+            ends_s += elapsed if mirror else 0.0  # a new master counts the run's time from its own start
         time.sleep(LOOK_EVERY_S)
 
 
-def _kill(house: DemoProcesses, files: DemoLayout, watch: Watch, address: str) -> Kill:
-    """Kill slow's torchrun and, while it comes back, a slave; start the slave again."""
+def _kill(house: DemoProcesses, files: DemoLayout, watch: Watch, address: str, mirror: bool) -> Kill:
+    """Kill slow's torchrun and, while it comes back, a slave; start the slave again.
+
+    With mirrors the slave's directory is removed, and the master is killed and its directory removed.
+    """
     processes = house.processes[KILLED_CLUSTER].kill_children()
     watch.say(
         f"killed torchrun of {KILLED_CLUSTER}, {len(processes)} processes, with SIGKILL; its agent starts it again"
@@ -163,11 +175,23 @@ def _kill(house: DemoProcesses, files: DemoLayout, watch: Watch, address: str) -
     house.processes[KILLED_SLAVE].kill()
     head = VersionId.parse(status["head"])
     watch.say(f"killed {KILLED_SLAVE} with SIGKILL at {head}")
+    after = _after_kill(address, head)  # a version between the look and the kill is passed over: the next one counts
+    if mirror:
+        _lose_machines(house, files, watch)
     time.sleep(RESTART_SLAVE_S)
+    if mirror:
+        _start_master(house, files)
     _start_slave(house, files, KILLED_SLAVE)
     watch.say(f"started {KILLED_SLAVE} again")
-    # A version between the look and the kill is passed over: the next one counts.
-    return Kill(KILLED_CLUSTER, KILLED_SLAVE, status["slaves"][KILLED_SLAVE]["sinc"], _after_kill(address, head))
+    return Kill(KILLED_CLUSTER, KILLED_SLAVE, status["slaves"][KILLED_SLAVE]["sinc"], after, lost=mirror)
+
+
+def _lose_machines(house: DemoProcesses, files: DemoLayout, watch: Watch) -> None:
+    """As if two machines had burned: the slave's, which is dead already, and the master's."""
+    house.processes["master"].kill()
+    for directory in (files.slave(KILLED_SLAVE), files.master):
+        shutil.rmtree(directory)
+    watch.say(f"killed the master; removed the directories of {KILLED_SLAVE} and of the master: mirrors are left")
 
 
 def _after_kill(address: str, head: VersionId) -> VersionId:

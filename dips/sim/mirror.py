@@ -35,6 +35,7 @@ class SimMirror:
         self.disk, self.rng = disk, rng
         self.files: dict[VersionId, Snapshot] = {}
         self.gone = False
+        self.listed = False  # whoever keeps it knows what it holds, and has told
         self.slowness = 1.0
 
     def mend(self) -> None:
@@ -47,6 +48,7 @@ class MirrorShell:
 
     def __init__(self, mirror: SimMirror, later: Later, heap: Heap) -> None:
         self._mirror, self._later, self._heap = mirror, later, heap
+        mirror.listed = False
         self._plan = MirrorPlan(Backoff(*BACKOFF_S, mirror.rng))
         self._timer: Timer | None = None
 
@@ -66,6 +68,7 @@ class MirrorShell:
         if mirror.gone:
             return newest > 0
         self._plan.on_listed(tuple(mirror.files))
+        mirror.listed = True  # told with the first Register
         for version, snapshot in mirror.files.items():
             if version.round > newest:
                 disk.bring_back(version, snapshot)

@@ -162,6 +162,7 @@ class SlaveProcess:
         )
         self.alive = True
         self._mirror = MirrorShell(machine.mirror, self._later, self.world.heap) if machine.mirror else None
+        self._booted = False  # its control server answers
         self._undeceived = False  # the master that last told it Hold has the newest ledger
         self._work: deque[ShardWork] = deque()  # the first is being done
         self._writing: WriteSnapshot | None = None
@@ -198,7 +199,7 @@ class SlaveProcess:
 
     def take_order(self, order: Order, answer: Callable[[Any], None]) -> None:
         """Hand an order of the master to the core."""
-        if self.alive:
+        if self.alive and self._booted:
             self._tickets += 1
             self._orders[self._tickets] = (order, answer)
             self._do(self.core.take_order(self._tickets, order, self.world.heap.now))
@@ -231,6 +232,7 @@ class SlaveProcess:
         if self._mirror is not None and not self._mirror.restore():
             self._later(BACKOFF_S[1], f"{self.name} waits for its mirror", self._boot)
             return
+        self._booted = True
         self.machine.touch()
         self._tick()
 

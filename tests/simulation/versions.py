@@ -133,9 +133,22 @@ class DurableInvariant(Invariant):
     def recorded(self, record: Record) -> None:
         if isinstance(record, VersionDurable) or (isinstance(record, VersionCommitted) and record.durable):
             self.durable.append(record.version)
+        elif isinstance(record, VersionsRetired):
+            self._mirrors_stay_useful(record)
         elif isinstance(record, RolledBack):
             self._no_further_than_mirrors(record)
             self.durable = [v for v in self.durable if v not in record.undone]
+
+    def _mirrors_stay_useful(self, record: VersionsRetired) -> None:
+        """A mirror that holds a version on offer holds one after others were retired, too: it lies on all disks."""
+        for machine in self.world.machines.values():
+            known = machine.mirror is not None and machine.mirror.listed
+            held = [v for v in self.world.books.offered if machine.mirror is not None and v in machine.mirror.files]
+            left = [v for v in held if v not in record.versions]
+            self.require(
+                not known or not held or bool(left),
+                f"{', '.join(map(str, held))} was retired, and {machine.name}'s mirror holds nothing newer",
+            )
 
     def _no_further_than_mirrors(self, record: RolledBack) -> None:
         """A lost disk costs what its mirror lags behind: whatever the laggard holds is on all other disks, too."""

@@ -78,7 +78,9 @@ def init(run_file: Path, *words: str) -> str:
     return said("init", "--config", str(run_file), *words)
 
 
-@pytest.mark.parametrize("word", ["demo", "init", "status", "export", "history", "verify", "readmit", "drain"])
+@pytest.mark.parametrize(
+    "word", ["demo", "init", "status", "export", "history", "verify", "readmit", "recover", "drain"]
+)
 def test_help_teaches(word: str) -> None:
     """Every word says what it does and shows an example that stands on a line of its own."""
     text = said(word, "--help")
