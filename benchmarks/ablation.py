@@ -21,11 +21,11 @@ from statistics import mean, median
 
 from benchmarks.cast import Cast
 from benchmarks.harness import Bench, main
+from benchmarks.line_program import LineProgram, open_programs
 from benchmarks.namespaces import End, missing, network
-from benchmarks.told import Told, company
 from dips.protocol.enums import AskOrder
-from dips.protocol.order import Worker, lines, slaves_in_order, workers_in_order
-from dips.transport.pipeline import cores
+from dips.protocol.order import Worker, make_lines, slaves_in_order, workers_in_order
+from dips.transport.pipeline import available_cores
 
 PIPELINE, LANES, ORDER, JOIN = 1.3, 1.2, 1.2, 1 / 1.1  # what must be reached
 PAYLOAD = 1448 / 1514  # of a packet's bytes on the line
@@ -48,7 +48,7 @@ class Took:
 class Ends:
     """Slaves, and the ranks of some clusters, as processes on their hosts."""
 
-    def __init__(self, cast: Cast, slaves: Sequence[Told], ranks: Mapping[str, Sequence[Told]]) -> None:
+    def __init__(self, cast: Cast, slaves: Sequence[LineProgram], ranks: Mapping[str, Sequence[LineProgram]]) -> None:
         self.cast, self._slaves, self._ranks, self._number = cast, slaves, ranks, 0
 
     def push(self, rule: AskOrder, second_after_s: float | None = None) -> Took:
@@ -64,33 +64,33 @@ class Ends:
             self._line_up(names)
         for name in names:
             for rank in self._ranks[name]:
-                _, processor_s, *own = rank.hear()
+                _, processor_s, *own = rank.read_answer()
                 used, staging = used + processor_s, staging + sum(own)
         seconds = time.perf_counter() - begun
         for name in names:
             for slave in self._slaves:
-                processor_s, *own = slave.ask("end", (name, self._number))
+                processor_s, *own = slave.ask_program("end", (name, self._number))
                 used, staging = used + processor_s, staging + sum(own)
         return Took(seconds, used, staging)
 
     def _begin(self, name: str, rule: AskOrder) -> None:
         push, cast = (name, self._number), self.cast
         for index, slave in enumerate(self._slaves):
-            slave.ask("open", push, workers_in_order(rule, index, cast.ranks, cast.slaves, f"{push}"))
+            slave.ask_program("open", push, workers_in_order(rule, index, cast.ranks, cast.slaves, f"{push}"))
         for number, rank in enumerate(self._ranks[name]):
             addresses = [slave.first for slave in self._slaves]
-            rank.tell("push", self._number, addresses, slaves_in_order(rule, number, cast.slaves, f"{push}"))
+            rank.send_request("push", self._number, addresses, slaves_in_order(rule, number, cast.slaves, f"{push}"))
 
     def _line_up(self, names: Sequence[str]) -> None:
         """As asking.reorder_pushes does it: half of the first, all of the second is left."""
         cast = self.cast
         first, second = (Worker((share,) * cast.slaves, 1.0) for share in (0.5, 1.0))
-        asked = lines([first] * cast.ranks + [second] * cast.ranks, cast.slaves)
+        asked = make_lines([first] * cast.ranks + [second] * cast.ranks, cast.slaves)
         for slave, workers in zip(self._slaves, asked, strict=True):
             place = {worker: place for place, worker in enumerate(workers)}
             for number, name in enumerate(names):
                 own = range(number * cast.ranks, (number + 1) * cast.ranks)
-                slave.ask("places", (name, self._number), [place[worker] for worker in own])
+                slave.ask_program("places", (name, self._number), [place[worker] for worker in own])
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def ends(
     secret: str = "plain",
 ) -> Iterator[Ends]:  # fmt: skip
     """The processes; hosts are s0 … for the slaves, a0 …, b0 … for the ranks."""
-    with company() as start:
+    with open_programs() as start:
         own = (str(concurrent_streams), str(lanes), secret) if module == PRODUCT else (str(concurrent_streams),)
         slaves = [
             start(hosts[f"s{i}"], module, "slave", str(cast), str(i), hosts[f"s{i}"].ip, *own)
@@ -139,10 +139,10 @@ def in_turns(works: Mapping[str, Callable[[], Took]], runs: int) -> dict[str, li
 def limit(took: Took, cast: Cast, mbit: float) -> str:
     """How near a push is to what the lines and the cores can do."""
     line_s = cast.wire_bytes / cast.slaves / (mbit * 1e6 / 8 * PAYLOAD)
-    busy = took.processor_s / (cores() * took.seconds)
+    busy = took.processor_s / (available_cores() * took.seconds)
     wire = line_s / took.seconds
     name = "the wire" if wire >= 0.85 else "the processor" if busy >= 0.85 else "neither alone"
-    return f"{name} (line busy {wire:.0%}, {cores()} cores busy {busy:.0%})"
+    return f"{name} (line busy {wire:.0%}, {available_cores()} cores busy {busy:.0%})"
 
 
 # ---- the rows --------------------------------------------------------------------------------------------------------

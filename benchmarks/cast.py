@@ -11,7 +11,7 @@ import numpy as np
 from dips.protocol.manifest import BYTES_PER_PARAMETER, Layer, Manifest, Parameter
 from dips.transport.shares import Piece
 from dips.wire import codecs
-from dips.wire.chunks import Range, split
+from dips.wire.chunks import Range, split_chunks
 
 RUN, SINC, CHUNK_BYTES, WAIT_S = "ablation", 1, 1 << 20, 120.0
 
@@ -65,6 +65,6 @@ class Cast:
 
     def chunks(self, layer: int, share: Range) -> list[Range]:
         """How a share of a layer travels."""
-        codec = codecs.named(self.codec)
-        whole = codec.ranges([Range(layer, 0, share.offset, share.length)])
-        return list(split(whole, codec.chunk_bytes(CHUNK_BYTES)))
+        codec = codecs.codec_named(self.codec)
+        whole = codec.encoded_ranges([Range(layer, 0, share.offset, share.length)])
+        return list(split_chunks(whole, codec.chunk_bytes(CHUNK_BYTES)))

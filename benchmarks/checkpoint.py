@@ -24,7 +24,7 @@ import yaml
 from benchmarks.harness import Bench, main
 from benchmarks.lone_slave import equal_layers
 from benchmarks.namespaces import End, missing, network
-from benchmarks.whole_run import HOUSE, WholeRun
+from benchmarks.whole_run import SITE, WholeRun
 
 LAYERS, RANKS, STEP_S = 6, 2, 0.02
 LEAST = 1 / 1.1
@@ -104,7 +104,7 @@ def lived(case: Case, overlap: str) -> list[dict[str, Any]]:
     """Let one cluster take its turns; return what rank 0 wrote of each."""
     with ExitStack() as stack:
         made = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dips-bench-")))
-        hosts = stack.enter_context(network({HOUSE: None, "c0": case.mbit or None}))
+        hosts = stack.enter_context(network({SITE: None, "c0": case.mbit or None}))
         run = stack.enter_context(CheckpointRun(made / "run", case, overlap, hosts))
         run.finish(WITHIN_S)
         return [json.loads(line) for line in run.found.read_text().splitlines()]

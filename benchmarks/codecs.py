@@ -86,7 +86,7 @@ def relative(value: F64 | float, exact: F64 | float) -> float:
 def train(mean: Mean, rounds: int, watch: Callable[[list[F32]], None] = lambda _: None) -> float:
     """Take `rounds` outer steps; return the validation loss, nats per byte."""
     torch.manual_seed(0)
-    model, corpus = Decoder(SHAPE), data.load(1)
+    model, corpus = Decoder(SHAPE), data.load_corpus(1)
     theta = flat(model)
     momentum = np.zeros_like(theta)
     states = [torch.optim.AdamW(model.parameters(), lr=INNER_LR).state_dict() for _ in range(CLUSTERS)]
@@ -105,7 +105,7 @@ def train(mean: Mean, rounds: int, watch: Callable[[list[F32]], None] = lambda _
         theta, momentum = after, acc
     load(model, theta)
     with torch.no_grad():
-        return float(loss_of(model, torch.from_numpy(corpus.sample(64, LENGTH).astype("int64"))))
+        return float(loss_of(model, torch.from_numpy(corpus.validation_sample(64, LENGTH).astype("int64"))))
 
 
 def inner_steps(model: nn.Module, optimizer: torch.optim.Optimizer, corpus: data.Corpus, number: int) -> None:

@@ -23,11 +23,11 @@ import xxhash
 import zmq
 
 from benchmarks.cast import CHUNK_BYTES, RUN, Cast
-from benchmarks.told import heard, processor_s, say
+from benchmarks.line_program import print_answer, processor_s, read_requests
 from dips.transport.memory import keep_message_memory
 from dips.wire import codecs
 from dips.wire.chunks import Range
-from dips.wire.frame import Header, Kind, check_body, pack, run_id, unpack
+from dips.wire.frame import Header, Kind, check_body, pack_header, run_id, unpack_header
 
 HELLO, GO, DONE = b"hello", b"go", b"done"
 OPTIONS = {zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.LINGER: 0}
@@ -47,13 +47,13 @@ def slave(cast: Cast, number: int, ip: str, concurrent_streams: int) -> None:
     router = _socket(context, zmq.ROUTER)
     port = router.bind_to_random_port(f"tcp://{ip}")
     slot = {i: np.ones(cast.numel // cast.layers, np.float32) for i in cast.held_by(number)}
-    say([[f"{ip}:{port}"], ""])
-    for word, *_ in heard():
+    print_answer([[f"{ip}:{port}"], ""])
+    for word, *_ in read_requests():
         if word == "open":
-            say("open")
+            print_answer("open")
             used, staged_s = processor_s(), _serve(router, cast, slot, concurrent_streams)
         else:
-            say([processor_s() - used, staged_s])
+            print_answer([processor_s() - used, staged_s])
     router.close()
     context.term()
 
@@ -86,8 +86,8 @@ def _serve(router: zmq.Socket[bytes], cast: Cast, slot: dict[int, Any], concurre
 
 
 def _put(cast: Cast, frames: list[list[zmq.Frame]], target: Any) -> None:
-    codec = codecs.named(cast.codec)
-    headers = [unpack(head.buffer, run_id(RUN), len(body.buffer), CHUNK_BYTES) for head, body in frames]
+    codec = codecs.codec_named(cast.codec)
+    headers = [unpack_header(head.buffer, run_id(RUN), len(body.buffer), CHUNK_BYTES) for head, body in frames]
     for header, (_, body) in zip(headers, frames, strict=True):
         check_body(header, body.buffer)
     lengths = {chunk.offset: chunk.length for rank in range(cast.ranks) for chunk in cast.chunks(0, cast.share(rank))}
@@ -98,8 +98,8 @@ def _put(cast: Cast, frames: list[list[zmq.Frame]], target: Any) -> None:
 def rank(cast: Cast, number: int) -> None:
     """Push everything, as often as told."""
     pieces = [piece.array for piece in cast.pieces(number, 1e-3)]
-    say("ready")
-    for _, _, slaves, order in heard():
+    print_answer("ready")
+    for _, _, slaves, order in read_requests():
         begun, used, made_s = time.perf_counter(), processor_s(), 0.0
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         for index in order:
@@ -112,16 +112,18 @@ def rank(cast: Cast, number: int) -> None:
                 dealer.recv()
             dealer.close()
         context.term()
-        say([time.perf_counter() - begun, processor_s() - used, made_s])
+        print_answer([time.perf_counter() - begun, processor_s() - used, made_s])
 
 
 def _send(dealer: zmq.Socket[bytes], cast: Cast, layer: int, share: Range, values: Any) -> float:
     """Send a rank's share of a layer; return the seconds of spelling and checksums."""
-    codec, begun = codecs.named(cast.codec), time.perf_counter()
+    codec, begun = codecs.codec_named(cast.codec), time.perf_counter()
     chunks = cast.chunks(layer, share)
     bodies = [codec.encode(values[c.offset - share.offset : c.offset - share.offset + c.length]) for c in chunks]
     headers = [
-        pack(Header(Kind.CHUNK, run_id(RUN), 1, chunk.nbytes, xxhash.xxh3_64_intdigest(body), *chunk[:3], chunk.dtype))
+        pack_header(
+            Header(Kind.CHUNK, run_id(RUN), 1, chunk.nbytes, xxhash.xxh3_64_intdigest(body), *chunk[:3], chunk.dtype)
+        )
         for chunk, body in zip(chunks, bodies, strict=True)
     ]
     made_s = time.perf_counter() - begun

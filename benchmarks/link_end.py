@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from benchmarks.told import heard, say
+from benchmarks.line_program import print_answer, read_requests
 from dips.client.rank import transfer
 from dips.client.rank.transfer import Piece, TransferIdentity
 from dips.ids import GENESIS, PullId, PushId
@@ -38,13 +38,13 @@ class LinkEvents:
     def __init__(self) -> None:
         self._over = threading.Event()
 
-    def staged(self, push: PushId, nbytes: int) -> None:
+    def on_push_staged(self, push: PushId, nbytes: int) -> None:
         self._over.set()
 
-    def released(self, pull: PullId, reason: str) -> None:
+    def on_pull_released(self, pull: PullId, reason: str) -> None:
         self._over.set()
 
-    def refused(self, push: PushId, reason: str) -> None:
+    def on_push_refused(self, push: PushId, reason: str) -> None:
         print(f"refused: {reason}", file=sys.stderr, flush=True)
 
     def wait(self) -> None:
@@ -57,13 +57,13 @@ def slave(ip: str, lanes: int, mib: int) -> None:
     """Serve one push or pull after the other."""
     model, events = manifest(mib), LinkEvents()
     flow = ZmqFlow(RUN, SLAVE, (f"{ip}:0",) * lanes, 1 << 20, 256 << 20, 4, 30.0)
-    flow.use(model, tuple(range(LAYERS)))
+    flow.set_layers(model, tuple(range(LAYERS)))
     flow.start(SINC, events)
     source = {i: np.full(layer.numel, 1.5, np.float32) for i, layer in enumerate(model.layers)}
     slot = {i: np.ones_like(array) for i, array in source.items()}
-    say(",".join(flow.addresses()))
+    print_answer(",".join(flow.lane_addresses()))
     last = ""
-    for word, number in heard():
+    for word, number in read_requests():
         push, pull = PushId(CLUSTER, 1, number), PullId(CLUSTER, 1, number)
         if word == "push":
             flow.open_push(push, (0,), slot, WAIT_S)
@@ -76,9 +76,9 @@ def slave(ip: str, lanes: int, mib: int) -> None:
             flow.close_pull(pull)
             events.wait()
         last = word
-        say("ok")
-    if flow.refused:
-        print(f"refused frames: {dict(flow.refused)}", file=sys.stderr)
+        print_answer("ok")
+    if flow.refused_frames:
+        print(f"refused frames: {dict(flow.refused_frames)}", file=sys.stderr)
     flow.close()
 
 
@@ -88,11 +88,11 @@ def rank(addresses: str, mib: int) -> None:
     pieces = [Piece(i, 0, 0, x.numel, np.ones(x.numel, np.float32)) for i, x in enumerate(model.layers)]
     there = SlaveAddress(SLAVE, SINC, tuple(addresses.split(",")), tuple(range(LAYERS)))
     grant = Grant(GENESIS, (there,), ((0,),), WAIT_S)
-    say("ok")
-    for word, number in heard():
+    print_answer("ok")
+    for word, number in read_requests():
         begun = time.perf_counter()
-        getattr(transfer, word)(grant, TransferIdentity(RUN, CLUSTER, 1, number, 0), pieces)
-        say(time.perf_counter() - begun)
+        getattr(transfer, f"{word}_pieces")(grant, TransferIdentity(RUN, CLUSTER, 1, number, 0), pieces)
+        print_answer(time.perf_counter() - begun)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from benchmarks.harness import Bench, Seconds, main
+from benchmarks.line_program import open_programs
 from benchmarks.namespaces import missing, wire
-from benchmarks.told import company
 
 LEAST_NEAR, LEAST_FAR = 0.95, 0.9
 
@@ -39,16 +39,16 @@ LINES = (LinkRow(100, 0, 24), LinkRow(1000, 0, 256), LinkRow(1000, 0, 256, lanes
 @contextmanager
 def ends(line: LinkRow) -> Iterator[Callable[[str], Seconds]]:
     """Both processes on their link; what is yielded moves everything once and returns the seconds."""
-    with wire(line.mbit, line.delay_ms) as (near, far), company() as start:
+    with wire(line.mbit, line.delay_ms) as (near, far), open_programs() as start:
         slave = start(far, "link_end", "slave", far.ip, str(line.lanes), str(line.mib))
         rank = start(near, "link_end", "rank", slave.first, str(line.mib))
         numbers = itertools.count(1)
 
         def move(kind: str) -> Seconds:
             number = next(numbers)
-            slave.ask(kind, number)
-            seconds = Seconds(rank.ask(kind, number))
-            slave.ask("end", number)
+            slave.ask_program(kind, number)
+            seconds = Seconds(rank.ask_program(kind, number))
+            slave.ask_program("end", number)
             return seconds
 
         yield move

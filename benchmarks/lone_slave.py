@@ -128,7 +128,7 @@ class LoneSlave:
 
     def order(self, body: e.OrderBody) -> Answer:
         """Have an order carried out; raise RuntimeError with the slave's reason if it is not."""
-        said = self._await(self._link.execute(e.Order(NAME, SINC, TERM, next(self._numbers), body, WAIT_S)))
+        said = self._await(self._link.execute_order(e.Order(NAME, SINC, TERM, next(self._numbers), body, WAIT_S)))
         if not isinstance(said, OrderAnswered):
             raise RuntimeError(f"{type(body).__name__}: {said}")
         return said.answer
@@ -232,9 +232,9 @@ class LoneSlave:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(2 * WAIT_S)
 
     async def _serve(self) -> str:
-        self._server = control.server(lambda method, error: print(f"{method}: {error!r}", file=sys.stderr))
+        self._server = control.make_server(lambda method, error: print(f"{method}: {error!r}", file=sys.stderr))
         add_SlaveServiceServicer_to_server(self._master, self._server)
-        port = control.bind(self._server, "127.0.0.1:0", "benchmark")
+        port = control.bind_server(self._server, "127.0.0.1:0", "benchmark")
         await self._server.start()
         return f"127.0.0.1:{port}"
 

@@ -39,7 +39,7 @@ def _measure(bench: Bench, numel: int, slots: int, pinned: int) -> None:
         LoneSlave(Path(directory), equal_layers(numel, LAYERS), slots=slots, pinned=pinned) as slave,
     ):
         promised = slave.memory_sum
-        assert slave.printed_sum() == promised.line(), "the slave prints another sum"
+        assert slave.printed_sum() == promised.describe_sum(), "the slave prints another sum"
         rank, idle = BenchRank(slave), slave.resident()
         version = GENESIS
         for contributions in CONTRIBUTIONS:
@@ -50,10 +50,10 @@ def _measure(bench: Bench, numel: int, slots: int, pinned: int) -> None:
     bench.row(f"idle, {what}", float(idle), "B")
     bench.row(
         f"peak, {what}", float(peak), "B",
-        against="the printed sum", of=float(promised.total), least=1 / AT_MOST, less=True,
+        against="the printed sum", of=float(promised.total_bytes), least=1 / AT_MOST, less=True,
     )  # fmt: skip
     pool = f"{promised.per_parameter} B a parameter"
-    bench.row(f"peak above the pool, {what}", float(peak - promised.pool), "B", against=pool)
+    bench.row(f"peak above the pool, {what}", float(peak - promised.pool_bytes), "B", against=pool)
 
 
 def outer_step(

@@ -2,7 +2,7 @@
 
     with wire(mbit=1000) as (near, far): ...                 # a veth pair, each end behind `tc tbf`
     with wire(mbit=100, delay_ms=20) as (near, far): ...     # a TUN on each side and a program that carries the packets
-    with network({"house": None, "oslo": 8}) as hosts: ...   # hosts on one switch, each behind a link of its own
+    with network({"site": None, "oslo": 8}) as hosts: ...   # hosts on one switch, each behind a link of its own
 
 The kernels that we meet have no netem: delay is made in user space, hence 480 Mbit/s at most.
 """

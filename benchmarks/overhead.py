@@ -24,7 +24,7 @@ from benchmarks.lone_slave import equal_layers
 from benchmarks.namespaces import missing, network
 from benchmarks.timed_rank import Stretch, TimedPlan
 from benchmarks.timed_run import TimedRun
-from benchmarks.whole_run import HOUSE
+from benchmarks.whole_run import SITE
 from dips.protocol.manifest import BYTES_PER_PARAMETER
 
 CLUSTERS = ("c0", "c1", "c2", "c3")
@@ -136,7 +136,7 @@ def lived(setting: Setting, overlap: str) -> Seen:
     """Let four clusters take part in so many rounds."""
     with (
         tempfile.TemporaryDirectory(prefix="dips-bench-") as made,
-        network({HOUSE: None, **dict.fromkeys(CLUSTERS, setting.mbit)}) as hosts,
+        network({SITE: None, **dict.fromkeys(CLUSTERS, setting.mbit)}) as hosts,
     ):
         plans = {
             name: TimedPlan(

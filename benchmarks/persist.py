@@ -88,13 +88,13 @@ def measure(bench: Bench) -> None:
 def _snapshots(directory: Path, manifest: Manifest) -> Snapshots:
     disk = Snapshots(directory, "bench", "ps0", directory / "none", structlog.get_logger())
     layers = range(len(manifest.layers))
-    disk.bind(manifest, layers, [""] * len(layers), 1)
+    disk.bind_layers(manifest, layers, [""] * len(layers), 1)
     return disk
 
 
 def _snapshot(disk: Snapshots, theta: Arrays, momentum: Arrays) -> Seconds:
-    disk.delete((VERSION,))
-    return _timed(lambda: disk.write(VERSION, theta, momentum))
+    disk.delete_snapshots((VERSION,))
+    return _timed(lambda: disk.write_snapshot(VERSION, theta, momentum))
 
 
 def _timed(work: Callable[[], object], remove: Path | None = None) -> Seconds:
@@ -133,7 +133,7 @@ def _write_direct(path: Path, nbytes: int) -> None:
 
 def _write_sum(path: Path, manifest: Manifest, acc: Arrays) -> None:
     shapes = [(p.name, p.shape) for layer in manifest.layers for p in layer.parameters]
-    tensorfile.write(path, {}, shapes, acc.values())
+    tensorfile.write_tensors(path, {}, shapes, acc.values())
 
 
 def _recovery(
@@ -152,7 +152,7 @@ def _recovery(
 
     with ThreadPoolExecutor(workers, "kernel") as threads:
         kernel_pool = KernelPool(kernels, threads, workers)
-        again = {"full": lambda: disk.read(VERSION, theta, momentum), "replay": replay}
+        again = {"full": lambda: disk.read_snapshot(VERSION, theta, momentum), "replay": replay}
         return {name: statistics.median(_cold(work, folded) for _ in range(runs)) for name, work in again.items()}
 
 

@@ -41,7 +41,7 @@ class BenchRank:
         """Push everything into a slot that is opened for it; return the seconds of the transfer alone."""
         grant = self._slave.open_push(name)
         begun = time.perf_counter()
-        transfer.push(grant, self._slave.base(name), self._pieces(self.pushed))
+        transfer.push_pieces(grant, self._slave.base(name), self._pieces(self.pushed))
         took = Seconds(time.perf_counter() - begun)
         self._slave.await_staged(name)
         return took
@@ -65,7 +65,7 @@ class BenchRank:
         name = self._slave.next_pull()
         grant = self._slave.open_pull(name, version)
         begun = time.perf_counter()
-        transfer.pull(grant, self._slave.base(name), pieces)
+        transfer.pull_pieces(grant, self._slave.base(name), pieces)
         took = Seconds(time.perf_counter() - begun)
         self._slave.order(ClosePull(name))
         return took

@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.harness import Bench, main
 from benchmarks.lone_slave import equal_layers
 from benchmarks.whole_run import WholeRun
-from dips.client.agent.trainer import descendants
+from dips.client.agent.trainer import list_descendants
 from dips.commands.status import ask_status
 from dips.errors import DipsError
 from dips.protocol.manifest import Manifest
@@ -75,7 +75,7 @@ class RecoveryRun(WholeRun):
     def kill(self, name: str) -> float:
         """SIGKILL of a process and all below it; return when (Unix seconds)."""
         process = self._processes.newest(name)
-        below = descendants(process.pid)
+        below = list_descendants(process.pid)
         at = time.time()
         process.kill()
         process.wait()
@@ -95,7 +95,7 @@ class RecoveryRun(WholeRun):
     def marks(self, who: str, kind: str, since: float = 0.0, **fields: object) -> list[Mark]:
         """Lines of a timeline after a time, by kind and fields."""
         path = self.timeline(who)
-        lines = timeline.read(path) if path.exists() else iter(())
+        lines = timeline.read_marks(path) if path.exists() else iter(())
         return [m for m in lines if m["kind"] == kind and m["at"] > since and fields.items() <= m.items()]
 
     def logged(self, name: str, event: str) -> float:
@@ -109,7 +109,7 @@ class RecoveryRun(WholeRun):
 
     def calls(self, name: str) -> list[Mark]:
         """Every call of `step` of a cluster."""
-        return list(timeline.read(self.meeting / f"{name}.jsonl"))
+        return list(timeline.read_marks(self.meeting / f"{name}.jsonl"))
 
     def until(self, holds: Callable[[], Any], what: str) -> Any:
         """Wait; return what held; raise RuntimeError if it does not in time."""

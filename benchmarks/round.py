@@ -97,8 +97,8 @@ def dips(numel: int, clusters: int, runs: int, parent: Path | None) -> list[dict
         with WholeRun(directory / "run", manifest, clusters=clusters, slaves=SLAVES, versions=runs + 1) as run:
             run.finish(250)
             steps = {name: _lines(run.meeting / f"{name}.jsonl") for name in run.clusters}
-            marks = {name: list(timeline.read(run.timeline(name))) for name in run.clusters}
-            master = list(timeline.read(run.timeline("master")))
+            marks = {name: list(timeline.read_marks(run.timeline(name))) for name in run.clusters}
+            master = list(timeline.read_marks(run.timeline("master")))
     versions = [f"v{v}@r{v}" for v in range(2, runs + 2)]
     return [phases(version, steps.values(), marks.values(), master) for version in versions]
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cast import CHUNK_BYTES, RUN, SINC, WAIT_S, Cast
-from benchmarks.told import heard, processor_s, say
+from benchmarks.line_program import print_answer, processor_s, read_requests
 from dips.client.rank import transfer
 from dips.client.rank.transfer import TransferIdentity
 from dips.ids import GENESIS, PullId, PushId
@@ -37,18 +37,18 @@ class ShapedEvents:
         self._changed = threading.Condition()
         self._staged: set[PushId] = set()
 
-    def staged(self, push: PushId, nbytes: int) -> None:
+    def on_push_staged(self, push: PushId, nbytes: int) -> None:
         with self._changed:
             self._staged.add(push)
             self._changed.notify_all()
 
-    def refused(self, push: PushId, reason: str) -> None:
+    def on_push_refused(self, push: PushId, reason: str) -> None:
         print(f"refused: {reason}", file=sys.stderr, flush=True)
 
-    def released(self, pull: PullId, reason: str) -> None:
+    def on_pull_released(self, pull: PullId, reason: str) -> None:
         """No pulls here."""
 
-    def moved(self, pull: PullId) -> None:
+    def on_source_moved(self, pull: PullId) -> None:
         """No pulls here."""
 
     def wait(self, push: PushId) -> None:
@@ -59,48 +59,48 @@ class ShapedEvents:
 
 def slave(cast: Cast, number: int, ip: str, concurrent_streams: int, lanes: int, secret: str) -> None:
     """Serve pushes; several may be open at once."""
-    key, layers = curve.new() if secret == "curve" else None, cast.held_by(number)
+    key, layers = curve.new_keys() if secret == "curve" else None, cast.held_by(number)
     flow = ZmqFlow(
         RUN, f"s{number}", (f"{ip}:0",) * lanes, CHUNK_BYTES, TRANSIT_BYTES, concurrent_streams, STALL_S, key=key
     )
-    flow.use(cast.manifest, layers)
+    flow.set_layers(cast.manifest, layers)
     events = ShapedEvents()
     flow.start(SINC, events)
     free: list[dict[int, np.ndarray[Any, np.dtype[np.float32]]]] = []
     slots = dict[PushId, dict[int, np.ndarray[Any, np.dtype[np.float32]]]]()
     begun = dict[PushId, float]()
-    say([flow.addresses(), flow.public_key])
-    for word, (cluster, seq), *more in heard():
+    print_answer([flow.lane_addresses(), flow.public_key])
+    for word, (cluster, seq), *more in read_requests():
         push = PushId(cluster, 1, seq)
         if word == "open":
             begun[push] = processor_s()
             size = cast.numel // cast.layers
             slots[push] = free.pop() if free else {i: np.ones(size, np.float32) for i in layers}
             flow.open_push(push, tuple(more[0]), slots[push], WAIT_S, cast.codec)
-            say("open")
+            print_answer("open")
         elif word == "places":
-            flow.reorder(push, tuple(more[0]))
-            say("places")
+            flow.reorder_push(push, tuple(more[0]))
+            print_answer("places")
         else:
             events.wait(push)
             flow.drop_push(push)
             free.append(slots.pop(push))
-            say([processor_s() - begun[push]])
+            print_answer([processor_s() - begun[push]])
     flow.close()
 
 
 def rank(cast: Cast, cluster: str, number: int) -> None:
     """Push everything, as often as told."""
     pieces = cast.pieces(number, 1e-3)
-    say("ready")
-    for _, seq, slaves, order in heard():
+    print_answer("ready")
+    for _, seq, slaves, order in read_requests():
         there = tuple(
             SlaveAddress(f"s{i}", SINC, tuple(lanes), cast.held_by(i), key) for i, (lanes, key) in enumerate(slaves)
         )
         grant = Grant(GENESIS, there, (tuple(order),) * cast.ranks, WAIT_S, cast.codec, GENESIS)
         begun, used = time.perf_counter(), processor_s()
-        transfer.push(grant, TransferIdentity(RUN, cluster, 1, seq, number), pieces)
-        say([time.perf_counter() - begun, processor_s() - used])
+        transfer.push_pieces(grant, TransferIdentity(RUN, cluster, 1, seq, number), pieces)
+        print_answer([time.perf_counter() - begun, processor_s() - used])
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.harness import Bench, main
 from benchmarks.lone_slave import equal_layers
 from benchmarks.namespaces import missing, network
-from benchmarks.whole_run import HOUSE, WholeRun
+from benchmarks.whole_run import SITE, WholeRun
 from dips.telemetry import timeline
 
 FAST_MBIT, SLOWNESS = 240.0, 30.0
@@ -84,7 +84,7 @@ def lived(clusters: Sequence[str], versions: int) -> SlowClusterRun:
     links = {name: FAST_MBIT / (SLOWNESS if name == SLOW else 1) for name in clusters}
     with (
         tempfile.TemporaryDirectory(prefix="dips-bench-") as made,
-        network({HOUSE: None, **links}) as hosts,
+        network({SITE: None, **links}) as hosts,
         WholeRun(
             Path(made) / "run", equal_layers(NUMEL, LAYERS), clusters=len(clusters), slaves=SLAVES, versions=versions,
             slots=SLOTS, window_s=None, inner_s=INNER_S, hosts=hosts,
@@ -92,7 +92,7 @@ def lived(clusters: Sequence[str], versions: int) -> SlowClusterRun:
     ):  # fmt: skip
         run.finish(WITHIN_S)
         steps = {name: _lines(run.meeting / f"{name}.jsonl") for name in clusters}
-        marks = {name: list(timeline.read(run.timeline(name))) for name in clusters}
+        marks = {name: list(timeline.read_marks(run.timeline(name))) for name in clusters}
     return SlowClusterRun(steps, marks)
 
 

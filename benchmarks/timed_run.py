@@ -53,8 +53,8 @@ class TimedRun(WholeRun):
 
     def contributions(self) -> list[int]:
         """To each version that was made, in order."""
-        marks = timeline.read(self.timeline("master"))
+        marks = timeline.read_marks(self.timeline("master"))
         return [int(mark["contributions"]) for mark in marks if mark["kind"] == "version_committed"]
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
-        return list(timeline.read(self.meeting / f"{name}.jsonl"))
+        return list(timeline.read_marks(self.meeting / f"{name}.jsonl"))

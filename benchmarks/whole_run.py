@@ -4,7 +4,7 @@
         run.finish()                       # every cluster's process has ended well
 
 Each cluster is an agent whose trainer is outer_rank.py; a subclass may name another (`_words`, `_keys`). With `hosts`
-(namespaces.py) the master and the slaves live on the host HOUSE and each cluster on that of its name. What a process
+(namespaces.py) the master and the slaves live on the host SITE and each cluster on that of its name. What a process
 prints lies in `<name>.log`; each is ended by its own pid on exit. It measures nothing.
 """
 
@@ -32,7 +32,7 @@ from dips.protocol.manifest import Manifest
 
 END_S = 30.0
 STEPS = 20  # inner steps between two pushes, with `inner_s`
-HOUSE = "house"
+SITE = "site"
 LOCAL = End("", "127.0.0.1")
 
 
@@ -104,8 +104,8 @@ class WholeRun:
         self._hosts = {} if hosts is None else hosts
         self._slaves = [f"ps{i}" for i in range(slaves)]
         self._lanes = lanes
-        self._house = self._hosts.get(HOUSE, LOCAL)
-        self._address = f"{self._house.ip}:{_free_port()}"
+        self._site = self._hosts.get(SITE, LOCAL)
+        self._address = f"{self._site.ip}:{_free_port()}"
         self._shared = {
             "run": "bench",
             "stop": {"versions": versions},
@@ -120,9 +120,9 @@ class WholeRun:
         tensors = {p.name: np.zeros(p.shape, np.float32) for layer in self._manifest.layers for p in layer.parameters}
         genesis.make_run(load_run(file), tensors)
         try:
-            self._start("master", self._house, "dips.master.app", "--config", str(file))
+            self._start("master", self._site, "dips.master.app", "--config", str(file))
             for name in self._slaves:
-                self._start(name, self._house, "dips.slave.app", "--config", str(file), "--name", name)
+                self._start(name, self._site, "dips.slave.app", "--config", str(file), "--name", name)
             self._agents = {name: self._start_cluster(name) for name in self.clusters}
         except BaseException:
             self._processes.end()
@@ -172,7 +172,7 @@ class WholeRun:
     def _run_file(self) -> dict[str, Any]:
         slave = {
             "initial_model": str(Path("master") / genesis.INITIAL_MODEL), "master": self._address,
-            "listen": f"{self._house.ip}:0", "lanes": [f"{self._house.ip}:0"] * self._lanes, "slots": self._slots,
+            "listen": f"{self._site.ip}:0", "lanes": [f"{self._site.ip}:0"] * self._lanes, "slots": self._slots,
         }  # fmt: skip
         return {
             "shared": self._shared,

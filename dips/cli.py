@@ -54,19 +54,19 @@ cli.add_typer(data.words, name="data")
 
 def main() -> None:
     """Entry point of the console script."""
-    exits.run(cli)
+    exits.run_command(cli)
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"dips {__version__}")
         raise typer.Exit
 
 
 @cli.callback()
-def _options(
+def _common_options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say it and end.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Say it and end.")
     ] = False,
 ) -> None:
     """Options before the word."""

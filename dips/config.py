@@ -116,7 +116,7 @@ class SlaveSection(Section):
         return self.directory / ".lock"
 
     def reached_at(self, address: str) -> str:
-        """What others are told of an address that this slave listens on."""
+        """The address that others use for one that this slave listens on."""
         if self.advertise is None:
             return address
         host = f"[{self.advertise}]" if ":" in self.advertise else self.advertise
@@ -139,7 +139,7 @@ class RunFile(Section):
     slaves: tuple[SlaveSection, ...] = Field(min_length=1)
     insecure: bool = False  # plain text; only on loopback
 
-    def options(self) -> Options:
+    def make_options(self) -> Options:
         """Gather what tunes the Coordinator."""
         s, m = self.shared, self.master
         return Options(
@@ -147,7 +147,7 @@ class RunFile(Section):
             durability=m.durability, on_persist_failure=m.on_persist_failure, requeue=m.requeue,
         )  # fmt: skip
 
-    def slave(self, name: str) -> SlaveSection:
+    def slave_section(self, name: str) -> SlaveSection:
         """Return one slave's section; raise ConfigError naming those that exist."""
         for section in self.slaves:
             if section.name == name:
@@ -167,11 +167,11 @@ class PaceSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _paper(cls, raw: Any) -> Any:
+    def _convert_paper(cls, raw: Any) -> Any:
         return {"steps": DEFAULT_STEPS} if raw == {} else raw
 
     @model_validator(mode="after")
-    def _one(self) -> PaceSection:
+    def _require_one(self) -> PaceSection:
         named = [key for key in ("steps", "seconds", "aligned") if getattr(self, key) is not None]
         if len(named) != 1:
             raise ValueError(f"expected one of steps, seconds, aligned, got {' and '.join(named) or 'none'}")
@@ -227,7 +227,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 def load_run(path: Path) -> RunFile:
     """Read a run file; raise ConfigError naming file and key."""
-    config = _load(path, RunFile)
+    config = _load_file(path, RunFile)
     _check_names(path, [(config.shared.run, "run"), *((s.name, "slave") for s in config.slaves)])
     names = [s.name for s in config.slaves]
     for name in names:
@@ -248,7 +248,7 @@ def load_run(path: Path) -> RunFile:
 
 def load_cluster(path: Path) -> ClusterFile:
     """Read a cluster file; raise ConfigError naming file and key."""
-    config = _load(path, ClusterFile)
+    config = _load_file(path, ClusterFile)
     _check_names(path, [(config.shared.run, "run"), (config.cluster, "cluster")])
     addresses = [("master", config.master), *([("metrics", config.metrics)] if config.metrics else [])]
     _check_loopback(path, config.insecure, addresses)
@@ -274,17 +274,17 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def _load(path: Path, model: type[Model]) -> Model:
+def _load_file(path: Path, model: type[Model]) -> Model:
     raw = _read_yaml(path)
     shared = raw.get("shared")
     if isinstance(shared, str):
         raw["shared"] = _read_yaml(path.parent / shared)
     try:
-        return model.model_validate(_resolve(raw, path.parent))
+        return model.model_validate(_resolve_paths(raw, path.parent))
     except ConfigError as error:  # from __post_init__ of an options class
         raise ConfigError(f"{path}: {error}") from error
     except ValidationError as error:
-        raise ConfigError(f"{path}: {_explain(error)}") from error
+        raise ConfigError(f"{path}: {_explain_invalid(error)}") from error
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -306,11 +306,12 @@ def _is_path(key: str, value: Any) -> bool:
     return key in _PATH_KEYS and isinstance(value, str) and "://" not in value
 
 
-def _resolve(raw: Any, base: Path) -> Any:
+def _resolve_paths(raw: Any, base: Path) -> Any:
     """Make relative paths relative to the file that names them, so that a daemon may start anywhere; URLs stay."""
     if isinstance(raw, dict):
-        return {k: str(base / v) if _is_path(k, v) else _resolve(v, base) for k, v in raw.items()}
-    return [_resolve(v, base) for v in raw] if isinstance(raw, list) else raw
+        return {k: str(base / v) if _is_path(k, v) else _resolve_paths(v, base)
+            for k, v in raw.items()}
+    return [_resolve_paths(v, base) for v in raw] if isinstance(raw, list) else raw
 
 
 # Keys of files from before the renames → what they are called now; `install: forward` is refused where it is read.
@@ -323,7 +324,7 @@ RENAMED_KEYS = {
 }
 
 
-def _explain(error: ValidationError) -> str:
+def _explain_invalid(error: ValidationError) -> str:
     lines = []
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])

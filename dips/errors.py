@@ -25,7 +25,7 @@ class LocalProtocolError(ProtocolError):
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer broke it: drop the peer, keep the house."""
+    """The peer broke it: drop the peer, serve the others."""
 
 
 class Stale(DipsError):
@@ -65,7 +65,7 @@ class UnresponsiveSlave(UnavailableSlave):
 
 
 class FailedDisk(DipsError):
-    """A slave's disk did not do what it was told: full, read-only or failing."""
+    """A slave's disk failed: it is full, read-only or broken."""
 
 
 class FailedMirror(FailedDisk):
@@ -108,12 +108,12 @@ class Treatment:
 
 # The first row whose class matches is used, so the special stand before the general.
 TREATMENTS: tuple[tuple[type[DipsError], Treatment], ...] = (
-    (ConfigError, Treatment("INVALID_ARGUMENT", 78, "config", "mend the named key and start again")),
+    (ConfigError, Treatment("INVALID_ARGUMENT", 78, "config", "correct the named key and start again")),
     (LocalProtocolError, Treatment("INTERNAL", 70, "local_protocol", "report this: it is a bug of Di-PS")),
     (RemoteProtocolError, Treatment("INVALID_ARGUMENT", 76, "remote_protocol", "the peer is at fault: see its log")),
     (Stale, Treatment("FAILED_PRECONDITION", 75, "stale", "refresh or rejoin")),
     (Unavailable, Treatment("UNAVAILABLE", 69, "unavailable", "try again; retries back off by themselves")),
-    (FailedDisk, Treatment("ABORTED", 74, "disk", "make room on that disk, or mend it")),
+    (FailedDisk, Treatment("ABORTED", 74, "disk", "make room on that disk, or repair it")),
     (Busy, Treatment("RESOURCE_EXHAUSTED", 75, "busy", "wait and ask again")),
     (Denied, Treatment("PERMISSION_DENIED", 77, "denied", "check whose name this process bears")),
     (Corrupt, Treatment("DATA_LOSS", 65, "corrupt", "use an intact copy")),
@@ -121,7 +121,7 @@ TREATMENTS: tuple[tuple[type[DipsError], Treatment], ...] = (
 )
 
 
-def treatment(error: DipsError) -> Treatment:
+def treatment_of(error: DipsError) -> Treatment:
     """Return how `error` is to be shown and counted."""
     return next(t for cls, t in TREATMENTS if isinstance(error, cls))
 

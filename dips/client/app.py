@@ -24,14 +24,14 @@ from dips.client.agent import metrics as agent_metrics
 from dips.client.agent.agent import Agent
 from dips.client.agent.core import AgentCore
 from dips.client.agent.incarnation_file import IncarnationFile
-from dips.client.agent.launch import PR_SET_CHILD_SUBREAPER, prctl
-from dips.client.agent.listen import listening
+from dips.client.agent.launch import PR_SET_CHILD_SUBREAPER, set_process_attribute
+from dips.client.agent.listen import listen_for_ranks
 from dips.client.agent.master_link import MasterLink
 from dips.client.agent.pace import Pace
 from dips.client.agent.relay import Relay
 from dips.client.agent.state import AgentSettings, AgentState, ClusterIdentity
 from dips.client.ipc.address import PID_FILE, over_network
-from dips.client.ipc.process import AGENT_HOME, AGENT_PID, home
+from dips.client.ipc.process import AGENT_HOME, AGENT_PID, process_home
 from dips.config import ClusterFile, host_port, load_cluster
 from dips.errors import ConfigError
 from dips.pidlock import PidLock
@@ -76,8 +76,8 @@ def dips_client(
             "no training command: write it after `--`; an agent whose ranks are started by others needs the key "
             "`agent`, or DIPS_AGENT=tcp://HOST:PORT, where they find it"
         )
-    with closing(_lock(file.directory)):
-        raise typer.Exit(asyncio.run(_run(file, config.resolve(), command or [], log_level)))
+    with closing(_lock_directory(file.directory)):
+        raise typer.Exit(asyncio.run(_run_agent(file, config.resolve(), command or [], log_level)))
 
 
 # Subcommands; each is a command line of its own.
@@ -88,13 +88,13 @@ def main() -> None:
     """Entry point of the console script."""
     module = SUBCOMMANDS.get(sys.argv[1]) if len(sys.argv) > 1 else None
     if module is None:
-        exits.run(command_line)
+        exits.run_command(command_line)
     else:
         sys.argv[:2] = [f"{sys.argv[0]} {sys.argv[1]}"]
-        exits.run(importlib.import_module(module).command_line)
+        exits.run_command(importlib.import_module(module).command_line)
 
 
-def _lock(directory: Path) -> PidLock:
+def _lock_directory(directory: Path) -> PidLock:
     """Hold the directory until the end: a second agent would fence the first."""
     directory.mkdir(parents=True, exist_ok=True)
     busy = f"directory: {directory} is in use by another agent"
@@ -102,9 +102,9 @@ def _lock(directory: Path) -> PidLock:
     return PidLock(directory / PID_FILE, busy=busy, advice=advice)
 
 
-async def _run(config: ClusterFile, path: Path, command: list[str], log_level: str) -> int:
-    log = logs.configure("client", config.cluster, log_level)
-    prctl(PR_SET_CHILD_SUBREAPER, 1)  # workers whose torchrun was killed become ours, to be killed too
+async def _run_agent(config: ClusterFile, path: Path, command: list[str], log_level: str) -> int:
+    log = logs.configure_log("client", config.cluster, log_level)
+    set_process_attribute(PR_SET_CHILD_SUBREAPER, 1)  # workers whose torchrun was killed become ours, to be killed too
     timeline = Timeline(config.directory / "timeline.jsonl", config.cluster)
     master = MasterLink(config.master)
     identity = ClusterIdentity(config.shared.run, config.cluster, config.shared.digest)
@@ -113,17 +113,17 @@ async def _run(config: ClusterFile, path: Path, command: list[str], log_level: s
         identity, config.heartbeat_s, config.retry_s, config.overlap == "full", config.max_restarts
     )
     pace = Pace(**config.pace.model_dump())
-    core = AgentCore(settings, pace, lambda: uuid.uuid4().hex, random.Random(), incarnations.former())
+    core = AgentCore(settings, pace, lambda: uuid.uuid4().hex, random.Random(), incarnations.read_former())
     relay = Relay(config.relay, log) if config.relay else None
-    rewrite = relay.rewrite if relay else lambda grant: grant
-    agent = Agent(config, core, master, timeline, log, rewrite, incarnations.save)
+    rewrite = relay.rewrite_grant if relay else lambda grant: grant
+    agent = Agent(config, core, master, timeline, log, rewrite, incarnations.save_incarnation)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, agent.terminate)
     end_metrics = _serve_metrics(config, core.state, relay, log)
-    known = {"DIPS_CLUSTER_FILE": str(path), AGENT_PID: str(os.getpid()), AGENT_HOME: home()}
+    known = {"DIPS_CLUSTER_FILE": str(path), AGENT_PID: str(os.getpid()), AGENT_HOME: process_home()}
     known |= {name: os.environ.get(name, value) for name, value in RESTARTS_ANEW.items()}
     try:
-        async with listening(config, agent.ranks, log) as found:
+        async with listen_for_ranks(config, agent.ranks, log) as found:
             return await agent.run(command, {**known, **found})
     finally:
         await asyncio.to_thread(end_metrics)
@@ -139,13 +139,13 @@ def _serve_metrics(config: ClusterFile, state: AgentState, relay: Relay | None, 
         return lambda: None
     loop, address = asyncio.get_running_loop(), host_port(config.metrics)
 
-    async def snapshot() -> dict[str, Any]:
-        return {**agent_metrics.read(state, time.monotonic()), **agent_metrics.read_relay(relay)}
+    async def read_core() -> dict[str, Any]:
+        return {**agent_metrics.read_metrics(state, time.monotonic()), **agent_metrics.read_relay(relay)}
 
-    def scraped() -> dict[str, Any]:
-        return asyncio.run_coroutine_threadsafe(snapshot(), loop).result(SCRAPE_S)
+    def read_on_loop() -> dict[str, Any]:
+        return asyncio.run_coroutine_threadsafe(read_core(), loop).result(SCRAPE_S)
 
-    port, end = metrics.serve(address, scraped, agent_metrics.collect)
+    port, end = metrics.serve_metrics(address, read_on_loop, agent_metrics.collect)
     log.info("metrics", address=f"{address[0]}:{port}")
     return end
 

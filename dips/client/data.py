@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dips.client.rank.outer_loop import OuterLoop
 from dips.data.deal import deal_rows
-from dips.data.order import shuffled
+from dips.data.order import shuffle_numbers
 from dips.data.reader import DataSet
 from dips.errors import ConfigError
 
@@ -87,7 +87,7 @@ class RowBatches:
     def rows(self, number: int) -> list[int]:
         """The row numbers of a range, for `table.select`."""
         dealt = self._rows[number % self.ranges]
-        return [int(row) for row in dealt[shuffled(len(dealt), self._seed, number)]]
+        return [int(row) for row in dealt[shuffle_numbers(len(dealt), self._seed, number)]]
 
     def batches(self, number: int, start: int) -> Iterator[Any]:
         rows, (rank, world) = self.rows(number), self._place

@@ -28,7 +28,7 @@ def drain(
     when it is started again. A slave that is stopped without this costs the open round and nothing else.
 
     A cluster needs no such word: SIGTERM to its dips-client ends the training and gives its unfinished work back: its
-    data ranges are leased to others, its tokens since the last accepted push are told as lost.
+    data ranges are leased to others, its tokens since the last accepted push count as lost.
 
     Exit codes: 0 drained; 1 it does not serve, or not within --wait-s (it goes on draining); 69 no master answers;
     78 there is no such slave.
@@ -41,7 +41,7 @@ def drain(
     console = Console(stderr=True)
     with console.status(f"draining {slave}") as line:
         while True:
-            answer = asyncio.run(operator.ask(address, "Drain", DrainAsked(0, slave)))
+            answer = asyncio.run(operator.ask_master(address, "Drain", DrainAsked(0, slave)))
             if not isinstance(answer, Pending) or time.monotonic() >= until:
                 break
             line.update(f"draining: {answer.reason}")

@@ -32,10 +32,10 @@ def export(
       dips export --config dips.yaml --output early.safetensors --version v12@r17
     """
     from dips.master.genesis import INITIAL_MODEL
-    from dips.slave.export import export as write
+    from dips.slave.export import export_snapshot as write
 
     run_file = load_run(config)
-    wanted = _parse(version) if version else _head(config)
+    wanted = _parse_version(version) if version else _committed_head(config)
     if wanted == GENESIS:  # no slave writes it down
         shutil.copyfile(run_file.master.directory / INITIAL_MODEL, output)
         written = GENESIS
@@ -44,14 +44,14 @@ def export(
     print(f"wrote {written} to {output} ({output.stat().st_size / 1e6:.1f} MB)")
 
 
-def _parse(version: str) -> VersionId:
+def _parse_version(version: str) -> VersionId:
     try:
         return VersionId.parse(version)
     except ValueError as error:
         raise ConfigError(f"--version: {error}") from error
 
 
-def _head(config: Path) -> VersionId | None:
+def _committed_head(config: Path) -> VersionId | None:
     """The committed head, or None where the ledger is not at hand: then the newest complete snapshot is taken."""
     from dips.master.genesis import ledger_path
     from dips.master.ledger import Ledger
@@ -61,4 +61,4 @@ def _head(config: Path) -> VersionId | None:
         print(f"note: no ledger at {path}: taking the newest version that all slaves have", file=sys.stderr)
         return None
     with closing(Ledger.open(path, readonly=True)) as ledger:
-        return ledger.state().versions[-1].version
+        return ledger.read_state().versions[-1].version

@@ -43,34 +43,34 @@ def history(
       dips history --config dips.yaml --last 50
       dips history --config dips.yaml --json | jq 'select(.undone)'
     """
-    rounds = [spelled(row) for row in _rounds(config, last)]
+    rounds = [round_as_data(row) for row in _read_rounds(config, last)]
     if as_json:
         for row in rounds:
             print(json.dumps(row))
     else:
-        Console().print(listing(rounds))
+        Console().print(draw_rounds(rounds))
 
 
-def spelled(row: Any) -> dict[str, Any]:
+def round_as_data(row: Any) -> dict[str, Any]:
     """A round as plain data, its version and parent by their names."""
     names = {key: str(value) if (value := getattr(row, key)) else None for key in ("version", "parent")}
     return {**asdict(row), **names}
 
 
-def _rounds(config: Path, last: int) -> list[Any]:
+def _read_rounds(config: Path, last: int) -> list[Any]:
     from dips.master.genesis import ledger_path
     from dips.master.ledger import Ledger
 
     with closing(Ledger.open(ledger_path(load_run(config)), readonly=True)) as ledger:
-        return ledger.history(last)
+        return ledger.read_history(last)
 
 
-def listing(rounds: Sequence[Mapping[str, Any]]) -> Listing:
+def draw_rounds(rounds: Sequence[Mapping[str, Any]]) -> Listing:
     """Draw the rounds, who contributed to each and why it ended so under it."""
-    return Listing("rounds", COLUMNS, [_row(r) for r in rounds])
+    return Listing("rounds", COLUMNS, [_round_row(r) for r in rounds])
 
 
-def _row(r: Mapping[str, Any]) -> ListingRow:
+def _round_row(r: Mapping[str, Any]) -> ListingRow:
     undone = r["undone"]
     recovered = r.get("recovered")
     ended = "undone" if undone else "recovered" if recovered else r["kind"]
@@ -79,32 +79,32 @@ def _row(r: Mapping[str, Any]) -> ListingRow:
         ended,
         r["version"] or picture.NONE,
         r["parent"] or picture.NONE,
-        picture.count(r["tokens"]),
-        _norm(r),
+        picture.format_count(r["tokens"]),
+        _format_norm(r),
     )
     why = undone or recovered or r["reason"] or ("not durable" if r["version"] and not r["durable"] else "")
     numbers = [n for outcome in r["outcomes"] for n in outcome["ranges"]]
     notes = (
-        f"from: {_contributions(r)}" if r["outcomes"] else "",
-        f"ranges: {runs(numbers)}" if numbers else "",
+        f"from: {_list_contributions(r)}" if r["outcomes"] else "",
+        f"ranges: {shorten_ranges(numbers)}" if numbers else "",
         f"{ended}: {why}" if why else "",
     )
     return ListingRow(cells, notes, "dim" if undone else "")
 
 
-def _norm(r: Mapping[str, Any]) -> str:
+def _format_norm(r: Mapping[str, Any]) -> str:
     return f"{r['delta_norm']:.3g}" + (" clipped" if r["clipped"] else "") if r["version"] else picture.NONE
 
 
-def _contributions(r: Mapping[str, Any]) -> str:
-    told = (
+def _list_contributions(r: Mapping[str, Any]) -> str:
+    parts = (
         o["push"]["cluster"] + ("" if o["kind"] == "accepted" else f" ({o['kind']}: {o['reason']})")
         for o in r["outcomes"]
     )
-    return ", ".join(told)
+    return ", ".join(parts)
 
 
-def runs(numbers: Sequence[int]) -> str:
+def shorten_ranges(numbers: Sequence[int]) -> str:
     """Shorten data ranges: 3 4 5 9 → 3–5 9."""
     found: list[list[int]] = []
     for n in sorted(numbers):
@@ -112,5 +112,5 @@ def runs(numbers: Sequence[int]) -> str:
             found[-1][1] = n
         else:
             found.append([n, n])
-    told = [str(a) if a == b else f"{a}–{b}" for a, b in found[:MOST_RANGES]]
-    return " ".join(told) + (f" and {len(found) - MOST_RANGES} more" if len(found) > MOST_RANGES else "")
+    shown = [str(a) if a == b else f"{a}–{b}" for a, b in found[:MOST_RANGES]]
+    return " ".join(shown) + (f" and {len(found) - MOST_RANGES} more" if len(found) > MOST_RANGES else "")

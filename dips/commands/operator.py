@@ -12,17 +12,17 @@ from dips.wire.generated.operator_pb2_grpc import OperatorServiceStub
 DEADLINE_S = 15.0  # the master holds a question open for 10 s
 
 
-async def ask(address: str, method: str, question: object) -> Any:
+async def ask_master(address: str, method: str, question: object) -> Any:
     """Ask once; raise UnavailableMaster if nobody answers, or what the master raises."""
-    channel = control.channel(address)
+    channel = control.open_channel(address)
     try:
-        reply = await control.call(
+        reply = await control.call_method(
             getattr(OperatorServiceStub(channel), method),
             messages.to_proto(question),
             deadline_s=DEADLINE_S,
             peer=f"the master at {address}",
             unavailable=UnavailableMaster,
         )
-        return messages.unwrap(reply)
+        return messages.unwrap_oneof(reply)
     finally:
         await channel.close()

@@ -21,17 +21,17 @@ def readmit(
     """Lift the quarantine of a cluster.
 
     A cluster that the gate kept out penalty.gate_patience times in a row, while the others were in, is quarantined: it
-    trains and pulls, and what it pushes is judged by statistics that it cannot move. When you have mended what was
+    trains and pulls, and what it pushes is judged by statistics that it cannot move. When you have fixed what was
     wrong with it (its data, its learning rate), this lets it warm up again: its next penalty.warmup_rounds pushes are
     accepted, but for the finite check and the hard cap. The ledger keeps it.
 
-    Exit codes: 0 done; 1 it is not quarantined; 69 no master answers; 78 the master never heard of it.
+    Exit codes: 0 done; 1 it is not quarantined; 69 no master answers; 78 the master does not know it.
 
     \b
     Example:
       dips readmit west --config dips.yaml
     """
-    answer = asyncio.run(operator.ask(address_of(config, master), "Readmit", ReadmissionAsked(0, cluster)))
+    answer = asyncio.run(operator.ask_master(address_of(config, master), "Readmit", ReadmissionAsked(0, cluster)))
     if isinstance(answer, Refused):
         print(f"nothing done: {answer.reason}")
         raise typer.Exit(1)

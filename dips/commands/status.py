@@ -39,24 +39,24 @@ def status(
     """
     address = address_of(config, master)
     if not watch:
-        return _show(asyncio.run(ask_status(address)), as_json)
+        return _print_status(asyncio.run(ask_status(address)), as_json)
     try:
-        asyncio.run(_watch(address, as_json))
+        asyncio.run(_watch_status(address, as_json))
     except KeyboardInterrupt:
         return None
 
 
 async def ask_status(address: str, deadline_s: float = STATUS_DEADLINE_S) -> dict[str, Any]:
     """Ask the master once; raise UnavailableMaster if nobody answers in time."""
-    channel = control.channel(address)
+    channel = control.open_channel(address)
     try:
-        return await _ask(StatusServiceStub(channel), address, deadline_s)
+        return await _ask_status(StatusServiceStub(channel), address, deadline_s)
     finally:
         await channel.close()
 
 
-async def _ask(stub: Any, address: str, deadline_s: float) -> dict[str, Any]:
-    reply = await control.call(
+async def _ask_status(stub: Any, address: str, deadline_s: float) -> dict[str, Any]:
+    reply = await control.call_method(
         stub.Status,
         StatusRequest(),
         deadline_s=deadline_s,
@@ -67,27 +67,27 @@ async def _ask(stub: Any, address: str, deadline_s: float) -> dict[str, Any]:
     return answer
 
 
-def _show(answer: dict[str, Any], as_json: bool) -> None:
+def _print_status(answer: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(answer, indent=2))
     else:
-        Console().print(picture.render(answer))
+        Console().print(picture.render_status(answer))
 
 
-async def _watch(address: str, as_json: bool) -> None:
-    console, channel = Console(), control.channel(address)
+async def _watch_status(address: str, as_json: bool) -> None:
+    console, channel = Console(), control.open_channel(address)
     try:
         with Live(console=console, auto_refresh=False, screen=console.is_terminal and not as_json) as live:
             while True:
                 try:
-                    answer = await _ask(StatusServiceStub(channel), address, STATUS_DEADLINE_S)
+                    answer = await _ask_status(StatusServiceStub(channel), address, STATUS_DEADLINE_S)
                 except UnavailableMaster as error:
                     live.update(f"{error}; asking again", refresh=True)
                 else:
                     if as_json:
                         print(json.dumps(answer))
                     else:
-                        live.update(picture.render(answer), refresh=True)
+                        live.update(picture.render_status(answer), refresh=True)
                 await asyncio.sleep(1.0)
     finally:
         await channel.close()

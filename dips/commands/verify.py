@@ -53,16 +53,16 @@ def verify(
       dips verify --config dips.yaml --slave slave-0
     """
     run_file = load_run(config)
-    known, here = _known(run_file), _here(run_file, slave)
-    results = _read(run_file, here, known)
-    Console().print(_table(results, known))
-    verdict, code = judged(results, known, len(here) == len(run_file.slaves))
+    known, here = _known_versions(run_file), _local_slaves(run_file, slave)
+    results = _read_snapshots(run_file, here, known)
+    Console().print(_results_table(results, known))
+    verdict, code = judge_results(results, known, len(here) == len(run_file.slaves))
     print(verdict)
     if code:
         raise typer.Exit(code)
 
 
-def judged(results: Results, known: Known, all_here: bool) -> tuple[str, int]:
+def judge_results(results: Results, known: Known, all_here: bool) -> tuple[str, int]:
     """Say whether the newest durable version can be served, and what from if not; with the exit code."""
     on_disk = sorted({v for found in results.values() for v in found})
     newest = known.durable if known.durable is not None else (on_disk[-1] if on_disk else GENESIS)
@@ -75,15 +75,15 @@ def judged(results: Results, known: Known, all_here: bool) -> tuple[str, int]:
     candidates = known.lineage or tuple(on_disk)
     whole = [v for v in candidates if all(found.get(v) == INTACT for found in results.values())]
     back = whole[-1] if whole else GENESIS
-    told = "; ".join(f"{name}: {problem}" for name, problem in bad.items())
+    problems = "; ".join(f"{name}: {problem}" for name, problem in bad.items())
     here = "" if all_here else ", if the other slaves have it"
     verdict = (
-        f"the newest durable version {newest} is not intact ({told}); the run would be rolled back to {back}{here}"
+        f"the newest durable version {newest} is not intact ({problems}); the run would be rolled back to {back}{here}"
     )
     return verdict, EXIT_NOT_INTACT
 
 
-def _known(config: RunFile) -> Known:
+def _known_versions(config: RunFile) -> Known:
     from dips.master.genesis import ledger_path
     from dips.master.ledger import Ledger
 
@@ -92,15 +92,15 @@ def _known(config: RunFile) -> Known:
         print(f"note: no ledger at {path}: snapshots are held against their own manifests only")
         return Known((), None, {})
     with closing(Ledger.open(path, readonly=True)) as ledger:
-        versions = ledger.state().versions
+        versions = ledger.read_state().versions
         lineage = tuple(v.version for v in versions if not v.retired and v.version != GENESIS)
         durable = [v.version for v in versions if v.durable]
-        return Known(lineage, durable[-1] if durable else GENESIS, ledger.digests())
+        return Known(lineage, durable[-1] if durable else GENESIS, ledger.read_digests())
 
 
-def _here(config: RunFile, only: str | None) -> list[SlaveSection]:
+def _local_slaves(config: RunFile, only: str | None) -> list[SlaveSection]:
     if only is not None:
-        return [config.slave(only)]
+        return [config.slave_section(only)]
     here = [s for s in config.slaves if s.directory.is_dir()]
     for away in (s for s in config.slaves if not s.directory.is_dir()):
         print(f"note: {away.name} is not on this machine ({away.directory})")
@@ -109,10 +109,10 @@ def _here(config: RunFile, only: str | None) -> list[SlaveSection]:
     return here
 
 
-def _read(config: RunFile, slaves: Sequence[SlaveSection], known: Known) -> Results:
+def _read_snapshots(config: RunFile, slaves: Sequence[SlaveSection], known: Known) -> Results:
     from dips.slave import verify as reading
 
-    found = {slave.name: reading.sizes(slave.directory) for slave in slaves}
+    found = {slave.name: reading.snapshot_sizes(slave.directory) for slave in slaves}
     results: dict[str, dict[VersionId, str]] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -122,7 +122,7 @@ def _read(config: RunFile, slaves: Sequence[SlaveSection], known: Known) -> Resu
             for version in found[slave.name]:
                 progress.update(task, description=f"{slave.name} {version}")
                 digest = known.digests.get((version.round, slave.name))
-                checked = reading.check(
+                checked = reading.check_snapshot(
                     slave.directory, config.shared.run, slave.name, version, digest, lambda n: progress.advance(task, n)
                 )
                 if checked is not None:
@@ -130,7 +130,7 @@ def _read(config: RunFile, slaves: Sequence[SlaveSection], known: Known) -> Resu
     return results
 
 
-def _table(results: Results, known: Known) -> Table:
+def _results_table(results: Results, known: Known) -> Table:
     table = Table(title="snapshots", title_justify="left", title_style="bold")
     for column in ("version", "ledger", *results):
         table.add_column(column, overflow="fold")

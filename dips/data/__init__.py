@@ -11,7 +11,7 @@ Standard library and numpy; dips/client/data.py has the doors to torch and to Hu
 
 from __future__ import annotations
 
-from dips.data.deal import deal, deal_rows
+from dips.data.deal import deal_documents, deal_rows
 from dips.data.reader import DataSet
 
-__all__ = ["DataSet", "deal", "deal_rows"]
+__all__ = ["DataSet", "deal_documents", "deal_rows"]

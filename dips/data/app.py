@@ -12,10 +12,10 @@ from rich.table import Table
 
 from dips.data import index
 from dips.data.balance import Balance
-from dips.data.build import BuildPlan, build, source
+from dips.data.build import BuildPlan, build_dataset, parse_source
 from dips.data.deal import TOLERANCE
 from dips.data.reader import DataSet
-from dips.data.text import tokenizer as make_tokenizer
+from dips.data.text import make_tokenizer as make_tokenizer
 
 words = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Make the data set of a run, and look at one.")
 
@@ -58,24 +58,24 @@ def build_command(
       dips data build -o corpus --ranges 512 --dtype uint16 --eos 0 --source all=tokens.bin
     """
     made = make_tokenizer(tokenizer, eos_token) if tokenizer else None
-    chosen = tuple(source(spec) for spec in sources)
+    chosen = tuple(parse_source(spec) for spec in sources)
     plan = BuildPlan(chosen, output, ranges, seed, made, key, dtype, eos, tolerance, cut)
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("reading", total=sum(s.nbytes for s in chosen))
         at = ""
 
-        def told(what: str, nbytes: int) -> None:
+        def show_progress(what: str, nbytes: int) -> None:
             nonlocal at
             if what != at:
                 at = what
                 text = (s.nbytes for s in chosen if what == f"tokens of {s.name}")
-                total = next(text, None)  # how long the tokens are that are read next, nobody has told
+                total = next(text, None)  # how long the tokens are that are read next, nobody has said
                 bar.reset(task, description=what, total=total)
             bar.advance(task, nbytes)
 
-        built = build(plan, told)
-    Console().print(_table([s.name for s in chosen], built.sources, built.balance))
+        built = build_dataset(plan, show_progress)
+    Console().print(_sources_table([s.name for s in chosen], built.sources, built.balance))
     how = f"documents of more than {built.cut} tokens were cut" if built.cut else "no document was cut"
     print(f"{sum(built.documents)} documents, {built.tokens} tokens, {ranges} ranges; {how}")
     print(f"wrote {output}; in the run file:\n  shared:\n    data: {{ranges: {ranges}, digest: {built.digest}}}")
@@ -95,7 +95,7 @@ def show(
 ) -> None:
     """Say what a data set holds, and whether it is whole."""
     data = DataSet(directory, verify=verify)
-    manifest = index.read(directory).manifest
+    manifest = index.open_index(directory).manifest
     balance = manifest["balance"]
     table = Table("source", "tokens", "share", title_justify="left")
     for one, weight in zip(manifest["sources"], balance["sources"], strict=True):
@@ -105,7 +105,7 @@ def show(
     print("every byte is as it was written" if verify else "sizes are right; --verify compares every byte")
 
 
-def _table(names: list[str], tokens: tuple[int, ...], balance: Balance) -> Table:
+def _sources_table(names: list[str], tokens: tuple[int, ...], balance: Balance) -> Table:
     columns = ("source", "tokens", "share", "least in a range", "most in a range", "off by")
     table = Table(*columns, title="balance", title_justify="left", title_style="bold")
     for name, count, one in zip(names, tokens, balance.sources, strict=True):

@@ -41,7 +41,7 @@ class Balance:
         return {**asdict(self), "deviation": self.deviation}
 
 
-def balance(shares: I64) -> Balance:
+def weigh_sources(shares: I64) -> Balance:
     """Weigh tokens by range and source, int64[ranges, sources]; a range without a token has a share of 0 of all."""
     lengths = shares.sum(axis=1)
     inside = shares / np.maximum(lengths, 1)[:, None]

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from dips.data import index
-from dips.data.balance import Balance, balance
-from dips.data.deal import TOLERANCE, Documents, cut_of, deal
+from dips.data.balance import Balance, weigh_sources
+from dips.data.deal import TOLERANCE, Documents, cut_of, deal_documents
 from dips.data.text import Tokenizer, is_text, write_tokens
-from dips.data.tokenfile import TokenFile, find
+from dips.data.tokenfile import TokenFile, find_tokens
 from dips.errors import ConfigError
 from dips.ids import check_name
 
@@ -66,7 +66,7 @@ class Built:
     balance: Balance
 
 
-def source(spec: str) -> CorpusSource:
+def parse_source(spec: str) -> CorpusSource:
     """Read NAME=PATH; PATH is a file, a directory, or a pattern. Raise ConfigError if nothing is there."""
     name, equals, where = spec.partition("=")
     if not equals:
@@ -74,18 +74,18 @@ def source(spec: str) -> CorpusSource:
     check_name(name, "source")
     path = Path(where)
     found = path.rglob("*") if path.is_dir() else map(Path, glob.glob(where))
-    files = tuple(sorted(p for p in found if p.is_file() and not _beside(p)))
+    files = tuple(sorted(p for p in found if p.is_file() and not _is_index(p)))
     if not files:
         raise ConfigError(f"--source {spec}: there is no file")
     return CorpusSource(name, files)
 
 
-def _beside(path: Path) -> bool:
+def _is_index(path: Path) -> bool:
     """A file that only says where the documents of its neighbour begin."""
     return path.name.endswith(".documents.npy") or (path.suffix == ".idx" and path.with_suffix(".bin").exists())
 
 
-def build(plan: BuildPlan, progress: Progress = lambda *_: None) -> Built:
+def build_dataset(plan: BuildPlan, progress: Progress = lambda *_: None) -> Built:
     """Make the data set; raise ConfigError if a source cannot be read or the directory is taken."""
     names = [s.name for s in plan.sources]
     if len(set(names)) != len(names):
@@ -94,11 +94,11 @@ def build(plan: BuildPlan, progress: Progress = lambda *_: None) -> Built:
         raise ConfigError(f"--output {plan.output}: a data set is there already; name another directory")
     plan.output.mkdir(parents=True, exist_ok=True)
     files = [_token_files(plan, s, progress) for s in plan.sources]
-    documents = _documents(files)
+    documents = _list_documents(files)
     sizes = tuple(int(d.tokens.sum()) for d in documents)
     cut = cut_of(sum(sizes), plan.ranges, plan.tolerance) if plan.cut is None else plan.cut
-    dealt = deal(documents, plan.ranges, plan.seed, cut)
-    weighed = balance(dealt.shares)
+    dealt = deal_documents(documents, plan.ranges, plan.seed, cut)
+    weighed = weigh_sources(dealt.shares)
     manifest: dict[str, Any] = {
         "format": index.FORMAT,
         "ranges": plan.ranges,
@@ -106,16 +106,16 @@ def build(plan: BuildPlan, progress: Progress = lambda *_: None) -> Built:
         "seed": plan.seed,
         "cut": cut,
         "tokenizer": plan.tokenizer.name if plan.tokenizer else None,
-        "sources": [_listing(plan, s.name, fs, progress) for s, fs in zip(plan.sources, files, strict=True)],
+        "sources": [_source_entry(plan, s.name, fs, progress) for s, fs in zip(plan.sources, files, strict=True)],
         "balance": weighed.to_dict(),
     }
-    digest = index.write(plan.output, manifest, dealt.documents, dealt.bounds)
+    digest = index.write_index(plan.output, manifest, dealt.documents, dealt.bounds)
     return Built(digest, sum(sizes), tuple(len(d) for d in documents), sizes, cut, weighed)
 
 
 def _token_files(plan: BuildPlan, one: CorpusSource, progress: Progress) -> list[TokenFile]:
     texts = [file for file in one.files if is_text(file)]
-    made = [find(file, plan.dtype, plan.eos) for file in one.files if not is_text(file)]
+    made = [find_tokens(file, plan.dtype, plan.eos) for file in one.files if not is_text(file)]
     if texts:
         if plan.tokenizer is None:
             raise ConfigError(f"source {one.name} is text ({texts[0]}): give --tokenizer")
@@ -127,7 +127,7 @@ def _token_files(plan: BuildPlan, one: CorpusSource, progress: Progress) -> list
     return made
 
 
-def _documents(files: Sequence[Sequence[TokenFile]]) -> list[Documents]:
+def _list_documents(files: Sequence[Sequence[TokenFile]]) -> list[Documents]:
     found, at = [], 0
     for of_source in files:
         numbers = [np.full(len(f.starts), at + i, np.int64) for i, f in enumerate(of_source)]
@@ -137,7 +137,7 @@ def _documents(files: Sequence[Sequence[TokenFile]]) -> list[Documents]:
     return found
 
 
-def _listing(plan: BuildPlan, name: str, files: Sequence[TokenFile], progress: Progress) -> dict[str, Any]:
+def _source_entry(plan: BuildPlan, name: str, files: Sequence[TokenFile], progress: Progress) -> dict[str, Any]:
     """A source in the manifest; a path inside the directory is relative to it, another is absolute."""
     listed = []
     for file in files:
@@ -150,7 +150,7 @@ def _listing(plan: BuildPlan, name: str, files: Sequence[TokenFile], progress: P
                 "bytes": file.path.stat().st_size,
                 "documents": len(file.starts),
                 "tokens": int(file.tokens.sum()),
-                "xxh3": index.checksum(file.path, lambda n: progress(f"checksum of {name}", n)),
+                "xxh3": index.file_checksum(file.path, lambda n: progress(f"checksum of {name}", n)),
             }
         )
     return {"name": name, "files": listed}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dips.data.order import I64, shuffled
+from dips.data.order import I64, shuffle_numbers
 from dips.errors import ConfigError
 
 TOLERANCE = 0.02  # of a range's tokens: how far the share of a source may be from its share of the data set
@@ -47,7 +47,7 @@ def cut_of(tokens: int, ranges: int, tolerance: float) -> int:
     return max(LEAST_CUT, int(tolerance * tokens / ranges))
 
 
-def deal(sources: Sequence[Documents], ranges: int, seed: int, cut: int = 0) -> Dealt:
+def deal_documents(sources: Sequence[Documents], ranges: int, seed: int, cut: int = 0) -> Dealt:
     """Deal the documents of each source into `ranges` ranges.
 
     cut     documents of more tokens become several; 0: none is cut
@@ -58,13 +58,13 @@ def deal(sources: Sequence[Documents], ranges: int, seed: int, cut: int = 0) -> 
         raise ConfigError(f"ranges: expected 1 to {sum(sizes)}, as many as there are tokens, got {ranges}")
     if 0 in sizes:
         raise ConfigError(f"source number {sizes.index(0) + 1} has no token")
-    pieces = [_cut(source, cut) if cut else source for source in sources]
+    pieces = [_cut_documents(source, cut) if cut else source for source in sources]
     homes = []
     for index, source in enumerate(pieces):
-        homes.append(_homes(source.tokens, ranges, shuffled(len(source), seed, index)))
+        homes.append(_assign_ranges(source.tokens, ranges, shuffle_numbers(len(source), seed, index)))
     count = [len(source) for source in pieces]
     home, source_of = np.concatenate(homes), np.repeat(np.arange(len(pieces)), count)
-    mixed = shuffled(len(home), seed, len(pieces))  # then gathered by range: sources mingle inside each
+    mixed = shuffle_numbers(len(home), seed, len(pieces))  # then gathered by range: sources mingle inside each
     order = mixed[np.argsort(home[mixed], kind="stable")]
     documents = np.empty(len(home), DOCUMENT)
     for field in ("file", "tokens", "start"):
@@ -85,12 +85,12 @@ def deal_rows(count: int, ranges: int, seed: int, sources: Sequence[object] | No
         raise ConfigError(f"sources: expected one for each of {count} rows, got {len(names)}")
     rows = [np.flatnonzero(names == source) for source in np.unique(names)]
     documents = [Documents(np.zeros_like(r), r, np.ones_like(r)) for r in rows]
-    dealt = deal(documents, ranges, seed)
+    dealt = deal_documents(documents, ranges, seed)
     starts = dealt.documents["start"].astype(np.int64)
     return [starts[a:b] for a, b in zip(dealt.bounds, dealt.bounds[1:], strict=False)]
 
 
-def _homes(tokens: I64, ranges: int, order: I64) -> I64:
+def _assign_ranges(tokens: I64, ranges: int, order: I64) -> I64:
     """The range of each document: where its middle lies when the source is laid end to end in `order`."""
     laid = tokens[order]
     middles = np.cumsum(laid) - (laid + 1) // 2
@@ -99,7 +99,7 @@ def _homes(tokens: I64, ranges: int, order: I64) -> I64:
     return homes
 
 
-def _cut(source: Documents, cut: int) -> Documents:
+def _cut_documents(source: Documents, cut: int) -> Documents:
     """Pieces of at most `cut` tokens, near equal within a document."""
     parts = -(-source.tokens // cut)
     which = np.repeat(np.arange(len(source)), parts)

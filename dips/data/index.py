@@ -56,16 +56,16 @@ class Index:
 
 def digest_of(manifest: dict[str, Any]) -> str:
     """Hash all of a manifest that says what is trained on, and nothing of where it lies."""
-    told = {key: value for key, value in manifest.items() if key not in ("digest", "balance")}
+    listed = {key: value for key, value in manifest.items() if key not in ("digest", "balance")}
     sources = [
-        {**s, "files": [{k: v for k, v in f.items() if k != "path"} for f in s["files"]]} for s in told["sources"]
+        {**s, "files": [{k: v for k, v in f.items() if k != "path"} for f in s["files"]]} for s in listed["sources"]
     ]
-    text = json.dumps({**told, "sources": sources}, sort_keys=True, separators=(",", ":"))
+    text = json.dumps({**listed, "sources": sources}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def checksum(path: Path, progress: Callable[[int], None] = lambda _: None) -> str:
-    """xxh3 of a file, 128 bits in hex; `progress` is told bytes."""
+def file_checksum(path: Path, progress: Callable[[int], None] = lambda _: None) -> str:
+    """xxh3 of a file, 128 bits in hex; `progress` gets the bytes read."""
     hasher = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
@@ -74,11 +74,11 @@ def checksum(path: Path, progress: Callable[[int], None] = lambda _: None) -> st
     return hasher.hexdigest()
 
 
-def write(directory: Path, manifest: dict[str, Any], documents: np.ndarray, bounds: I64) -> str:
+def write_index(directory: Path, manifest: dict[str, Any], documents: np.ndarray, bounds: I64) -> str:
     """Write the three files and return the digest; the manifest comes last, so a build that broke is no data set."""
     for name, array in ((DOCUMENTS, documents), (RANGES, bounds)):
         np.save(directory / name, array)
-        manifest[name] = checksum(directory / name)
+        manifest[name] = file_checksum(directory / name)
     manifest["digest"] = digest_of(manifest)
     aside = directory / f"{MANIFEST}.new"
     aside.write_text(json.dumps(manifest, indent=1) + "\n")
@@ -86,7 +86,7 @@ def write(directory: Path, manifest: dict[str, Any], documents: np.ndarray, boun
     return str(manifest["digest"])
 
 
-def read(directory: Path, verify: bool = False) -> Index:
+def open_index(directory: Path, verify: bool = False) -> Index:
     """Open a data set; with `verify` every byte of its token files is compared with its digest.
 
     Raise ConfigError if there is none, Corrupt if a file is not the one that was written.
@@ -103,27 +103,27 @@ def read(directory: Path, verify: bool = False) -> Index:
         raise ConfigError(f"{path}: expected format {FORMAT}, got {form!r}: of another release")
     if digest_of(manifest) != manifest.get("digest"):
         raise Corrupt(f"{path}: its digest is not that of its contents: it was edited")
-    files = tuple(_listed(directory, f) for source in manifest["sources"] for f in source["files"])
+    files = tuple(_parse_listed(directory, f) for source in manifest["sources"] for f in source["files"])
     arrays = []
     for name in (DOCUMENTS, RANGES):
-        if checksum(directory / name) != manifest[name]:
+        if file_checksum(directory / name) != manifest[name]:
             raise Corrupt(f"{directory / name}: its checksum is not the manifest's")
         arrays.append(np.load(directory / name, mmap_mode="r"))
     for file in files:
-        _check(file, verify)
+        _check_file(file, verify)
     return Index(manifest, files, *arrays)
 
 
-def _listed(directory: Path, raw: dict[str, Any]) -> Listed:
+def _parse_listed(directory: Path, raw: dict[str, Any]) -> Listed:
     return Listed(directory / raw["path"], raw["dtype"], raw["skip"], raw["bytes"], raw["xxh3"])
 
 
-def _check(file: Listed, verify: bool) -> None:
+def _check_file(file: Listed, verify: bool) -> None:
     try:
         size = file.path.stat().st_size
     except OSError as error:
         raise ConfigError(f"{file.path}: a token file of the data set cannot be read: {error.strerror}") from error
     if size != file.nbytes:
         raise Corrupt(f"{file.path}: expected {file.nbytes} bytes, it has {size}")
-    if verify and checksum(file.path) != file.xxh3:
+    if verify and file_checksum(file.path) != file.xxh3:
         raise Corrupt(f"{file.path}: its checksum is not the manifest's")

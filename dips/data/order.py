@@ -15,16 +15,16 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
-def shuffled(count: int, *seeds: int) -> I64:
+def shuffle_numbers(count: int, *seeds: int) -> I64:
     """Return the numbers 0 … count − 1 in an order given by the seeds: int64[count]."""
     state = 0
     for seed in seeds:
-        state = int(_mix(np.array([(state ^ (seed & _MASK)) & _MASK], np.uint64))[0])
-    keys = _mix(np.arange(count, dtype=np.uint64) ^ np.uint64(state))
+        state = int(_mix_bits(np.array([(state ^ (seed & _MASK)) & _MASK], np.uint64))[0])
+    keys = _mix_bits(np.arange(count, dtype=np.uint64) ^ np.uint64(state))
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
 
 
-def _mix(x: U64) -> U64:
+def _mix_bits(x: U64) -> U64:
     """splitmix64's step (Steele, Lea and Flood 2014): a one-to-one map of 64 bits that looks random; wraps around."""
     x = x + np.uint64(_GOLDEN)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

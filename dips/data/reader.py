@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dips.data import index
-from dips.data.order import shuffled
+from dips.data.order import shuffle_numbers
 from dips.data.tokenfile import Tokens, open_tokens
 from dips.errors import ConfigError
 
@@ -26,7 +26,7 @@ class DataSet:
 
         Errors  ConfigError: there is no data set, or a file of it is away. Corrupt: a file is not what it was.
         """
-        self._index = index.read(Path(directory), verify)
+        self._index = index.open_index(Path(directory), verify)
         self._maps: dict[int, Tokens] = {}
         self._seed = int(self._index.manifest["seed"])
 
@@ -46,7 +46,7 @@ class DataSet:
         documents = self._index.documents[self._index.bounds[place] : self._index.bounds[place + 1]]
         if not len(documents):
             return np.empty(0, np.uint16)
-        return np.concatenate([self._open(int(f))[s : s + n] for f, n, s in documents.tolist()])
+        return np.concatenate([self._open_file(int(f))[s : s + n] for f, n, s in documents.tolist()])
 
     def batches(
         self, number: int, sequences: int, length: int, rank: int = 0, world: int = 1, start: int = 0
@@ -64,7 +64,7 @@ class DataSet:
                 f"got sequences={sequences}, length={length}, rank={rank}, world={world}, start={start}"
             )
         tokens = self.tokens(number)
-        order = shuffled(max(len(tokens) - 1, 0) // length, self._seed, number) * length
+        order = shuffle_numbers(max(len(tokens) - 1, 0) // length, self._seed, number) * length
         step = sequences * world
         for first in range(start * step, len(order) - step + 1, step):
             rows = order[first + rank : first + step : world]
@@ -79,7 +79,7 @@ class DataSet:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_maps": {}}
 
-    def _open(self, file: int) -> Tokens:
+    def _open_file(self, file: int) -> Tokens:
         if file not in self._maps:
             listed = self._index.files[file]
             self._maps[file] = open_tokens(listed.path, listed.dtype, listed.skip)

@@ -45,7 +45,7 @@ class Tokenizer:
         return "<u2" if self.vocabulary <= 1 << 16 else "<u4"
 
 
-def tokenizer(spec: str, eos: str | None) -> Tokenizer:
+def make_tokenizer(spec: str, eos: str | None) -> Tokenizer:
     """Make a tokenizer from what stands on the command line.
 
     spec  `bytes` (numbers 0 to 255 are the bytes of UTF-8, 256 is eos); the path of a Hugging Face tokenizer.json, and
@@ -80,10 +80,10 @@ def _hugging_face(path: Path, eos: str | None) -> Tokenizer:
     if end is None:
         raise ConfigError(f"--tokenizer {path}: expected --eos-token to name one of its tokens, got {eos!r}")
 
-    def encode(texts: Sequence[str]) -> Sequence[npt.ArrayLike]:
+    def encode_batch(texts: Sequence[str]) -> Sequence[npt.ArrayLike]:
         return [one.ids for one in made.encode_batch(list(texts), add_special_tokens=False)]
 
-    return Tokenizer(path.name, encode, made.get_vocab_size(), end)
+    return Tokenizer(path.name, encode_batch, made.get_vocab_size(), end)
 
 
 def is_text(path: Path) -> bool:
@@ -93,12 +93,12 @@ def is_text(path: Path) -> bool:
 def write_tokens(
     files: Sequence[Path], key: str, made: Tokenizer, output: Path, progress: Callable[[int], None]
 ) -> TokenFile:
-    """Tokenise `files` one after another into `output`; `progress` is told bytes of text as they are done."""
+    """Tokenise `files` one after another into `output`; `progress` gets bytes of text as they are done."""
     lengths = array("q")  # 8 bytes for a document, where a list takes 40
     with output.open("wb") as out:
         for file in files:
             done = 0
-            documents = _documents(file, key)
+            documents = _read_documents(file, key)
             while block := list(islice(documents, AT_ONCE)):
                 for ids in made.encode([text for text, _ in block]):
                     row = np.append(np.asarray(ids, np.int64), made.eos)
@@ -114,12 +114,14 @@ def write_tokens(
     return TokenFile(output, made.dtype, 0, np.cumsum(tokens) - tokens, tokens)
 
 
-def _documents(path: Path, key: str) -> Iterator[tuple[str, int]]:
+def _read_documents(path: Path, key: str) -> Iterator[tuple[str, int]]:
     """Yield (text, bytes of the file read so far)."""
     with path.open("rb") as raw:
         lines = cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else raw
         try:
-            yield from _json_lines(path, lines, raw, key) if path.name.endswith(_JSON_LINES) else _blocks(lines, raw)
+            yield from (
+                _json_lines(path, lines, raw, key) if path.name.endswith(_JSON_LINES) else _read_blocks(lines, raw)
+            )
         except (OSError, EOFError) as error:
             raise ConfigError(f"{path}: cannot be read to its end: {error}") from error
 
@@ -138,7 +140,7 @@ def _json_lines(path: Path, lines: IO[bytes], raw: IO[bytes], key: str) -> Itera
             yield text, raw.tell()
 
 
-def _blocks(lines: IO[bytes], raw: IO[bytes]) -> Iterator[tuple[str, int]]:
+def _read_blocks(lines: IO[bytes], raw: IO[bytes]) -> Iterator[tuple[str, int]]:
     while block := lines.read(TEXT_BLOCK):
         block += lines.readline(TEXT_BLOCK)  # not in the middle of a line, nor of a character
         yield block.decode(errors="replace"), raw.tell()

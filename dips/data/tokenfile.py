@@ -55,12 +55,12 @@ def open_tokens(path: Path, dtype: str, skip: int) -> Tokens:
     return np.memmap(path, kind, "r", skip)
 
 
-def find(path: Path, dtype: str | None, eos: int | None) -> TokenFile:
+def find_tokens(path: Path, dtype: str | None, eos: int | None) -> TokenFile:
     """Recognise the form of a token file; raise ConfigError saying what is missing."""
     if path.suffix == ".idx":
-        return _megatron(path)
+        return _read_megatron(path)
     if path.suffix == ".bin" and path.with_suffix(".idx").exists():
-        return _megatron(path.with_suffix(".idx"))
+        return _read_megatron(path.with_suffix(".idx"))
     dtype, skip = _numpy_header(path) if path.suffix == ".npy" else (dtype, 0)
     if dtype is None:
         raise ConfigError(f"{path}: the type of its tokens is not known: give --dtype uint16 or uint32")
@@ -68,7 +68,7 @@ def find(path: Path, dtype: str | None, eos: int | None) -> TokenFile:
     if kind.kind not in "iu":
         raise ConfigError(f"{path}: expected whole numbers as tokens, got {kind}")
     tokens = open_tokens(path, kind.str, skip)
-    starts = _starts(path, tokens, eos)
+    starts = _find_starts(path, tokens, eos)
     return TokenFile(path, kind.str, skip, starts, np.diff(starts, append=len(tokens)))
 
 
@@ -85,10 +85,10 @@ def _numpy_header(path: Path) -> tuple[str, int]:
         raise ConfigError(f"{path}: not a .npy file: {error}") from error
 
 
-def _starts(path: Path, tokens: Tokens, eos: int | None) -> I64:
+def _find_starts(path: Path, tokens: Tokens, eos: int | None) -> I64:
     beside = path.with_suffix(".documents.npy")
     if beside.exists():
-        return _checked(beside, np.load(beside), len(tokens))
+        return _check_starts(beside, np.load(beside), len(tokens))
     if eos is None:
         raise ConfigError(f"{path}: where its documents begin is not known: expected {beside.name} beside it, or --eos")
     ends = [np.flatnonzero(tokens[at : at + _SCAN] == eos) + at + 1 for at in range(0, len(tokens), _SCAN)]
@@ -96,7 +96,7 @@ def _starts(path: Path, tokens: Tokens, eos: int | None) -> I64:
     return starts[starts < len(tokens)]
 
 
-def _checked(path: Path, starts: Tokens, tokens: int) -> I64:
+def _check_starts(path: Path, starts: Tokens, tokens: int) -> I64:
     if starts.ndim != 1 or starts.dtype.kind not in "iu" or not len(starts):
         raise ConfigError(f"{path}: expected one row of whole numbers, got {starts.dtype}{list(starts.shape)}")
     starts = starts.astype(np.int64)
@@ -107,7 +107,7 @@ def _checked(path: Path, starts: Tokens, tokens: int) -> I64:
     return starts
 
 
-def _megatron(index: Path) -> TokenFile:
+def _read_megatron(index: Path) -> TokenFile:
     """Read Megatron's .idx: magic, version, dtype, counts, then lengths, byte offsets and documents of sequences."""
     try:
         raw = index.read_bytes()

@@ -52,14 +52,14 @@ class Corpus:
         for first in range(0, len(table) - sequences * world + 1, sequences * world):
             yield table[first + rank : first + sequences * world : world]
 
-    def sample(self, rows: int, length: int) -> Text:
+    def validation_sample(self, rows: int, length: int) -> Text:
         """Return validation sequences, evenly spaced: uint8[rows, length + 1]."""
         starts = np.linspace(0, len(self.validation) - length - 1, rows).astype(np.int64)
         return self.validation[starts[:, None] + np.arange(length + 1)]
 
 
 @cache
-def load(seed: int) -> Corpus:
+def load_corpus(seed: int) -> Corpus:
     """Read the standard library's sources; `seed` shuffles the training blocks."""
     root = Path(sysconfig.get_paths()["stdlib"])
     return from_files(source_files(root), seed)
@@ -73,15 +73,15 @@ def source_files(root: Path) -> list[Path]:
 
 def from_files(files: list[Path], seed: int) -> Corpus:
     """Split and shuffle: every VALIDATION_EVERY-th file validates; the rest of a last range is left out."""
-    text = _read([f for i, f in enumerate(files) if i % VALIDATION_EVERY])
+    text = _read_files([f for i, f in enumerate(files) if i % VALIDATION_EVERY])
     ranges = len(text) // (RANGE_BLOCKS * BLOCK_BYTES)
     blocks = text[: ranges * RANGE_BLOCKS * BLOCK_BYTES].reshape(-1, BLOCK_BYTES)
     order = list(range(len(blocks)))
     random.Random(seed).shuffle(order)  # the standard library's: the same on every version of numpy
-    return Corpus(blocks[order], _read(files[::VALIDATION_EVERY]))
+    return Corpus(blocks[order], _read_files(files[::VALIDATION_EVERY]))
 
 
-def _read(files: list[Path]) -> Text:
+def _read_files(files: list[Path]) -> Text:
     return np.frombuffer(b"\n".join(f.read_bytes() for f in files), np.uint8)
 
 

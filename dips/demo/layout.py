@@ -48,34 +48,34 @@ class DemoLayout:
         return self.directory / "dips.yaml"
 
     @property
-    def master(self) -> Path:
+    def master_directory(self) -> Path:
         return self.directory / "master"
 
     @property
     def initial_model(self) -> Path:
-        return self.master / "initial" / "model.safetensors"
+        return self.master_directory / "initial" / "model.safetensors"
 
     @property
-    def exported(self) -> Path:
+    def exported_file(self) -> Path:
         return self.directory / "model.safetensors"
 
-    def slave(self, name: str) -> Path:
+    def slave_directory(self, name: str) -> Path:
         return self.directory / name
 
-    def cluster(self, name: str) -> Path:
+    def cluster_directory(self, name: str) -> Path:
         return self.directory / name
 
     def cluster_file(self, name: str) -> Path:
         return self.directory / f"{name}.yaml"
 
-    def timeline(self, name: str) -> Path:
+    def timeline_file(self, name: str) -> Path:
         return self.directory / name / "timeline.jsonl"
 
-    def log(self, name: str) -> Path:
+    def log_file(self, name: str) -> Path:
         return self.directory / "logs" / f"{name}.log"
 
 
-def make(out: Path | None) -> DemoLayout:
+def make_layout(out: Path | None) -> DemoLayout:
     """Make the directories of a demo; raise ConfigError if `out` is there already and not empty."""
     directory = (out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).resolve()
     if directory.exists() and any(directory.iterdir()):
@@ -84,7 +84,7 @@ def make(out: Path | None) -> DemoLayout:
     return DemoLayout(directory, Path(tempfile.mkdtemp(prefix="dips-")))
 
 
-def write(layout: DemoLayout, ranges: int, tokens: int, wall_s: float, mirror: bool = False) -> str:
+def write_configs(layout: DemoLayout, ranges: int, tokens: int, wall_s: float, mirror: bool = False) -> str:
     """Write dips.yaml and a cluster file for each cluster; return the master's address.
 
     ranges  of the data set
@@ -93,7 +93,7 @@ def write(layout: DemoLayout, ranges: int, tokens: int, wall_s: float, mirror: b
     """
     address = f"127.0.0.1:{_free_port()}"
     shared = {"run": "demo", **SHARED, "stop": {"tokens": tokens, "wall_s": wall_s}, "data": {"ranges": ranges}}
-    _dump(layout.directory / "shared.yaml", shared)
+    _dump_yaml(layout.directory / "shared.yaml", shared)
     mirrored = {"mirror": "mirror"} if mirror else {}
     if mirror:
         (layout.directory / "mirror").mkdir()
@@ -111,7 +111,7 @@ def write(layout: DemoLayout, ranges: int, tokens: int, wall_s: float, mirror: b
     ]
     master = {"listen": address, "directory": "master", "timing": TIMING, **mirrored}
     run_file = {"shared": "shared.yaml", "master": master, "slaves": slaves, "insecure": True}
-    _dump(layout.run_file, run_file)
+    _dump_yaml(layout.run_file, run_file)
     for name in CLUSTERS:
         cluster = {
             "shared": "shared.yaml",
@@ -124,11 +124,11 @@ def write(layout: DemoLayout, ranges: int, tokens: int, wall_s: float, mirror: b
             "retry_s": 5.0,
             "insecure": True,
         }
-        _dump(layout.cluster_file(name), cluster)
+        _dump_yaml(layout.cluster_file(name), cluster)
     return address
 
 
-def _dump(path: Path, content: dict[str, Any]) -> None:
+def _dump_yaml(path: Path, content: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump(content, sort_keys=False))
 
 

@@ -53,7 +53,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:  # [B, T, D] → [B, T, D]
         b, t, d = x.shape
         q, k, v = self.wqkv(x).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)  # each [B, H, T, K]
-        out = f.scaled_dot_product_attention(rotate(q, rotation), rotate(k, rotation), v, is_causal=True)
+        out = f.scaled_dot_product_attention(rotate_pairs(q, rotation), rotate_pairs(k, rotation), v, is_causal=True)
         return self.wo(out.transpose(1, 2).reshape(b, t, d))
 
 
@@ -104,20 +104,20 @@ class Decoder(nn.Module):
 
     def forward(self, text: Tensor) -> Tensor:  # int64 [B, T] → float32 [B, T, BYTES]
         x = self.embedding(text)
-        rotation = rotary(text.shape[1], self.shape.width // self.shape.heads, x.device)
+        rotation = rotary_angles(text.shape[1], self.shape.width // self.shape.heads, x.device)
         for layer in self.layers:
             x = layer(x, rotation)
         return self.output(self.norm(x))
 
 
-def rotary(length: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary_angles(length: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position's angles: two [T, K/2]. Computed, not stored: θ is parameters only."""
     frequencies = 10000.0 ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
     angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequencies
     return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def rotate_pairs(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Turn each pair (x_i, x_{i+K/2}) by its position's angle: [B, H, T, K] → [B, H, T, K]."""
     cos, sin = rotation
     a, b = x.chunk(2, dim=-1)

@@ -34,13 +34,13 @@ CLOSE_UP_S = 24.0
 ONE_ROUND_S = 2.0
 
 
-def draw(lines: Mapping[str, Sequence[Mark]], losses: Losses, head: str, directory: Path) -> list[Path]:
+def draw_plots(lines: Mapping[str, Sequence[Mark]], losses: Losses, head: str, directory: Path) -> list[Path]:
     """Write loss.png and timeline.png into `directory`; `lines` are the timelines of `master` and of every cluster."""
     clusters = [name for name in lines if name != "master"]
     zero = min((marks[0]["at"] for marks in lines.values() if marks), default=0.0)
     pictures = {
-        "loss.png": _loss(lines, clusters, losses, head, zero),
-        "timeline.png": _timeline(lines, clusters, zero),
+        "loss.png": _draw_loss(lines, clusters, losses, head, zero),
+        "timeline.png": _draw_timeline(lines, clusters, zero),
     }
     for name, figure in pictures.items():
         figure.savefig(directory / name, dpi=130)
@@ -50,17 +50,17 @@ def draw(lines: Mapping[str, Sequence[Mark]], losses: Losses, head: str, directo
 # ---- the loss -------------------------------------------------------------------------------------------------------
 
 
-def _loss(
+def _draw_loss(
     lines: Mapping[str, Sequence[Mark]], clusters: Sequence[str], losses: Losses, head: str, zero: float
 ) -> Figure:
     figure = Figure(figsize=(13, 5), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for name in clusters:
         inner = [m for m in lines[name] if m["kind"] == "inner" and m["loss"] is not None]
-        smooth = _smoothed([m["loss"] for m in inner])
+        smooth = _smooth_losses([m["loss"] for m in inner])
         for axes, xs in ((left, [m["tokens"] / 1e6 for m in inner]), (right, [m["at"] - zero for m in inner])):
             axes.plot(xs, smooth, color=COLORS.get(name), lw=1.4, label=f"{name}, training")
-        installed = [_last_before(inner, smooth, m["at"]) for m in lines[name] if _installs(m)]
+        installed = [_last_before(inner, smooth, m["at"]) for m in lines[name] if _is_install(m)]
         found = [(m, y) for m, y in installed if m is not None]
         for axes, xs in ((left, [m["tokens"] / 1e6 for m, _ in found]), (right, [m["at"] - zero for m, _ in found])):
             axes.plot(xs, [y for _, y in found], ".", color=COLORS.get(name), ms=5, label=f"{name} installs a version")
@@ -78,14 +78,14 @@ def _loss(
     return figure
 
 
-def _smoothed(values: Sequence[float]) -> list[float]:
+def _smooth_losses(values: Sequence[float]) -> list[float]:
     out: list[float] = []
     for value in values:
         out.append(value if not out else SMOOTH * out[-1] + (1 - SMOOTH) * value)
     return out
 
 
-def _installs(mark: Mark) -> bool:
+def _is_install(mark: Mark) -> bool:
     return bool(mark["kind"] == "pull_end" and mark["installed"])
 
 
@@ -98,7 +98,7 @@ def _last_before(inner: Sequence[Mark], smooth: Sequence[float], at: float) -> t
 # ---- who did what when ----------------------------------------------------------------------------------------------
 
 
-def _timeline(lines: Mapping[str, Sequence[Mark]], clusters: Sequence[str], zero: float) -> Figure:
+def _draw_timeline(lines: Mapping[str, Sequence[Mark]], clusters: Sequence[str], zero: float) -> Figure:
     figure = Figure(figsize=(14, 8.5), layout="constrained")
     whole, close, closest = figure.subplots(3, 1)
     rows: list[tuple[str, list[Span]]] = [(name, list(cluster_spans(lines[name]))) for name in clusters]
@@ -106,24 +106,24 @@ def _timeline(lines: Mapping[str, Sequence[Mark]], clusters: Sequence[str], zero
     rows += [(name, list(slave_spans(lines["master"], name))) for name in slaves_in(lines["master"])]
     end = max((to for _, spans in rows for _, _, to in spans), default=zero)
     for axes in (whole, close, closest):
-        _bars(axes, rows, zero)
+        _draw_bars(axes, rows, zero)
     whole.set_xlim(0, max(1.0, end - zero))
     whole.set_title("Who did what when", loc="left")
-    _look_at(close, _middle(rows, zero, end) - zero, CLOSE_UP_S)
-    _look_at(closest, _busiest(lines["master"], zero + (end - zero) / 2) - zero, ONE_ROUND_S)
+    _look_at(close, _busy_middle(rows, zero, end) - zero, CLOSE_UP_S)
+    _look_at(closest, _busiest_moment(lines["master"], zero + (end - zero) / 2) - zero, ONE_ROUND_S)
     closest.set_xlabel("seconds")
     patches = [Patch(color=color, label=label) for label, color in SPANS.values()]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8)
     return figure
 
 
-def _middle(rows: Sequence[tuple[str, Sequence[Span]]], zero: float, end: float) -> float:
+def _busy_middle(rows: Sequence[tuple[str, Sequence[Span]]], zero: float, end: float) -> float:
     """The end of the first outage after the start, or else the middle of the run."""
     ends = (to for _, spans in rows for what, at, to in spans if what == "down" and at > zero + CLOSE_UP_S / 2)
     return min(ends, default=zero + (end - zero) / 2)
 
 
-def _busiest(marks: Sequence[Mark], after: float) -> float:
+def _busiest_moment(marks: Sequence[Mark], after: float) -> float:
     """When the first version of several contributions was made after a time; else the first, else that time."""
     made = [m for m in marks if m["kind"] == "version_committed" and m["at"] > after]
     several = [m for m in made if int(m["contributions"]) > 1]
@@ -135,7 +135,7 @@ def _look_at(axes: Axes, middle: float, width_s: float) -> None:
     axes.set_title(f"{width_s:g} seconds of it", loc="left")
 
 
-def _bars(axes: Axes, rows: Sequence[tuple[str, Sequence[Span]]], zero: float) -> None:
+def _draw_bars(axes: Axes, rows: Sequence[tuple[str, Sequence[Span]]], zero: float) -> None:
     for place, (_, spans) in enumerate(rows):
         for what, (_, color) in SPANS.items():
             bars = [(at - zero, to - at) for kind, at, to in spans if kind == what]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from dips.client.agent.trainer import descendants
+from dips.client.agent.trainer import list_descendants
 from dips.errors import DipsError
 
 GRACE_S = 15.0  # between SIGTERM and SIGKILL
@@ -46,7 +46,7 @@ class DemoProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def code(self) -> int | None:
+    def exit_code(self) -> int | None:
         """Return its exit code, None while it runs."""
         return self._process.poll()
 
@@ -55,7 +55,7 @@ class DemoProcess:
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
-            raise ProcessEnded(f"{self.name} did not end within {timeout_s:.0f} s; {self.told()}") from error
+            raise ProcessEnded(f"{self.name} did not end within {timeout_s:.0f} s; {self.log_tail()}") from error
 
     def kill(self) -> None:
         """Kill it hard, it alone, as a crash would."""
@@ -64,25 +64,25 @@ class DemoProcess:
 
     def kill_children(self) -> list[int]:
         """Kill hard everything that it started, and leave itself alive; return the ids."""
-        killed = descendants(self.pid)
-        _kill(killed)
+        killed = list_descendants(self.pid)
+        _kill_pids(killed)
         return killed
 
     def ask_to_end(self) -> None:
         """Send SIGTERM."""
-        if self.code() is None:
+        if self.exit_code() is None:
             self._process.terminate()
 
-    def end(self, deadline: float) -> None:
+    def end_by(self, deadline: float) -> None:
         """Wait for its end until `deadline` (time.monotonic()), then kill it and what is below it."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, deadline - time.monotonic()))
-        if self.code() is None:
-            below = descendants(self.pid)
+        if self.exit_code() is None:
+            below = list_descendants(self.pid)
             self.kill()
-            _kill(below)
+            _kill_pids(below)
 
-    def told(self) -> str:
+    def log_tail(self) -> str:
         """The end of its log, for an error that a person reads."""
         lines = self._log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
         return "\n  ".join([f"the end of {self._log}:", *lines])
@@ -99,12 +99,12 @@ class DemoProcesses:
         self.processes[name] = DemoProcess(name, command, log, may_end)
         return self.processes[name]
 
-    def check(self) -> None:
+    def check_alive(self) -> None:
         """Raise ProcessEnded if one has ended; those that may do so before us may, with exit code 0."""
         for process in self.processes.values():
-            code = process.code()
+            code = process.exit_code()
             if code is not None and not (code == 0 and process.may_end):
-                raise ProcessEnded(f"{process.name} ended with exit code {code}; {process.told()}")
+                raise ProcessEnded(f"{process.name} ended with exit code {code}; {process.log_tail()}")
 
     def close(self) -> None:
         """End every process that is left, those started last first."""
@@ -112,7 +112,7 @@ class DemoProcesses:
             process.ask_to_end()
         deadline = time.monotonic() + GRACE_S
         for process in reversed(self.processes.values()):
-            process.end(deadline)
+            process.end_by(deadline)
 
     def __enter__(self) -> DemoProcesses:
         return self
@@ -126,7 +126,7 @@ class DemoProcesses:
                 signal.signal(number, handler)
 
 
-def _kill(pids: Sequence[int]) -> None:
+def _kill_pids(pids: Sequence[int]) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

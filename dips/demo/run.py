@@ -46,18 +46,18 @@ CALIBRATION_STEPS = 6
 EXPECTED_SHARE = 0.75  # of what idle cores would do, so that the schedule comes near its end in time
 
 
-def run(*, seconds: float, kill: bool, out: Path | None, seed: int, mirror: bool = False) -> int:
+def run_demo(*, seconds: float, kill: bool, out: Path | None, seed: int, mirror: bool = False) -> int:
     """Do the whole demo; return 0 if every check holds, else 1. Every process it started has ended when it returns.
 
     mirror  master and slaves have mirrors, and of whom is killed the directory is removed, too, and the master's
     """
-    signal.signal(signal.SIGTERM, _terminated)
-    files = layout.make(out)
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    files = layout.make_layout(out)
     console = Console()
     try:
         console.print(f"everything of this run is in {files.directory}", highlight=False, soft_wrap=True)
-        status, killed = _story(files, seconds, kill, seed, mirror)
-        return _account(files, status, killed, seconds, seed, console)
+        status, killed = _train_and_kill(files, seconds, kill, seed, mirror)
+        return _report_results(files, status, killed, seconds, seed, console)
     except KeyboardInterrupt:
         console.print("stopped; every process of the demo has ended")
         return 130
@@ -65,31 +65,31 @@ def run(*, seconds: float, kill: bool, out: Path | None, seed: int, mirror: bool
         shutil.rmtree(files.sockets, ignore_errors=True)
 
 
-def _terminated(number: int, frame: object) -> None:
+def _on_sigterm(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
 # ---- the story ------------------------------------------------------------------------------------------------------
 
 
-def _story(files: DemoLayout, seconds: float, kill: bool, seed: int, mirror: bool) -> tuple[Mapping[str, Any], Kill]:
+def _train_and_kill(files: DemoLayout, seconds: float, kill: bool, seed: int, mirror: bool) -> tuple[Mapping[str, Any], Kill]:
     """Train until the run is finished; return the master's last status and what was killed."""
-    with Watch(seconds) as watch, DemoProcesses() as house:
-        corpus = data.load(seed)
+    with Watch(seconds) as watch, DemoProcesses() as running:
+        corpus = data.load_corpus(seed)
         tokens = _expected_tokens(corpus, seconds)
-        watch.say(f"{corpus.training.size / 1e6:.1f} MB of Python to learn, in {corpus.ranges} ranges")
-        address = layout.write(files, corpus.ranges, tokens, seconds, mirror=mirror)
-        _word("init", "--config", str(files.run_file), "--factory", "dips.demo.model:build", "--seed", str(seed))
-        _start(house, files, seed)
-        watch.say(f"started {', '.join(house.processes)}; the master is at {address}")
-        killed = _train(house, files, watch, address, seconds, kill, mirror)
+        watch.print_event(f"{corpus.training.size / 1e6:.1f} MB of Python to learn, in {corpus.ranges} ranges")
+        address = layout.write_configs(files, corpus.ranges, tokens, seconds, mirror=mirror)
+        _run_word("init", "--config", str(files.run_file), "--factory", "dips.demo.model:build", "--seed", str(seed))
+        _start_processes(running, files, seed)
+        watch.print_event(f"started {', '.join(running.processes)}; the master is at {address}")
+        killed = _watch_training(running, files, watch, address, seconds, kill, mirror)
         for name in layout.CLUSTERS:
-            house.processes[name].wait(END_S)
-        house.check()
+            running.processes[name].wait(END_S)
+        running.check_alive()
         status = asyncio.run(ask_status(address))
-        watch.show(status)
-        watch.say(f"the run is finished at {status['finished']}")
-    _check_codes(house)
+        watch.show_status(status)
+        watch.print_event(f"the run is finished at {status['finished']}")
+    _check_codes(running)
     return status, killed
 
 
@@ -108,73 +108,73 @@ def _expected_tokens(corpus: data.Corpus, seconds: float) -> int:
     return int(per_second * busy * EXPECTED_SHARE * seconds)
 
 
-def _start(house: DemoProcesses, files: DemoLayout, seed: int) -> None:
-    _start_master(house, files)
+def _start_processes(running: DemoProcesses, files: DemoLayout, seed: int) -> None:
+    _start_master(running, files)
     for name in layout.SLAVES:
-        _start_slave(house, files, name)
+        _start_slave(running, files, name)
     for name in layout.CLUSTERS:
-        trainer = _module(
+        trainer = _module_command(
             *("torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS[name])),
             *("-m", "dips.demo.train", "--seed", str(seed), "--slowdown", str(SLOWDOWN[name])),
         )
-        agent = _module("dips.client.app", "--config", str(files.cluster_file(name)), "--", *trainer)
-        house.start(name, agent, files.log(name), may_end=True)
+        agent = _module_command("dips.client.app", "--config", str(files.cluster_file(name)), "--", *trainer)
+        running.start(name, agent, files.log_file(name), may_end=True)
 
 
 def _start_master(house: DemoProcesses, files: DemoLayout) -> None:
     house.start("master", _module("dips.master.app", "--config", str(files.run_file)), files.log("master"))
 
 
-def _start_slave(house: DemoProcesses, files: DemoLayout, name: str) -> None:
-    command = _module("dips.slave.app", "--config", str(files.run_file), "--name", name)
-    house.start(name, command, files.log(name))
+def _start_slave(running: DemoProcesses, files: DemoLayout, name: str) -> None:
+    command = _module_command("dips.slave.app", "--config", str(files.run_file), "--name", name)
+    running.start(name, command, files.log_file(name))
 
 
-def _train(
-    house: DemoProcesses, files: DemoLayout, watch: Watch, address: str, seconds: float, kill: bool, mirror: bool
+def _watch_training(
+    running: DemoProcesses, files: DemoLayout, watch: Watch, address: str, seconds: float, kill: bool, mirror: bool
 ) -> Kill:
     """Watch until the run is finished; kill in the middle if asked to."""
     begun, ends_s = time.monotonic(), seconds + END_S
     killed, answered = Kill(), False
     while True:
-        status = _look(address)
+        status = _read_status(address)
         answered = answered or status is not None
-        watch.show(status)
-        house.check()
+        watch.show_status(status)
+        running.check_alive()
         if status and status.get("finished"):
             return killed
         elapsed = time.monotonic() - begun
         if elapsed > START_S and not answered:
-            raise ProcessEnded(f"the master does not answer; {house.processes['master'].told()}")
+            raise ProcessEnded(f"the master does not answer; {running.processes['master'].log_tail()}")
         if elapsed > ends_s:
             raise ProcessEnded(
-                f"the run is not finished {END_S:.0f} s after its time; {house.processes['master'].told()}"
+                f"the run is not finished {END_S:.0f} s after its time; {running.processes['master'].log_tail()}"
             )
-        if status and kill and not killed.slave and max(elapsed / seconds, _progress(status)) >= KILL_AT:
-            killed = _kill(house, files, watch, address, mirror)
+        if status and kill and not killed.slave and max(elapsed / seconds, _run_progress(status)) >= KILL_AT:
+            killed = _kill_cluster_and_slave(running, files, watch, address, mirror)
             ends_s += elapsed if mirror else 0.0  # a new master counts the run's time from its own start
         time.sleep(LOOK_EVERY_S)
 
 
-def _kill(house: DemoProcesses, files: DemoLayout, watch: Watch, address: str, mirror: bool) -> Kill:
+def _kill_cluster_and_slave(running: DemoProcesses, files: DemoLayout, watch: Watch, address: str, mirror: bool) -> Kill:
     """Kill slow's torchrun and, while it comes back, a slave; start the slave again.
 
     With mirrors the slave's directory is removed, and the master is killed and its directory removed.
     """
-    processes = house.processes[KILLED_CLUSTER].kill_children()
-    watch.say(
+    processes = running.processes[KILLED_CLUSTER].kill_children()
+    watch.print_event(
         f"killed torchrun of {KILLED_CLUSTER}, {len(processes)} processes, with SIGKILL; its agent starts it again"
     )
     until = time.monotonic() + BETWEEN_KILLS_S
     status = None
     while status is None or time.monotonic() < until:
         time.sleep(LOOK_EVERY_S)
-        status = _look(address)
-        watch.show(status)
-        house.check()
-    house.processes[KILLED_SLAVE].kill()
+        status = _read_status(address)
+        watch.show_status(status)
+        running.check_alive()
+    running.processes[KILLED_SLAVE].kill()
     head = VersionId.parse(status["head"])
-    watch.say(f"killed {KILLED_SLAVE} with SIGKILL at {head}")
+    watch.print_event(f"killed {KILLED_SLAVE} with SIGKILL at {head}")
     after = _after_kill(address, head)  # a version between the look and the kill is passed over: the next one counts
     if mirror:
         _lose_machines(house, files, watch)
@@ -196,69 +196,71 @@ def _lose_machines(house: DemoProcesses, files: DemoLayout, watch: Watch) -> Non
 
 def _after_kill(address: str, head: VersionId) -> VersionId:
     """The head now, that the slave is dead: nothing newer was made before its death."""
-    status = _look(address)
+    status = _read_status(address)
     return VersionId.parse(status["head"]) if status else head
 
 
-def _progress(status: Mapping[str, Any]) -> float:
+def _run_progress(status: Mapping[str, Any]) -> float:
     progress = status["progress"]
     return float(progress["tokens"] / progress["tokens_target"]) if progress["tokens_target"] else 0.0
 
 
-def _look(address: str) -> dict[str, Any] | None:
+def _read_status(address: str) -> dict[str, Any] | None:
     try:
         return asyncio.run(ask_status(address, deadline_s=2.0))
     except Unavailable:
         return None
 
 
-def _module(name: str, *arguments: str) -> list[str]:
+def _module_command(name: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", name, *arguments]
 
 
-def _word(*arguments: str) -> None:
+def _run_word(*arguments: str) -> None:
     """Run a word of `dips` to its end; raise ProcessEnded with what it said if it fails."""
-    done = subprocess.run(_module("dips.cli", *arguments), capture_output=True, text=True, check=False)
+    done = subprocess.run(_module_command("dips.cli", *arguments), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ProcessEnded(f"dips {' '.join(arguments)} ended with exit code {done.returncode}: {done.stderr.strip()}")
 
 
-def _check_codes(house: DemoProcesses) -> None:
-    for process in house.processes.values():
-        if process.code() != 0:
-            raise ProcessEnded(f"{process.name} ended with exit code {process.code()}, expected 0; {process.told()}")
+def _check_codes(running: DemoProcesses) -> None:
+    for process in running.processes.values():
+        if process.exit_code() != 0:
+            raise ProcessEnded(
+                f"{process.name} ended with exit code {process.exit_code()}, expected 0; {process.log_tail()}"
+            )
 
 
 # ---- the account ----------------------------------------------------------------------------------------------------
 
 
-def _account(
+def _report_results(
     files: DemoLayout, status: Mapping[str, Any], killed: Kill, seconds: float, seed: int, console: Console
 ) -> int:
     """Evaluate, plot, print; return the exit code."""
     torch.set_num_threads(os.cpu_count() or 1)
-    sample = data.load(seed).sample(verdict.VALIDATION_ROWS, verdict.VALIDATION_LENGTH)
+    sample = data.load_corpus(seed).validation_sample(verdict.VALIDATION_ROWS, verdict.VALIDATION_LENGTH)
     head = str(status["head"])
     with console.status("exporting and evaluating"):
-        _word("export", "--config", str(files.run_file), "--output", str(files.exported), "--version", head)
-        snapshots = [files.slave(name) / head for name in layout.SLAVES]
-        losses = verdict.losses(files.initial_model, snapshots, files.exported, sample)
+        _run_word("export", "--config", str(files.run_file), "--output", str(files.exported_file), "--version", head)
+        snapshots = [files.slave_directory(name) / head for name in layout.SLAVES]
+        losses = verdict.evaluate_losses(files.initial_model, snapshots, files.exported_file, sample)
     with closing(Ledger.open(ledger_path(load_run(files.run_file)), readonly=True)) as ledger:
-        rounds, tokens = ledger.history(limit=1_000_000), ledger.tokens()
-    lines = {name: list(timeline.read(files.timeline(name))) for name in (*layout.CLUSTERS, "master")}
+        rounds, tokens = ledger.read_history(limit=1_000_000), ledger.read_tokens()
+    lines = {name: list(timeline.read_marks(files.timeline_file(name))) for name in (*layout.CLUSTERS, "master")}
     with console.status("drawing"):
-        drawn = plots.draw(lines, losses, head, files.directory)
+        drawn = plots.draw_plots(lines, losses, head, files.directory)
     clusters = {name: lines[name] for name in layout.CLUSTERS}
-    listed = verdict.checks(losses, rounds, status, killed, clusters, seconds)
-    _print(console, losses, head, rounds, tokens, listed)
-    for path in (*drawn, files.exported):
+    listed = verdict.check_claims(losses, rounds, status, killed, clusters, seconds)
+    _print_results(console, losses, head, rounds, tokens, listed)
+    for path in (*drawn, files.exported_file):
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)
     failed = [check for check in listed if not check.holds]
     console.print("[bold red]not all checks hold[/]" if failed else "[bold green]all checks hold[/]")
     return 1 if failed else 0
 
 
-def _print(
+def _print_results(
     console: Console,
     losses: Losses,
     head: str,
@@ -278,8 +280,8 @@ def _print(
     account = Table("cluster", "outer steps", "tokens accepted", "gated", "lost", title="tokens", title_justify="left")
     for name in layout.CLUSTERS:
         took_part = sum(any(f.push.cluster == name for f in r.folds) for r in rounds)
-        told = tokens.get(name, {})
-        account.add_row(name, str(took_part), *(f"{told.get(kind, 0):,}" for kind in ("accepted", "gated", "lost")))
+        counted = tokens.get(name, {})
+        account.add_row(name, str(took_part), *(f"{counted.get(kind, 0):,}" for kind in ("accepted", "gated", "lost")))
     console.print(account)
     table = Table("", "claim", "found", title="checks", title_justify="left")
     for check in listed:

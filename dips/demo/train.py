@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from dips.client import OuterLoop  # 1
-from dips.demo.data import Corpus, Text, load
+from dips.demo.data import Corpus, Text, load_corpus
 from dips.demo.model import build, loss_of
 
 LR, LEAST_LR = 3e-3, 3e-4
@@ -27,7 +27,7 @@ LATE_S = 2.0  # no pause is longer: a machine that hiccups must not stop the slo
 
 
 def main() -> None:
-    args = _arguments()
+    args = _parse_arguments()
     torch.set_num_threads(1)
     rank, world = _join_ranks()
     model = build()  # its numbers do not matter: the outer loop pulls those of the run
@@ -38,7 +38,7 @@ def main() -> None:
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
     outer = OuterLoop(model)  # 2
-    corpus = load(args.seed)
+    corpus = load_corpus(args.seed)
     for number in outer.ranges():
         train_on(corpus, number, model, optimizer, outer, rank, world, args.slowdown)
         if outer.finished:
@@ -91,7 +91,7 @@ def _join_ranks() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="One rank of a cluster of the demo.")
     parser.add_argument("--seed", type=int, default=1, help="of the order of the data; the same in all clusters")
     parser.add_argument("--slowdown", type=float, default=1.0, help="times slower than this machine can")

@@ -57,7 +57,7 @@ class Check:
 # ---- losses ---------------------------------------------------------------------------------------------------------
 
 
-def losses(initial: Path, snapshots: Sequence[Path], exported: Path, sample: Text) -> Losses:
+def evaluate_losses(initial: Path, snapshots: Sequence[Path], exported: Path, sample: Text) -> Losses:
     """Evaluate version 0, the head and the exported file; `snapshots` are the directories of the head, one a slave."""
     theta = {
         name.removeprefix(THETA): tensor
@@ -83,7 +83,7 @@ def validation_loss(theta: Mapping[str, torch.Tensor], sample: Text) -> float:
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
-def checks(
+def check_claims(
     found: Losses,
     rounds: Sequence[RoundHistory],
     status: Mapping[str, Any],
@@ -127,7 +127,7 @@ def _about_export(found: Losses) -> list[Check]:
 
 
 def _about_pace(rounds: Sequence[RoundHistory]) -> list[Check]:
-    fast, slow = (sum(_accepted(name, r) for r in rounds) for name in CLUSTERS)
+    fast, slow = (sum(_was_accepted(name, r) for r in rounds) for name in CLUSTERS)
     claim = "fast took part in more outer steps than slow, and slow in some"
     return [Check(claim, fast > slow > 0, f"{fast} and {slow}")]
 
@@ -140,7 +140,7 @@ def _about_end(status: Mapping[str, Any]) -> list[Check]:
 def _about_killed_cluster(name: str, rounds: Sequence[RoundHistory], timeline: Sequence[Mark]) -> Check:
     """Count versions whose round opened after the new trainer had joined in: no push of the dead one can be in them."""
     lives = [mark["at"] for mark in timeline if mark["kind"] == "trainer_attached"]
-    after = [r for r in rounds if len(lives) > 1 and r.opened > lives[1] and _accepted(name, r)]
+    after = [r for r in rounds if len(lives) > 1 and r.opened > lives[1] and _was_accepted(name, r)]
     text = f"{len(after)}, first {after[0].version}" if after else f"none; its trainer had {len(lives)} lives"
     return Check(f"{name}, whose trainer was killed, has accepted contributions after that", bool(after), text)
 
@@ -174,5 +174,5 @@ def _about_lost_machines(kill: Kill, rounds: Sequence[RoundHistory]) -> Check:
     return Check("the run went on at the mirrored head, with its history", went_on, text)
 
 
-def _accepted(cluster: str, round_: RoundHistory) -> bool:
+def _was_accepted(cluster: str, round_: RoundHistory) -> bool:
     return any(fold.push.cluster == cluster for fold in round_.folds)

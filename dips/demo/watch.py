@@ -39,30 +39,30 @@ class Watch:
         if self._live:
             self._live.stop()
 
-    def say(self, text: str) -> None:
+    def print_event(self, text: str) -> None:
         """Tell an event of the demo."""
-        line = f"[{self._elapsed():5.0f} s] {text}"
+        line = f"[{self._elapsed_s():5.0f} s] {text}"
         self._news.append(line)
         if self._live:
-            self._live.update(self._picture(), refresh=True)
+            self._live.update(self._draw_status(), refresh=True)
         else:
             self._console.print(line, highlight=False, soft_wrap=True)
 
-    def show(self, status: Mapping[str, Any] | None) -> None:
+    def show_status(self, status: Mapping[str, Any] | None) -> None:
         """Draw a status; None: the master did not answer this time."""
         if self._live:
             self._status = status or self._status
-            self._live.update(self._picture(), refresh=True)
+            self._live.update(self._draw_status(), refresh=True)
         elif status and time.monotonic() - self._drawn_at >= PLAIN_EVERY_S:
             self._drawn_at = time.monotonic()
-            line = f"[{self._elapsed():5.0f} s] {picture.one_line(status)}"
+            line = f"[{self._elapsed_s():5.0f} s] {picture.one_line(status)}"
             self._console.print(line, highlight=False, soft_wrap=True)
 
-    def _elapsed(self) -> float:
+    def _elapsed_s(self) -> float:
         return time.monotonic() - self._begun
 
-    def _picture(self) -> RenderableType:
-        done = min(1.0, self._elapsed() / self._seconds)
-        bar = Text("▰" * round(40 * done) + "▱" * round(40 * (1 - done)) + f" {self._elapsed():.0f} s", style="cyan")
+    def _draw_status(self) -> RenderableType:
+        done = min(1.0, self._elapsed_s() / self._seconds)
+        bar = Text("▰" * round(40 * done) + "▱" * round(40 * (1 - done)) + f" {self._elapsed_s():.0f} s", style="cyan")
         news = Panel("\n".join(self._news) or " ", title="the demo", title_align="left")
-        return Group(bar, picture.render(self._status), news) if self._status else Group(bar, news)
+        return Group(bar, picture.render_status(self._status), news) if self._status else Group(bar, news)

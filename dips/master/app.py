@@ -80,13 +80,13 @@ def serve_command(
     if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise ConfigError(f"--log-level: expected debug, info, warning or error, got {log_level!r}")
     run_file = load_run(config)
-    log = logs.configure("master", run_file.shared.run, log_level)
+    log = logs.configure_log("master", run_file.shared.run, log_level)
     raise typer.Exit(asyncio.run(serve(run_file, log, file=config)))
 
 
 def main() -> None:
     """Entry point of the console script."""
-    exits.run(cli)
+    exits.run_command(cli)
 
 
 async def serve(
@@ -107,20 +107,20 @@ async def serve(
         stack.callback(timeline.close)
         outside = _Outside(ledger)
         stack.push_async_callback(outside.close)
-        server = control.server(lambda method, error: log.error("call failed", method=method, exc_info=error))
+        server = control.make_server(lambda method, error: log.error("call failed", method=method, exc_info=error))
         stack.push_async_callback(server.stop, GRACE_S)
         host, _ = config.master.listen.rsplit(":", 1)
-        address = f"{host}:{control.bind(server, config.master.listen, KEY)}"
-        runtime = _build(config, ledger, outside, log, timeline, stack)
-        checker = await _add_services(server, runtime, _agreed(config, row))
+        address = f"{host}:{control.bind_server(server, config.master.listen, KEY)}"
+        runtime = _build_runtime(config, ledger, outside, log, timeline, stack)
+        checker = await _add_services(server, runtime, _describe_run(config, row))
         await server.start()
         end_metrics = _serve_metrics(config, runtime, log)
-        supervisor = _supervise(config, file, runtime, log)
+        supervisor = _make_supervisor(config, file, runtime, log)
         _stop_on_signals(runtime)
         log.info("serving", address=address, ledger=str(genesis.ledger_path(config)))
         ready(address)
         code = await runtime.run()
-        await supervisor.end(stop=code == 0)
+        await supervisor.stop_supervising(stop=code == 0)
         await asyncio.to_thread(end_metrics)
         await checker.enter_graceful_shutdown()
     log.info("stopped", code=code)
@@ -152,7 +152,7 @@ class _Outside:
         """What status says of it: the mirror of the ledger, null if there is none."""
         return {"ledger_mirror": self._mirror.view() if self._mirror is not None else None}
 
-    async def write(self, records: Sequence[Record]) -> None:
+    async def write_records(self, records: Sequence[Record]) -> None:
         """Return when all are durable, in the mirror too unless it lags; the loop goes on meanwhile."""
         wall = time.time()
         number = await asyncio.get_running_loop().run_in_executor(self._thread, self._write, records, wall)
@@ -160,15 +160,15 @@ class _Outside:
             await self._mirror.follow(number, records, wall)
 
     def _write(self, records: Sequence[Record], wall: float) -> int:
-        self._ledger.write(records, wall)
+        self._ledger.write_records(records, wall)
         self._written += 1
         return self._written
 
     def _take_base(self) -> tuple[int, bytes]:
         return self._written, self._ledger.serialize()
 
-    async def execute(self, order: Order) -> OrderAnswered | OrderFailed:
-        return await self._links.execute(order)
+    async def execute_order(self, order: Order) -> OrderAnswered | OrderFailed:
+        return await self._links.execute_order(order)
 
     async def close(self) -> None:
         await self._links.close()
@@ -177,7 +177,7 @@ class _Outside:
         self._thread.shutdown()
 
 
-def _build(
+def _build_runtime(
     config: RunFile, ledger: Ledger, outside: _Outside, log: logs.Log, timeline: Timeline, stack: AsyncExitStack
 ) -> Runtime:
     """Begin a term and build the state machines from the ledger's state."""
@@ -186,42 +186,42 @@ def _build(
     if config.master.journal.segments:
         journal = Journal(config.master.directory, config.shared.run, term, config.master.journal, log)
         stack.callback(journal.close)
-    state = ledger.state()
+    state = ledger.read_state()
     outside.begin_mirror(config, term, log)
     log.info("term begins", term=term, head=str(state.versions[-1].version), next_round=state.next_round)
-    coordinator = Coordinator(state, Manifest.from_json(state.row.manifest), config.options(), now)
+    coordinator = Coordinator(state, Manifest.from_json(state.row.manifest), config.make_options(), now)
     step = _logged_step(coordinator, journal, log)
-    core = MasterCore(coordinator, Judge.restored(timing, state, now), timing, now, step=step)
+    core = MasterCore(coordinator, Judge.from_state(timing, state, now), timing, now, step=step)
     return Runtime(core, outside, clock=time.monotonic, log=log, timeline=timeline, journal=journal)
 
 
 def _logged_step(coordinator: Coordinator, journal: Journal | None, log: logs.Log) -> Step:
     """The Coordinator's step, with its journal and the debug log."""
-    decide = coordinator.step if journal is None else partial(journal.step, coordinator)
+    decide = coordinator.step if journal is None else partial(journal.step_journaled, coordinator)
 
-    def step(event: Event, now: float) -> list[Effect]:
+    def step_logged(event: Event, now: float) -> list[Effect]:
         effects = decide(event, now)
         log.debug("event", was=event, effects=len(effects))
         return effects
 
-    return step
+    return step_logged
 
 
-def _supervise(config: RunFile, file: Path | None, runtime: Runtime, log: logs.Log) -> Supervisor:
+def _make_supervisor(config: RunFile, file: Path | None, runtime: Runtime, log: logs.Log) -> Supervisor:
     """Supervise the slaves that the run file gives to this master."""
     ours = [slave for slave in config.slaves if slave.supervisor == "exec"]
     if ours and file is None:
         raise ConfigError("slaves.supervisor: exec needs the run file's path")
     supervisor = Supervisor(
         (file or Path()).absolute(), ours, config.master.directory, config.master.timing,
-        lambda: runtime.view()["slaves"], log,
+        lambda: runtime.build_view()["slaves"], log,
     )  # fmt: skip
     if ours:
         supervisor.start()
     return supervisor
 
 
-def _agreed(config: RunFile, row: RunRow) -> dict[str, Any]:
+def _describe_run(config: RunFile, row: RunRow) -> dict[str, Any]:
     """What every cluster must agree with; `dips-client check` compares."""
     shared = config.shared.model_dump(mode="json")
     return {"run": row.run, "shared": shared, "config_digest": row.config_digest, "manifest": row.manifest}
@@ -241,11 +241,13 @@ def _serve_metrics(config: RunFile, runtime: Runtime, log: logs.Log) -> Callable
         return lambda: None
     loop = asyncio.get_running_loop()
 
-    async def snapshot() -> dict[str, Any]:
-        return status.status(runtime.view(), runtime.heartbeats, time.monotonic())
+    async def read_status() -> dict[str, Any]:
+        return status.build_status(runtime.build_view(), runtime.heartbeats, time.monotonic())
 
     address = host_port(config.master.metrics)
-    port, end = metrics.serve(address, lambda: asyncio.run_coroutine_threadsafe(snapshot(), loop).result(SCRAPE_S))
+    port, end = metrics.serve_metrics(
+        address, lambda: asyncio.run_coroutine_threadsafe(read_status(), loop).result(SCRAPE_S)
+    )
     log.info("metrics", address=f"{address[0]}:{port}")
     return end
 
@@ -284,7 +286,7 @@ def _check_manifest(config: RunFile, row: RunRow) -> None:
         return  # only a copy, for people and tools; the ledger's is the true one
     there, ours = Manifest.from_json(listing.read_text()), Manifest.from_json(row.manifest)
     if there.digest != ours.digest:
-        lines = "; ".join(ours.differences(there))
+        lines = "; ".join(ours.describe_differences(there))
         raise CorruptManifest(f"{listing} is not the model of {genesis.ledger_path(config)}: {lines}")
 
 

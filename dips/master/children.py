@@ -42,7 +42,7 @@ class Child:
         """Its exit code, negative for a signal; None while it runs, and for a process that is not our child."""
         return self._popen.poll() if self._popen is not None else None
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Send a signal; nothing if it has ended."""
         if self.alive:
             with suppress(ProcessLookupError):
@@ -56,9 +56,9 @@ class Child:
 
     async def end(self, grace_s: float) -> None:
         """Ask it to end, kill it after `grace_s`, and return when it is dead."""
-        self.signal(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
         if not await self.wait(grace_s):
-            self.signal(signal.SIGKILL)
+            self.send_signal(signal.SIGKILL)
             await self.wait()
 
     def _on_death(self) -> None:
@@ -68,7 +68,7 @@ class Child:
             self._popen.wait()
         self._ended.set()
 
-    def forget(self) -> None:
+    def stop_watching(self) -> None:
         """Stop watching; the process goes on."""
         if self.alive:
             self._loop.remove_reader(self._fd)

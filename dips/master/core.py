@@ -66,15 +66,15 @@ class MasterCore:
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
-    def wake(self, now: float) -> None:
+    def on_wake(self, now: float) -> None:
         """The shell runs again: notice a gap if it slept for longer than it meant to."""
         gap_s = now - self._expected_at
         if gap_s <= self._timing.heartbeat_s:
             return
         self._expected_at = now
-        self._judge.shift(gap_s)
-        self._alignment.shift(gap_s)
-        self._step(Blind(gap_s), now)
+        self._judge.skip_gap(gap_s)
+        self._alignment.skip_gap(gap_s)
+        self._step_event(Blind(gap_s), now)
         self._judging_from = now + self._timing.heartbeat_s / 2  # what is still in the sockets is read first
 
     def tick(self, now: float) -> None:
@@ -82,12 +82,12 @@ class MasterCore:
         if now < self._judging_from:
             return
         if now >= self._judge.next_deadline():
-            for verdict in self._judge.verdicts(now):
-                self._step(verdict, now)
+            for verdict in self._judge.judge_silence(now):
+                self._step_event(verdict, now)
         if now >= self._coordinator.next_deadline():
-            self._step(Ticked(), now)
+            self._step_event(Ticked(), now)
         for question in self._held.take_due(now):
-            self._ask(question, now)
+            self._ask_question(question, now)
 
     def next_deadline(self) -> float:
         """When `tick` has something to do; inf if nothing is due."""
@@ -101,13 +101,13 @@ class MasterCore:
 
     # ---- what arrives ----------------------------------------------------------------------------------------------
 
-    def handle(self, event: Event, now: float) -> None:
+    def take_event(self, event: Event, now: float) -> None:
         """Take a fact or a question; a question whose answer is Pending is held open."""
-        self._ask(HeldQuestion(event, now + self._polls.patience_s), now)
+        self._ask_question(HeldQuestion(event, now + self._polls.patience_s), now)
 
-    def withdraw(self, req: int) -> None:
+    def withdraw_question(self, req: int) -> None:
         """Whoever asked question `req` no longer waits for the answer."""
-        self._held.withdraw(req)
+        self._held.withdraw_question(req)
 
     def on_heartbeat(self, req: int, heartbeat: ClusterHeartbeat | SlaveHeartbeat, now: float) -> None:
         """Take a heartbeat; its answer leaves as HeartbeatReply."""
@@ -115,7 +115,7 @@ class MasterCore:
             answer: ClusterHeartbeatAnswer | SlaveHeartbeatAnswer = self._answer_cluster(heartbeat, now)
         else:
             answer = self._answer_slave(heartbeat, now)
-        self._outbox.put(HeartbeatReply(req, answer))
+        self._outbox.put_item(HeartbeatReply(req, answer))
 
     # ---- what leaves -----------------------------------------------------------------------------------------------
 
@@ -134,11 +134,11 @@ class MasterCore:
 
     # ---- for people ------------------------------------------------------------------------------------------------
 
-    def view(self, now: float) -> dict[str, Any]:
+    def build_view(self, now: float) -> dict[str, Any]:
         """The status as plain data."""
-        timing, picture = self._coordinator.window_timing(), self._coordinator.view(now)
+        timing, picture = self._coordinator.window_timing(), self._coordinator.build_view(now)
         for name, cluster in picture.get("clusters", {}).items():
-            cluster["pace"] = self._alignment.explain(name, timing, now)
+            cluster["pace"] = self._alignment.explain_pace(name, timing, now)
         return picture
 
     # ---- heartbeats ------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class MasterCore:
     def _answer_cluster(self, heartbeat: ClusterHeartbeat, now: float) -> ClusterHeartbeatAnswer:
         name, coordinator = heartbeat.cluster, self._coordinator
         for event in self._judge.on_cluster_heartbeat(heartbeat, now):
-            self._step(event, now)
+            self._step_event(event, now)
         standing, push, pull = coordinator.cluster_standing(name, heartbeat.inc)
         if standing is ClusterStanding.LIVE:  # so only names that the Coordinator knows are kept
             self.heartbeats["cluster", name] = (heartbeat, now)
@@ -158,7 +158,7 @@ class MasterCore:
     def _answer_slave(self, heartbeat: SlaveHeartbeat, now: float) -> SlaveHeartbeatAnswer:
         coordinator = self._coordinator
         for event in self._judge.on_slave_heartbeat(heartbeat, now):
-            self._step(event, now)
+            self._step_event(event, now)
         register, as_of, pushes, pulls = coordinator.slave_live(heartbeat.slave, heartbeat.sinc)
         register = register or heartbeat.term != coordinator.term
         if not register:
@@ -168,15 +168,15 @@ class MasterCore:
 
     # ---- one event -------------------------------------------------------------------------------------------------
 
-    def _ask(self, question: HeldQuestion, now: float) -> None:
+    def _ask_question(self, question: HeldQuestion, now: float) -> None:
         """Step one event that came from outside, for the first time or again."""
         event = question.event
         if isinstance(event, ClusterJoined):  # it may fence an incarnation whose tokens only heartbeats have reported
             for report in self._judge.report_tokens(event.cluster):
-                self._step(report, now)
-        self._step(event, now, question)
+                self._step_event(report, now)
+        self._step_event(event, now, question)
 
-    def _step(self, event: Event, now: float, question: HeldQuestion | None = None) -> None:
+    def _step_event(self, event: Event, now: float, question: HeldQuestion | None = None) -> None:
         """Let the Coordinator decide, and put what follows on the outbox."""
         effects = self._decide(event, now)
         self._follow_membership(event, effects, now)
@@ -184,16 +184,16 @@ class MasterCore:
             self._held.on_change(now)
         for effect in effects:
             if question is not None and now < question.until and _is_pending(effect):
-                self._held.hold(effect.req, question, now)
+                self._held.hold_question(effect.req, question, now)
             else:
-                self._outbox.put(effect)
+                self._outbox.put_item(effect)
 
     def _follow_membership(self, event: Event, effects: list[Effect], now: float) -> None:
         """An incarnation begins or ends by this step: the Judge and the links must know before anything follows."""
         for effect in effects:
             if isinstance(effect, ClusterEnded):
                 self._judge.forget_cluster(effect.cluster)
-                self._alignment.forget(effect.cluster)
+                self._alignment.forget_cluster(effect.cluster)
                 self.heartbeats.pop(("cluster", effect.cluster), None)
             elif isinstance(effect, Reply):
                 match event, effect.result:
@@ -201,7 +201,7 @@ class MasterCore:
                         self._judge.welcome_cluster(event.cluster, inc, now)
                     case SlaveRegistered(), Registered(sinc=sinc):
                         self._judge.welcome_slave(event.slave, sinc, now)
-                        self._outbox.put(SlaveEndpoint(event.slave, event.address))
+                        self._outbox.put_item(SlaveEndpoint(event.slave, event.address))
 
 
 _CHANGE_NOTHING = frozenset({Ticked, *(kind for kind in get_args(Event) if "req" in kind.__dataclass_fields__)})

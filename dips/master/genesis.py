@@ -17,10 +17,10 @@ from safetensors.numpy import save_file
 
 from dips.config import RunFile
 from dips.errors import ConfigError, FailedMirror
-from dips.master.ledger import Ledger, holding, sync
+from dips.master.ledger import Ledger, hold_ledger, sync_path
 from dips.mirror import PIECE_BYTES, MirrorStore
 from dips.protocol.manifest import Layer, Manifest
-from dips.protocol.placement import place
+from dips.protocol.placement import place_layers
 from dips.protocol.records import RunRow
 
 Tensor = npt.NDArray[np.float32]
@@ -58,9 +58,9 @@ def make_run(
         run=config.shared.run,
         config_digest=config.shared.digest,
         manifest=manifest.to_json(),
-        placement=place(manifest, [slave.name for slave in config.slaves]),
-        genesis=tuple(_digest(layer, tensors) for layer in manifest.layers),
-        genesis_norms=tuple(_norm(layer, tensors) for layer in manifest.layers),
+        placement=place_layers(manifest, [slave.name for slave in config.slaves]),
+        genesis=tuple(_layer_digest(layer, tensors) for layer in manifest.layers),
+        genesis_norms=tuple(_layer_norm(layer, tensors) for layer in manifest.layers),
     )
     if force:
         _throw_away(ledger)
@@ -124,21 +124,21 @@ def _manifest_of(tensors: Mapping[str, Tensor]) -> Manifest:
         raise ConfigError("the model has no parameters")
     wrong = [f"{name} is {t.dtype}" for name, t in tensors.items() if t.dtype != np.float32]
     if wrong:
-        raise ConfigError(f"expected parameters in float32, got: {_few(wrong)}; convert the model first")
+        raise ConfigError(f"expected parameters in float32, got: {_shorten_lines(wrong)}; convert the model first")
     broken = [name for name, t in tensors.items() if not np.isfinite(t).all()]
     if broken:
-        raise ConfigError(f"expected finite parameters; not finite: {_few(broken)}")
+        raise ConfigError(f"expected finite parameters; not finite: {_shorten_lines(broken)}")
     empty = [name for name, t in tensors.items() if t.size == 0]
     if empty:
-        raise ConfigError(f"expected parameters with elements; empty: {_few(empty)}")
+        raise ConfigError(f"expected parameters with elements; empty: {_shorten_lines(empty)}")
     return Manifest.from_shapes((name, t.shape) for name, t in tensors.items())
 
 
-def _few(lines: list[str], most: int = 5) -> str:
+def _shorten_lines(lines: list[str], most: int = 5) -> str:
     return ", ".join(lines[:most]) + (f" and {len(lines) - most} more" if len(lines) > most else "")
 
 
-def _digest(layer: Layer, tensors: Mapping[str, Tensor]) -> str:
+def _layer_digest(layer: Layer, tensors: Mapping[str, Tensor]) -> str:
     """xxh3-128 of the layer's flat little-endian bytes, in manifest order: what a slave loads as v0@r0."""
     digest = xxhash.xxh3_128()
     for parameter in layer.parameters:
@@ -146,14 +146,14 @@ def _digest(layer: Layer, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _norm(layer: Layer, tensors: Mapping[str, Tensor]) -> float:
+def _layer_norm(layer: Layer, tensors: Mapping[str, Tensor]) -> float:
     return float(np.sqrt(sum(np.sum(np.square(tensors[p.name], dtype=np.float64)) for p in layer.parameters)))
 
 
 def _throw_away(ledger: Path) -> None:
     """Remove the old run's ledger, if no master holds it."""
     if ledger.exists():
-        with holding(ledger):
+        with hold_ledger(ledger):
             for suffix in ("", "-wal", "-shm"):
                 Path(f"{ledger}{suffix}").unlink(missing_ok=True)
     shutil.rmtree(ledger.parent / INITIAL_MODEL.parent, ignore_errors=True)
@@ -164,11 +164,11 @@ def _write_initial(directory: Path, tensors: Mapping[str, Tensor], manifest: Man
     model.parent.mkdir(parents=True, exist_ok=True)
     aside = model.with_suffix(".tmp")
     save_file({name: np.ascontiguousarray(t) for name, t in tensors.items()}, aside)
-    sync(aside)
+    sync_path(aside)
     aside.replace(model)
     aside = listing.with_suffix(".tmp")
     aside.write_text(manifest.to_json())
-    sync(aside)
+    sync_path(aside)
     aside.replace(listing)
     for folder in (model.parent, directory):
-        sync(folder)
+        sync_path(folder)

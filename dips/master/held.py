@@ -39,12 +39,12 @@ class HeldQuestions:
         self._asked_at = -inf  # when all of them were last asked again
         self._again_at = inf
 
-    def hold(self, req: int, question: HeldQuestion, now: float) -> None:
+    def hold_question(self, req: int, question: HeldQuestion, now: float) -> None:
         """Keep a question open whose answer was Pending just now."""
         self._held[req] = question
         self._again_at = min(self._again_at, now + self._options.again_s)
 
-    def withdraw(self, req: int) -> None:
+    def withdraw_question(self, req: int) -> None:
         """Its caller has gone."""
         self._held.pop(req, None)
 

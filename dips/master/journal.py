@@ -72,10 +72,10 @@ class Journal:
         self._thread = threading.Thread(target=self._write_loop, name="journal", daemon=True)
         self._thread.start()
 
-    def step(self, coordinator: Coordinator, event: Event, now: float) -> list[Effect]:
+    def step_journaled(self, coordinator: Coordinator, event: Event, now: float) -> list[Effect]:
         """Let the Coordinator take an event; write what went in and what came out, or how it raised."""
         if self.is_segment_due():
-            self.begin_segment(coordinator.state())
+            self.begin_segment(coordinator.capture_state())
         try:
             effects = coordinator.step(event, now)
         except Exception as error:
@@ -96,10 +96,10 @@ class Journal:
         """Begin a segment with the Coordinator's whole state; it is spelled before this returns."""
         self._begun = True
         try:
-            spelled = codec.spell(state)
+            spelled = codec.encode_value(state)
         except DipsError as error:  # our bug; it must not cost the run its master
             self._writer.why = str(error)
-            self._stop()
+            self._stop_writer()
             return
         self._writer.failed = self._writer.full = False
         self._stopped_at = None
@@ -110,11 +110,11 @@ class Journal:
         if self._stopped_at is not None:
             return
         if self._writer.failed or self._queue.qsize() >= MOST_WAITING:
-            self._stop()
+            self._stop_writer()
             return
         self._queue.put(_Step(now, event, effects))
 
-    def snapshot(self) -> dict[str, Any]:
+    def read_status(self) -> dict[str, Any]:
         """For the status: whether it is writing, how much it wrote, and how much is waiting."""
         return {
             "writing": int(self._begun and self._stopped_at is None and not self._writer.failed),
@@ -127,14 +127,14 @@ class Journal:
         self._queue.put(None)
         self._thread.join(CLOSE_S)
 
-    def _stop(self) -> None:
+    def _stop_writer(self) -> None:
         self._stopped_at = time.monotonic()
         why = self._writer.why or f"{MOST_WAITING} events wait for a disk that does not keep up"
         self._log.error("journal stopped; the run goes on without it", why=why, again_in_s=RETRY_S)
 
     def _may_try_again(self) -> bool:
         if self._stopped_at is None:
-            self._stop()
+            self._stop_writer()
         assert self._stopped_at is not None
         return time.monotonic() - self._stopped_at >= RETRY_S and self._queue.empty()
 
@@ -146,7 +146,7 @@ class Journal:
                     batch.append(self._queue.get_nowait())
                 except Empty:
                     break
-            self._writer.write([item for item in batch if item is not None])
+            self._writer.write_batch([item for item in batch if item is not None])
             if batch[-1] is None:
                 self._writer.close()
                 return
@@ -163,26 +163,26 @@ class _JournalWriter:
         self.full = self.failed = False
         self.why = ""
 
-    def write(self, batch: Sequence[_Head | _Step]) -> None:
+    def write_batch(self, batch: Sequence[_Head | _Step]) -> None:
         lines = bytearray()
         try:
             for item in batch:
                 if isinstance(item, _Head):
-                    self._append(lines)
+                    self._append_lines(lines)
                     lines.clear()
-                    self._open(item)
+                    self._open_segment(item)
                 elif self._file is not None:
-                    lines += _line(item)
-            self._append(lines)
+                    lines += _step_line(item)
+            self._append_lines(lines)
         except (OSError, DipsError) as error:
-            self._fail(error)
+            self._on_failure(error)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _open(self, head: _Head) -> None:
+    def _open_segment(self, head: _Head) -> None:
         self.close()
         self._segment += 1
         self._file = (self._directory / f"journal-{self._term}-{self._segment}.jsonl").open("wb", buffering=0)
@@ -194,15 +194,15 @@ class _JournalWriter:
             "segment": self._segment,
             "code": code_digest(),
             "wall": time.time(),
-            "shapes": codec.shapes(head.state),
+            "shapes": codec.field_names(head.state),
             "state": head.state,
         }
-        self._append(json.dumps(about, separators=(",", ":"), ensure_ascii=False).encode() + b"\n")
+        self._append_lines(json.dumps(about, separators=(",", ":"), ensure_ascii=False).encode() + b"\n")
         self._size = 0  # a state as large as a segment must not begin the next one at once
-        for old in segments(self._directory)[: -self._options.segments]:
+        for old in list_segments(self._directory)[: -self._options.segments]:
             old.unlink(missing_ok=True)
 
-    def _append(self, lines: bytes | bytearray) -> None:
+    def _append_lines(self, lines: bytes | bytearray) -> None:
         rest = memoryview(lines)
         while self._file is not None and len(rest):
             rest = rest[self._file.write(rest) :]
@@ -211,7 +211,7 @@ class _JournalWriter:
         if self._size >= self._options.segment_bytes:
             self.full = True
 
-    def _fail(self, error: Exception) -> None:
+    def _on_failure(self, error: Exception) -> None:
         self.why, self.failed = str(error), True
         try:
             self.close()
@@ -219,16 +219,16 @@ class _JournalWriter:
             self._file = None  # it said what it had to say
 
 
-def _line(step: _Step) -> bytes:
-    event = codec.spell(step.event)
+def _step_line(step: _Step) -> bytes:
+    event = codec.encode_value(step.event)
     if isinstance(step.effects, Exception):
         line = [step.now, event, RAISED, [repr(step.effects)]]
     else:
-        line = [step.now, event, codec.digest(tuple(step.effects)), [type(e).__name__ for e in step.effects]]
+        line = [step.now, event, codec.value_digest(tuple(step.effects)), [type(e).__name__ for e in step.effects]]
     return json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
 
 
-def segments(directory: Path) -> list[Path]:
+def list_segments(directory: Path) -> list[Path]:
     """The segments of a directory, oldest first."""
     found = {path: m for path in directory.glob("journal-*.jsonl") if (m := _NAME.fullmatch(path.name))}
     return sorted(found, key=lambda path: (int(found[path][1]), int(found[path][2])))
@@ -236,7 +236,7 @@ def segments(directory: Path) -> list[Path]:
 
 def newest_term(directory: Path) -> int:
     """The highest term that left a journal here; 0 for none."""
-    return max((int(m[1]) for path in segments(directory) if (m := _NAME.fullmatch(path.name))), default=0)
+    return max((int(m[1]) for path in list_segments(directory) if (m := _NAME.fullmatch(path.name))), default=0)
 
 
 def code_digest() -> str:

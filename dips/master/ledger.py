@@ -1,8 +1,8 @@
 """The ledger: what the master must never forget, in SQLite (WAL, synchronous=FULL). The row of a version is its birth.
 
-One `write` is one transaction: all of its records are durable when it returns, or none is. One master holds the file,
-by a lock beside it; readers (`dips history`, plots) open it read-only at any time. What a record means, and when it is
-written, the Coordinator decides; this file does not know.
+One `write_records` is one transaction: all of its records are durable when it returns, or none is. One master holds the
+file, by a lock beside it; readers (`dips history`, plots) open it read-only at any time. What a record means, and when
+it is written, the Coordinator decides; this file does not know.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Ledger:
         if str(path) != MEMORY and Path(path).exists():
             raise ConfigError(f"{path}: a ledger is here already; a run is initialised once")
         lock = _take_lock(path)
-        db = _connect(path, "rwc")
-        with _transaction(db):
+        db = _connect_file(path, "rwc")
+        with _in_transaction(db):
             _run_all(db, SCHEMA)
             db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             write_run(db, row)
         if str(path) != MEMORY:
-            sync(Path(path).parent)
+            sync_path(Path(path).parent)
         return cls(db, lock, wall)
 
     @classmethod
@@ -64,7 +64,7 @@ class Ledger:
             raise ConfigError(f"{path}: no ledger is here; `dips init` makes one")
         lock = None if readonly else _take_lock(path)
         try:
-            db = _connect(path, "ro" if readonly else "rw")
+            db = _connect_file(path, "ro" if readonly else "rw")
             _check_is_ours(db, path)
         except BaseException:
             if lock is not None:
@@ -75,13 +75,13 @@ class Ledger:
     def start_term(self, above: int = 0) -> int:
         """Begin the incarnation of a master: a term above `above` and every earlier one, durable on return
         (docs/rationale.md#4)."""
-        with _transaction(self._db):
+        with _in_transaction(self._db):
             (term,) = self._db.execute("SELECT max(coalesce(max(term), 0), ?) + 1 FROM terms", (above,)).fetchone()
             self._db.execute("INSERT INTO terms VALUES (?, ?)", (term, self._wall()))
         self._term = int(term)
         return self._term
 
-    def write(self, records: Sequence[Record], wall: float | None = None) -> None:
+    def write_records(self, records: Sequence[Record], wall: float | None = None) -> None:
         """Make all records durable in one transaction, in their order; on any error none of them is written.
 
         wall  Unix seconds for the rows; None: of the clock
@@ -89,7 +89,7 @@ class Ledger:
         Raise StaleTerm if a later master has begun its term here: a lock is not to be had on every file system, and a
         master that was stopped and taken for dead must not write over its successor (docs/rationale.md#4).
         """
-        with _transaction(self._db):
+        with _in_transaction(self._db):
             if self._term:
                 (newest,) = self._db.execute("SELECT max(term) FROM terms").fetchone()
                 if newest != self._term:
@@ -102,7 +102,7 @@ class Ledger:
         """The whole file as it is now, what lies in its WAL included."""
         return self._db.serialize()
 
-    def state(self) -> LedgerState:
+    def read_state(self) -> LedgerState:
         """Everything that a new master knows; raise Corrupt if rows contradict each other."""
         with _one_moment(self._db):
             return read_state(self._db)
@@ -111,18 +111,18 @@ class Ledger:
         """What `dips init` wrote; raise Corrupt if it did not finish."""
         return read_run(self._db)
 
-    def history(self, limit: int = 100) -> list[RoundHistory]:
+    def read_history(self, limit: int = 100) -> list[RoundHistory]:
         """Return the newest `limit` rounds, oldest first: how each ended, its folds and its outcomes."""
         with _one_moment(self._db):
             return read_history(self._db, limit)
 
-    def digests(self) -> dict[tuple[int, str], str]:
+    def read_digests(self) -> dict[tuple[int, str], str]:
         """Return, by (round, slave), what the manifest of that slave's snapshot hashes to."""
         rows = self._db.execute("SELECT round, slave, digest FROM digests")
         return {(number, slave): digest for number, slave, digest in rows}
 
-    def tokens(self) -> dict[str, dict[str, int]]:
-        """Return tokens accepted (in the lineage), gated, lost and undone for each cluster ever heard of."""
+    def read_tokens(self) -> dict[str, dict[str, int]]:
+        """Return tokens accepted (in the lineage), gated, lost and undone for each known cluster."""
         return {
             t.cluster: {
                 "accepted": t.tokens_accepted,
@@ -142,7 +142,7 @@ class Ledger:
 
 
 @contextmanager
-def holding(path: Path) -> Iterator[None]:
+def hold_ledger(path: Path) -> Iterator[None]:
     """Keep masters away from a ledger's file for a while; raise ConfigError if one holds it."""
     lock = _take_lock(path)
     try:
@@ -155,7 +155,7 @@ def holding(path: Path) -> Iterator[None]:
 # ---- opening ------------------------------------------------------------------------------------------------------
 
 
-def _connect(path: Path | str, mode: str) -> sqlite3.Connection:
+def _connect_file(path: Path | str, mode: str) -> sqlite3.Connection:
     target = MEMORY if str(path) == MEMORY else f"{Path(path).absolute().as_uri()}?mode={mode}"
     db = sqlite3.connect(target, uri=True, isolation_level=None, timeout=BUSY_S, check_same_thread=False)
     try:
@@ -204,7 +204,7 @@ def _take_lock(path: Path | str) -> PidLock | None:
     return PidLock(Path(f"{path}.lock"), busy=busy, advice="stop it first")
 
 
-def sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
     """Make a file, or a directory's list of files, durable: a new file exists only when its directory says so."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -214,7 +214,7 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def _transaction(db: sqlite3.Connection) -> Iterator[None]:
+def _in_transaction(db: sqlite3.Connection) -> Iterator[None]:
     """All of the body or nothing of it, durable when it is left."""
     db.execute("BEGIN IMMEDIATE")
     try:

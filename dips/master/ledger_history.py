@@ -1,4 +1,4 @@
-"""Reads the ledger's history for people: how each round ended, what it folded and what it told its clusters."""
+"""Reads the ledger's history for people: how each round ended, what it folded and the outcomes of its clusters."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def read_history(db: sqlite3.Connection, limit: int) -> list[RoundHistory]:
            ORDER BY r.round DESC LIMIT ?""",
         (limit,),
     ).fetchall()
-    return [_round(db, row) for row in reversed(rows)]
+    return [_read_round(db, row) for row in reversed(rows)]
 
 
-def _round(db: sqlite3.Connection, row: tuple[Any, ...]) -> RoundHistory:
+def _read_round(db: sqlite3.Connection, row: tuple[Any, ...]) -> RoundHistory:
     number, kind, reason, opened, ended, version, parent_version, parent_round, tokens, *step = row
     scale, delta, clipped, durable, undone, source, lost = step
     folds = db.execute("SELECT * FROM folds WHERE round = ? ORDER BY place", (number,))

@@ -37,12 +37,12 @@ from dips.protocol.records import (
 
 def write_run(db: sqlite3.Connection, row: RunRow) -> None:
     """Write what `dips init` decided, and version 0."""
-    _insert(db, "run", (1, row.run, row.config_digest, row.manifest))
+    _insert_row(db, "run", (1, row.run, row.config_digest, row.manifest))
     for place, (slave, layers) in enumerate(row.placement):
-        _insert(db, "placement", (place, slave, json.dumps(layers)))
+        _insert_row(db, "placement", (place, slave, json.dumps(layers)))
     for layer, (digest, norm) in enumerate(zip(row.genesis, row.genesis_norms, strict=True)):
-        _insert(db, "genesis", (layer, digest, norm))
-    _insert(db, "versions", (0, 0, GENESIS.version, GENESIS.round, True, 0, 0.0, 0.0, 0.0, 0.0, False))
+        _insert_row(db, "genesis", (layer, digest, norm))
+    _insert_row(db, "versions", (0, 0, GENESIS.version, GENESIS.round, True, 0, 0.0, 0.0, 0.0, 0.0, False))
 
 
 def write_record(db: sqlite3.Connection, record: Record, wall: float) -> None:
@@ -50,12 +50,12 @@ def write_record(db: sqlite3.Connection, record: Record, wall: float) -> None:
     _WRITERS[type(record)](db, record, wall)
 
 
-def _incarnation(db: sqlite3.Connection, r: IncarnationGiven, _wall: float) -> None:
-    _insert(db, "incarnations", (r.role, r.name, r.inc, r.nonce))
+def _write_incarnation(db: sqlite3.Connection, r: IncarnationGiven, _wall: float) -> None:
+    _insert_row(db, "incarnations", (r.role, r.name, r.inc, r.nonce))
 
 
 def _round_reserved(db: sqlite3.Connection, r: RoundReserved, wall: float) -> None:
-    _insert(db, "rounds", (r.round, r.at, wall))
+    _insert_row(db, "rounds", (r.round, r.at, wall))
 
 
 def _version_committed(db: sqlite3.Connection, r: VersionCommitted, wall: float) -> None:
@@ -63,59 +63,59 @@ def _version_committed(db: sqlite3.Connection, r: VersionCommitted, wall: float)
     number, tokens = r.version.round, sum(fold.tokens for fold in r.folds)
     parent = (r.parent.version, r.parent.round)
     step = (r.scale, r.lr, r.momentum, r.delta_norm, r.clipped)
-    _insert(db, "versions", (number, r.version.version, *parent, r.durable, tokens, *step))
-    _insert(db, "round_ends", (number, "applied", "", r.at, wall))
+    _insert_row(db, "versions", (number, r.version.version, *parent, r.durable, tokens, *step))
+    _insert_row(db, "round_ends", (number, "applied", "", r.at, wall))
     for place, f in enumerate(r.folds):
         name = (number, place, f.push.cluster, f.push.inc, f.push.seq, f.base.version, f.base.round)
-        _insert(
+        _insert_row(
             db,
             "folds",
             (*name, f.tokens, f.inner_steps, f.weight, f.norm, f.score, f.loss, json.dumps(f.ranges)),
         )
     for slave, digest in r.digests:
-        _insert(db, "digests", (number, slave, digest))
-    _outcomes(db, number, r.outcomes)
-    _penalty(db, number, r.penalty)
+        _insert_row(db, "digests", (number, slave, digest))
+    _write_outcomes(db, number, r.outcomes)
+    _write_penalty(db, number, r.penalty)
     scores, norms = json.dumps(r.history.scores), json.dumps(r.history.delta_norms)
     db.execute("INSERT OR REPLACE INTO score_history VALUES (1, ?, ?)", (scores, norms))
 
 
 def _version_durable(db: sqlite3.Connection, r: VersionDurable, wall: float) -> None:
-    _insert(db, "durable", (r.version.round, r.at, wall))
+    _insert_row(db, "durable", (r.version.round, r.at, wall))
     for slave, digest in r.digests:
-        _insert(db, "digests", (r.version.round, slave, digest))
+        _insert_row(db, "digests", (r.version.round, slave, digest))
 
 
 def _rolled_back(db: sqlite3.Connection, r: RolledBack, wall: float) -> None:
     head = (r.head.version, r.head.round)
     place = db.execute("INSERT INTO rollbacks VALUES (NULL, ?, ?, ?, ?, ?)", (*head, r.reason, r.at, wall)).lastrowid
     for version in r.undone:
-        _insert(db, "undone", (version.round, place))
+        _insert_row(db, "undone", (version.round, place))
 
 
 def _round_ended(db: sqlite3.Connection, r: RoundEnded, wall: float) -> None:
-    _insert(db, "round_ends", (r.round, r.kind, r.reason, r.at, wall))
-    _outcomes(db, r.round, r.outcomes)
-    _penalty(db, r.round, r.penalty)
+    _insert_row(db, "round_ends", (r.round, r.kind, r.reason, r.at, wall))
+    _write_outcomes(db, r.round, r.outcomes)
+    _write_penalty(db, r.round, r.penalty)
 
 
 def _ranges_leased(db: sqlite3.Connection, r: RangesLeased, _wall: float) -> None:
-    _insert(db, "leases", (None, r.cluster, r.inc, r.seq, json.dumps(r.ranges)))
+    _insert_row(db, "leases", (None, r.cluster, r.inc, r.seq, json.dumps(r.ranges)))
 
 
 def _cluster_ended(db: sqlite3.Connection, r: ClusterEnded, wall: float) -> None:
-    _insert(db, "incarnations_ended", (r.cluster, r.inc, r.reason, r.tokens_lost, r.at, wall))
+    _insert_row(db, "incarnations_ended", (r.cluster, r.inc, r.reason, r.tokens_lost, r.at, wall))
     if r.open_seq:
-        _insert(db, "left_open", (r.cluster, r.inc, r.open_seq, r.open_tokens))
+        _insert_row(db, "left_open", (r.cluster, r.inc, r.open_seq, r.open_tokens))
 
 
 def _cluster_readmitted(db: sqlite3.Connection, r: ClusterReadmitted, _wall: float) -> None:
-    _penalty(db, r.round, (r.penalty,))
+    _write_penalty(db, r.round, (r.penalty,))
 
 
 def _versions_retired(db: sqlite3.Connection, r: VersionsRetired, _wall: float) -> None:
     for version in r.versions:
-        _insert(db, "retired", (version.round,))
+        _insert_row(db, "retired", (version.round,))
 
 
 def _run_finished(db: sqlite3.Connection, r: RunFinished, wall: float) -> None:
@@ -132,7 +132,7 @@ def _version_recovered(db: sqlite3.Connection, r: VersionRecovered, wall: float)
 
 
 _WRITERS: dict[type[Record], Callable[[sqlite3.Connection, Any, float], None]] = {
-    IncarnationGiven: _incarnation,
+    IncarnationGiven: _write_incarnation,
     RoundReserved: _round_reserved,
     VersionCommitted: _version_committed,
     VersionDurable: _version_durable,
@@ -148,20 +148,20 @@ _WRITERS: dict[type[Record], Callable[[sqlite3.Connection, Any, float], None]] =
 }
 
 
-def _outcomes(db: sqlite3.Connection, number: int, rows: Sequence[OutcomeRow]) -> None:
+def _write_outcomes(db: sqlite3.Connection, number: int, rows: Sequence[OutcomeRow]) -> None:
     for o in rows:
         push = (o.push.cluster, o.push.inc, o.push.seq)
         settled = (o.kind, o.reason, o.tokens, o.inner_steps, o.norm, o.score, json.dumps(o.ranges))
-        _insert(db, "outcomes", (None, number, *push, *settled))
+        _insert_row(db, "outcomes", (None, number, *push, *settled))
 
 
-def _penalty(db: sqlite3.Connection, number: int, rows: Sequence[PenaltyRow]) -> None:
+def _write_penalty(db: sqlite3.Connection, number: int, rows: Sequence[PenaltyRow]) -> None:
     for p in rows:
         numbers = (p.n, p.mu, p.sigma, p.last_norm, p.warm_left, p.gated_in_a_row, p.quarantined, p.accepted)
-        _insert(db, "penalty", (None, number, p.cluster, *numbers))
+        _insert_row(db, "penalty", (None, number, p.cluster, *numbers))
 
 
-def _insert(db: sqlite3.Connection, table: str, values: Sequence[Any]) -> None:
+def _insert_row(db: sqlite3.Connection, table: str, values: Sequence[Any]) -> None:
     db.execute(f"INSERT INTO {table} VALUES ({','.join('?' * len(values))})", values)
 
 

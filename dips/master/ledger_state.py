@@ -33,16 +33,16 @@ def read_state(db: sqlite3.Connection) -> LedgerState:
     restored = db.execute(
         "SELECT unknown_from, known_again, incarnations_above FROM restores ORDER BY place DESC"
     ).fetchone()
-    lineage, undone = _versions(db)
-    settled, leased = _settled(db), _leased(db)
+    lineage, undone = _read_versions(db)
+    settled, leased = _settled_ranges(db), _leased_ranges(db)
     held = {r for *_, ranges in leased for r in ranges}
     return LedgerState(
         row=read_run(db),
         term=term,
         next_round=last_round + 1,
         versions=lineage,
-        clusters=_peers(db, "cluster"),
-        slaves=_peers(db, "slave"),
+        clusters=_read_peers(db, "cluster"),
+        slaves=_read_peers(db, "slave"),
         outcomes=_newest_outcomes(db),
         penalty=_newest_penalty(db),
         history=_score_history(db),
@@ -59,7 +59,7 @@ def read_state(db: sqlite3.Connection) -> LedgerState:
 
 
 def read_totals(db: sqlite3.Connection) -> tuple[ClusterTotals, ...]:
-    """What all rounds said of each cluster that was ever heard of."""
+    """What all rounds said of each cluster that was ever known."""
     names = db.execute(
         "SELECT name FROM incarnations WHERE role = 'cluster' UNION SELECT cluster FROM outcomes ORDER BY 1"
     )
@@ -117,14 +117,14 @@ def read_run(db: sqlite3.Connection) -> RunRow:
     )
 
 
-def _versions(db: sqlite3.Connection) -> tuple[tuple[VersionRow, ...], tuple[VersionRow, ...]]:
+def _read_versions(db: sqlite3.Connection) -> tuple[tuple[VersionRow, ...], tuple[VersionRow, ...]]:
     """The lineage of the newest version that is not undone, oldest first; and the versions that are."""
     query = """SELECT v.round, v.version, v.parent_version, v.parent_round, v.durable OR d.round IS NOT NULL, v.tokens,
                       r.round IS NOT NULL, u.round IS NOT NULL
                FROM versions v LEFT JOIN retired r USING (round) LEFT JOIN durable d USING (round)
                LEFT JOIN undone u USING (round) ORDER BY v.round"""
     rows: dict[VersionId, VersionRow] = {}
-    undone, shares = list[VersionRow](), _shares(db)
+    undone, shares = list[VersionRow](), _read_shares(db)
     for number, version, parent_version, parent_round, durable, tokens, retired, over in db.execute(query):
         name, parent = VersionId(version, number), VersionId(parent_version, parent_round)
         row = VersionRow(name, parent, bool(durable), tokens, bool(retired), tuple(shares.get(number, ())))
@@ -132,10 +132,10 @@ def _versions(db: sqlite3.Connection) -> tuple[tuple[VersionRow, ...], tuple[Ver
             undone.append(row)
         else:
             rows[name] = row
-    return _lineage(rows), tuple(undone)
+    return _walk_lineage(rows), tuple(undone)
 
 
-def _shares(db: sqlite3.Connection) -> dict[int, list[tuple[str, int, tuple[int, ...]]]]:
+def _read_shares(db: sqlite3.Connection) -> dict[int, list[tuple[str, int, tuple[int, ...]]]]:
     """By round that may still be undone: whose pushes its version holds, with tokens and ranges, in folding order."""
     shares: dict[int, list[tuple[str, int, tuple[int, ...]]]] = {}
     for number, cluster, tokens, ranges in db.execute(
@@ -146,7 +146,7 @@ def _shares(db: sqlite3.Connection) -> dict[int, list[tuple[str, int, tuple[int,
     return shares
 
 
-def _lineage(rows: dict[VersionId, VersionRow]) -> tuple[VersionRow, ...]:
+def _walk_lineage(rows: dict[VersionId, VersionRow]) -> tuple[VersionRow, ...]:
     """Walk from the newest to v0@r0 by parents, and turn it round."""
     lineage = list[VersionRow]()
     at = max(rows, key=lambda name: name.round, default=GENESIS)
@@ -160,7 +160,7 @@ def _lineage(rows: dict[VersionId, VersionRow]) -> tuple[VersionRow, ...]:
         at = rows.pop(at).parent
 
 
-def _peers(db: sqlite3.Connection, role: str) -> tuple[PeerRow, ...]:
+def _read_peers(db: sqlite3.Connection, role: str) -> tuple[PeerRow, ...]:
     query = """SELECT i.name, max(i.inc), i.nonce, e.inc IS NOT NULL, e.tokens_lost, f.tokens_lost
                FROM incarnations i
                LEFT JOIN incarnations_ended e ON i.role = 'cluster' AND e.cluster = i.name AND e.inc = i.inc
@@ -169,13 +169,13 @@ def _peers(db: sqlite3.Connection, role: str) -> tuple[PeerRow, ...]:
     rows = db.execute(query, (role,)).fetchall()
     settled, died_open = (_settled_tokens(db), _died_open(db)) if role == "cluster" else ({}, {})
 
-    def accounted(incarnation: tuple[str, int], lost: int | None) -> int:
+    def count_tokens(incarnation: tuple[str, int], lost: int | None) -> int:
         return settled.get(incarnation, 0) + died_open.get(incarnation, 0) + (lost or 0)
 
     return tuple(
         PeerRow(
             name, inc, nonce, bool(ended), settled.get((name, inc), 0),
-            accounted((name, inc), lost) if ended else accounted((name, inc - 1), lost_before),
+            count_tokens((name, inc), lost) if ended else count_tokens((name, inc - 1), lost_before),
         )
         for name, inc, nonce, ended, lost, lost_before in rows
     )  # fmt: skip
@@ -215,7 +215,7 @@ def _score_history(db: sqlite3.Connection) -> ScoreHistory:
     return ScoreHistory(tuple(tuple(scores) for scores in json.loads(row[0])), tuple(json.loads(row[1])))
 
 
-def _settled(db: sqlite3.Connection) -> set[int]:
+def _settled_ranges(db: sqlite3.Connection) -> set[int]:
     """Trained in the lineage, or gated: what a gated push brought is gone, whatever became of its round's version."""
     rows = db.execute(
         """SELECT ranges FROM outcomes LEFT JOIN undone u USING (round)
@@ -229,7 +229,7 @@ def _undone_ranges(db: sqlite3.Connection) -> set[int]:
     return {r for (ranges,) in rows for r in read_ints(ranges)}
 
 
-def _leased(db: sqlite3.Connection) -> tuple[tuple[str, int, int, tuple[int, ...]], ...]:
+def _leased_ranges(db: sqlite3.Connection) -> tuple[tuple[str, int, int, tuple[int, ...]], ...]:
     """Every lease of an incarnation that is not over, in order, with those of its ranges that no Outcome of it settled.
 
     A range that was undone may be leased again, to the same incarnation too: each Outcome ends the oldest of its

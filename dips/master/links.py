@@ -28,18 +28,18 @@ class SlaveLink:
 
     def __init__(self, slave: str, address: str) -> None:
         self.slave, self.address = slave, address
-        self._channel: aio.Channel = control.channel(address)
+        self._channel: aio.Channel = control.open_channel(address)
         self._execute: Any = OrderServiceStub(self._channel).Execute
         self._gate = asyncio.Lock()  # first come, first begun
 
-    async def execute(self, order: Order) -> OrderAnswered | OrderFailed:
+    async def execute_order(self, order: Order) -> OrderAnswered | OrderFailed:
         """Have an order carried out; never raises for what a slave or a link does."""
         clock = asyncio.get_running_loop().time
         sent = SentOrder(order, clock())
         try:
             async with asyncio.timeout(order.deadline_s):
                 while True:
-                    ended = await self._send(sent, clock)
+                    ended = await self._send_once(sent, clock)
                     if ended is not None:
                         return ended
                     await asyncio.sleep(RESEND_PAUSE_S)
@@ -49,13 +49,13 @@ class SlaveLink:
     async def close(self) -> None:
         await self._channel.close()
 
-    async def _send(self, sent: SentOrder, clock: Callable[[], float]) -> OrderAnswered | OrderFailed | None:
+    async def _send_once(self, sent: SentOrder, clock: Callable[[], float]) -> OrderAnswered | OrderFailed | None:
         """Send it once; None: send it again."""
-        if sent.needs_listener and not await self._listens():
+        if sent.needs_listener and not await self._is_reachable():
             return sent.on_refusal(UnavailableSlave(f"nobody listens at {self.address}"))
         try:
-            reply = await control.call(
-                self._begin,
+            reply = await control.call_method(
+                self._begin_call,
                 messages.to_proto(sent.order),
                 deadline_s=sent.order.deadline_s,
                 peer=f"slave {self.slave} at {self.address}",
@@ -63,9 +63,9 @@ class SlaveLink:
             )
         except DipsError as error:
             return sent.on_error(error, clock())
-        return sent.on_answer(messages.unwrap(reply))
+        return sent.on_answer(messages.unwrap_oneof(reply))
 
-    async def _listens(self) -> bool:
+    async def _is_reachable(self) -> bool:
         """Connect if need be; False as soon as that is refused."""
         while True:
             state = self._channel.get_state(try_to_connect=True)
@@ -73,8 +73,8 @@ class SlaveLink:
                 return state is ChannelConnectivity.READY
             await self._channel.wait_for_state_change(state)
 
-    async def _begin(self, request: Any, timeout: float) -> Answer:
-        """Begin a call when the slave has heard those that were given before it; their answers may take long.
+    async def _begin_call(self, request: Any, timeout: float) -> Answer:
+        """Begin a call when the slave has received those made before it; their answers may take long.
 
         Calls in flight at once reach the other end's handlers in any order (of 100, the ninth came as the fifteenth).
         """
@@ -104,13 +104,13 @@ class SlaveLinks:
             task.add_done_callback(self._closing.discard)
         self._links[slave] = SlaveLink(slave, address)
 
-    async def execute(self, order: Order) -> OrderAnswered | OrderFailed:
+    async def execute_order(self, order: Order) -> OrderAnswered | OrderFailed:
         """Have an order carried out by the slave that it names."""
         link = self._links.get(order.slave)
         if link is None:
             error = UnavailableSlave(f"{order.slave} has no address yet")
             return SentOrder(order, asyncio.get_running_loop().time()).on_refusal(error)
-        return await link.execute(order)
+        return await link.execute_order(order)
 
     async def close(self) -> None:
         for link in self._links.values():

@@ -35,17 +35,17 @@ def replay_command(
       dips-master replay master/
       dips-master replay master/journal-3-1.jsonl --show | less
     """
-    done = replay.replay(journal, _show if show else lambda *_: None)
+    done = replay.replay_journal(journal, _show_step if show else lambda *_: None)
     for one in done:
-        print(_line(one))
-    for gap in replay.gaps(done):
+        print(_replay_line(one))
+    for gap in replay.find_gaps(done):
         print(f"note: {gap}")
     if done[-1].differs:
         print(done[-1].differs)
         raise typer.Exit(EXIT_DIFFERS)
 
 
-def _line(one: replay.Replayed) -> str:
+def _replay_line(one: replay.Replayed) -> str:
     notes = [
         "other effects" if one.differs else "the same effects",
         "its last line is torn: the master was killed" if one.torn else "",
@@ -56,7 +56,7 @@ def _line(one: replay.Replayed) -> str:
     return f"{one.path.name}: term {one.term}, {one.events} events, {one.effects} effects: {said}"
 
 
-def _show(line: int, now: float, event: Event, effects: list[Effect]) -> None:
+def _show_step(line: int, now: float, event: Event, effects: list[Effect]) -> None:
     print(f"{line:>7}  {now:.6f}  {event}")
     for effect in effects:
         print(f"         {effect}")
@@ -64,9 +64,7 @@ def _show(line: int, now: float, event: Event, effects: list[Effect]) -> None:
 
 def recover_command(
     config: Annotated[Path, typer.Option(help="The run file of the run whose ledger was restored.")],
-    term_above: Annotated[
-        int, typer.Option(help="A term that was in use: `dips status` or a slave's log told it.")
-    ] = 0,
+    term_above: Annotated[int, typer.Option(help="A term that was in use: from `dips status` or a slave's log.")] = 0,
     round_above: Annotated[int, typer.Option(help="A round that was in use: the number after @r of any version.")] = 0,
     adopt: Annotated[
         str | None, typer.Option(metavar="vN@rM", help="Go on from this newer version, which all slaves have.")
@@ -77,9 +75,9 @@ def recover_command(
 
     A restored ledger knows less than slaves and clusters have seen, and would use names twice: terms, rounds,
     incarnations.
-    So the master refuses to serve it. This brings its counters above everything that was ever told: above what
+    So the master refuses to serve it. This brings its counters above everything that was ever sent: above what
     journals and snapshot directories on this machine show, above --term-above and --round-above, and a thousand more,
-    since not everything that was told is written somewhere. It says what is lost, and asks.
+    since not everything that was sent is written somewhere. It says what is lost, and asks.
 
     What is lost: the outer steps since the backup. Their snapshots are no versions any more; slaves delete them when
     they are READY: copy what you want to keep. Clusters pull the head of the backup and go on. Data ranges that were
@@ -101,15 +99,15 @@ def recover_command(
     """
     run_file = load_run(config)
     with recover.open_ledger(run_file) as ledger:
-        plan = recover.make_plan(run_file, ledger, term_above, round_above, _version(adopt))
-        print(plan.describe())
+        plan = recover.make_plan(run_file, ledger, term_above, round_above, _parse_version(adopt))
+        print(plan.describe_lines())
         if not yes and not typer.confirm("Raise the counters and abandon what is named above?"):
             raise typer.Exit(1)
         plan.carry_out(ledger)
     print(f"done. next: dips-master --config {config}, then the slaves, then the agents")
 
 
-def _version(text: str | None) -> VersionId | None:
+def _parse_version(text: str | None) -> VersionId | None:
     try:
         return VersionId.parse(text) if text else None
     except ValueError as error:

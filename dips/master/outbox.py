@@ -52,7 +52,7 @@ class Outbox:
         self._queue: deque[Outgoing | Record] = deque()
         self._writing = False
 
-    def put(self, item: Outgoing | Record) -> None:
+    def put_item(self, item: Outgoing | Record) -> None:
         """Add at the end."""
         self._queue.append(item)
 

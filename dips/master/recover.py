@@ -53,7 +53,7 @@ class RecoveryPlan:
     adopted: VersionId | None
     digests: tuple[tuple[str, str], ...]  # of what is adopted: (slave, digest of its snapshot's manifest)
 
-    def describe(self) -> str:
+    def describe_lines(self) -> str:
         """The plan as lines for a person."""
         s = self.state
         lines = [
@@ -77,7 +77,7 @@ class RecoveryPlan:
         for role, peers in ((Role.SLAVE, self.state.slaves), (Role.CLUSTER, self.state.clusters)):
             records += [IncarnationGiven(role, peer.name, peer.inc + SPARE, REASON) for peer in peers]
         records += [ClusterEnded(peer.name, peer.inc + SPARE, REASON, 0, 0.0) for peer in self.state.clusters]
-        ledger.write(records)
+        ledger.write_records(records)
 
     def _describe_next_head(self) -> str:
         head = self.state.versions[-1].version
@@ -121,7 +121,7 @@ def make_plan(
 
     Raise ConfigError if the ledger is of another run, or `adopt` is not newer than it or not in all directories here.
     """
-    state = ledger.state()
+    state = ledger.read_state()
     if state.row.run != config.shared.run:
         raise ConfigError(
             f"{genesis.ledger_path(config)} is the ledger of run {state.row.run!r}, the run file's is "
@@ -149,7 +149,9 @@ def make_plan(
         newer=newer[-1] if newer else None,
         missing=missing,
         adopted=adopt,
-        digests=tuple((s.name, _digest(s.directory, adopt)) for s in config.slaves if adopt and s.name in offered),
+        digests=tuple(
+            (s.name, _manifest_digest(s.directory, adopt)) for s in config.slaves if adopt and s.name in offered
+        ),
     )
 
 
@@ -179,7 +181,7 @@ def _check_adoptable(version: VersionId, state: LedgerState, held: dict[str, boo
         raise ConfigError(f"--adopt: {version} is not in the directory of {', '.join(lacking)}")
 
 
-def _digest(directory: Path, version: VersionId | None) -> str:
+def _manifest_digest(directory: Path, version: VersionId | None) -> str:
     return xxhash.xxh3_128_hexdigest((directory / str(version) / "manifest.json").read_bytes())
 
 

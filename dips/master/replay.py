@@ -40,9 +40,9 @@ class Replayed:
     begin: str
 
 
-def replay(path: Path, watch: Watch = lambda *_: None) -> list[Replayed]:
+def replay_journal(path: Path, watch: Watch = lambda *_: None) -> list[Replayed]:
     """Replay a segment, or all of a directory, until one differs; raise ConfigError or Corrupt if none can be read."""
-    paths = journal.segments(path) if path.is_dir() else [path]
+    paths = journal.list_segments(path) if path.is_dir() else [path]
     if not paths:
         raise ConfigError(f"{path}: no journal is here (journal-<term>-<n>.jsonl in the master's directory)")
     done: list[Replayed] = []
@@ -53,7 +53,7 @@ def replay(path: Path, watch: Watch = lambda *_: None) -> list[Replayed]:
     return done
 
 
-def gaps(done: list[Replayed]) -> Iterator[str]:
+def find_gaps(done: list[Replayed]) -> Iterator[str]:
     """Say where a segment does not begin in the state in which the one before it ended."""
     for before, after in pairwise(done):
         follows = (after.term, after.segment) == (before.term, before.segment + 1)
@@ -62,31 +62,31 @@ def gaps(done: list[Replayed]) -> Iterator[str]:
 
 
 def _replay_one(path: Path, watch: Watch) -> Replayed:
-    lines = _lines(path)
+    lines = _read_lines(path)
     head, torn = next(lines, (None, False))
     if not isinstance(head, dict) or head.get("journal") != journal.FORMAT:
         raise Corrupt(f"{path}: expected the head of a journal of format {journal.FORMAT} in the first line")
-    if changed := codec.differences(head["shapes"]):
+    if changed := codec.class_differences(head["shapes"]):
         raise Corrupt(f"{path} was written by another Di-PS, whose state this one cannot read: {'; '.join(changed)}")
-    machine = Coordinator.restored(codec.read(head["state"]))
-    begin = codec.text(machine.state())
+    machine = Coordinator.from_state(codec.decode_value(head["state"]))
+    begin = codec.encode_text(machine.capture_state())
     events = effects = 0
     differs = raised = ""
     for number, (line, torn) in enumerate(lines, 2):
         if torn:
             break
         now, spelled, digest, kinds = line
-        event = codec.read(spelled)
+        event = codec.decode_value(spelled)
         if digest == journal.RAISED:
             raised, differs = _raise_again(machine, event, now, kinds[0])
             break
         ordered = machine.step(event, now)
         watch(number, now, event, ordered)
         events, effects = events + 1, effects + len(ordered)
-        if codec.digest(tuple(ordered)) != digest:
-            differs = _difference(path, number, now, event, kinds, ordered)
+        if codec.value_digest(tuple(ordered)) != digest:
+            differs = _describe_difference(path, number, now, event, kinds, ordered)
             break
-    end = codec.text(machine.state())
+    end = codec.encode_text(machine.capture_state())
     other = head["code"] != journal.code_digest()
     return Replayed(path, head["term"], head["segment"], events, effects, torn, other, differs, raised, end, begin)
 
@@ -100,7 +100,9 @@ def _raise_again(machine: Coordinator, event: Event, now: float, how: str) -> tu
     return "", f"{event} at {now:.6f} s raised {how}; now it raises nothing"
 
 
-def _difference(path: Path, number: int, now: float, event: Event, kinds: list[str], ordered: list[Effect]) -> str:
+def _describe_difference(
+    path: Path, number: int, now: float, event: Event, kinds: list[str], ordered: list[Effect]
+) -> str:
     now_kinds = [type(effect).__name__ for effect in ordered]
     same = " (of the same kinds, with other contents)" if kinds == now_kinds else ""
     listed = "\n".join(f"    {effect}" for effect in ordered) or "    nothing"
@@ -110,7 +112,7 @@ def _difference(path: Path, number: int, now: float, event: Event, kinds: list[s
     )
 
 
-def _lines(path: Path) -> Iterator[tuple[Any, bool]]:
+def _read_lines(path: Path) -> Iterator[tuple[Any, bool]]:
     """Each line as data; (None, True) for a last one that is not whole. Raise Corrupt on another that is not."""
     try:
         with path.open("rb") as file:

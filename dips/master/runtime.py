@@ -54,9 +54,9 @@ class Runtime:
 
     def put_event(self, event: Event) -> None:
         """Put a fact on the inbox."""
-        self._put(lambda now: self._core.handle(event, now))
+        self._put_arrived(lambda now: self._core.take_event(event, now))
 
-    async def ask(self, make: Callable[[int], Event]) -> Result:
+    async def ask_core(self, make: Callable[[int], Event]) -> Result:
         """Put a question on the inbox and return its answer, once everything before it is durable."""
         req, answer = self._new_answer()
         event = make(req)
@@ -66,12 +66,12 @@ class Runtime:
             return result
         finally:
             self._answers.pop(req, None)
-            self._core.withdraw(req)
+            self._core.withdraw_question(req)
 
-    async def heartbeat(self, heartbeat: ClusterHeartbeat | SlaveHeartbeat) -> Any:
+    async def take_heartbeat(self, heartbeat: ClusterHeartbeat | SlaveHeartbeat) -> Any:
         """Take a heartbeat; return its ClusterHeartbeatAnswer or SlaveHeartbeatAnswer."""
         req, answer = self._new_answer()
-        self._put(lambda now: self._core.on_heartbeat(req, heartbeat, now))
+        self._put_arrived(lambda now: self._core.on_heartbeat(req, heartbeat, now))
         try:
             return await answer
         finally:
@@ -81,10 +81,10 @@ class Runtime:
     def heartbeats(self) -> Heartbeats:
         return self._core.heartbeats
 
-    def view(self) -> dict[str, Any]:
+    def build_view(self) -> dict[str, Any]:
         """The status as plain data."""
-        picture = {**self._core.view(self._clock()), **self._outside.view()}
-        return picture if self._journal is None else {**picture, "journal": self._journal.snapshot()}
+        picture = {**self._core.build_view(self._clock()), **self._outside.view()}
+        return picture if self._journal is None else {**picture, "journal": self._journal.read_status()}
 
     def stop(self, code: int = 0) -> None:
         """End `run` with this exit code; the first call counts."""
@@ -93,12 +93,12 @@ class Runtime:
         self._arrived.set()
 
     async def run(self) -> int:
-        """Serve until told to stop; return the exit code."""
-        loop = asyncio.create_task(self._loop(), name="loop")
+        """Serve until `stop` is called; return the exit code."""
+        loop = asyncio.create_task(self._run_core(), name="loop")
         try:
             ends: list[asyncio.Future[Any]] = [self._code, loop]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            await self._flush()
+            await self._flush_records()
         finally:
             tasks = [loop, *self._orders, *([self._writing] if self._writing else [])]
             for task in tasks:
@@ -109,12 +109,12 @@ class Runtime:
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
-    async def _loop(self) -> None:
+    async def _run_core(self) -> None:
         """Hand over what arrived, let the core act on what is due, and sleep until there is something to do."""
         try:
             while not self._code.done():
                 now = self._clock()
-                self._core.wake(now)
+                self._core.on_wake(now)
                 while self._inbox:
                     self._inbox.popleft()(now)
                 self._core.tick(now)
@@ -133,7 +133,7 @@ class Runtime:
             pass  # nothing arrived: that is what the deadline is for
         self._arrived.clear()
 
-    def _put(self, arrived: Callable[[float], None]) -> None:
+    def _put_arrived(self, arrived: Callable[[float], None]) -> None:
         self._inbox.append(arrived)
         self._arrived.set()
 
@@ -152,30 +152,30 @@ class Runtime:
                 case Order():
                     self._send_order(action)
                 case Reply():
-                    self._answer(action.req, action.result)
+                    self._answer_question(action.req, action.result)
                 case HeartbeatReply():
-                    self._answer(action.req, action.answer)
+                    self._answer_question(action.req, action.answer)
                 case WriteRecords():
-                    self._writing = asyncio.create_task(self._write(action.records), name="writer")
+                    self._writing = asyncio.create_task(self._write_records(action.records), name="writer")
                 case SlaveEndpoint():
                     self._outside.learn_address(action.slave, action.address)
                 case Note():
                     self._log.info(action.kind, **dict(action.fields))
-                    self._timeline.mark(action.kind, **dict(action.fields))
+                    self._timeline.record_mark(action.kind, **dict(action.fields))
                 case Exit():
                     self._log.error("exit", code=action.code, reason=action.reason)
                     self.stop(action.code)
 
-    def _answer(self, req: int, value: object) -> None:
+    def _answer_question(self, req: int, value: object) -> None:
         """Answer, unless the caller has gone."""
         future = self._answers.get(req)
         if future is not None and not future.done():
             future.set_result(value)
 
-    async def _write(self, records: tuple[Record, ...]) -> None:
+    async def _write_records(self, records: tuple[Record, ...]) -> None:
         self._writing = asyncio.current_task()
         try:
-            await self._outside.write(records)
+            await self._outside.write_records(records)
         except Exception as error:  # noqa: BLE001 (nothing behind it may leave, whatever it is)
             self._log.critical("a record could not be written", error=repr(error), exc_info=error)
             self._carry_out([self._core.on_write_failed(error)])
@@ -184,17 +184,17 @@ class Runtime:
         self._carry_out(self._core.take_actions())
 
     def _send_order(self, order: Order) -> None:
-        task = asyncio.create_task(self._execute(order))
+        task = asyncio.create_task(self._execute_order(order))
         self._orders.add(task)
         task.add_done_callback(self._orders.discard)
 
-    async def _execute(self, order: Order) -> None:
+    async def _execute_order(self, order: Order) -> None:
         self._log.debug("order", order=order)
-        self.put_event(await self._outside.execute(order))
+        self.put_event(await self._outside.execute_order(order))
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
-    async def _flush(self) -> None:
+    async def _flush_records(self) -> None:
         """What was decided before the end leaves, unless it cannot: each write may let out another."""
         try:
             async with asyncio.timeout(FLUSH_S):

@@ -32,39 +32,39 @@ class ClusterServicer(ClusterServiceServicer):
         self._runtime = runtime
 
     async def Join(self, request: Any, context: Any) -> cluster_pb2.JoinReply:
-        return await self._answer(request, events.ClusterJoined, cluster_pb2.JoinReply)
+        return await self._answer_question(request, events.ClusterJoined, cluster_pb2.JoinReply)
 
     async def Heartbeat(self, request: Any, context: Any) -> cluster_pb2.ClusterHeartbeatAnswer:
-        answer = await self._runtime.heartbeat(messages.from_proto(request, heartbeats.ClusterHeartbeat))
+        answer = await self._runtime.take_heartbeat(messages.from_proto(request, heartbeats.ClusterHeartbeat))
         return cast(cluster_pb2.ClusterHeartbeatAnswer, messages.to_proto(answer))
 
     async def RequestPush(self, request: Any, context: Any) -> cluster_pb2.RequestPushReply:
-        return await self._answer(request, events.PushRequested, cluster_pb2.RequestPushReply)
+        return await self._answer_question(request, events.PushRequested, cluster_pb2.RequestPushReply)
 
     async def FinishPush(self, request: Any, context: Any) -> cluster_pb2.FinishPushReply:
-        return await self._answer(request, events.PushFinished, cluster_pb2.FinishPushReply)
+        return await self._answer_question(request, events.PushFinished, cluster_pb2.FinishPushReply)
 
     async def AbortPush(self, request: Any, context: Any) -> cluster_pb2.AbortPushReply:
-        return await self._answer(request, events.PushAborted, cluster_pb2.AbortPushReply)
+        return await self._answer_question(request, events.PushAborted, cluster_pb2.AbortPushReply)
 
     async def AwaitRound(self, request: Any, context: Any) -> cluster_pb2.AwaitRoundReply:
-        return await self._answer(request, events.RoundAwaited, cluster_pb2.AwaitRoundReply)
+        return await self._answer_question(request, events.RoundAwaited, cluster_pb2.AwaitRoundReply)
 
     async def RequestPull(self, request: Any, context: Any) -> cluster_pb2.RequestPullReply:
-        return await self._answer(request, events.PullRequested, cluster_pb2.RequestPullReply)
+        return await self._answer_question(request, events.PullRequested, cluster_pb2.RequestPullReply)
 
     async def FinishPull(self, request: Any, context: Any) -> cluster_pb2.FinishPullReply:
-        return await self._answer(request, events.PullFinished, cluster_pb2.FinishPullReply)
+        return await self._answer_question(request, events.PullFinished, cluster_pb2.FinishPullReply)
 
     async def RequestRanges(self, request: Any, context: Any) -> cluster_pb2.RequestRangesReply:
-        return await self._answer(request, events.RangesRequested, cluster_pb2.RequestRangesReply)
+        return await self._answer_question(request, events.RangesRequested, cluster_pb2.RequestRangesReply)
 
     async def Leave(self, request: Any, context: Any) -> cluster_pb2.LeaveReply:
-        return await self._answer(request, events.ClusterLeft, cluster_pb2.LeaveReply)
+        return await self._answer_question(request, events.ClusterLeft, cluster_pb2.LeaveReply)
 
-    async def _answer(self, request: Message, question: type[Any], reply: type[Reply]) -> Reply:
-        result = await _ask(self._runtime, lambda req: messages.from_proto(request, question, req=req))
-        return cast(Reply, messages.wrap(result, reply))
+    async def _answer_question(self, request: Message, question: type[Any], reply: type[Reply]) -> Reply:
+        result = await _ask_master(self._runtime, lambda req: messages.from_proto(request, question, req=req))
+        return cast(Reply, messages.wrap_oneof(result, reply))
 
 
 class SlaveServicer(SlaveServiceServicer):
@@ -74,11 +74,13 @@ class SlaveServicer(SlaveServiceServicer):
         self._runtime = runtime
 
     async def Register(self, request: Any, context: Any) -> slave_pb2.Registered:
-        result = await _ask(self._runtime, lambda req: messages.from_proto(request, events.SlaveRegistered, req=req))
+        result = await _ask_master(
+            self._runtime, lambda req: messages.from_proto(request, events.SlaveRegistered, req=req)
+        )
         return cast(slave_pb2.Registered, messages.to_proto(result))
 
     async def Heartbeat(self, request: Any, context: Any) -> slave_pb2.SlaveHeartbeatAnswer:
-        answer = await self._runtime.heartbeat(messages.from_proto(request, heartbeats.SlaveHeartbeat))
+        answer = await self._runtime.take_heartbeat(messages.from_proto(request, heartbeats.SlaveHeartbeat))
         return cast(slave_pb2.SlaveHeartbeatAnswer, messages.to_proto(answer))
 
     async def Staged(self, request: Any, context: Any) -> names_pb2.Acknowledged:
@@ -97,12 +99,14 @@ class OperatorServicer(OperatorServiceServicer):
         self._runtime = runtime
 
     async def Readmit(self, request: Any, context: Any) -> operator_pb2.ReadmitReply:
-        result = await _ask(self._runtime, lambda req: messages.from_proto(request, events.ReadmissionAsked, req=req))
-        return cast(operator_pb2.ReadmitReply, messages.wrap(result, operator_pb2.ReadmitReply))
+        result = await _ask_master(
+            self._runtime, lambda req: messages.from_proto(request, events.ReadmissionAsked, req=req)
+        )
+        return cast(operator_pb2.ReadmitReply, messages.wrap_oneof(result, operator_pb2.ReadmitReply))
 
     async def Drain(self, request: Any, context: Any) -> operator_pb2.DrainReply:
-        result = await _ask(self._runtime, lambda req: messages.from_proto(request, events.DrainAsked, req=req))
-        return cast(operator_pb2.DrainReply, messages.wrap(result, operator_pb2.DrainReply))
+        result = await _ask_master(self._runtime, lambda req: messages.from_proto(request, events.DrainAsked, req=req))
+        return cast(operator_pb2.DrainReply, messages.wrap_oneof(result, operator_pb2.DrainReply))
 
 
 class StatusServicer(StatusServiceServicer):
@@ -113,18 +117,18 @@ class StatusServicer(StatusServiceServicer):
         self._runtime, self._clock, self._agreed = runtime, clock, agreed
 
     async def Status(self, request: Any, context: Any) -> status_pb2.StatusReply:
-        merged = status.status(self._runtime.view(), self._runtime.heartbeats, self._clock())
+        merged = status.build_status(self._runtime.build_view(), self._runtime.heartbeats, self._clock())
         return status_pb2.StatusReply(json=status.to_json(merged))
 
     async def Describe(self, request: Any, context: Any) -> status_pb2.DescribeReply:
-        view = self._runtime.view()
+        view = self._runtime.build_view()
         present = {key: view.get(key) for key in ("term", "head", "finished", "clusters", "slaves")}
         return status_pb2.DescribeReply(json=status.to_json({**present, **self._agreed}))
 
 
-async def _ask(runtime: Runtime, make: Callable[[int], events.Event]) -> Result:
+async def _ask_master(runtime: Runtime, make: Callable[[int], events.Event]) -> Result:
     """Ask the master; raise the error that a Failed bears."""
-    result = await runtime.ask(make)
+    result = await runtime.ask_core(make)
     if isinstance(result, Failed):
         raise result.error(result.message)
     return result

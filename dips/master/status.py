@@ -17,7 +17,7 @@ Heartbeats = Mapping[tuple[str, str], tuple[ClusterHeartbeat | SlaveHeartbeat, f
 _IN_THE_VIEW = frozenset({"cluster", "slave", "inc", "sinc", "term", "base", "memory", "mirror", "tokens_lost"})
 
 
-def status(view: Mapping[str, Any], heartbeats: Heartbeats, now: float) -> dict[str, Any]:
+def build_status(view: Mapping[str, Any], heartbeats: Heartbeats, now: float) -> dict[str, Any]:
     """Merge `view` (Coordinator.view) with each peer's newest heartbeat; `heard_s` is its age in seconds."""
     merged = dict(view)
     for section, role in (("clusters", "cluster"), ("slaves", "slave")):
@@ -36,7 +36,7 @@ def status(view: Mapping[str, Any], heartbeats: Heartbeats, now: float) -> dict[
 
 def to_json(merged: Mapping[str, Any]) -> str:
     """Spell a status as JSON that any reader accepts: NaN and infinity become null."""
-    return json.dumps(_finite(merged), separators=(",", ":"))
+    return json.dumps(_drop_infinite(merged), separators=(",", ":"))
 
 
 def _fields_of(heartbeat: ClusterHeartbeat | SlaveHeartbeat) -> dict[str, Any]:
@@ -47,9 +47,9 @@ def _fields_of(heartbeat: ClusterHeartbeat | SlaveHeartbeat) -> dict[str, Any]:
     return fields
 
 
-def _finite(value: Any) -> Any:
+def _drop_infinite(value: Any) -> Any:
     if isinstance(value, float):
         return value if isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(k): _finite(v) for k, v in value.items()}
-    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
+        return {str(k): _drop_infinite(v) for k, v in value.items()}
+    return [_drop_infinite(v) for v in value] if isinstance(value, list | tuple) else value

@@ -62,7 +62,7 @@ class Supervisor:
         loops = [self._refresh_view(), *(self._keep_running(slave) for slave in self._slaves)]
         self._tasks = [asyncio.create_task(loop) for loop in loops]
 
-    async def end(self, stop: bool) -> None:
+    async def stop_supervising(self, stop: bool) -> None:
         """Stop supervising. With `stop`, end the slaves too and return when all of them are dead."""
         for task in self._tasks:
             task.cancel()
@@ -73,7 +73,7 @@ class Supervisor:
         if stop:
             await asyncio.gather(*(child.end(END_GRACE_S) for child in living))
         for child in living:
-            child.forget()
+            child.stop_watching()
 
     async def _refresh_view(self) -> None:
         while True:
@@ -87,20 +87,20 @@ class Supervisor:
         while True:
             began = self._clock()
             try:
-                child = self._adopt(slave) or self._start_process(slave)
+                child = self._adopt_child(slave) or self._start_process(slave)
             except OSError as error:
                 pause_s = backoff.next_pause_s()
                 self._log.error("a slave cannot be started", slave=slave.name, why=str(error), again_in_s=pause_s)
             else:
                 self._children[slave.name] = child
-                await self._watch(slave, child)
+                await self._watch_child(slave, child)
                 if self._clock() - began >= STEADY_S:
                     backoff.reset()
                 pause_s = backoff.next_pause_s()
                 self._log.warning("slave ended", slave=slave.name, pid=child.pid, code=child.code, again_in_s=pause_s)
             await asyncio.sleep(pause_s)
 
-    def _adopt(self, slave: SlaveSection) -> Child | None:
+    def _adopt_child(self, slave: SlaveSection) -> Child | None:
         """Take over the process that holds the directory now: a former master's slave, or one started by hand."""
         pid = lock_holder(slave.lock)
         if not pid.isdigit():
@@ -118,7 +118,7 @@ class Supervisor:
         self._log.info("slave started", slave=slave.name, pid=child.pid, log=str(self._log_path(slave)))
         return child
 
-    async def _watch(self, slave: SlaveSection, child: Child) -> None:
+    async def _watch_child(self, slave: SlaveSection, child: Child) -> None:
         """Return when the process is dead; kill it if it hangs."""
         sinc_before = self._seen_sinc(slave)
         lost_since: float | None = None
@@ -129,13 +129,15 @@ class Supervisor:
             lost = registered and state == "lost"
             lost_since = (lost_since or self._clock()) if lost else None
             if lost_since is not None and self._clock() - lost_since >= LOST_LEASES * self._timing.lease_s:
-                await self._kill(slave, child, f"lost for {self._clock() - lost_since:.1f} s while its process lives")
+                await self._kill_child(
+                    slave, child, f"lost for {self._clock() - lost_since:.1f} s while its process lives"
+                )
             elif child.adopted and state == "starting" and self._clock() - begun >= self._timing.compute_s:
-                await self._kill(slave, child, "it did not register with this master")
+                await self._kill_child(slave, child, "it did not register with this master")
 
-    async def _kill(self, slave: SlaveSection, child: Child, why: str) -> None:
+    async def _kill_child(self, slave: SlaveSection, child: Child, why: str) -> None:
         self._log.error("slave hangs: killed", slave=slave.name, pid=child.pid, why=why)
-        child.signal(signal.SIGKILL)
+        child.send_signal(signal.SIGKILL)
         await child.wait()
 
     def _seen_sinc(self, slave: SlaveSection) -> int:

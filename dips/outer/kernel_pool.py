@@ -45,17 +45,19 @@ class KernelPool:
     def measure(self, theta: Arrays, theta_j: Arrays) -> tuple[float, ...]:
         """Return Σ(θ − θ_j)² of each layer, in the order of the layers."""
         kernel = self._kernels.measure
-        return tuple(map(_ordered_sum, self._slices(theta, lambda i, cut: kernel(theta[i][cut], theta_j[i][cut]))))
+        return tuple(map(_ordered_sum, self._map_slices(theta, lambda i, cut: kernel(theta[i][cut], theta_j[i][cut]))))
 
     def fold_first(self, theta: Arrays, theta_j: Arrays) -> float:
         """Turn θ_j into acc = θ − θ_j; return Σ acc² over all layers."""
         kernel = self._kernels.fold_first
-        return _total(self._slices(theta, lambda i, cut: kernel(theta[i][cut], theta_j[i][cut])))
+        return _sum_layers(self._map_slices(theta, lambda i, cut: kernel(theta[i][cut], theta_j[i][cut])))
 
     def fold(self, acc: Arrays, theta: Arrays, theta_j: Arrays, weight: float) -> float:
         """Add w·(θ − θ_j) to acc; return Σ acc² over all layers."""
         kernel = self._kernels.fold
-        return _total(self._slices(theta, lambda i, cut: kernel(acc[i][cut], theta[i][cut], theta_j[i][cut], weight)))
+        return _sum_layers(
+            self._map_slices(theta, lambda i, cut: kernel(acc[i][cut], theta[i][cut], theta_j[i][cut], weight))
+        )
 
     def apply(
         self, theta: Arrays, acc: Arrays, momentum: Arrays, scale: float, lr: float, mu: float, theta_next: Arrays
@@ -63,36 +65,36 @@ class KernelPool:
         """Take the outer step: θ′ into `theta_next`, m′ into `acc`."""
         kernel = self._kernels.apply
 
-        def work(i: int, cut: slice) -> float:
+        def apply_slice(i: int, cut: slice) -> float:
             kernel(theta[i][cut], acc[i][cut], momentum[i][cut], scale, lr, mu, theta_next[i][cut])
             return 0.0
 
-        self._slices(theta, work)
+        self._map_slices(theta, apply_slice)
 
-    def copy(self, source: Arrays, target: Arrays) -> None:
+    def copy_theta(self, source: Arrays, target: Arrays) -> None:
         """Copy θ of a version to where a push's differences will be added to it."""
 
-        def work(i: int, cut: slice) -> float:
+        def copy_slice(i: int, cut: slice) -> float:
             np.copyto(target[i][cut], source[i][cut])
             return 0.0
 
-        self._slices(source, work)
+        self._map_slices(source, copy_slice)
 
-    def _slices(self, arrays: Arrays, work: Callable[[int, slice], float]) -> list[list[float]]:
+    def _map_slices(self, arrays: Arrays, work: Callable[[int, slice], float]) -> list[list[float]]:
         """Do `work(layer, cut)` for every slice; return its results by layer and slice, in order."""
         tasks = [(i, slice(b, min(b + SLICE, a.size))) for i, a in arrays.items() for b in range(0, a.size, SLICE)]
-        results = iter(self._run(tasks, work))
+        results = iter(self._run_tasks(tasks, work))
         return [[next(results) for _ in range(0, a.size, SLICE)] for a in arrays.values()]
 
-    def _run(self, tasks: Sequence[tuple[int, slice]], work: Callable[[int, slice], float]) -> list[float]:
-        def some(part: Sequence[tuple[int, slice]]) -> list[float]:
+    def _run_tasks(self, tasks: Sequence[tuple[int, slice]], work: Callable[[int, slice], float]) -> list[float]:
+        def run_part(part: Sequence[tuple[int, slice]]) -> list[float]:
             return [work(layer, cut) for layer, cut in part]
 
         if self._threads is None or len(tasks) < 2:
-            return some(tasks)
+            return run_part(tasks)
         size = -(-len(tasks) // self._workers)
         parts = [tasks[i : i + size] for i in range(0, len(tasks), size)]
-        return [result for part in self._threads.map(some, parts) for result in part]
+        return [result for part in self._threads.map(run_part, parts) for result in part]
 
 
 def _ordered_sum(values: Sequence[float]) -> float:
@@ -103,5 +105,5 @@ def _ordered_sum(values: Sequence[float]) -> float:
     return total
 
 
-def _total(sums: Sequence[Sequence[float]]) -> float:
+def _sum_layers(sums: Sequence[Sequence[float]]) -> float:
     return _ordered_sum([_ordered_sum(layer) for layer in sums])

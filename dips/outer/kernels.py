@@ -24,20 +24,20 @@ BLOCK = 4096  # elements, 16 KiB: what fold has written is still in the L1 cache
 _SUMS = {"reassoc", "contract", "nsz"}
 
 
-def _compiled(**flags: Any) -> Callable[[_Function], _Function]:
+def _compile_nogil(**flags: Any) -> Callable[[_Function], _Function]:
     """Compile without the GIL; kept in NUMBA_CACHE_DIR or beside this file, not at all where neither can be written."""
 
-    def decorate(function: _Function) -> _Function:
+    def compile_function(function: _Function) -> _Function:
         try:
             made: _Function = numba.njit(nogil=True, cache=True, **flags)(function)
         except RuntimeError:  # numba's word for "no place to cache": a read-only root without NUMBA_CACHE_DIR
             made = numba.njit(nogil=True, **flags)(function)
         return made
 
-    return decorate
+    return compile_function
 
 
-@_compiled(fastmath=_SUMS)
+@_compile_nogil(fastmath=_SUMS)
 def _sum_sq(a: F32) -> float:
     total = 0.0
     for i in range(a.size):
@@ -46,7 +46,7 @@ def _sum_sq(a: F32) -> float:
     return total
 
 
-@_compiled(fastmath=_SUMS)
+@_compile_nogil(fastmath=_SUMS)
 def _sum_sq_difference(a: F32, b: F32) -> float:
     total = 0.0
     for i in range(a.size):
@@ -55,19 +55,19 @@ def _sum_sq_difference(a: F32, b: F32) -> float:
     return total
 
 
-@_compiled()
+@_compile_nogil()
 def _subtract_into(a: F32, b: F32) -> None:
     for i in range(a.size):
         b[i] = a[i] - b[i]
 
 
-@_compiled()
+@_compile_nogil()
 def _add_scaled_difference(acc: F32, a: F32, b: F32, weight: np.float32) -> None:
     for i in range(a.size):
         acc[i] = acc[i] + weight * (a[i] - b[i])
 
 
-@_compiled()
+@_compile_nogil()
 def _fold_first(theta: F32, theta_j: F32) -> float:
     total = 0.0
     for begin in range(0, theta.size, BLOCK):
@@ -77,8 +77,8 @@ def _fold_first(theta: F32, theta_j: F32) -> float:
     return total
 
 
-@_compiled()
-def _fold(acc: F32, theta: F32, theta_j: F32, weight: np.float32) -> float:
+@_compile_nogil()
+def _fold_loop(acc: F32, theta: F32, theta_j: F32, weight: np.float32) -> float:
     total = 0.0
     for begin in range(0, theta.size, BLOCK):
         end = min(begin + BLOCK, theta.size)
@@ -87,8 +87,8 @@ def _fold(acc: F32, theta: F32, theta_j: F32, weight: np.float32) -> float:
     return total
 
 
-@_compiled()
-def _apply(
+@_compile_nogil()
+def _apply_loop(
     theta: F32, acc: F32, momentum: F32, scale: np.float32, lr: np.float32, mu: np.float32, theta_next: F32
 ) -> None:
     for i in range(theta.size):
@@ -136,7 +136,7 @@ def fold(acc: F32, theta: F32, theta_j: F32, weight: float) -> float:
     Errors  none; equal lengths and finite values are the caller's promise.
     Source  Di-PS §4.1, step 3.
     """
-    return _fold(acc, theta, theta_j, np.float32(weight))
+    return _fold_loop(acc, theta, theta_j, np.float32(weight))
 
 
 def apply(theta: F32, acc: F32, momentum: F32, scale: float, lr: float, mu: float, theta_next: F32) -> None:
@@ -152,7 +152,7 @@ def apply(theta: F32, acc: F32, momentum: F32, scale: float, lr: float, mu: floa
     Errors  none; equal lengths are the caller's promise.
     Source  Di-PS §4.1, steps 4 and 5; Algorithm 1, line 14.
     """
-    _apply(theta, acc, momentum, np.float32(scale), np.float32(lr), np.float32(mu), theta_next)
+    _apply_loop(theta, acc, momentum, np.float32(scale), np.float32(lr), np.float32(mu), theta_next)
 
 
 def warm_up() -> None:

@@ -39,32 +39,32 @@ class MemorySum:
         return BYTES * (FIXED_BANKS + self.slots + self.pinned)
 
     @property
-    def pool(self) -> int:
+    def pool_bytes(self) -> int:
         return self.numel * self.per_parameter
 
     @property
-    def total(self) -> int:
-        return self.pool + self.transit_bytes + WRITER_BYTES + PROCESS_BYTES
+    def total_bytes(self) -> int:
+        return self.pool_bytes + self.transit_bytes + WRITER_BYTES + PROCESS_BYTES
 
-    def line(self) -> str:
+    def describe_sum(self) -> str:
         """Write the sum as a person checks it."""
         return (
             f"{self.numel:,} parameters x (16 + 4 x {self.slots} slots + 4 x {self.pinned} pinned) = "
-            f"{self.numel:,} x {self.per_parameter} B = {_size(self.pool)} pool"
-            f" + {_size(self.transit_bytes)} transit + {_size(WRITER_BYTES)} snapshot writer"
-            f" + {_size(PROCESS_BYTES)} process = {_size(self.total)}"
+            f"{self.numel:,} x {self.per_parameter} B = {_format_size(self.pool_bytes)} pool"
+            f" + {_format_size(self.transit_bytes)} transit + {_format_size(WRITER_BYTES)} snapshot writer"
+            f" + {_format_size(PROCESS_BYTES)} process = {_format_size(self.total_bytes)}"
         )
 
-    def require(self, available: int) -> None:
+    def require_memory(self, available: int) -> None:
         """Raise ConfigError, with the sum, if the machine has less than `available` bytes for it."""
-        if self.total > available:
+        if self.total_bytes > available:
             raise ConfigError(
-                f"slots, pinned, transit_bytes: this slave needs {self.line()}, and the machine has"
-                f" {_size(available)}: give it fewer layers, fewer slots or more memory"
+                f"slots, pinned, transit_bytes: this slave needs {self.describe_sum()}, and the machine has"
+                f" {_format_size(available)}: give it fewer layers, fewer slots or more memory"
             )
 
 
-def _size(nbytes: int) -> str:
+def _format_size(nbytes: int) -> str:
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= scale:
             return f"{nbytes / scale:.1f} {unit}"
@@ -85,7 +85,7 @@ class Pool:
 
     def __init__(self, layers: Mapping[int, int], banks: int) -> None:
         padded = {layer: -(-numel // _ALIGN) * _ALIGN for layer, numel in layers.items()}
-        self.banks = tuple(Bank(i, _carve(layers, padded)) for i in range(banks))
+        self.banks = tuple(Bank(i, _carve_layers(layers, padded)) for i in range(banks))
         self.bank_bytes = BYTES * sum(layers.values())
 
     @property
@@ -96,7 +96,7 @@ class Pool:
     def limit_bytes(self) -> int:
         return self.bank_bytes * len(self.banks)
 
-    def take(self, holder: str) -> Bank:
+    def take_bank(self, holder: str) -> Bank:
         """Give a free bank to `holder`; raise Busy, naming all holders, if there is none."""
         return self.take_all(holder)[0]
 
@@ -106,7 +106,7 @@ class Pool:
         if len(free) < len(holders):
             raise Busy(
                 f"{' and '.join(holders)}: {len(free)} of {len(self.banks)} banks are free;"
-                f" held by {', '.join(self.holders())}"
+                f" held by {', '.join(self.bank_holders())}"
             )
         for bank, holder in zip(free, holders, strict=False):
             bank.holder = holder
@@ -118,12 +118,12 @@ class Pool:
             raise LocalProtocolError(f"bank {bank.number} was given back twice")
         bank.holder = None
 
-    def holders(self) -> list[str]:
+    def bank_holders(self) -> list[str]:
         """Who holds the banks that are not free, in order of the banks."""
         return [bank.holder for bank in self.banks if bank.holder is not None]
 
 
-def _carve(layers: Mapping[int, int], padded: Mapping[int, int]) -> dict[int, F32]:
+def _carve_layers(layers: Mapping[int, int], padded: Mapping[int, int]) -> dict[int, F32]:
     """Cut one touched allocation into layers; touched, or the machine runs out of memory in the middle of a run."""
     flat = np.empty(sum(padded.values()), dtype=np.float32)
     flat.fill(0.0)

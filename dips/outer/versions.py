@@ -7,8 +7,8 @@ and no clock; whoever moves bytes into a slot or out of a pinned θ must have st
 pin ended.
 
 Banks in use are at most θ, m, acc, θ′, the slots, and the pinned older versions. An older version beyond the pinned
-ones takes the place of θ′: its readers are `move`d to a file of the same bytes, one after another, and the last of
-them frees the bank; until then, or if there is no file, the next `prepare` is Busy (docs/rationale.md#19).
+ones takes the place of θ′: `move_readers` moves its readers to a file of the same bytes, one after another, and the
+last of them frees the bank; until then, or if there is no file, `prepare_version` is Busy (docs/rationale.md#19).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Next:
 
 
 class Versions:
-    """The memory of one slave; empty until `allocate`, without a version until `load`."""
+    """The memory of one slave; empty until `allocate_banks`, without a version until `load_version`."""
 
     def __init__(self, kernel_pool: KernelPool, slots: int, pinned: int) -> None:
         self._kernel_pool = kernel_pool
@@ -60,7 +60,7 @@ class Versions:
         self._older: list[Theta] = []  # oldest first
         self._from_file: dict[PullId, VersionId] = {}
 
-    def allocate(self, layers: Mapping[int, int]) -> None:
+    def allocate_banks(self, layers: Mapping[int, int]) -> None:
         """Take and touch all memory for `layers` (index → parameters), once; a repetition must name the same."""
         if self._layers == dict(layers):
             return
@@ -72,7 +72,7 @@ class Versions:
     # ---- what is held --------------------------------------------------------------------------------
 
     @property
-    def memory(self) -> VersionId | None:
+    def served_version(self) -> VersionId | None:
         """The version that is served, None before the first load."""
         return self._head.version if self._head else None
 
@@ -98,18 +98,18 @@ class Versions:
     @property
     def pins(self) -> dict[PullId, VersionId]:
         """Every pull that may still read, with the version that it reads."""
-        in_memory = {pull: theta.version for theta in self._thetas() for pull in sorted(theta.pulls)}
+        in_memory = {pull: theta.version for theta in self._all_thetas() for pull in sorted(theta.pulls)}
         return {**self._from_file, **in_memory}
 
     @property
-    def older(self) -> tuple[VersionId, ...]:
+    def older_versions(self) -> tuple[VersionId, ...]:
         """Older versions whose readers hold a bank and are not being moved, oldest first."""
         return tuple(theta.version for theta in self._older if not theta.moving)
 
     @property
-    def excess(self) -> int:
+    def excess_versions(self) -> int:
         """How many of those are more than the pool has pinned banks for."""
-        return max(0, len(self.older) - self._pinned)
+        return max(0, len(self.older_versions) - self._pinned)
 
     @property
     def used_bytes(self) -> int:
@@ -119,21 +119,21 @@ class Versions:
     def limit_bytes(self) -> int:
         return self._pool.limit_bytes
 
-    def holders(self) -> list[str]:
+    def bank_holders(self) -> list[str]:
         """Who holds each bank in use, for status and for those who check the sum."""
-        return self._pool.holders()
+        return self._pool.bank_holders()
 
     def theta(self, version: VersionId) -> Arrays:
         """Return θ of a version that is served, pinned or prepared; nobody may write it."""
         if self._next and self._next.version == version:
             return self._next.theta.arrays
-        return self._held(version).bank.arrays
+        return self._theta_of(version).bank.arrays
 
     def momentum(self, version: VersionId) -> Arrays:
         """Return m of the version that is served or prepared; nobody may write it."""
         if self._next and self._next.version == version:
             return self._next.momentum.arrays
-        if self._momentum and self.memory == version:
+        if self._momentum and self.served_version == version:
             return self._momentum.arrays
         raise StaleVersion(f"momentum of {version} is not held; {self._held_names()}")
 
@@ -148,26 +148,26 @@ class Versions:
             raise LocalProtocolError(f"push {push} already has a slot")
         if len(self._open) >= self.slots:
             raise Busy(f"all {self.slots} slots are in use by {', '.join(map(str, self._open))}")
-        held = self._held(base) if base is not None else None
-        slot = self._open[push] = self._pool.take(f"slot {push}")
+        held = self._theta_of(base) if base is not None else None
+        slot = self._open[push] = self._pool.take_bank(f"slot {push}")
         if held is not None:
-            self._kernel_pool.copy(held.bank.arrays, slot.arrays)
+            self._kernel_pool.copy_theta(held.bank.arrays, slot.arrays)
         return slot.arrays
 
     def free_slot(self, push: PushId) -> None:
         """Free the slot; whoever wrote into it has stopped."""
-        self._pool.give_back(self._slot(push))
+        self._pool.give_back(self._slot_of(push))
         del self._open[push]
 
     # ---- the outer step --------------------------------------------------------------------------------
 
-    def measure(self, push: PushId) -> tuple[float, ...]:
+    def measure_push(self, push: PushId) -> tuple[float, ...]:
         """Return Σ(θ − θ_j)² of each layer, against the version that is served."""
-        return self._kernel_pool.measure(self._current().bank.arrays, self._slot(push).arrays)
+        return self._kernel_pool.measure(self._current_theta().bank.arrays, self._slot_of(push).arrays)
 
-    def fold(self, push: PushId, weight: float) -> float:
+    def fold_push(self, push: PushId, weight: float) -> float:
         """Take the push into acc and free its slot, the first by becoming acc; return Σ acc²."""
-        theta, bank = self._current().bank.arrays, self._slot(push)
+        theta, bank = self._current_theta().bank.arrays, self._slot_of(push)
         if self._next is not None:
             raise LocalProtocolError(f"push {push} cannot be folded: {self._next.version} is prepared")
         if self._acc is None:
@@ -181,12 +181,12 @@ class Versions:
         self.free_slot(push)
         return acc_sq
 
-    def prepare(self, version: VersionId, scale: float, lr: float, mu: float) -> None:
+    def prepare_version(self, version: VersionId, scale: float, lr: float, mu: float) -> None:
         """Make θ′ and m′ of `version` beside θ and m; raise Busy, with nothing changed, if readers hold every bank."""
-        head, acc, momentum = self._current(), self._acc, self._momentum
+        head, acc, momentum = self._current_theta(), self._acc, self._momentum
         if acc is None or momentum is None:
             raise LocalProtocolError(f"nothing is folded that could make {version} of {head.version}")
-        theta_next = self._pool.take(f"θ′ {version}")
+        theta_next = self._pool.take_bank(f"θ′ {version}")
         try:
             self._kernel_pool.apply(head.bank.arrays, acc.arrays, momentum.arrays, scale, lr, mu, theta_next.arrays)
         except BaseException:
@@ -195,17 +195,17 @@ class Versions:
         acc.holder = f"m′ {version}"
         self._next, self._acc = Next(version, theta_next, acc), None
 
-    def flip(self, version: VersionId) -> None:
+    def flip_version(self, version: VersionId) -> None:
         """Serve the prepared version; the one before stays for the pulls that read it."""
         made, momentum = self._next, self._momentum
         if made is None or made.version != version or momentum is None:
             raise LocalProtocolError(f"{version} is not prepared; {self._held_names()}")
         self._pool.give_back(momentum)
-        self._leave()
-        self._serve(version, made.theta, made.momentum)
+        self._leave_served()
+        self._serve_version(version, made.theta, made.momentum)
         self._next = None
 
-    def abort(self) -> None:
+    def abort_round(self) -> None:
         """Drop acc, θ′ and m′; θ, m, slots and pins stay as they are."""
         if self._next is not None:
             self._pool.give_back(self._next.theta)
@@ -215,7 +215,7 @@ class Versions:
             self._pool.give_back(self._acc)
             self._acc = None
 
-    def load(self, version: VersionId, fill: Fill) -> None:
+    def load_version(self, version: VersionId, fill: Fill) -> None:
         """Serve what `fill` writes; legal without slots in use. If it raises, what was served is served on.
 
         Raises Busy, with nothing changed, if readers of older versions hold the banks that it needs.
@@ -226,7 +226,7 @@ class Versions:
             )
         if self._head and self._head.pulls and len(self._older) > self._pinned:
             raise Busy(f"{version} cannot be loaded: older versions are still read by {', '.join(map(str, self.pins))}")
-        self.abort()
+        self.abort_round()
         theta, momentum = self._pool.take_all(f"load θ {version}", f"load m {version}")
         try:
             fill(theta.arrays, momentum.arrays)
@@ -236,16 +236,16 @@ class Versions:
             raise
         if self._momentum is not None:
             self._pool.give_back(self._momentum)
-        self._leave()
-        self._serve(version, theta, momentum)
+        self._leave_served()
+        self._serve_version(version, theta, momentum)
 
     # ---- readers --------------------------------------------------------------------------------
 
-    def pin(self, pull: PullId, version: VersionId) -> Arrays:
+    def pin_version(self, pull: PullId, version: VersionId) -> Arrays:
         """Keep θ of `version` for a pull and return it; raise StaleVersion if it is not held."""
         if pull in self.pins:
             raise LocalProtocolError(f"pull {pull} already reads {self.pins[pull]}")
-        theta = self._held(version)
+        theta = self._theta_of(version)
         theta.pulls.add(pull)
         return theta.bank.arrays
 
@@ -255,15 +255,15 @@ class Versions:
             raise LocalProtocolError(f"pull {pull} already reads {self.pins[pull]}")
         self._from_file[pull] = version
 
-    def move(self, version: VersionId) -> tuple[PullId, ...]:
-        """Begin to move the readers of an older version to a file and return them; `moved` ends it for each."""
+    def move_readers(self, version: VersionId) -> tuple[PullId, ...]:
+        """Begin to move an older version's readers to a file and return them; `on_reader_moved` ends it for each."""
         for theta in self._older:
             if theta.version == version and not theta.moving:
                 theta.moving = True
                 return tuple(sorted(theta.pulls))
-        raise LocalProtocolError(f"{version} is no older version in memory: {', '.join(map(str, self.older))}")
+        raise LocalProtocolError(f"{version} is no older version in memory: {', '.join(map(str, self.older_versions))}")
 
-    def moved(self, pull: PullId) -> None:
+    def on_reader_moved(self, pull: PullId) -> None:
         """Nobody reads for the pull from a bank any more; the last one frees it. Nothing for one that is over."""
         for theta in self._older:
             if theta.moving and pull in theta.pulls:
@@ -271,10 +271,10 @@ class Versions:
                 theta.pulls.discard(pull)
         self._free_unread()
 
-    def unpin(self, pull: PullId) -> None:
+    def unpin_version(self, pull: PullId) -> None:
         """End a pin; the last one of an older version frees it. An unknown pull has nothing to end."""
         self._from_file.pop(pull, None)
-        for theta in self._thetas():
+        for theta in self._all_thetas():
             theta.pulls.discard(pull)
         self._free_unread()
 
@@ -285,11 +285,11 @@ class Versions:
             self._older.remove(theta)
             self._pool.give_back(theta.bank)
 
-    def _serve(self, version: VersionId, theta: Bank, momentum: Bank) -> None:
+    def _serve_version(self, version: VersionId, theta: Bank, momentum: Bank) -> None:
         theta.holder, momentum.holder = f"θ {version}", f"m {version}"
         self._head, self._momentum = Theta(version, theta), momentum
 
-    def _leave(self) -> None:
+    def _leave_served(self) -> None:
         """Let go of the served θ: to its readers, if it has any."""
         if self._head is None:
             return
@@ -300,25 +300,25 @@ class Versions:
             self._pool.give_back(self._head.bank)
         self._head = None
 
-    def _thetas(self) -> list[Theta]:
+    def _all_thetas(self) -> list[Theta]:
         return [*self._older, self._head] if self._head else list(self._older)
 
-    def _held(self, version: VersionId) -> Theta:
-        for theta in self._thetas():
+    def _theta_of(self, version: VersionId) -> Theta:
+        for theta in self._all_thetas():
             if theta.version == version and not theta.moving:
                 return theta
         raise StaleVersion(f"{version} is not held; {self._held_names()}")
 
     def _held_names(self) -> str:
-        names = ", ".join(str(theta.version) for theta in self._thetas())
+        names = ", ".join(str(theta.version) for theta in self._all_thetas())
         return f"held: {names or 'nothing'}; prepared: {self.prepared or 'nothing'}"
 
-    def _slot(self, push: PushId) -> Bank:
+    def _slot_of(self, push: PushId) -> Bank:
         if push not in self._open:
             raise StalePush(f"push {push} has no slot; open: {', '.join(map(str, self._open)) or 'none'}")
         return self._open[push]
 
-    def _current(self) -> Theta:
+    def _current_theta(self) -> Theta:
         if self._head is None:
             raise StaleVersion("no version is loaded")
         return self._head

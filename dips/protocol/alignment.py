@@ -3,7 +3,7 @@
 The common windows stand on a grid: the moment when the last one opened, and every `period` after it. A cluster is given
 the seconds that are left until its push should begin, so H follows from its speed: slow clusters take few inner steps,
 fast ones many, and none waits. The period is the median time that the clusters' own H would take, and follows slowly.
-Pushes that share the slots are told to begin one after the other, so that the last of them is in when the window opens.
+Pushes that share the slots begin one after the other, so that the last of them is in when the window opens.
 
 What must stay true: a window that did not open leaves the grid as it is; a cluster that just misses a window still
 goes to it; one that would come with too few steps goes to the next; one that is silent is forgotten. Durations travel,
@@ -68,13 +68,13 @@ class Alignment:
                 heartbeat.aligned_steps, heartbeat.step_s, heartbeat.since_push, heartbeat.bytes_per_s
             )
         else:
-            self.forget(heartbeat.cluster)
+            self.forget_cluster(heartbeat.cluster)
 
-    def forget(self, cluster: str) -> None:
+    def forget_cluster(self, cluster: str) -> None:
         """It is gone, or stands still: the grid does not depend on it."""
         self._members.pop(cluster, None)
 
-    def shift(self, gap_s: float) -> None:
+    def skip_gap(self, gap_s: float) -> None:
         """The master did not run for `gap_s`: the grid stays where the clusters, who kept working, are."""
         if self._anchor is not None and self.period_s > 0:
             self._anchor += self.period_s * (gap_s // self.period_s)
@@ -97,7 +97,7 @@ class Alignment:
         periods = max(0, ceil((earliest - begin) / self.period_s))
         return min(NEVER_S, max(0.0, begin + periods * self.period_s - now))
 
-    def explain(self, cluster: str, timing: WindowTiming, now: float) -> str:
+    def explain_pace(self, cluster: str, timing: WindowTiming, now: float) -> str:
         """Describe the cluster's pace, for people; empty if it keeps its own."""
         left = self.push_in_s(cluster, timing, now)
         if left == OWN_PACE:

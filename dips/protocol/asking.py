@@ -11,7 +11,7 @@ from dips.protocol.effects import Reorder
 from dips.protocol.entities import Cluster, Push
 from dips.protocol.enums import AskOrder, FanoutKind
 from dips.protocol.manifest import BYTES_PER_PARAMETER
-from dips.protocol.order import Worker, lines
+from dips.protocol.order import Worker, make_lines
 from dips.protocol.run_state import RunState
 
 LEAST_LEFT = 0.01  # of a push that should be here by that estimate and is not
@@ -30,11 +30,11 @@ def reorder_pushes(run: RunState) -> None:
         rate = min(link, (cluster.bytes_per_s or link * push.ranks) / push.ranks)
         left = _share_left(run, cluster, push) / push.ranks
         workers += [Worker(tuple(left * n / rate for n in nbytes), rate / link)] * push.ranks
-    for slave, line in zip(slaves, lines(workers, len(slaves)), strict=True):
+    for slave, line in zip(slaves, make_lines(workers, len(slaves)), strict=True):
         place_of, first = {worker: place for place, worker in enumerate(line)}, 0
         for _, push in moving:
             places = tuple(place_of[first + rank] for rank in range(push.ranks))
-            run.order(
+            run.fan_out(
                 FanoutKind.STANDALONE, push.id, {slave.name: Reorder(push.id, places)}, run.options.timing.order_s
             )
             first += push.ranks

@@ -31,7 +31,7 @@ def on_cluster_joined(run: RunState, event: ClusterJoined) -> None:
     """Begin an incarnation; the older one is fenced, its uncommitted push dropped. A repeated nonce changes nothing."""
     problem = _find_mismatch(run, event)
     if problem:
-        run.reply(event.req, problem)
+        run.reply_to(event.req, problem)
         return
     if run.refuse_unproven(event.req):
         return
@@ -39,10 +39,16 @@ def on_cluster_joined(run: RunState, event: ClusterJoined) -> None:
     if cluster is None or not (cluster.live and cluster.nonce == event.nonce):
         cluster = _begin_incarnation(run, event, cluster)
     ranges = run.ranges.held_by(cluster.name, cluster.inc)
-    run.reply(
+    run.reply_to(
         event.req,
         Joined(
-            run.term, cluster.inc, run.head, run.progress(), ranges, cluster.accounted, _settled_pushes(run, cluster)
+            run.term,
+            cluster.inc,
+            run.head,
+            run.read_progress(),
+            ranges,
+            cluster.accounted,
+            _settled_pushes(run, cluster),
         ),
     )
 
@@ -67,7 +73,7 @@ def _find_mismatch(run: RunState, event: ClusterJoined) -> Failed | None:
             "copy the section `shared` of the run file",
         )
     try:
-        differences = run.manifest.differences(Manifest.from_json(event.manifest))
+        differences = run.manifest.describe_differences(Manifest.from_json(event.manifest))
     except CorruptManifest as error:
         return Failed(CorruptManifest, str(error))
     if differences:
@@ -85,8 +91,8 @@ def _begin_incarnation(run: RunState, event: ClusterJoined, old: Cluster | None)
         old.begin_incarnation(inc, event.nonce)
     cluster = old or Cluster(event.cluster, inc, event.nonce)
     run.clusters[event.cluster] = cluster
-    run.record(IncarnationGiven(Role.CLUSTER, cluster.name, inc, event.nonce))
-    run.note("cluster_joined", cluster=cluster.name, inc=inc, head=run.head)
+    run.emit_record(IncarnationGiven(Role.CLUSTER, cluster.name, inc, event.nonce))
+    run.emit_note("cluster_joined", cluster=cluster.name, inc=inc, head=run.head)
     return cluster
 
 
@@ -109,9 +115,9 @@ def end_incarnation(run: RunState, cluster: Cluster, reason: str, consumed: int,
     lost = _countable_loss(cluster, brought, max(reported_lost, consumed - brought))
     cluster.accounted = brought + lost
     cluster.tokens["lost"] += lost
-    cluster.become(ClusterState.GONE, reason)
-    run.record(ClusterEnded(cluster.name, cluster.inc, reason, lost, run.now, open_seq, open_tokens))
-    run.note("cluster_gone", cluster=cluster.name, inc=cluster.inc, reason=reason)
+    cluster.set_state(ClusterState.GONE, reason)
+    run.emit_record(ClusterEnded(cluster.name, cluster.inc, reason, lost, run.now, open_seq, open_tokens))
+    run.emit_note("cluster_gone", cluster=cluster.name, inc=cluster.inc, reason=reason)
 
 
 def _countable_loss(cluster: Cluster, brought: int, lost: int) -> int:
@@ -126,9 +132,9 @@ def on_trainer_changed(run: RunState, event: TrainerChanged) -> None:
         return
     cluster.moving = event.moving
     if cluster.state is ClusterState.TRAINING and not event.moving:
-        cluster.become(ClusterState.IDLE, event.reason)
+        cluster.set_state(ClusterState.IDLE, event.reason)
     elif cluster.state is ClusterState.IDLE and event.moving:
-        cluster.become(ClusterState.TRAINING, event.reason)
+        cluster.set_state(ClusterState.TRAINING, event.reason)
 
 
 def on_bandwidth_measured(run: RunState, event: BandwidthMeasured) -> None:
@@ -144,32 +150,34 @@ def on_ranges_requested(run: RunState, event: RangesRequested) -> None:
     if cluster is None:
         return
     if not 1 <= event.count <= MAX_RANGES_ASKED:
-        run.reply(event.req, Failed(RemoteProtocolError, f"count: expected 1 to {MAX_RANGES_ASKED}, got {event.count}"))
+        run.reply_to(
+            event.req, Failed(RemoteProtocolError, f"count: expected 1 to {MAX_RANGES_ASKED}, got {event.count}")
+        )
         return
     if len(event.claims) > MAX_RANGES_ASKED:
-        run.reply(
+        run.reply_to(
             event.req, Failed(RemoteProtocolError, f"claims: at most {MAX_RANGES_ASKED}, got {len(event.claims)}")
         )
         return
     if run.finished:
-        run.reply(event.req, Finished(run.finished))
+        run.reply_to(event.req, Finished(run.finished))
         return
     taken, new = run.ranges.lease_ranges(cluster.name, cluster.inc, event.seq, event.count, event.claims)
     if new and taken:
-        run.record(RangesLeased(cluster.name, cluster.inc, event.seq, taken))
-    run.reply(event.req, Ranges(taken, not taken))
+        run.emit_record(RangesLeased(cluster.name, cluster.inc, event.seq, taken))
+    run.reply_to(event.req, Ranges(taken, not taken))
 
 
 def on_cluster_left(run: RunState, event: ClusterLeft) -> None:
     """End gracefully; a repetition is acknowledged again."""
-    if run.standing(event.cluster, event.inc) is ClusterStanding.LIVE:
+    if run.cluster_standing(event.cluster, event.inc) is ClusterStanding.LIVE:
         end_incarnation(run, run.clusters[event.cluster], "left", event.tokens_consumed)
-    run.reply(event.req, Acknowledged())
+    run.reply_to(event.req, Acknowledged())
 
 
 def on_cluster_silent(run: RunState, event: ClusterSilent) -> None:
     """Its lease ran out."""
-    if run.standing(event.cluster, event.inc) is ClusterStanding.LIVE:
+    if run.cluster_standing(event.cluster, event.inc) is ClusterStanding.LIVE:
         reason = f"silent for {event.silent_s:.1f} s"
         end_incarnation(run, run.clusters[event.cluster], reason, event.tokens_consumed, event.tokens_lost)
 

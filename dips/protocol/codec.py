@@ -66,30 +66,30 @@ SCALARS = (bool, int, float, str, type(None))
 Encoder = Callable[["_StateWriter", Any], Any]
 
 
-def spell(value: object) -> Any:
+def encode_value(value: object) -> Any:
     """Turn a value into lists and scalars that JSON takes; raise LocalProtocolError on what has no spelling."""
-    return _StateWriter().write(value)
+    return _StateWriter().write_value(value)
 
 
-def text(value: object) -> str:
+def encode_text(value: object) -> str:
     """Spell a value on one line; equal values give equal text in every process."""
-    return json.dumps(spell(value), separators=(",", ":"), ensure_ascii=False)
+    return json.dumps(encode_value(value), separators=(",", ":"), ensure_ascii=False)
 
 
-def digest(value: object) -> str:
+def value_digest(value: object) -> str:
     """Name a value by 64 bits of its text: to compare effects without keeping them."""
-    return blake2b(text(value).encode(), digest_size=8).hexdigest()
+    return blake2b(encode_text(value).encode(), digest_size=8).hexdigest()
 
 
-def read(spelled: Any) -> Any:
-    """Build what `spell` spelled; raise Corrupt on anything else."""
+def decode_value(spelled: Any) -> Any:
+    """Build what `encode_value` spelled; raise Corrupt on anything else."""
     try:
-        return _StateReader().read(spelled)
+        return _StateReader().read_value(spelled)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise Corrupt(f"not a spelled value: {error!r}") from error
 
 
-def shapes(spelled: Any) -> dict[str, list[str]]:
+def field_names(spelled: Any) -> dict[str, list[str]]:
     """Name the fields of every class that stands in a spelled value, for the head of a file that is kept."""
     found: dict[str, list[str]] = {}
     stack = [spelled]
@@ -104,7 +104,7 @@ def shapes(spelled: Any) -> dict[str, list[str]]:
     return dict(sorted(found.items()))
 
 
-def differences(written: dict[str, list[str]]) -> list[str]:
+def class_differences(written: dict[str, list[str]]) -> list[str]:
     """Say how classes of a file that was written by another Di-PS differ from ours; empty if none does."""
     lines = []
     for name, theirs in written.items():
@@ -120,7 +120,7 @@ def differences(written: dict[str, list[str]]) -> list[str]:
 # ---- classes --------------------------------------------------------------------------------------------------------
 
 
-def _classes() -> dict[str, type]:
+def _known_classes() -> dict[str, type]:
     found: dict[str, type] = {}
     for module in MODULES:
         for name, cls in vars(module).items():
@@ -131,7 +131,7 @@ def _classes() -> dict[str, type]:
     return found
 
 
-CLASSES: dict[str, type] = _classes()
+CLASSES: dict[str, type] = _known_classes()
 
 
 @cache
@@ -140,7 +140,7 @@ def _fields_of(cls: Hashable) -> list[str]:
     return [f.name for f in fields(cast(Any, cls))]
 
 
-def _changes(cls: type) -> bool:
+def _is_mutable(cls: type) -> bool:
     """Is an object of this class changed after it was made, so that it matters whether two are one?"""
     return cls in PLAIN or (is_dataclass(cls) and not cls.__dataclass_params__.frozen)  # type: ignore[attr-defined]
 
@@ -153,14 +153,14 @@ class _StateWriter:
         self._known: dict[int, int] = {}  # id of what changes → its number, or -1 for a container
         self._numbers = 0
 
-    def write(self, value: Any) -> Any:
+    def write_value(self, value: Any) -> Any:
         cls = type(value)
         if cls in SCALARS:
             return value
-        encoder = _ENCODERS.get(cls) or _encoder(cls)
+        encoder = _ENCODERS.get(cls) or _choose_encoder(cls)
         return encoder(self, value)
 
-    def number(self, value: Any) -> int | None:
+    def number_object(self, value: Any) -> int | None:
         """The number of an object that was met before; else remember it and return None."""
         known = self._known.get(id(value))
         if known is None:
@@ -168,7 +168,7 @@ class _StateWriter:
             self._numbers += 1
         return known
 
-    def once(self, container: Any) -> Any:
+    def check_owner(self, container: Any) -> Any:
         """A container has one owner: held by two, it would be two when it is read."""
         if id(container) in self._known:
             raise LocalProtocolError(f"a {type(container).__name__} is held twice: {container!r:.80}")
@@ -176,56 +176,56 @@ class _StateWriter:
         return container
 
 
-def _encoder(cls: type) -> Encoder:
+def _choose_encoder(cls: type) -> Encoder:
     """Choose how objects of a class are spelled, once."""
     if CLASSES.get(cls.__name__) is not cls:
         raise LocalProtocolError(f"{cls.__module__}.{cls.__qualname__} has no spelling; see protocol/codec.py")
     encoder: Encoder
     if issubclass(cls, Enum):
-        encoder = _enum
+        encoder = _encode_enum
     elif cls in PLAIN:
-        encoder = _plain
+        encoder = _encode_plain
     else:
-        encoder = _changing(cls) if _changes(cls) else _frozen(cls)
+        encoder = _mutable_encoder(cls) if _is_mutable(cls) else _frozen_encoder(cls)
     _ENCODERS[cls] = encoder
     return encoder
 
 
-def _enum(_: _StateWriter, value: Enum) -> Any:
+def _encode_enum(_: _StateWriter, value: Enum) -> Any:
     return [type(value).__name__, value.value]
 
 
-def _frozen(cls: type) -> Encoder:
+def _frozen_encoder(cls: type) -> Encoder:
     name, names = cls.__name__, _fields_of(cls)
 
-    def write(w: _StateWriter, value: Any) -> Any:
+    def encode_frozen(w: _StateWriter, value: Any) -> Any:
         out = [name]
         for field in names:
             item = getattr(value, field)
-            out.append(item if type(item) in SCALARS else w.write(item))
+            out.append(item if type(item) in SCALARS else w.write_value(item))
         return out
 
-    return write
+    return encode_frozen
 
 
-def _changing(cls: type) -> Encoder:
-    plain_write, names = _frozen(cls), set(_fields_of(cls))
+def _mutable_encoder(cls: type) -> Encoder:
+    plain_write, names = _frozen_encoder(cls), set(_fields_of(cls))
 
-    def write(w: _StateWriter, value: Any) -> Any:
+    def encode_mutable(w: _StateWriter, value: Any) -> Any:
         extra = vars(value).keys() - names
         if extra:
             raise LocalProtocolError(f"{cls.__name__} has attributes that are no fields: {sorted(extra)}")
-        known = w.number(value)
+        known = w.number_object(value)
         return ["r", known] if known is not None else plain_write(w, value)
 
-    return write
+    return encode_mutable
 
 
-def _plain(w: _StateWriter, value: Any) -> Any:
-    known = w.number(value)
+def _encode_plain(w: _StateWriter, value: Any) -> Any:
+    known = w.number_object(value)
     if known is not None:
         return ["r", known]
-    return [type(value).__name__, {name: w.write(item) for name, item in vars(value).items()}]
+    return [type(value).__name__, {name: w.write_value(item) for name, item in vars(value).items()}]
 
 
 def _error_class(_: _StateWriter, value: type) -> Any:
@@ -234,21 +234,21 @@ def _error_class(_: _StateWriter, value: type) -> Any:
     return ["e", value.__name__]
 
 
-def _items(w: _StateWriter, tag: str, values: Iterable[Any]) -> Any:
-    return [tag, *(v if type(v) in SCALARS else w.write(v) for v in values)]
+def _encode_items(w: _StateWriter, tag: str, values: Iterable[Any]) -> Any:
+    return [tag, *(v if type(v) in SCALARS else w.write_value(v) for v in values)]
 
 
-def _dict(w: _StateWriter, value: dict[Any, Any]) -> Any:
+def _encode_dict(w: _StateWriter, value: dict[Any, Any]) -> Any:
     out: list[Any] = ["d"]
-    for key, item in w.once(value).items():
-        out += (w.write(key), w.write(item))
+    for key, item in w.check_owner(value).items():
+        out += (w.write_value(key), w.write_value(item))
     return out
 
 
-def _set(w: _StateWriter, value: set[Any]) -> Any:
-    ordered = sorted(w.once(value))
+def _encode_set(w: _StateWriter, value: set[Any]) -> Any:
+    ordered = sorted(w.check_owner(value))
     if not ordered or any(type(item) is not int for item in ordered):
-        return _items(w, "s", ordered)
+        return _encode_items(w, "s", ordered)
     runs: list[Any] = ["i"]
     begin = last = ordered[0]
     for number in ordered[1:]:
@@ -260,13 +260,13 @@ def _set(w: _StateWriter, value: set[Any]) -> Any:
 
 
 _ENCODERS: dict[type, Encoder] = {
-    tuple: lambda w, v: _items(w, "t", v),
-    list: lambda w, v: _items(w, "l", w.once(v)),
-    dict: _dict,
-    set: _set,
-    frozenset: lambda w, v: _items(w, "f", sorted(v)),
+    tuple: lambda w, v: _encode_items(w, "t", v),
+    list: lambda w, v: _encode_items(w, "l", w.check_owner(v)),
+    dict: _encode_dict,
+    set: _encode_set,
+    frozenset: lambda w, v: _encode_items(w, "f", sorted(v)),
     type: _error_class,
-    deque: lambda w, v: ["q", v.maxlen, *(w.write(item) for item in w.once(v))],
+    deque: lambda w, v: ["q", v.maxlen, *(w.write_value(item) for item in w.check_owner(v))],
 }
 
 
@@ -277,7 +277,7 @@ class _StateReader:
     def __init__(self) -> None:
         self._known: list[Any] = []
 
-    def read(self, value: Any) -> Any:
+    def read_value(self, value: Any) -> Any:
         if not isinstance(value, list):
             return value
         tag, rest = value[0], value[1:]
@@ -286,25 +286,25 @@ class _StateReader:
             return decoder(self, rest)
         if tag == "r":
             return self._known[rest[0]]
-        return self._object(CLASSES[tag], rest)
+        return self._read_object(CLASSES[tag], rest)
 
-    def _object(self, cls: type, rest: list[Any]) -> Any:
+    def _read_object(self, cls: type, rest: list[Any]) -> Any:
         if issubclass(cls, Enum):
             return cls(rest[0])
         made = cls.__new__(cls)
-        if _changes(cls):
+        if _is_mutable(cls):
             self._known.append(made)
         items = rest[0].items() if cls in PLAIN else zip(_fields_of(cast(Hashable, cls)), rest, strict=True)
         for name, item in items:
-            object.__setattr__(made, name, self.read(item))  # frozen ones take it only so
+            object.__setattr__(made, name, self.read_value(item))  # frozen ones take it only so
         return made
 
 
-def _pairs(r: _StateReader, rest: list[Any]) -> dict[Any, Any]:
-    return {r.read(rest[i]): r.read(rest[i + 1]) for i in range(0, len(rest), 2)}
+def _decode_pairs(r: _StateReader, rest: list[Any]) -> dict[Any, Any]:
+    return {r.read_value(rest[i]): r.read_value(rest[i + 1]) for i in range(0, len(rest), 2)}
 
 
-def _numbers(_: _StateReader, rest: list[Any]) -> set[int]:
+def _decode_numbers(_: _StateReader, rest: list[Any]) -> set[int]:
     return {n for i in range(0, len(rest), 2) for n in range(rest[i], rest[i] + rest[i + 1])}
 
 
@@ -316,12 +316,12 @@ def _read_error_class(_: _StateReader, rest: list[Any]) -> type:
 
 
 _DECODERS: dict[Any, Callable[[_StateReader, list[Any]], Any]] = {
-    "t": lambda r, rest: tuple(map(r.read, rest)),
-    "l": lambda r, rest: list(map(r.read, rest)),
-    "d": _pairs,
-    "s": lambda r, rest: set(map(r.read, rest)),
-    "i": _numbers,
-    "f": lambda r, rest: frozenset(map(r.read, rest)),
+    "t": lambda r, rest: tuple(map(r.read_value, rest)),
+    "l": lambda r, rest: list(map(r.read_value, rest)),
+    "d": _decode_pairs,
+    "s": lambda r, rest: set(map(r.read_value, rest)),
+    "i": _decode_numbers,
+    "f": lambda r, rest: frozenset(map(r.read_value, rest)),
     "e": _read_error_class,
-    "q": lambda r, rest: deque(map(r.read, rest[1:]), rest[0]),
+    "q": lambda r, rest: deque(map(r.read_value, rest[1:]), rest[0]),
 }

@@ -111,7 +111,7 @@ def _on_blind(run: RunState, event: Blind) -> None:
                 transfer.deadline += event.gap_s
         if cluster.requested_at is not None:
             cluster.requested_at += event.gap_s
-    run.note("blind", gap_s=f"{event.gap_s:.3f}")
+    run.emit_note("blind", gap_s=f"{event.gap_s:.3f}")
 
 
 def _on_tick(run: RunState, event: Ticked) -> None:
@@ -168,7 +168,7 @@ class Coordinator:
         return run.out
 
     @classmethod
-    def restored(cls, state: object) -> Coordinator:
+    def from_state(cls, state: object) -> Coordinator:
         """Be what `state` was taken of (codec.read of its text); raise Corrupt if it is no state."""
         if not isinstance(state, RunState):
             raise Corrupt(f"expected the state of a Coordinator, got {type(state).__name__}")
@@ -176,14 +176,14 @@ class Coordinator:
         made._run = state
         return made
 
-    def state(self) -> object:
+    def capture_state(self) -> object:
         """Everything that it knows, to be spelled by codec.py before the next step."""
         return self._run
 
     def next_deadline(self) -> float:
         """When to send Ticked if nothing happens before; inf if nothing is due."""
         run = self._run
-        due = [push.deadline for push in run.uncommitted()] + [pull.deadline for pull in run.open_pulls()]
+        due = [push.deadline for push in run.uncommitted_pushes()] + [pull.deadline for pull in run.open_pulls()]
         if run.options.stop.wall_s and not run.finished and run.round is None:
             due.append(run.started + run.options.stop.wall_s)
         return min((*due, *window.window_deadlines(run), *durability.retry_deadlines(run)), default=inf)
@@ -195,13 +195,13 @@ class Coordinator:
         return self._run.term
 
     def progress(self) -> Progress:
-        return self._run.progress()
+        return self._run.read_progress()
 
     def cluster_standing(self, cluster: str, inc: int) -> tuple[ClusterStanding, PushId | None, PullId | None]:
         """(standing, its open push, its open pull): what a heartbeat is answered with."""
         run = self._run
-        standing = run.standing(cluster, inc)
-        if cluster in run.clusters and not run.proven:
+        standing = run.cluster_standing(cluster, inc)
+        if cluster in run.clusters and not run.is_proven:
             return ClusterStanding.LIVE, None, None  # an old ledger may not know this incarnation: see RunState.proven
         if standing is not ClusterStanding.LIVE:
             return standing, None, None
@@ -225,6 +225,6 @@ class Coordinator:
         run = self._run
         return WindowTiming(run.opened_at, min((s.slots for s in run.ready_slaves()), default=0), run.model_bytes)
 
-    def view(self, now: float) -> dict[str, Any]:
+    def build_view(self, now: float) -> dict[str, Any]:
         """The status as plain data: every state with its reason."""
         return view.build_view(self._run, now)

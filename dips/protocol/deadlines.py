@@ -44,7 +44,7 @@ class Bandwidth:
     mean: float | None = None
     reported: float = 0.0
 
-    def measure(self, bytes_per_s: float) -> float | None:
+    def measure_rate(self, bytes_per_s: float) -> float | None:
         """Take a heartbeat's rate (0: nothing moves); return the mean when it has changed enough to be reported."""
         if bytes_per_s < LEAST_BYTES_PER_S:
             return None

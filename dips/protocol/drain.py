@@ -21,18 +21,20 @@ def on_drain_asked(run: RunState, event: DrainAsked) -> None:
     """Legal for a slave that serves; a repetition is answered with how far it is."""
     slave = run.slaves.get(event.slave)
     if slave is None:
-        run.reply(event.req, Failed(ConfigError, f"slave {event.slave!r} is none of this run: {', '.join(run.slaves)}"))
+        run.reply_to(
+            event.req, Failed(ConfigError, f"slave {event.slave!r} is none of this run: {', '.join(run.slaves)}")
+        )
     elif slave.state is SlaveState.DRAINING:
-        run.reply(event.req, Acknowledged())
+        run.reply_to(event.req, Acknowledged())
     elif slave.state is not SlaveState.READY:
-        run.reply(event.req, Refused(0.0, f"{slave.name} is {slave.state} ({slave.reason}): nothing is open on it"))
+        run.reply_to(event.req, Refused(0.0, f"{slave.name} is {slave.state} ({slave.reason}): nothing is open on it"))
     else:
         if not slave.draining:
             slave.draining = True
-            run.note("slave_drains", slave=slave.name, sinc=slave.sinc)
+            run.emit_note("slave_drains", slave=slave.name, sinc=slave.sinc)
         settle_drains(run)
         open_here = _open_on(run, slave)
-        run.reply(event.req, Pending(f"{slave.name} waits for {open_here}") if open_here else Acknowledged())
+        run.reply_to(event.req, Pending(f"{slave.name} waits for {open_here}") if open_here else Acknowledged())
 
 
 def settle_drains(run: RunState) -> None:
@@ -42,8 +44,8 @@ def settle_drains(run: RunState) -> None:
             slave.draining = False
         elif slave.draining and not _open_on(run, slave):
             slave.draining = False
-            slave.become(SlaveState.DRAINING, DRAINED)
-            run.note("slave_drained", slave=slave.name, sinc=slave.sinc)
+            slave.set_state(SlaveState.DRAINING, DRAINED)
+            run.emit_note("slave_drained", slave=slave.name, sinc=slave.sinc)
 
 
 def _open_on(run: RunState, slave: Slave) -> str:

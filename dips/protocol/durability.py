@@ -42,7 +42,7 @@ def on_snapshot_failed(run: RunState, reason: str) -> None:
     """A snapshot failed, or had no room; see what follows in `state`."""
     d = run.durability
     d.failures += 1
-    run.note("persist_failed", head=run.head, in_a_row=d.failures, reason=reason)
+    run.emit_note("persist_failed", head=run.head, in_a_row=d.failures, reason=reason)
     if d.failures < FAILURES or d.state is not DurabilityState.DURABLE:
         return
     if run.options.on_persist_failure is PersistFailurePolicy.STOP:
@@ -51,7 +51,7 @@ def on_snapshot_failed(run: RunState, reason: str) -> None:
     else:
         d.state = DurabilityState.DEGRADED
         d.reason = f"versions are not durable until a snapshot succeeds: {reason}"
-    run.note(d.state, reason=reason)
+    run.emit_note(d.state, reason=reason)
 
 
 def on_snapshot_written(run: RunState) -> None:
@@ -60,7 +60,7 @@ def on_snapshot_written(run: RunState) -> None:
     d.failures, d.again_at = 0, 0.0
     if d.state is DurabilityState.DEGRADED:
         d.state, d.reason = DurabilityState.DURABLE, ""
-        run.note("durable_again", version=run.head)
+        run.emit_note("durable_again", version=run.head)
 
 
 # ---- after the flip -------------------------------------------------------------------------------------------------
@@ -103,10 +103,10 @@ def on_late_snapshot_answered(run: RunState, fanout: Fanout) -> None:
         retire_versions(run, partial=True)
         return
     digests = tuple((name, a.digest) for name, a in fanout.answers.items() if isinstance(a, Persisted))
-    run.record(VersionDurable(run.head, digests, run.now))
+    run.emit_record(VersionDurable(run.head, digests, run.now))
     run.versions[run.head] = replace(run.versions[run.head], durable=True)
     run.offers_changed()
-    run.note("version_durable", version=run.head)
+    run.emit_note("version_durable", version=run.head)
     on_snapshot_written(run)
     retire_versions(run, partial=True)
 
@@ -119,7 +119,7 @@ def on_late_snapshot_failed(run: RunState, slave: Slave, fanout: Fanout, event: 
     if not issubclass(event.error, FailedDisk):
         forget_late_snapshot(run)
         run.durability.again_at = run.now + RETRY_S
-        run.note("order_refused", slave=slave.name, reason=event.refusal)
+        run.emit_note("order_refused", slave=slave.name, reason=event.refusal)
         return
     run.durability.late_failed += (f"{slave.name} refused: {event.refusal}",)
     del run.fanouts[event.number]
@@ -159,7 +159,7 @@ def retire_versions(run: RunState, *, partial: bool = False) -> None:
     )
     if not old:
         return
-    run.record(VersionsRetired(old))
+    run.emit_record(VersionsRetired(old))
     run.offers_changed()
     for version in old:
         run.versions[version] = replace(run.versions[version], retired=True, shares=())

@@ -14,7 +14,7 @@ from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import OrderBody
 from dips.protocol.enums import DurabilityState, FanoutKind, PushCodec
 from dips.protocol.events import Answer, MirrorReport
-from dips.protocol.moves import CLUSTER_MOVES, SLAVE_MOVES, ClusterState, RoundState, SlaveState, move
+from dips.protocol.moves import CLUSTER_MOVES, SLAVE_MOVES, ClusterState, RoundState, SlaveState, check_move
 from dips.protocol.penalty import Verdict
 from dips.protocol.records import OutcomeRow
 
@@ -47,9 +47,9 @@ class Slave:
     mirror: MirrorReport | None = None  # as last told, also while it is lost: that is what its mirror is for
     needs_ping: bool = False  # it was lost as unresponsive: READY again only after it has answered a Ping
 
-    def become(self, state: SlaveState, reason: str) -> None:
+    def set_state(self, state: SlaveState, reason: str) -> None:
         if state != self.state:
-            self.state = move(SLAVE_MOVES, self.state, state, f"slave {self.name}")
+            self.state = check_move(SLAVE_MOVES, self.state, state, f"slave {self.name}")
         self.reason = reason
 
 
@@ -131,18 +131,18 @@ class Cluster:
         return self.state is not ClusterState.GONE
 
     @property
-    def pace(self) -> float | None:
+    def push_interval_s(self) -> float | None:
         """Median seconds between two pushes; None before the second."""
         return median(self.paces) if self.paces else None
 
     @property
-    def counted(self) -> int:
+    def settled_tokens(self) -> int:
         """Tokens that rounds have settled, over all its incarnations."""
         return self.tokens["accepted"] + self.tokens["gated"] + self.tokens["undone"]
 
-    def become(self, state: ClusterState, reason: str) -> None:
+    def set_state(self, state: ClusterState, reason: str) -> None:
         if state != self.state:
-            self.state = move(CLUSTER_MOVES, self.state, state, f"cluster {self.name}")
+            self.state = check_move(CLUSTER_MOVES, self.state, state, f"cluster {self.name}")
         self.reason = reason
 
     def begin_incarnation(self, inc: int, nonce: str) -> None:

@@ -48,7 +48,7 @@ class Layer:
     def nbytes(self) -> int:
         return self.numel * BYTES_PER_PARAMETER
 
-    def offsets(self) -> tuple[int, ...]:
+    def param_offsets(self) -> tuple[int, ...]:
         """Where each parameter begins in the layer's flat array, in elements."""
         starts, at = [], 0
         for parameter in self.parameters:
@@ -84,7 +84,10 @@ class Manifest:
                 raise CorruptManifest(f"expected manifest format 1, got {raw['format']!r}")
             made = cls(
                 tuple(
-                    Layer(_name(l["name"]), tuple(Parameter(_name(n), _shape(s)) for n, s in l["parameters"]))
+                    Layer(
+                        _check_name(l["name"]),
+                        tuple(Parameter(_check_name(n), _check_shape(s)) for n, s in l["parameters"]),
+                    )
                     for l in raw["layers"]
                 )
             )
@@ -102,12 +105,12 @@ class Manifest:
         order of names, numbers in them counted as numbers, is the one that all can make.
         """
         groups: dict[str, list[Parameter]] = {}
-        for name, shape in sorted(shapes, key=lambda pair: _spoken(pair[0])):
+        for name, shape in sorted(shapes, key=lambda pair: _natural_key(pair[0])):
             groups.setdefault(layer_of(name), []).append(Parameter(name, tuple(shape)))
-        in_order = sorted(groups.items(), key=lambda group: _spoken(group[0]))
+        in_order = sorted(groups.items(), key=lambda group: _natural_key(group[0]))
         return cls(tuple(Layer(name, tuple(parameters)) for name, parameters in in_order))
 
-    def differences(self, other: Manifest, most: int = 5) -> list[str]:
+    def describe_differences(self, other: Manifest, most: int = 5) -> list[str]:
         """Say where `other` differs from this one, at most `most` lines, for an error that a person reads."""
         mine = {p.name: p.shape for layer in self.layers for p in layer.parameters}
         theirs = {p.name: p.shape for layer in other.layers for p in layer.parameters}
@@ -119,14 +122,14 @@ class Manifest:
         return lines if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} more"]
 
 
-def _name(raw: object) -> str:
+def _check_name(raw: object) -> str:
     if not isinstance(raw, str):
         raise TypeError(f"expected a name, got {raw!r:.80}")
     raw.encode()  # JSON can spell half a surrogate pair, which no file and no message can
     return raw
 
 
-def _shape(raw: object) -> tuple[int, ...]:
+def _check_shape(raw: object) -> tuple[int, ...]:
     """A full shape; a dimension of 0 is legal, `true`, 2.0 and Infinity are no whole numbers."""
     if not isinstance(raw, list) or len(raw) > MAX_DIMENSIONS:
         raise TypeError(f"expected a shape of at most {MAX_DIMENSIONS} dimensions, got {raw!r:.80}")
@@ -145,6 +148,6 @@ def layer_of(parameter: str) -> str:
     return ".".join(parts[:-1]) or parameter
 
 
-def _spoken(name: str) -> list[tuple[int, str]]:
+def _natural_key(name: str) -> list[tuple[int, str]]:
     """A key that puts `layers.2` before `layers.10`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

@@ -61,7 +61,7 @@ class Judge:
         self._slaves: dict[str, _Slave] = {}
 
     @classmethod
-    def restored(cls, options: TimingOptions, state: LedgerState, now: float) -> Judge:
+    def from_state(cls, options: TimingOptions, state: LedgerState, now: float) -> Judge:
         """After a start of the master every known peer gets one full lease before it is judged."""
         judge = cls(options)
         for peer in state.clusters:
@@ -101,7 +101,7 @@ class Judge:
         if signs != known.signs or _waits_for_others(heartbeat):
             known.signs, known.progressed_at = signs, now
         found = self._judge_trainer(heartbeat.cluster, known, heartbeat.trainer is not TrainerState.DEAD, now)
-        measured = known.bandwidth.measure(heartbeat.bytes_per_s)
+        measured = known.bandwidth.measure_rate(heartbeat.bytes_per_s)
         return found if measured is None else [*found, BandwidthMeasured(heartbeat.cluster, heartbeat.inc, measured)]
 
     def on_slave_heartbeat(self, heartbeat: SlaveHeartbeat, now: float) -> list[Event]:
@@ -116,7 +116,7 @@ class Judge:
             found.append(MirrorReported(heartbeat.slave, heartbeat.sinc, heartbeat.mirror))
         return found
 
-    def verdicts(self, now: float) -> list[Event]:
+    def judge_silence(self, now: float) -> list[Event]:
         """Who has been silent for a lease, in a fixed order; each is reported once."""
         lease, found = self._options.lease_s, list[Event]()
         for name, cluster in sorted(self._clusters.items()):
@@ -132,7 +132,7 @@ class Judge:
                 del self._slaves[name]
         return found
 
-    def shift(self, gap_s: float) -> None:
+    def skip_gap(self, gap_s: float) -> None:
         """The master did not run for `gap_s`: the silence was its own."""
         for cluster in self._clusters.values():
             cluster.heard_at += gap_s

@@ -66,7 +66,7 @@ SLAVE_MOVES: Mapping[SlaveState, frozenset[SlaveState]] = {
 State = TypeVar("State", RoundState, ClusterState, SlaveState)
 
 
-def move(table: Mapping[State, frozenset[State]], old: State, new: State, what: str) -> State:
+def check_move(table: Mapping[State, frozenset[State]], old: State, new: State, what: str) -> State:
     """Return `new` if it may follow `old`; anything else is our own bug."""
     if new not in table[old]:
         raise LocalProtocolError(

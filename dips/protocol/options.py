@@ -23,15 +23,15 @@ from dips.protocol.enums import (
 FORBID: dict[str, Any] = {"extra": "forbid"}
 
 
-def _require(holds: bool, key: str, expected: str, got: object) -> None:
+def _require_holds(holds: bool, key: str, expected: str, got: object) -> None:
     if not holds:
         raise ConfigError(f"{key}: expected {expected}, got {got!r}")
 
 
-def _coerce(options: object, field_name: str, words: type[StrEnum], key: str) -> None:
+def _coerce_word(options: object, field_name: str, words: type[StrEnum], key: str) -> None:
     """Turn a word, as it stands in a file, into its member."""
     got = getattr(options, field_name)
-    _require(got in list(words), key, " or ".join(words), got)
+    _require_holds(got in list(words), key, " or ".join(words), got)
     object.__setattr__(options, field_name, words(got))  # frozen
 
 
@@ -44,9 +44,9 @@ class Clip:
     relative: float | None = None  # times the running median of accepted ‖δ‖
 
     def __post_init__(self) -> None:
-        _require(self.norm is None or self.relative is None, "clip", "norm or relative, not both", self)
+        _require_holds(self.norm is None or self.relative is None, "clip", "norm or relative, not both", self)
         for key, value in (("clip.norm", self.norm), ("clip.relative", self.relative)):
-            _require(value is None or value > 0, key, "a number above 0", value)
+            _require_holds(value is None or value > 0, key, "a number above 0", value)
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class OuterOptions:
     clip: Clip = field(default_factory=lambda: Clip(norm=1.0))  # φ = 1, the paper's
 
     def __post_init__(self) -> None:
-        _require(self.lr > 0, "outer.lr", "a number above 0", self.lr)
-        _require(0 <= self.momentum < 1, "outer.momentum", "a number in [0, 1)", self.momentum)
+        _require_holds(self.lr > 0, "outer.lr", "a number above 0", self.lr)
+        _require_holds(0 <= self.momentum < 1, "outer.momentum", "a number in [0, 1)", self.momentum)
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,12 @@ class PenaltyOptions:
     gate_patience: int = 3  # gates in a row before a new warm-up or quarantine
 
     def __post_init__(self) -> None:
-        _coerce(self, "rule", PenaltyRule, "penalty.rule")
-        _require(0 < self.alpha < 1, "penalty.alpha", "a number in (0, 1)", self.alpha)
-        _require(self.beta > 0, "penalty.beta", "a number above 0", self.beta)
-        _require(self.hard_cap > 1, "penalty.hard_cap", "a number above 1", self.hard_cap)
+        _coerce_word(self, "rule", PenaltyRule, "penalty.rule")
+        _require_holds(0 < self.alpha < 1, "penalty.alpha", "a number in (0, 1)", self.alpha)
+        _require_holds(self.beta > 0, "penalty.beta", "a number above 0", self.beta)
+        _require_holds(self.hard_cap > 1, "penalty.hard_cap", "a number above 1", self.hard_cap)
         for key in ("warmup_rounds", "history", "gate_patience"):
-            _require(getattr(self, key) >= 1, f"penalty.{key}", "a whole number, at least 1", getattr(self, key))
+            _require_holds(getattr(self, key) >= 1, f"penalty.{key}", "a whole number, at least 1", getattr(self, key))
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class StopOptions:
 
     def __post_init__(self) -> None:
         for key in ("tokens", "versions", "wall_s"):
-            _require(getattr(self, key) >= 0, f"stop.{key}", "0 or more", getattr(self, key))
+            _require_holds(getattr(self, key) >= 0, f"stop.{key}", "0 or more", getattr(self, key))
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class DataOptions:
     digest: str = ""  # of the data set, as `dips data build` printed it; "": not compared
 
     def __post_init__(self) -> None:
-        _require(self.ranges >= 0, "data.ranges", "0 or more", self.ranges)
-        _require(self.epochs >= 1, "data.epochs", "at least 1", self.epochs)
+        _require_holds(self.ranges >= 0, "data.ranges", "0 or more", self.ranges)
+        _require_holds(self.epochs >= 1, "data.epochs", "at least 1", self.epochs)
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,10 @@ class TimingOptions:
     busy_retry_s: float = 2.0  # until a refused push is asked for again; less if a slot is due before
 
     def __post_init__(self) -> None:
-        _require(self.window_s is None or self.window_s >= 0, "timing.window_s", "0 or more, or null", self.window_s)
-        _require(self.min_push_bps >= 0, "timing.min_push_bps", "0 or more bits/s", self.min_push_bps)
+        _require_holds(
+            self.window_s is None or self.window_s >= 0, "timing.window_s", "0 or more, or null", self.window_s
+        )
+        _require_holds(self.min_push_bps >= 0, "timing.min_push_bps", "0 or more bits/s", self.min_push_bps)
         above_0 = (
             "heartbeat_s",
             "lease_heartbeats",
@@ -144,7 +146,7 @@ class TimingOptions:
             "least_transfer_s",
         )
         for key in (*above_0, "busy_retry_s"):
-            _require(getattr(self, key) > 0, f"timing.{key}", "a number above 0", getattr(self, key))
+            _require_holds(getattr(self, key) > 0, f"timing.{key}", "a number above 0", getattr(self, key))
 
     @property
     def lease_s(self) -> float:
@@ -178,4 +180,4 @@ class Options:
 
     def __post_init__(self) -> None:
         for key, words in _WORDS.items():
-            _coerce(self, key, words, key)
+            _coerce_word(self, key, words, key)

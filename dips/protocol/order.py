@@ -3,7 +3,7 @@
 A transfer alone walks the rows of a rotation: worker w begins at slave w mod S and walks on by one each turn. With no
 more workers than slaves no two ever meet; with more, each slave is visited by at most ⌈W/S⌉ at once.
 
-Several transfers at once stand in one line before each slave (`lines`): their bytes, their links and what is left of
+Several transfers at once stand in one line before each slave (`make_lines`): their bytes, links and what is left of
 them differ. The lines are those of a schedule that always serves as many pairs as it can, those first that have most
 left to do: an edge colouring where all are equal. An order of asking, never a barrier: who is late is overtaken.
 """
@@ -36,17 +36,19 @@ def workers_for_slave(slave: int, workers: int, slaves: int) -> tuple[int, ...]:
 
 def slaves_in_order(rule: AskOrder, worker: int, slaves: int, salt: str) -> tuple[int, ...]:
     """`slaves_for_worker`, or any order: `salt` names the transfer."""
-    return shuffled(slaves, f"{salt}/{worker}") if rule is AskOrder.RANDOM else slaves_for_worker(worker, slaves)
+    return shuffle_numbers(slaves, f"{salt}/{worker}") if rule is AskOrder.RANDOM else slaves_for_worker(worker, slaves)
 
 
 def workers_in_order(rule: AskOrder, slave: int, workers: int, slaves: int, salt: str) -> tuple[int, ...]:
     """`workers_for_slave`, or any order: `salt` names the transfer."""
     return (
-        shuffled(workers, f"{salt}/{slave}") if rule is AskOrder.RANDOM else workers_for_slave(slave, workers, slaves)
+        shuffle_numbers(workers, f"{salt}/{slave}")
+        if rule is AskOrder.RANDOM
+        else workers_for_slave(slave, workers, slaves)
     )
 
 
-def shuffled(count: int, salt: str) -> tuple[int, ...]:
+def shuffle_numbers(count: int, salt: str) -> tuple[int, ...]:
     """0 … count − 1 in an order that looks random, the same for the same salt on every machine: for comparison."""
     return tuple(sorted(range(count), key=lambda i: (blake2b(f"{salt}/{i}".encode()).digest(), i)))
 
@@ -59,14 +61,14 @@ class Worker:
     fill: float  # share of a slave's link that it takes, in (0, 1]
 
 
-def lines(workers: Sequence[Worker], slaves: int) -> Lines:
+def make_lines(workers: Sequence[Worker], slaves: int) -> Lines:
     """The line before each slave, every worker once in each; those who have nothing for it stand last.
 
     Cost: a matching for each turn, W·S pairs in all; a rotation beyond MOST_PAIRS.
     """
     if len(workers) * slaves > MOST_PAIRS:
         return tuple(workers_for_slave(s, len(workers), slaves) for s in range(slaves))
-    line = [[turn.worker for turn in plan(workers, slaves) if turn.slave == s] for s in range(slaves)]
+    line = [[turn.worker for turn in plan_turns(workers, slaves) if turn.slave == s] for s in range(slaves)]
     idle = [[w for w in range(len(workers)) if workers[w].seconds[s] <= 0] for s in range(slaves)]
     return tuple((*line[s], *idle[s]) for s in range(slaves))
 
@@ -82,7 +84,7 @@ class Turn:
     share: float  # of the slave's link
 
 
-def plan(workers: Sequence[Worker], slaves: int) -> list[Turn]:
+def plan_turns(workers: Sequence[Worker], slaves: int) -> list[Turn]:
     """The schedule behind the lines, in order of beginning."""
     return _Schedule(workers, slaves).play_turns()
 

@@ -44,7 +44,7 @@ def fresh_row(cluster: str, options: PenaltyOptions) -> PenaltyRow:
     return PenaltyRow(cluster, 0, 0.0, 0.0, 0.0, options.warmup_rounds, 0, False, 0)
 
 
-def norm(layer_sq: Iterable[float], inner_steps: int) -> float:
+def push_norm(layer_sq: Iterable[float], inner_steps: int) -> float:
     """G of a push: Σ over layers ‖θ − θ_j‖₂, over √(inner steps), since paces differ by design."""
     return sum(sqrt(sq) for sq in layer_sq) / sqrt(max(1, inner_steps))
 
@@ -64,10 +64,10 @@ class Penalty:
         self.history = history
         self._genesis_norm = genesis_norm
 
-    def row(self, cluster: str) -> PenaltyRow:
+    def penalty_row(self, cluster: str) -> PenaltyRow:
         return self._rows.get(cluster) or fresh_row(cluster, self._options)
 
-    def threshold(self) -> float:
+    def gate_threshold(self) -> float:
         """β·min(E_cap, max(1, max E)): a quiet history must not gate all, nor a loud one none."""
         o = self._options
         largest = max((score for scores in self.history.scores for score in scores), default=1.0)
@@ -77,7 +77,7 @@ class Penalty:
         self, cluster: str, layer_sq: Sequence[float], finite: bool, inner_steps: int, exempt: bool = False
     ) -> Verdict:
         """Judge one push; `exempt` if its base is no ancestor of θ (finite check and cap only)."""
-        g = norm(layer_sq, inner_steps) if finite and all(isfinite(sq) for sq in layer_sq) else float("inf")
+        g = push_norm(layer_sq, inner_steps) if finite and all(isfinite(sq) for sq in layer_sq) else float("inf")
         if not g < LARGEST_NORM:
             return Verdict(False, 0.0, 0.0, "not finite: NaN, Inf or overflow in its parameters", tracked=False)
         if self._options.rule is PenaltyRule.NONE:
@@ -85,12 +85,12 @@ class Penalty:
         cap = self._hard_cap(cluster, inner_steps)
         if g > cap:
             return Verdict(False, g, 0.0, f"norm {g:.4g} above the hard cap {cap:.4g}", tracked=not exempt)
-        row = self.row(cluster)
+        row = self.penalty_row(cluster)
         if exempt:
             return Verdict(True, g, 0.0, "its base is no ancestor: exempt from the score", tracked=False)
         if row.warm_left > 0 or row.n == 0:
             return Verdict(True, g, 0.0, f"warm-up, {row.warm_left} pushes left")
-        score, limit = (g - row.mu) / self._corrected_sigma(row), self.threshold()
+        score, limit = (g - row.mu) / self._corrected_sigma(row), self.gate_threshold()
         if score > limit:
             return Verdict(False, g, score, f"score {score:.3g} above {limit:.3g} (norm {g:.4g}, mean {row.mu:.4g})")
         return Verdict(True, g, score, f"score {score:.3g}, at most {limit:.3g}")
@@ -101,7 +101,7 @@ class Penalty:
         """Return the statistics and the score history after a round, in the order of folding; nothing is kept yet."""
         rows = dict(self._rows)
         scores: list[float] = []
-        limit = self.threshold()
+        limit = self.gate_threshold()
         for cluster, verdict in ((s.cluster, s.verdict) for s in verdicts if s.verdict.accepted):
             row = rows.get(cluster) or fresh_row(cluster, self._options)
             if verdict.tracked and row.warm_left == 0 and row.n > 0:
@@ -124,7 +124,7 @@ class Penalty:
 
     def readmit_cluster(self, cluster: str) -> PenaltyRow:
         """Lift a quarantine: the cluster warms up again; return its statistics, which are ours from now on."""
-        row = self.row(cluster)
+        row = self.penalty_row(cluster)
         row = self._restart_warmup(row)
         self._rows[cluster] = row
         return row
@@ -135,7 +135,7 @@ class Penalty:
 
     def _hard_cap(self, cluster: str, inner_steps: int) -> float:
         """The norm above which even a warm-up is gated."""
-        row, factor = self.row(cluster), self._options.hard_cap
+        row, factor = self.penalty_row(cluster), self._options.hard_cap
         if row.accepted >= 2 and row.n > 0:
             return factor * row.mu
         others = self._norms_of_others(self._rows, cluster)

@@ -10,7 +10,7 @@ from dips.protocol.manifest import Manifest
 Placement = tuple[tuple[str, tuple[int, ...]], ...]  # (slave, its layers in manifest order)
 
 
-def place(manifest: Manifest, slaves: Sequence[str]) -> Placement:
+def place_layers(manifest: Manifest, slaves: Sequence[str]) -> Placement:
     """Give each layer, largest first, to the slave that holds fewest bytes so far (at most 4/3 of the best balance).
 
     Raise ConfigError if there are more slaves than layers: a slave without a layer would vote without a stake.

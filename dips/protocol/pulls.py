@@ -18,7 +18,7 @@ def on_pull_requested(run: RunState, event: PullRequested) -> None:
     """Legal in any state but the middle of a push; pins the head everywhere. A repetition gets the same Grant."""
     cluster = run.live_cluster(event.req, event.pull.cluster, event.pull.inc)
     if cluster is not None:
-        run.reply(event.req, _answer_request(run, cluster, event))
+        run.reply_to(event.req, _answer_request(run, cluster, event))
 
 
 def _answer_request(run: RunState, cluster: Cluster, event: PullRequested) -> Result:
@@ -26,7 +26,7 @@ def _answer_request(run: RunState, cluster: Cluster, event: PullRequested) -> Re
     if pull and pull.id == event.pull:
         if not pull.opened:
             return Pending("the slaves are pinning the version")
-        return run.grant(pull.version, pull.ranks, pull.deadline_s, pull.first)
+        return run.make_grant(pull.version, pull.ranks, pull.deadline_s, pull.first)
     if cluster.closed_pull.seq == event.pull.seq:
         return Dropped(cluster.closed_pull.reason)
     if event.pull.seq <= cluster.seq_high:
@@ -54,7 +54,7 @@ def begin_pull(run: RunState, cluster: Cluster, pull: PullId, version: VersionId
     first = sum(p.ranks for p in run.open_pulls())
     deadline = run.now + deadline_s + TRANSFER_GRACE_S
     cluster.pull = Pull(pull, version, cluster.ranks, deadline, deadline_s, first=first)
-    cluster.become(ClusterState.PULLING, f"pulling {version}")
+    cluster.set_state(ClusterState.PULLING, f"pulling {version}")
     return deadline_s
 
 
@@ -77,7 +77,7 @@ def on_pull_finished(run: RunState, event: PullFinished) -> None:
         )
         if event.installed:
             cluster.base = version
-    run.reply(event.req, Acknowledged())
+    run.reply_to(event.req, Acknowledged())
 
 
 def close_pull(run: RunState, cluster: Cluster, reason: str) -> None:
@@ -89,7 +89,7 @@ def close_pull(run: RunState, cluster: Cluster, reason: str) -> None:
     run.forget_orders(frozenset({FanoutKind.OPEN_PULL}), pull.id)
     run.order_all(FanoutKind.STANDALONE, pull.id, ClosePull(pull.id), run.options.timing.order_s)
     if cluster.state is ClusterState.PULLING:
-        cluster.become(ClusterState.TRAINING if cluster.moving else ClusterState.IDLE, reason)
+        cluster.set_state(ClusterState.TRAINING if cluster.moving else ClusterState.IDLE, reason)
 
 
 def close_all_pulls(run: RunState, reason: str) -> None:

@@ -44,7 +44,7 @@ def on_push_requested(run: RunState, event: PushRequested) -> None:
     """Legal in TRAINING; effects OpenPush on every slave. A repetition gets Pending, then the same Grant."""
     cluster = run.live_cluster(event.req, event.push.cluster, event.push.inc)
     if cluster is not None:
-        run.reply(event.req, _answer_request(run, cluster, event))
+        run.reply_to(event.req, _answer_request(run, cluster, event))
 
 
 def _answer_request(run: RunState, cluster: Cluster, event: PushRequested) -> Result:
@@ -60,7 +60,7 @@ def _answer_request(run: RunState, cluster: Cluster, event: PushRequested) -> Re
     if not 1 <= event.ranks <= MAX_RANKS:
         return Failed(RemoteProtocolError, f"ranks: expected 1 to {MAX_RANKS}, got {event.ranks}")
     if cluster.state is ClusterState.IDLE:
-        cluster.become(ClusterState.TRAINING, "asks for a push")
+        cluster.set_state(ClusterState.TRAINING, "asks for a push")
     if push is not None:
         return Refused(run.options.timing.busy_retry_s, f"its push {push.id} still waits for its Outcome")
     if cluster.state is not ClusterState.TRAINING:
@@ -91,7 +91,7 @@ def _no_slot(run: RunState) -> str:
 def _retry_s(run: RunState) -> float:
     """When to ask for a slot again: when the first of those that move is due; one that is late has no such time."""
     longest = run.options.timing.busy_retry_s
-    soonest = min((push.due - run.now for push in run.uncommitted() if push.due > run.now), default=longest)
+    soonest = min((push.due - run.now for push in run.uncommitted_pushes() if push.due > run.now), default=longest)
     return min(longest, max(LEAST_RETRY_S, soonest))
 
 
@@ -104,13 +104,13 @@ def _open_push(run: RunState, cluster: Cluster, event: PushRequested) -> None:
     if cluster.requested_at is not None:
         cluster.paces.append(run.now - cluster.requested_at)
     cluster.requested_at = run.now
-    cluster.become(ClusterState.PUSHING, "its push is being opened")
+    cluster.set_state(ClusterState.PUSHING, "its push is being opened")
     names, base = list(run.slaves), _held_base(cluster.push)
     lines = [
         workers_in_order(run.options.order, i, event.ranks, len(names), str(event.push)) for i in range(len(names))
     ]
     orders = {n: OpenPush(event.push, asked, transfer_s, codec, base) for n, asked in zip(names, lines, strict=True)}
-    run.order(FanoutKind.OPEN_PUSH, event.push, dict(orders), run.options.timing.order_s)
+    run.fan_out(FanoutKind.OPEN_PUSH, event.push, dict(orders), run.options.timing.order_s)
 
 
 def _choose_codec(run: RunState, base: VersionId) -> PushCodec:
@@ -130,7 +130,7 @@ def on_push_opened(run: RunState, fanout: Fanout) -> None:
         return
     cluster.push.opened, cluster.push.due = True, _due_at(run, cluster)
     cluster.reason = "pushing"
-    run.note("push_granted", push=cluster.push.id, base=cluster.push.base)
+    run.emit_note("push_granted", push=cluster.push.id, base=cluster.push.base)
 
 
 def _due_at(run: RunState, cluster: Cluster) -> float:
@@ -138,7 +138,7 @@ def _due_at(run: RunState, cluster: Cluster) -> float:
 
 
 def _grant_of(run: RunState, push: Push) -> Grant:
-    grant = run.grant(run.head, push.ranks, push.deadline_s)
+    grant = run.make_grant(run.head, push.ranks, push.deadline_s)
     return replace(grant, codec=push.codec, base=_held_base(push))
 
 
@@ -166,7 +166,7 @@ def on_push_finished(run: RunState, event: PushFinished) -> None:
     """Commit: staged on every slave, so it has a place in a window. A repetition gets Committed again."""
     cluster = run.live_cluster(event.req, event.push.cluster, event.push.inc)
     if cluster is not None:
-        run.reply(event.req, _commit_push(run, cluster, event))
+        run.reply_to(event.req, _commit_push(run, cluster, event))
 
 
 def _commit_push(run: RunState, cluster: Cluster, event: PushFinished) -> Result:
@@ -191,8 +191,8 @@ def _commit_push(run: RunState, cluster: Cluster, event: PushFinished) -> Result
     loss = event.loss if isfinite(event.loss) else 0.0  # shown to people only
     push.tokens, push.inner_steps, push.ranges, push.loss = event.tokens, event.inner_steps, event.ranges, loss
     run.waiting.append(push)
-    cluster.become(ClusterState.COMMITTED, "its push is committed")
-    run.note("push_committed", push=push.id, tokens=push.tokens, inner_steps=push.inner_steps, loss=push.loss)
+    cluster.set_state(ClusterState.COMMITTED, "its push is committed")
+    run.emit_note("push_committed", push=push.id, tokens=push.tokens, inner_steps=push.inner_steps, loss=push.loss)
     return Committed()
 
 
@@ -200,7 +200,7 @@ def _why_uncountable(run: RunState, cluster: Cluster, tokens: int) -> str:
     """Why so many tokens more cannot be counted; empty if they can: with them the run's total, and the cluster's."""
     committed = [*(run.round.pushes if run.round else ()), *run.waiting]
     of_run = run.tokens_accepted + sum(p.tokens for p in committed)
-    of_cluster = cluster.counted + sum(p.tokens for p in committed if p.id.cluster == cluster.name)
+    of_cluster = cluster.settled_tokens + sum(p.tokens for p in committed if p.id.cluster == cluster.name)
     if max(of_run, of_cluster) + tokens <= MAX_TOKENS:
         return ""
     return f"tokens: {tokens} more would bring the count above {MAX_TOKENS}, the most that a run can have"
@@ -213,14 +213,14 @@ def on_push_aborted(run: RunState, event: PushAborted) -> None:
         return
     if cluster.push and cluster.push.id == event.push and not cluster.push.committed:
         drop_push(run, cluster, event.reason)
-    run.reply(event.req, Acknowledged())
+    run.reply_to(event.req, Acknowledged())
 
 
 def on_round_awaited(run: RunState, event: RoundAwaited) -> None:
     """Legal until the next push; answered from the ledger, also after a restart."""
     cluster = run.live_cluster(event.req, event.push.cluster, event.push.inc)
     if cluster is not None:
-        run.reply(event.req, _answer_awaited(run, cluster, event.push))
+        run.reply_to(event.req, _answer_awaited(run, cluster, event.push))
 
 
 def _answer_awaited(run: RunState, cluster: Cluster, push: PushId) -> Result:
@@ -232,14 +232,14 @@ def _answer_awaited(run: RunState, cluster: Cluster, push: PushId) -> Result:
     if run.flipping is not None and row.kind is not OutcomeKind.SKIPPED:
         return Pending("the slaves are flipping to the new version")
     pull = cluster.pull if cluster.pull and cluster.pull.id.seq == push.seq and cluster.pull.opened else None
-    grant = run.grant(pull.version, cluster.ranks, pull.deadline_s, pull.first) if pull else None
+    grant = run.make_grant(pull.version, cluster.ranks, pull.deadline_s, pull.first) if pull else None
     version = cluster.outcome_version if row.kind is OutcomeKind.ACCEPTED else run.head
     reason = row.reason
     if version in run.undone:
         reason = f"{reason}; undone since: the head is {run.head} again, which the next push is measured against"
     skipped = row.kind is OutcomeKind.SKIPPED
     update_s = 0.0 if skipped else run.update_s
-    return Outcome(row.kind, None if skipped else version, reason, grant, run.progress(), update_s)
+    return Outcome(row.kind, None if skipped else version, reason, grant, run.read_progress(), update_s)
 
 
 def _why_gone(cluster: Cluster, push: PushId) -> str:
@@ -258,8 +258,8 @@ def drop_push(run: RunState, cluster: Cluster, reason: str) -> None:
     run.order_all(FanoutKind.STANDALONE, push.id, DropPush(push.id, reason), run.options.timing.order_s)
     if cluster.live:
         resting = ClusterState.TRAINING if cluster.moving else ClusterState.IDLE
-        cluster.become(resting, f"its push was dropped: {reason}")
-    run.note("push_dropped", push=push.id, reason=reason)
+        cluster.set_state(resting, f"its push was dropped: {reason}")
+    run.emit_note("push_dropped", push=push.id, reason=reason)
 
 
 def drop_all_pushes(run: RunState, reason: str) -> None:

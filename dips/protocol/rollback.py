@@ -69,15 +69,15 @@ def _describe_offers(run: RunState) -> str:
 
 def _ask_offer(run: RunState, slave: Slave, reason: str) -> None:
     """It serves on; the answer to its next heartbeat orders it to register."""
-    slave.become(SlaveState.RESTORING, reason)
+    slave.set_state(SlaveState.RESTORING, reason)
     flip.stop_waiting_for(run, slave.name)
 
 
 def _roll_back(run: RunState, head: VersionId, reason: str) -> None:
     undone = [v for v in run.versions.values() if v.version.version > head.version]
-    run.record(RolledBack(head, tuple(v.version for v in undone), reason, run.now))
+    run.emit_record(RolledBack(head, tuple(v.version for v in undone), reason, run.now))
     if garbage := tuple(v.version for v in undone if not v.retired):
-        run.record(VersionsRetired(garbage))  # deleted when their slave serves the head: slaves.py, at Hold
+        run.emit_record(VersionsRetired(garbage))  # deleted when their slave serves the head: slaves.py, at Hold
     durability.forget_late_snapshot(run)
     for row in undone:
         del run.versions[row.version]
@@ -91,7 +91,7 @@ def _roll_back(run: RunState, head: VersionId, reason: str) -> None:
     for slave in run.ready_slaves():
         if slave.memory != head:
             _ask_offer(run, slave, f"the head is {head} again")
-    run.note("rolled_back", head=head, undone=",".join(str(v.version) for v in undone), reason=reason)
+    run.emit_note("rolled_back", head=head, undone=",".join(str(v.version) for v in undone), reason=reason)
 
 
 def _undo_shares(run: RunState, row: VersionRow) -> None:

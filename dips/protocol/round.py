@@ -18,7 +18,7 @@ from dips.protocol.effects import Apply, DropPush, Fold, Measure, Persist
 from dips.protocol.entities import Fanout, Round, Slave
 from dips.protocol.enums import DurabilityState, FanoutKind
 from dips.protocol.events import Folded, Measured, OrderFailed, Persisted
-from dips.protocol.moves import ROUND_MOVES, RoundState, move
+from dips.protocol.moves import ROUND_MOVES, RoundState, check_move
 from dips.protocol.penalty import Verdict
 from dips.protocol.run_state import RunState
 
@@ -44,7 +44,7 @@ def advance_round(run: RunState) -> None:
 
 
 def _give_up_pushes(run: RunState) -> None:
-    """No round will be opened until the disks are mended: no cluster waits for one."""
+    """No round will be opened until the disks work again: no cluster waits for one."""
     reason = run.durability.reason
     settlement.skip_round(run, reason)
     settlement.skip_waiting_pushes(run, reason)
@@ -75,7 +75,7 @@ def on_push_measured(run: RunState, fanout: Fanout) -> None:
     r.current = None
     order = DropPush(push.id, f"gated: {push.verdict.reason}")
     run.order_all(FanoutKind.STANDALONE, push.id, order, run.options.timing.order_s)
-    run.note("push_gated", push=push.id, reason=push.verdict.reason)
+    run.emit_note("push_gated", push=push.id, reason=push.verdict.reason)
 
 
 def _gather_norms(run: RunState, fanout: Fanout) -> tuple[list[float], bool]:
@@ -111,7 +111,7 @@ def _close_window(run: RunState, r: Round) -> None:
         return
     if run.durability.late is not None:
         return  # θ and m, which are being written, would be given away by the next flip (docs/protocol.md#memory)
-    r.state = move(ROUND_MOVES, r.state, RoundState.APPLYING, f"round {r.number}")
+    r.state = check_move(ROUND_MOVES, r.state, RoundState.APPLYING, f"round {r.number}")
     if not _set_scale(run, r):
         settlement.skip_round(run, f"the norm of the averaged pseudo-gradient is {r.delta_norm}")
         return
@@ -121,7 +121,7 @@ def _close_window(run: RunState, r: Round) -> None:
     o = run.options.outer
     order = Apply(r.number, version, r.scale, o.lr, o.momentum, durability.reserves_disk(run))
     run.order_all(FanoutKind.APPLY, version, order, run.options.timing.compute_s)
-    run.note(
+    run.emit_note(
         "round_applying",
         round=r.number,
         contributions=len(r.folded),
@@ -152,13 +152,13 @@ def on_version_applied(run: RunState, fanout: Fanout) -> None:
     """θ′ and m′ are complete on every slave: write the snapshots, or the row first."""
     r, version = run.round, fanout.subject
     assert r is not None and isinstance(version, VersionId)
-    r.state = move(ROUND_MOVES, r.state, RoundState.PERSISTING, f"round {r.number}")
+    r.state = check_move(ROUND_MOVES, r.state, RoundState.PERSISTING, f"round {r.number}")
     r.reason = f"persisting {version}"
     if not durability.row_waits_for_disks(run):
         settlement.commit_version(run, r, (), durable=False)
         return
     run.order_all(FanoutKind.PERSIST, version, Persist(version), run.options.timing.compute_s)
-    run.note("round_persisting", round=r.number, version=version)
+    run.emit_note("round_persisting", round=r.number, version=version)
 
 
 def on_version_persisted(run: RunState, fanout: Fanout) -> None:

@@ -109,16 +109,16 @@ class RunState:
 
     # ---- saying what is to be done ----
 
-    def record(self, record: Record) -> None:
+    def emit_record(self, record: Record) -> None:
         self.out.append(record)
 
-    def reply(self, req: int, result: Result) -> None:
+    def reply_to(self, req: int, result: Result) -> None:
         self.out.append(Reply(req, result))
 
-    def note(self, kind: str, **fields: object) -> None:
+    def emit_note(self, kind: str, **fields: object) -> None:
         self.out.append(Note(kind, tuple((key, str(value)) for key, value in fields.items())))
 
-    def order(
+    def fan_out(
         self,
         kind: FanoutKind,
         subject: Subject,
@@ -144,7 +144,7 @@ class RunState:
 
     def order_all(self, kind: FanoutKind, subject: Subject, body: OrderBody, deadline_s: float) -> Fanout:
         """Give every READY slave the same order."""
-        return self.order(kind, subject, {s.name: body for s in self.ready_slaves()}, deadline_s)
+        return self.fan_out(kind, subject, {s.name: body for s in self.ready_slaves()}, deadline_s)
 
     def forget_orders(self, kinds: frozenset[FanoutKind], subject: Subject | None = None) -> None:
         """Whatever is answered to these from now on no longer matters."""
@@ -154,7 +154,7 @@ class RunState:
 
     # ---- what others ask ----
 
-    def standing(self, name: str, inc: int) -> ClusterStanding:
+    def cluster_standing(self, name: str, inc: int) -> ClusterStanding:
         cluster = self.clusters.get(name)
         if cluster is None or inc > cluster.inc:
             return ClusterStanding.GONE
@@ -163,7 +163,7 @@ class RunState:
         return ClusterStanding.LIVE if cluster.live else ClusterStanding.GONE
 
     @property
-    def proven(self) -> bool:
+    def is_proven(self) -> bool:
         """Whether the slaves have registered that know if this ledger is an old copy (docs/rationale.md#2, #4).
 
         All of them, since the one that serves what this ledger lacks may come last; after a lease those that came. A
@@ -175,10 +175,10 @@ class RunState:
 
     def refuse_unproven(self, req: int) -> bool:
         """Ask the asker to come again if slaves have yet to register; return whether that was so."""
-        if self.proven:
+        if self.is_proven:
             return False
         away = ", ".join(s.name for s in self.slaves.values() if not s.registered)
-        self.reply(req, Failed(UnavailableMaster, f"not yet registered: {away}; slaves know if this ledger is old"))
+        self.reply_to(req, Failed(UnavailableMaster, f"not yet registered: {away}; slaves know if this ledger is old"))
         return True
 
     def live_cluster(self, req: int, name: str, inc: int) -> Cluster | None:
@@ -189,11 +189,11 @@ class RunState:
         """
         if self.refuse_unproven(req):
             return None
-        stand = self.standing(name, inc)
+        stand = self.cluster_standing(name, inc)
         if stand is ClusterStanding.LIVE:
             return self.clusters[name]
         present = self.clusters[name].inc if name in self.clusters else 0
-        self.reply(
+        self.reply_to(
             req, Failed(StaleIncarnation, f"{name}/{inc} is {stand}; the present incarnation is {name}/{present}")
         )
         return None
@@ -214,7 +214,7 @@ class RunState:
         missing = [f"{s.name} ({s.state}: {s.reason})" for s in self.slaves_missing()]
         return ", ".join(missing + [f"{s.name} (it drains)" for s in self.ready_slaves() if s.draining])
 
-    def grant(self, version: VersionId, ranks: int, deadline_s: float, first: int = 0) -> Grant:
+    def make_grant(self, version: VersionId, ranks: int, deadline_s: float, first: int = 0) -> Grant:
         """What a cluster needs to move; `first` ranks of other transfers walk before its own."""
         slaves = tuple(SlaveAddress(s.name, s.sinc, s.lanes, s.layers, s.key) for s in self.slaves.values())
         workers = range(first, first + ranks)
@@ -234,7 +234,7 @@ class RunState:
         """How long a push of this cluster moves, by our guess; 0 while its bandwidth is unknown."""
         return self.model_bytes / cluster.bytes_per_s if cluster.bytes_per_s else 0.0
 
-    def progress(self) -> Progress:
+    def read_progress(self) -> Progress:
         return Progress(self.tokens_accepted, self.options.stop.tokens, self.finished)
 
     def is_ancestor(self, version: VersionId) -> bool:
@@ -243,9 +243,9 @@ class RunState:
     def open_pushes(self) -> list[Push]:
         """Pushes that hold a slot on every slave: opening, moving, staged, or committed and not yet folded."""
         held = self.round.unfolded if self.round else []
-        return [*self.uncommitted(), *held, *self.waiting]
+        return [*self.uncommitted_pushes(), *held, *self.waiting]
 
-    def uncommitted(self) -> list[Push]:
+    def uncommitted_pushes(self) -> list[Push]:
         """Pushes that are opening or moving: they die with their cluster, their deadline or a slave."""
         return [c.push for c in self.clusters.values() if c.push and not c.push.committed]
 
@@ -260,6 +260,6 @@ class RunState:
     def open_pulls(self) -> list[Pull]:
         return [c.pull for c in self.clusters.values() if c.pull]
 
-    def staleness(self, base: VersionId | None) -> int | None:
+    def staleness_of(self, base: VersionId | None) -> int | None:
         """Outer steps that θ has had since `base`; None if it is unknown or no ancestor."""
         return self.head.version - base.version if base and self.is_ancestor(base) else None

@@ -13,7 +13,7 @@ from dips.protocol import durability, flip, pushes
 from dips.protocol.effects import Abort, DropPush
 from dips.protocol.entities import Cluster, Push, Round
 from dips.protocol.enums import FanoutKind, OutcomeKind, RoundResult
-from dips.protocol.moves import ROUND_MOVES, ClusterState, RoundState, move
+from dips.protocol.moves import ROUND_MOVES, ClusterState, RoundState, check_move
 from dips.protocol.penalty import Settled
 from dips.protocol.records import (
     FoldRow,
@@ -37,10 +37,10 @@ ROUND_ORDERS = frozenset({FanoutKind.MEASURE, FanoutKind.FOLD, FanoutKind.APPLY,
 def commit_version(run: RunState, r: Round, digests: tuple[tuple[str, str], ...], *, durable: bool) -> None:
     """Write the version's row, which makes it exist, and order the flip."""
     version = VersionId(run.head.version + 1, r.number)
-    r.state = move(ROUND_MOVES, r.state, RoundState.IDLE, f"round {r.number}")
+    r.state = check_move(ROUND_MOVES, r.state, RoundState.IDLE, f"round {r.number}")
     rows, history = statistics_after(run, r)
     row = _version_row(run, r, version, digests, durable, rows, history)
-    run.record(row)
+    run.emit_record(row)
     run.penalty.keep_statistics(rows, history)
     tokens = sum(f.tokens for f in row.folds)
     shares = tuple((f.push.cluster, f.tokens, f.ranges) for f in row.folds)
@@ -51,7 +51,7 @@ def commit_version(run: RunState, r: Round, digests: tuple[tuple[str, str], ...]
     run.offers_changed()
     run.tokens_accepted += tokens
     run.counts[RoundResult.APPLIED] += 1
-    run.note("version_committed", version=version, round=r.number, contributions=len(r.folded), tokens=tokens)
+    run.emit_note("version_committed", version=version, round=r.number, contributions=len(r.folded), tokens=tokens)
     pulling = [c for c in (_settle_push(run, p, _kind_of(p), version) for p in r.pushes) if c is not None]
     flip.flip_slaves(run, version, pulling)
     durability.retire_versions(run)
@@ -98,17 +98,17 @@ def end_unchanged(run: RunState, r: Round) -> None:
     rows, history = statistics_after(run, r)
     outcomes = tuple(_outcome_row(p, OutcomeKind.GATED, None) for p in r.gated)
     reason = "all contributions were gated"
-    run.record(RoundEnded(r.number, RoundResult.UNCHANGED, reason, outcomes, tuple(rows.values()), run.now))
+    run.emit_record(RoundEnded(r.number, RoundResult.UNCHANGED, reason, outcomes, tuple(rows.values()), run.now))
     run.penalty.keep_statistics(rows, history)
     run.counts[RoundResult.UNCHANGED] += 1
     run.update_s = 0.0
     run.round = None
-    run.note("round_unchanged", round=r.number, gated=len(r.gated))
+    run.emit_note("round_unchanged", round=r.number, gated=len(r.gated))
     _abort_on_slaves(run, r, f"unchanged: {reason}")
     for push in r.gated:
         cluster = _settle_push(run, push, OutcomeKind.GATED, None)
         if cluster is not None:
-            cluster.become(ClusterState.TRAINING, "gated")
+            cluster.set_state(ClusterState.TRAINING, "gated")
     finish_if_due(run)
 
 
@@ -117,18 +117,18 @@ def skip_round(run: RunState, reason: str) -> None:
     r = run.round
     if r is None:
         return
-    move(ROUND_MOVES, r.state, RoundState.IDLE, f"round {r.number}")
+    check_move(ROUND_MOVES, r.state, RoundState.IDLE, f"round {r.number}")
     run.forget_orders(ROUND_ORDERS)
     over = [*r.folded, *r.gated]
     if r.current is not None:  # its measure or fold may have been half-way on some slave
         over.append(r.current)
     outcomes = tuple(_outcome_row(p, OutcomeKind.SKIPPED, None, reason) for p in over)
-    run.record(RoundEnded(r.number, RoundResult.SKIPPED, reason, outcomes, (), run.now))
+    run.emit_record(RoundEnded(r.number, RoundResult.SKIPPED, reason, outcomes, (), run.now))
     run.counts[RoundResult.SKIPPED] += 1
     run.round = None
     run.waiting = [*r.queue, *run.waiting]
     _abort_on_slaves(run, r, reason)
-    run.note("round_skipped", round=r.number, reason=reason)
+    run.emit_note("round_skipped", round=r.number, reason=reason)
     _give_back(run, over, reason)
     if r.current is not None:
         _drop_on_slaves(run, r.current, reason)
@@ -155,7 +155,7 @@ def _give_back(run: RunState, over: list[Push], reason: str) -> None:
     for push in over:
         cluster = _settle_push(run, push, OutcomeKind.SKIPPED, None, reason)
         if cluster is not None:
-            cluster.become(ClusterState.TRAINING, f"its round was skipped: {reason}")
+            cluster.set_state(ClusterState.TRAINING, f"its round was skipped: {reason}")
 
 
 # ---- one push -------------------------------------------------------------------------------------------------------
@@ -213,8 +213,8 @@ def finish_if_due(run: RunState) -> None:
     if not reason or run.finished or run.round is not None:
         return
     run.finished = run.head
-    run.record(RunFinished(run.head, reason, run.now))
-    run.note("run_finished", version=run.head, reason=reason)
+    run.emit_record(RunFinished(run.head, reason, run.now))
+    run.emit_note("run_finished", version=run.head, reason=reason)
     pushes.drop_all_pushes(run, f"the run is finished: {reason}")
     skip_waiting_pushes(run, f"the run is finished: {reason}")
 

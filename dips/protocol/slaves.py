@@ -42,13 +42,13 @@ def on_slave_registered(run: RunState, event: SlaveRegistered) -> None:
     slave = run.slaves.get(event.slave)
     problem = _find_mismatch(run, event)
     if problem or slave is None:
-        run.reply(
+        run.reply_to(
             event.req,
             problem or Failed(ConfigError, f"slave {event.slave!r}: this run places layers on {', '.join(run.slaves)}"),
         )
         return
     if leave := _from_the_future(run, event):
-        run.reply(event.req, Failed(StaleTerm if leave.code == EXIT_STALE else StaleVersion, leave.reason))
+        run.reply_to(event.req, Failed(StaleTerm if leave.code == EXIT_STALE else StaleVersion, leave.reason))
         run.out.append(leave)
         return
     slave.registered = True
@@ -60,7 +60,7 @@ def on_slave_registered(run: RunState, event: SlaveRegistered) -> None:
     order = _ping_first(run, slave) if slave.needs_ping else _order_for(run, event)
     _enter_state(run, slave, event, order)
     genesis = tuple(run.row.genesis[layer] for layer in slave.layers)
-    run.reply(event.req, Registered(run.term, slave.sinc, order, run.head, slave.layers, genesis, run.row.manifest))
+    run.reply_to(event.req, Registered(run.term, slave.sinc, order, run.head, slave.layers, genesis, run.row.manifest))
 
 
 def _find_mismatch(run: RunState, event: SlaveRegistered) -> Failed | None:
@@ -103,7 +103,7 @@ def _give_incarnation(run: RunState, slave: Slave, event: SlaveRegistered) -> No
     if slave.nonce != event.nonce:
         slave.sinc, slave.nonce = run.next_incarnation(slave.sinc), event.nonce
         flip.stop_waiting_for(run, slave.name)  # orders to its former incarnation will never be answered
-        run.record(IncarnationGiven(Role.SLAVE, slave.name, slave.sinc, event.nonce))
+        run.emit_record(IncarnationGiven(Role.SLAVE, slave.name, slave.sinc, event.nonce))
     slave.address, slave.lanes, slave.slots, slave.memory = event.address, event.lanes, event.slots, event.memory
     slave.key = event.key
     slave.unanswered = 0
@@ -112,7 +112,7 @@ def _give_incarnation(run: RunState, slave: Slave, event: SlaveRegistered) -> No
 def _ping_first(run: RunState, slave: Slave) -> RegisterLater:
     """Its Register comes through, but do our orders? (docs/rationale.md#23)"""
     if not any(c.kind is FanoutKind.PING and o.slave == slave.name for c, o in run.fanouts.values()):
-        run.order(FanoutKind.PING, slave.sinc, {slave.name: Ping()}, run.options.timing.order_s)
+        run.fan_out(FanoutKind.PING, slave.sinc, {slave.name: Ping()}, run.options.timing.order_s)
     return RegisterLater(RETRY_S, "it was unresponsive to orders: it must answer a Ping first")
 
 
@@ -128,7 +128,7 @@ def _order_for(run: RunState, event: SlaveRegistered) -> SlaveOrder:
         return RegisterLater(RETRY_S, f"whether round {run.round.number} becomes a version is being decided")
     if event.prepared is not None and event.prepared == run.head:
         return CommitVersion(run.head)
-    if event.prepared is not None and not run.proven:
+    if event.prepared is not None and not run.is_proven:
         return RegisterLater(
             PROOF_RETRY_S, f"whether {event.prepared} has a row is known when all slaves have registered"
         )
@@ -151,13 +151,13 @@ def _enter_state(run: RunState, slave: Slave, event: SlaveRegistered, order: Sla
         reason = (
             order.reason if isinstance(order, RegisterLater) else f"ordered to {type(order).__name__} {order.version}"
         )
-        slave.become(SlaveState.RESTORING, reason)
+        slave.set_state(SlaveState.RESTORING, reason)
         return
-    slave.become(SlaveState.READY, f"serves {run.head}")
-    run.note("slave_ready", slave=slave.name, sinc=slave.sinc, version=run.head)
+    slave.set_state(SlaveState.READY, f"serves {run.head}")
+    run.emit_note("slave_ready", slave=slave.name, sinc=slave.sinc, version=run.head)
     last = run.next_round - 1
     if last > run.head.round:  # it may hold pieces of a round that broke while it was away
-        run.order(
+        run.fan_out(
             FanoutKind.STANDALONE,
             last,
             {slave.name: Abort(last, "it left no version that stands")},
@@ -169,10 +169,10 @@ def _enter_state(run: RunState, slave: Slave, event: SlaveRegistered, order: Sla
 def delete_garbage(run: RunState) -> None:
     """What lies on disks and is in no row is deleted, when it is sure that this ledger has all rows."""
     with_garbage = [slave for slave in run.ready_slaves() if slave.garbage]
-    if not with_garbage or not run.proven:
+    if not with_garbage or not run.is_proven:
         return
     for slave in with_garbage:
-        run.order(FanoutKind.STANDALONE, run.head, {slave.name: Retire(slave.garbage)}, run.options.timing.order_s)
+        run.fan_out(FanoutKind.STANDALONE, run.head, {slave.name: Retire(slave.garbage)}, run.options.timing.order_s)
         slave.garbage = ()
 
 
@@ -189,10 +189,10 @@ def lose_slave(run: RunState, slave: Slave, reason: str) -> None:
     if slave.state in (SlaveState.LOST, SlaveState.STARTING):
         return
     was_ready = slave.state is SlaveState.READY
-    slave.become(SlaveState.LOST, reason)
+    slave.set_state(SlaveState.LOST, reason)
     if not was_ready:
         return
-    run.note("slave_lost", slave=slave.name, sinc=slave.sinc, reason=reason)
+    run.emit_note("slave_lost", slave=slave.name, sinc=slave.sinc, reason=reason)
     in_doubt = _has_persisted(run, slave)
     mirrors.advance_target(run)  # the others' mirrors go on without it
     flip.stop_waiting_for(run, slave.name)
@@ -274,4 +274,4 @@ def _give_up(run: RunState, slave: Slave, fanout: Fanout, event: OrderFailed) ->
         lose_slave(run, slave, reason)  # it is not in the state that was taken for granted: it must register anew
     else:
         del run.fanouts[event.number]
-        run.note("order_refused", slave=slave.name, reason=event.refusal)
+        run.emit_note("order_refused", slave=slave.name, reason=event.refusal)

@@ -64,14 +64,14 @@ def _why_idle(run: RunState) -> str:
 
 
 def _view_cluster(run: RunState, c: Cluster) -> dict[str, Any]:
-    statistics = run.penalty.row(c.name)
+    statistics = run.penalty.penalty_row(c.name)
     return {
         "inc": c.inc,
         "state": str(c.state),
         "reason": c.reason,
         "base": str(c.base) if c.base else None,
-        "staleness": run.staleness(c.base),
-        "pace_s": c.pace,
+        "staleness": run.staleness_of(c.base),
+        "pace_s": c.push_interval_s,
         "bandwidth_bytes_per_s": c.bytes_per_s,
         "accepted": c.counts["accepted"],
         "gated": c.counts["gated"],

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from dips.protocol.entities import Cluster, Push, Round
-from dips.protocol.moves import ROUND_MOVES, ClusterState, RoundState, move
+from dips.protocol.moves import ROUND_MOVES, ClusterState, RoundState, check_move
 from dips.protocol.records import RoundReserved
 from dips.protocol.run_state import RunState
 
@@ -37,11 +37,11 @@ def open_window(run: RunState) -> None:
     """Begin a round; its number is reserved by a row before anybody may use it."""
     number = run.next_round
     run.next_round += 1
-    run.record(RoundReserved(number, run.now))
-    state = move(ROUND_MOVES, RoundState.IDLE, RoundState.COLLECTING, f"round {number}")
+    run.emit_record(RoundReserved(number, run.now))
+    state = check_move(ROUND_MOVES, RoundState.IDLE, RoundState.COLLECTING, f"round {number}")
     run.round = Round(number, state, "window open", run.now, run.now + window_s(run))
     run.opened_at = run.now
-    run.note("round_opened", round=number, head=run.head, window_s=f"{window_s(run):.3f}")
+    run.emit_note("round_opened", round=number, head=run.head, window_s=f"{window_s(run):.3f}")
 
 
 def is_over(run: RunState, r: Round) -> bool:
@@ -68,10 +68,10 @@ def _is_expected(run: RunState, cluster: Cluster, r: Round) -> bool:
         return False
     if cluster.state is ClusterState.PUSHING and cluster.push is not None:
         return _comes_in_time(run, cluster, cluster.push, r)
-    if cluster.pace is None or cluster.requested_at is None:
+    if cluster.push_interval_s is None or cluster.requested_at is None:
         return True
     # paces are from request to request
-    return cluster.requested_at + cluster.pace + run.moving_s(cluster) <= r.closes
+    return cluster.requested_at + cluster.push_interval_s + run.moving_s(cluster) <= r.closes
 
 
 def _comes_in_time(run: RunState, cluster: Cluster, push: Push, r: Round) -> bool:

@@ -45,34 +45,34 @@ MAX_RESTARTS = 1000  # of the training command: failures are drawn, and never en
 class ClusterObserver:
     """The hooks that a cluster calls; each does nothing by default."""
 
-    def told_version(self, agent: SimAgent, version: VersionId, whence: str) -> None:
-        """A cluster was told a version; `whence`: the message that named it."""
+    def version_received(self, agent: SimAgent, version: VersionId, whence: str) -> None:
+        """A cluster received a version; `whence`: the message that named it."""
 
-    def outcome(self, agent: SimAgent, frozen: Frozen, outcome: Outcome) -> None:
-        """A cluster was told what became of a push."""
+    def outcome_received(self, agent: SimAgent, frozen: Frozen, outcome: Outcome) -> None:
+        """A cluster received the outcome of a push."""
 
-    def dropped(self, agent: SimAgent, push: PushId) -> None:
-        """A cluster was told that a push came to nothing."""
+    def push_dropped(self, agent: SimAgent, push: PushId) -> None:
+        """A cluster learned that a push was dropped."""
 
-    def stepped(self, agent: SimAgent) -> None:
+    def trainer_stepped(self, agent: SimAgent) -> None:
         """A trainer takes an inner step."""
 
-    def granted(self, agent: SimAgent, push: PushId) -> None:
+    def push_begun(self, agent: SimAgent, push: PushId) -> None:
         """The ranks of a cluster begin to push."""
 
     def push_moved(self, agent: SimAgent, push: PushId, moved: bool) -> None:
         """The push is over; `moved`: every rank received DONE from every slave."""
 
-    def pulling(self, agent: SimAgent, pull: PullId) -> None:
+    def pull_begun(self, agent: SimAgent, pull: PullId) -> None:
         """The ranks of a cluster begin to pull."""
 
-    def installed(self, agent: SimAgent) -> None:
+    def pull_installed(self, agent: SimAgent) -> None:
         """All ranks of a cluster copied what they pulled."""
 
-    def pulled(self, agent: SimAgent, installed: bool, attempt: int) -> None:
+    def pull_ended(self, agent: SimAgent, installed: bool, attempt: int) -> None:
         """A pull is over; `attempt` counts those in a row that failed, and this one."""
 
-    def merged(self, agent: SimAgent, kept: bool) -> None:
+    def pull_merged(self, agent: SimAgent, kept: bool) -> None:
         """Under overlap, what was pulled is in a model that has trained on since its push was frozen.
 
         `kept`: and so is what it has trained; if that was not finite, it is lost.
@@ -108,7 +108,7 @@ class SimAgent:
         identity = ClusterIdentity(settings.run, self.name, settings.config_digest)
         pace = Pace(aligned=site.aligned_steps) if site.aligned_steps else Pace(steps=settings.inner_steps)
         timing = AgentSettings(identity, world.options.timing.heartbeat_s, RETRY_S, site.overlap, MAX_RESTARTS)
-        self.core = AgentCore(timing, pace, self._nonce, world.chance.of(f"agent/{process}"), former)
+        self.core = AgentCore(timing, pace, self._make_nonce, world.chance.generator_for(f"agent/{process}"), former)
         self.left = former  # behind, on its disk
         self.gate = Gate()  # closed while the whole machine is stopped
         self.alive = True
@@ -145,19 +145,19 @@ class SimAgent:
         return self.trainer.theta if self.trainer else {}
 
     @property
-    def received(self) -> dict[int, F32]:
+    def pulled_theta(self) -> dict[int, F32]:
         """What was pulled last, as it came."""
-        return self.trainer.received if self.trainer else {}
+        return self.trainer.pulled_theta if self.trainer else {}
 
     @property
-    def held(self) -> list[VersionId | None]:
-        return self.trainer.held if self.trainer else []
+    def held_versions(self) -> list[VersionId | None]:
+        return self.trainer.held_versions if self.trainer else []
 
-    def die(self) -> None:
+    def kill_agent(self) -> None:
         """SIGKILL of the agent: torchrun dies with it (PR_SET_PDEATHSIG)."""
         self.alive = False
         self._clock.kill()
-        self._master.kill()
+        self._master.kill_client()
         self.torchrun.end("its agent ended")
 
     def on_trainer_start(self) -> None:
@@ -165,134 +165,134 @@ class SimAgent:
 
     def on_command_end(self, before: LaunchCommand, reason: str) -> LaunchCommand | None:
         """The training command has crashed; return its next launch, None if this agent ends instead."""
-        self._do(self.core.on_trainer_gone(reason, self.world.heap.now))
+        self._do_actions(self.core.on_trainer_gone(reason, self.world.heap.now))
         plan = self.core.plan_next_launch(before, code=1)
         if isinstance(plan, EndAgent):
-            self.world.later(0.0, f"{self.name} exits", partial(self._exits, self))
+            self.world.call_later(0.0, f"{self.name} exits", partial(self._exits, self))
             return None
         return plan
 
     def on_hang_up(self, attempt: int) -> None:
         """The connection of this attempt's rank 0 has ended; a newer one may be there already."""
         if self.alive and attempt:
-            self._do(self.core.on_hang_up(attempt, self.world.heap.now))
+            self._do_actions(self.core.on_hang_up(attempt, self.world.heap.now))
 
-    def ended(self) -> None:
+    def on_trainer_end(self) -> None:
         """The training script is through."""
         self.finished = self.state.membership.progress.finished
 
-    def _nonce(self) -> str:
+    def _make_nonce(self) -> str:
         self._nonces += 1
         return f"{self.process}.{self._nonces}"
 
     # ---- what the trainer reports: the world's own books, and the observers -----------------------------------------
 
     def record_step(self) -> None:
-        self.world.monitor.stepped(self)
+        self.world.monitor.trainer_stepped(self)
 
     def record_work(self, work: Work) -> None:
         self.consumed += work.tokens
         self.world.books.record_work(work)
 
     def record_push(self, push: PushId) -> None:
-        self.world.monitor.granted(self, push)
+        self.world.monitor.push_begun(self, push)
 
     def record_push_end(self, push: PushId, moved: bool) -> None:
         self.world.monitor.push_moved(self, push, moved)
 
     def record_pull(self, pull: PullId) -> None:
-        self.world.monitor.pulling(self, pull)
+        self.world.monitor.pull_begun(self, pull)
 
     def record_install(self) -> None:
-        self.world.monitor.installed(self)
+        self.world.monitor.pull_installed(self)
 
     def record_merge(self, kept: bool) -> None:
-        self.world.monitor.merged(self, kept)
+        self.world.monitor.pull_merged(self, kept)
 
     def record_pull_end(self, installed: bool, attempt: int) -> None:
-        self.world.monitor.pulled(self, installed, attempt)
+        self.world.monitor.pull_ended(self, installed, attempt)
 
     # ---- rank 0 ----------------------------------------------------------------------------------------------------
 
-    def hear(self, message: Question | Stepped) -> Answer | None:
+    def handle_message(self, message: Question | Stepped) -> Answer | None:
         answer, actions = self.core.on_message(message, self.world.heap.now)
-        self._do(actions)
+        self._do_actions(actions)
         return answer
 
     def next_change(self, at_most_s: float) -> Wait:
         """Wait until the core has done something, or so long."""
 
-        def begin(resume: Resume) -> None:
-            timer = self.world.heap.after(at_most_s, f"{self.name} polls", lambda: over(None))
+        def begin_wait(resume: Resume) -> None:
+            timer = self.world.heap.call_later(at_most_s, f"{self.name} polls", lambda: end_wait(None))
 
-            def over(value: Any) -> None:
-                if over in self._waiting:
-                    self._waiting.remove(over)
+            def end_wait(value: Any) -> None:
+                if end_wait in self._waiting:
+                    self._waiting.remove(end_wait)
                     timer.cancel()
                     resume(value)
 
-            self._waiting.append(over)
+            self._waiting.append(end_wait)
 
-        return begin
+        return begin_wait
 
     # ---- the master ------------------------------------------------------------------------------------------------
 
-    def _do(self, actions: Actions) -> None:
+    def _do_actions(self, actions: Actions) -> None:
         for action in actions:
             match action:
                 case AskMaster():
-                    self._master.ask(action)
+                    self._master.ask_master(action)
                 case SendHeartbeat():
                     self._master.send_heartbeat(action)
                 case SaveIncarnation(past):
                     self.left = past
                 case RecordMark():
-                    self._marked(action)
+                    self._on_mark(action)
                 case StopTrainer():
-                    self._stopped(action)
+                    self._on_stop(action)
         if actions and self._waiting:  # not at once: whoever changed it is still at work
-            self.world.later(0.0, f"{self.name} wakes rank 0", self._wake)
+            self.world.call_later(0.0, f"{self.name} wakes rank 0", self._on_wake)
 
-    def _wake(self) -> None:
+    def _on_wake(self) -> None:
         for resume in list(self._waiting):
             resume(None)
 
-    def _marked(self, mark: RecordMark) -> None:
+    def _on_mark(self, mark: RecordMark) -> None:
         if mark.kind == "joined":
             self.consumed = self.state.account.lost  # what its former incarnation lost and did not report
             if self.trainer is not None:
-                self.trainer.in_hand.lose("its incarnation ended")  # the pull that follows overwrites it
+                self.trainer.in_hand.lose_work("its incarnation ended")  # the pull that follows overwrites it
                 self.trainer.range = None  # leased to its former incarnation
         elif mark.kind == "incarnation_ended" and self.trainer is not None:
-            self.trainer.in_hand.lose("its incarnation ended")
+            self.trainer.in_hand.lose_work("its incarnation ended")
         elif mark.kind == "outcome":
             self.outcome_at = self.world.heap.now
             if mark.fields["outcome"] == "dropped":
-                self.world.monitor.dropped(self, PushId(self.name, self.inc, int(str(mark.fields["seq"]))))
+                self.world.monitor.push_dropped(self, PushId(self.name, self.inc, int(str(mark.fields["seq"]))))
 
-    def _stopped(self, stop: StopTrainer) -> None:
+    def _on_stop(self, stop: StopTrainer) -> None:
         """The core cannot go on: ours was fenced, or something is broken that must never break."""
         if not self.alive:
             return
         if not stop.reason.startswith("StaleIncarnation"):
             raise AssertionError(f"the agent of {self.name} stops: {stop.reason}")
-        self.world.trace.add(self.world.heap.now, f"{self.name} exits: {stop.reason}")
+        self.world.trace.add_line(self.world.heap.now, f"{self.name} exits: {stop.reason}")
         self.world.monitor.agent_exits(self, stop.reason)
         self._exits(self)
 
     def on_error(self, ask: AskMaster, error: DipsError) -> None:
-        self._do(self.core.on_error(ask, error, self.world.heap.now))
+        self._do_actions(self.core.on_error(ask, error, self.world.heap.now))
 
     def on_reply(self, ask: AskMaster, answer: Any) -> None:
-        if self.core.awaits(ask):
+        if self.core.awaits_answer(ask):
             if isinstance(answer, Grant | Joined | Finished):
                 version = answer.head if isinstance(answer, Joined) else answer.version
-                self.world.monitor.told_version(self, version, type(answer).__name__)
+                self.world.monitor.version_received(self, version, type(answer).__name__)
             elif isinstance(answer, Outcome):
                 if answer.version is not None:
-                    self.world.monitor.told_version(self, answer.version, "Outcome")
-                self.world.monitor.outcome(self, self.world.books.frozen[ask.event.push], answer)  # type: ignore[attr-defined]
-        self._do(self.core.on_reply(ask, answer, self.world.heap.now))
+                    self.world.monitor.version_received(self, answer.version, "Outcome")
+                self.world.monitor.outcome_received(self, self.world.books.frozen[ask.event.push], answer)  # type: ignore[attr-defined]
+        self._do_actions(self.core.on_reply(ask, answer, self.world.heap.now))
 
     # ---- heartbeats ------------------------------------------------------------------------------------------------
 
@@ -302,13 +302,13 @@ class SimAgent:
             now, heartbeat_s = self.world.heap.now, self.world.options.timing.heartbeat_s
             due = min(self.core.next_deadline(), now + heartbeat_s)
             yield sleep(self.world.heap, max(0.0, due - now), f"heartbeat of {self.name}")
-            self._do(self.core.tick(self.world.heap.now))
+            self._do_actions(self.core.tick(self.world.heap.now))
 
     def on_heartbeat_reply(self, inc: int, answer: ClusterHeartbeatAnswer) -> None:
         if self.alive:
             self.meets = answer.push_in_s != OWN_PACE
-            self._do(self.core.on_heartbeat_reply(inc, answer, self.world.heap.now))
+            self._do_actions(self.core.on_heartbeat_reply(inc, answer, self.world.heap.now))
 
     def on_heartbeat_error(self, error: DipsError) -> None:
         if self.alive:
-            self._do(self.core.on_heartbeat_error(error, self.world.heap.now))
+            self._do_actions(self.core.on_heartbeat_error(error, self.world.heap.now))

@@ -21,7 +21,7 @@ class SimCluster:
         self.lives = 0
 
     @property
-    def agents(self) -> list[SimAgent]:
+    def live_agents(self) -> list[SimAgent]:
         """Every agent process that may still do something."""
         return [*self.zombies, self.agent] if self.agent else list(self.zombies)
 
@@ -29,26 +29,26 @@ class SimCluster:
         """A new agent process; it starts its trainer."""
         if self.agent is None:
             self.lives += 1
-            self.agent = SimAgent(self.world, self.site, f"{self.name}-{self.lives}", self.left, self._exited)
+            self.agent = SimAgent(self.world, self.site, f"{self.name}-{self.lives}", self.left, self._on_agent_exit)
 
     def crash(self) -> None:
         """Agent and trainer die together: torchrun has PR_SET_PDEATHSIG."""
         if self.agent is not None:
-            self._end(self.agent)
+            self._end_agent(self.agent)
 
-    def _end(self, agent: SimAgent) -> None:
-        agent.die()
+    def _end_agent(self, agent: SimAgent) -> None:
+        agent.kill_agent()
         self.agent, self.left = None, agent.left
 
-    def leave(self) -> None:
-        """The agent is told to stop: it says so once, and goes whether it is heard or not."""
+    def leave_run(self) -> None:
+        """The agent is asked to stop: it sends Leave once, and exits whether that arrives or not."""
         agent = self.agent
-        left = agent.core.leave() if agent is not None and not agent.gate.closed else None
+        left = agent.core.leave_run() if agent is not None and not agent.gate.closed else None
         if agent is not None and left is not None:
-            self.world.network.call(self.name, "master", left, CALL_S, lambda _: None)
+            self.world.network.call_host(self.name, "master", left, CALL_S, lambda _: None)
             self.crash()
 
-    def abandon(self) -> SimAgent | None:
+    def abandon_agent(self) -> SimAgent | None:
         """SIGSTOP of everything, for so long that another is started in its place, elsewhere; it may wake later."""
         agent, self.agent, self.left = self.agent, None, NO_INCARNATION
         if agent is not None:
@@ -56,14 +56,14 @@ class SimCluster:
             self.zombies.append(agent)
         return agent
 
-    def _exited(self, agent: SimAgent) -> None:
+    def _on_agent_exit(self, agent: SimAgent) -> None:
         """An agent ended of its own accord: it was fenced."""
         if agent in self.zombies:
-            agent.die()
+            agent.kill_agent()
             self.zombies.remove(agent)
         elif agent is self.agent:
-            self._end(agent)
-            self.world.later(RESTART_S, f"{self.name} starts again", self.start)
+            self._end_agent(agent)
+            self.world.call_later(RESTART_S, f"{self.name} starts again", self.start)
 
     def crash_trainer(self) -> None:
         """torchrun ends, and the agent sees it at once."""
@@ -79,16 +79,16 @@ class SimCluster:
             return
         trainer.lose_rank(rank % self.site.ranks)
 
-        def seen() -> None:
+        def notice_crash() -> None:
             if agent.alive and agent.trainer is trainer:
                 self.world.monitor.trainer_died(agent, True)
                 agent.torchrun.on_dead_rank(rank % self.site.ranks)
 
-        self.world.later(seen_s, f"{self.name}: torchrun ends all ranks", lambda: agent.gate.pass_on(seen))
+        self.world.call_later(seen_s, f"{self.name}: torchrun ends all ranks", lambda: agent.gate.pass_on(notice_crash))
 
-    def hang(self, seconds: float) -> None:
+    def hang_trainer(self, seconds: float) -> None:
         """The trainer stands still; its agent heartbeats on."""
         trainer = self.agent.trainer if self.agent is not None else None
         if trainer is not None:
             trainer.gate.close()
-            self.world.later(seconds, f"the trainer of {self.name} goes on", trainer.gate.open)
+            self.world.call_later(seconds, f"the trainer of {self.name} goes on", trainer.gate.open)

@@ -45,9 +45,9 @@ STEADY = SimLinks(
 
 
 class Flows(Protocol):
-    """Finds the data flow that lives at a slave now, and hears of what went wrong."""
+    """Finds the present data flow of a slave, and is notified of what went wrong."""
 
-    def flow(self, slave: str) -> SimFlow | None: ...
+    def flow_of(self, slave: str) -> SimFlow | None: ...
     def frame_refused(self, why: str) -> None: ...
 
 
@@ -74,32 +74,32 @@ class DataLinks:
         self._parted: dict[tuple[str, str], float] = {}  # (sender, receiver) → until when nothing passes
         self._clogged: dict[str, float] = {}  # cluster → until when
 
-    def mend(self) -> None:
+    def repair_links(self) -> None:
         """No stream breaks any more."""
         self.links = STEADY
         self._parted.clear()
         self._clogged.clear()
 
-    def part(self, sender: str, receiver: str, until: float) -> None:
+    def part_link(self, sender: str, receiver: str, until: float) -> None:
         """Nothing passes in this direction until then."""
         self._parted[sender, receiver] = until
 
-    def clog(self, cluster: str, until: float) -> None:
+    def clog_link(self, cluster: str, until: float) -> None:
         """Its link passes almost nothing until then."""
         self._clogged[cluster] = until
 
-    def connect(self) -> bytes:
+    def new_connection(self) -> bytes:
         """A connection of its own, as ROUTER names it: never used twice."""
         return next(self._connections).to_bytes(5)
 
-    def pieces(self, layers: tuple[int, ...], rank: int, ranks: int) -> tuple[Range, ...]:
+    def rank_pieces(self, layers: tuple[int, ...], rank: int, ranks: int) -> tuple[Range, ...]:
         """What one rank holds of these layers."""
         key = (layers, rank, ranks)
         if key not in self._pieces:
             self._pieces[key] = tuple(pieces_of(self.layout, layers, rank, ranks))
         return self._pieces[key]
 
-    def passes(self, sender: str, receiver: str) -> bool:
+    def link_passes(self, sender: str, receiver: str) -> bool:
         return self._parted.get((sender, receiver), 0.0) <= self.heap.now
 
     def chunk_delay(self, cluster: str) -> float:

@@ -58,11 +58,11 @@ class SimDisk:
             set()
         )  # snapshots that rotted, or were lost with the directory: the machine's fault
 
-    def mend(self) -> None:
+    def repair_disk(self) -> None:
         """It has room and is fast; what rotted stays rotten."""
         self.full, self.slowness = False, 1.0
 
-    def rot(self) -> None:
+    def flip_bit(self) -> None:
         """Flip a bit of one snapshot, mostly of the newest."""
         whole = [version for version, snapshot in self.files.items() if snapshot.good]
         if whole:
@@ -70,7 +70,7 @@ class SimDisk:
             self.files[version].rotten = True
             self.harmed.add(version)
 
-    def copy(self) -> dict[VersionId, Snapshot]:
+    def copy_directory(self) -> dict[VersionId, Snapshot]:
         """What `cp -r` of the directory takes away; snapshots never change, so names are enough."""
         return dict(self.files)
 
@@ -101,31 +101,31 @@ class SimDisk:
         self.harmed.difference_update(self.files)  # what went with a lost disk is for the slave's mirror to bring back
 
     @property
-    def good(self) -> list[VersionId]:
+    def good_versions(self) -> list[VersionId]:
         """What could be read."""
         return [v for v, s in self.files.items() if s.good]
 
-    def complete(self) -> tuple[VersionId, ...]:
+    def complete_versions(self) -> tuple[VersionId, ...]:
         if any(not s.good for s in self.files.values()):
             self._passed_over()
         return tuple(sorted(v for v, s in self.files.items() if s.good))
 
-    def reserve(self, version: VersionId, nbytes: int) -> None:
+    def reserve_room(self, version: VersionId, nbytes: int) -> None:
         if self.full:
             raise OSError(28, "no space left on the simulated disk")
 
-    def release(self, version: VersionId) -> None:
+    def release_room(self, version: VersionId) -> None:
         """Room is not counted here."""
 
-    def write(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
+    def write_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
         if self.full:
             raise OSError(28, "no space left on the simulated disk")
-        snapshot = Snapshot(_copies(theta), _copies(momentum))
+        snapshot = Snapshot(_copy_arrays(theta), _copy_arrays(momentum))
         self.files[version] = snapshot
         self.harmed.discard(version)
         return snapshot.digest
 
-    def tear(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
+    def tear_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
         """The machine stopped while it wrote: half of the bytes are there, and no manifest."""
         if version in self.files or self.full:
             return
@@ -133,30 +133,30 @@ class SimDisk:
             layer: np.concatenate([a[: a.size // 2], np.zeros(a.size - a.size // 2, np.float32)])
             for layer, a in theta.items()
         }
-        self.files[version] = Snapshot(half, _copies(momentum), whole=False)
+        self.files[version] = Snapshot(half, _copy_arrays(momentum), whole=False)
 
-    def read(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
+    def read_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
         snapshot = self.files.get(version)
         if snapshot is None and version == GENESIS:
             snapshot = Snapshot(dict(self._genesis), {layer: np.zeros_like(a) for layer, a in self._genesis.items()})
         if snapshot is None or not snapshot.good:
             self._passed_over()
-            present = ", ".join(map(str, self.complete())) or "none"
+            present = ", ".join(map(str, self.complete_versions())) or "none"
             raise CorruptSnapshot(f"expected a whole snapshot of {version}, this disk has {present}")
         for layer, array in theta.items():
             array[:] = snapshot.theta[layer]
         for layer, array in momentum.items():
             array[:] = snapshot.momentum[layer]
 
-    def map(self, version: VersionId) -> Arrays | None:
+    def map_theta(self, version: VersionId) -> Arrays | None:
         """What the file holds; a reader keeps it when the file is deleted. v0@r0 has no file here."""
         snapshot = self.files.get(version)
         return snapshot.theta if snapshot is not None and snapshot.whole else None
 
-    def delete(self, versions: tuple[VersionId, ...]) -> None:
+    def delete_snapshots(self, versions: tuple[VersionId, ...]) -> None:
         for version in versions:
             self.files.pop(version, None)
 
 
-def _copies(arrays: Arrays) -> dict[int, F32]:
+def _copy_arrays(arrays: Arrays) -> dict[int, F32]:
     return {layer: np.array(a, copy=True) for layer, a in arrays.items()}

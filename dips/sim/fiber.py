@@ -55,19 +55,19 @@ class Fiber:
     def __init__(self, story: Story, gate: Gate | None = None) -> None:
         self._story: Story | None = story
         self._gate = gate
-        self._go(None)
+        self._run_story(None)
 
     def kill(self) -> None:
         """It will not run again. A story that kills itself ends when it next waits."""
         self._story = None
 
-    def _resume(self, value: Any) -> None:
+    def _resume_story(self, value: Any) -> None:
         if self._gate is None:
-            self._go(value)
+            self._run_story(value)
         else:
-            self._gate.pass_on(lambda: self._go(value))
+            self._gate.pass_on(lambda: self._run_story(value))
 
-    def _go(self, value: Any) -> None:
+    def _run_story(self, value: Any) -> None:
         story = self._story
         if story is None:
             return
@@ -77,13 +77,13 @@ class Fiber:
             self._story = None
             return
         if self._story is not None:
-            wait(self._resume)
+            wait(self._resume_story)
 
 
 def sleep(heap: Heap, seconds: float, what: str) -> Wait:
     """Wait for simulated time to pass."""
 
-    def begin(resume: Resume) -> None:
-        heap.after(seconds, what, lambda: resume(None))
+    def begin_wait(resume: Resume) -> None:
+        heap.call_later(seconds, what, lambda: resume(None))
 
-    return begin
+    return begin_wait

@@ -38,7 +38,7 @@ DRAIN_S = 0.05  # until a closed or moved pull is looked at again
 class RankEnd(Protocol):
     """The rank's end of a connection."""
 
-    def take(self, peer: bytes, kind: Kind, body: bytes) -> None:
+    def on_message(self, peer: bytes, kind: Kind, body: bytes) -> None:
         """A message of the slave arrives."""
 
 
@@ -68,8 +68,8 @@ class SimFlow:
         self._heap, self._touched, self._gate, self._frame_refused = heap, touched, gate, frame_refused
         self.receiver = Receiver(1, CHUNK_BYTES, Transit(TRANSIT_BYTES), CONCURRENT_STREAMS, stall_s)
         self.sender = Sender(CHUNK_BYTES, stall_s, lambda: heap.now)
-        self.receiver.use(layout)
-        self.sender.use(layout)
+        self.receiver.set_layers(layout)
+        self.sender.set_layers(layout)
         self._admission = Admission(run, slave, self.receiver, self.sender)
         self._events: FlowEvents | None = None
         self._ends: dict[bytes, RankEnd] = {}
@@ -84,89 +84,89 @@ class SimFlow:
         self._admission.start(sinc)
 
     def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str) -> None:
-        self.receiver.open(push, order, buffers, deadline_s, self._heap.now, codecs.named(codec))
+        self.receiver.open_push(push, order, buffers, deadline_s, self._heap.now, codecs.codec_named(codec))
         self._plan_tick()
 
-    def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
-        self.receiver.reorder(push, places)
+    def reorder_push(self, push: PushId, places: tuple[int, ...]) -> None:
+        self.receiver.reorder_push(push, places)
 
     def drop_push(self, push: PushId) -> None:
-        self.receiver.drop(push)
+        self.receiver.drop_push(push)
 
     def open_pull(self, pull: PullId, version: VersionId, source: Arrays, deadline_s: float) -> None:
-        self.sender.open(pull, version, source, deadline_s, self._heap.now)
+        self.sender.open_pull(pull, version, source, deadline_s, self._heap.now)
         self._plan_tick()
 
     def move_pull(self, pull: PullId, source: Arrays) -> None:
-        self.sender.move(pull, source)
-        self._later(DRAIN_S, f"{pull} moves", self._tick)
+        self.sender.move_pull(pull, source)
+        self._call_later(DRAIN_S, f"{pull} moves", self._run_tick)
 
     def close_pull(self, pull: PullId) -> None:
-        self.sender.close(pull, "closed")
-        self._later(DRAIN_S, f"{pull} closes", self._tick)
+        self.sender.close_pull(pull, "closed")
+        self._call_later(DRAIN_S, f"{pull} closes", self._run_tick)
 
-    def transfers(self) -> tuple[Transfer, ...]:
-        return self.receiver.transfers() + self.sender.transfers()
+    def list_transfers(self) -> tuple[Transfer, ...]:
+        return self.receiver.list_transfers() + self.sender.list_transfers()
 
     # ---- what the ranks' streams do --------------------------------------------------------------------------------
 
-    def hello(self, peer: bytes, end: RankEnd, name: StreamName, pieces: tuple[Range, ...]) -> None:
+    def begin_stream(self, peer: bytes, end: RankEnd, name: StreamName, pieces: tuple[Range, ...]) -> None:
         """A rank begins a stream on a connection of its own."""
         self._ends[peer] = end
-        self._do(self._admission.hello(0, peer, name.id, name, pieces, self._heap.now))
-        self._turn()
+        self._do_moves(self._admission.on_hello(0, peer, name.stream_id, name, pieces, self._heap.now))
+        self._run_turn()
 
-    def disconnect(self, peer: bytes) -> None:
+    def drop_connection(self, peer: bytes) -> None:
         """The rank is gone; the slave learns it when it next has something to say."""
         self._ends.pop(peer, None)
 
-    def chunk(self, peer: bytes, header: Header, body: Buffer) -> str:
+    def take_chunk(self, peer: bytes, header: Header, body: Buffer) -> str:
         """A chunk arrives; return why it was refused, "" if it is in its place."""
         self._touched()
         try:
             with np.errstate(all="ignore"):  # a model that diverged
-                moves = self.receiver.stage(self.receiver.claim(0, peer, header, body, self._heap.now))
+                moves = self.receiver.stage_chunk(self.receiver.claim_chunk(0, peer, header, body, self._heap.now))
         except BadFrame as bad:
             self._frame_refused(bad.reason)
-            self._turn()  # a wrong one is missing again: ask again
+            self._run_turn()  # a wrong one is missing again: ask again
             return bad.reason
-        self._do(moves)
-        self._turn()
+        self._do_moves(moves)
+        self._run_turn()
         return ""
 
-    def want(self, peer: bytes, stream: int, chunks: tuple[Range, ...]) -> list[tuple[ChunkSend, SimTracker]]:
+    def take_want(self, peer: bytes, stream: int, chunks: tuple[Range, ...]) -> list[tuple[ChunkSend, SimTracker]]:
         """A rank asks for chunks; each is read from the source until its tracker is done."""
         try:
-            sends = self.sender.want(0, peer, stream, chunks, self._heap.now)
+            sends = self.sender.on_want(0, peer, stream, chunks, self._heap.now)
         except BadFrame as bad:
             self._frame_refused(bad.reason)
             return []
         trackers = [(send, SimTracker()) for send in sends]
         for send, tracker in trackers:
-            send.sent(tracker)
+            send.on_sent(tracker)
         return trackers
 
-    def done(self, peer: bytes, stream: int) -> None:
+    def take_done(self, peer: bytes, stream: int) -> None:
         """A rank has all that it wants."""
-        self.sender.done(0, peer, stream)
+        self.sender.on_done(0, peer, stream)
 
-    def left(self) -> None:
+    def on_chunk_left(self) -> None:
         """The last byte of a chunk has left."""
-        self._gate.pass_on(lambda: self._turn() if self.alive else None)
+        self._gate.pass_on(lambda: self._run_turn() if self.alive else None)
 
     # ---- time ------------------------------------------------------------------------------------------------------
 
-    def _turn(self) -> None:
+    def _run_turn(self) -> None:
         """After each frame: ask for what may be asked; now and then, end what is over."""
         now = self._heap.now
-        self._do(self.receiver.plan(0, now))
+        self._do_moves(self.receiver.plan_wants(0, now))
         if now - self._ticked_at >= TICK_S:
-            self._tick()
+            self._run_tick()
 
-    def _tick(self) -> None:
+    def _run_tick(self) -> None:
         now = self._ticked_at = self._heap.now
-        self._do(self.receiver.tick(now))
-        self._do(self.sender.tick(now))
+        self._do_moves(self.receiver.tick(now))
+        self._do_moves(self.sender.tick(now))
         self._plan_tick()
 
     def _plan_tick(self) -> None:
@@ -176,34 +176,36 @@ class SimFlow:
             return  # what is due later is planned when this one is due
         if timer is not None:
             timer.cancel()
-        self._timer = self._later(max(0.0, due - now) + 0.001, "a data flow's deadline", self._due)
+        self._timer = self._call_later(max(0.0, due - now) + 0.001, "a data flow's deadline", self._run_due)
 
-    def _due(self) -> None:
+    def _run_due(self) -> None:
         self._timer = None
-        self._tick()
-        self._turn()
+        self._run_tick()
+        self._run_turn()
 
-    def _later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer:
-        return self._heap.after(delay_s, what, lambda: self._gate.pass_on(lambda: action() if self.alive else None))
+    def _call_later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer:
+        return self._heap.call_later(
+            delay_s, what, lambda: self._gate.pass_on(lambda: action() if self.alive else None)
+        )
 
     # ---- what the halves want --------------------------------------------------------------------------------------
 
-    def _do(self, moves: list[Move]) -> None:
+    def _do_moves(self, moves: list[Move]) -> None:
         for move in moves:
             if isinstance(move, Say):
                 end = self._ends.get(move.peer)
                 if end is not None:
-                    end.take(move.peer, move.kind, move.body)
+                    end.on_message(move.peer, move.kind, move.body)
             elif isinstance(move, Staged):
-                self._report().staged(move.push, move.nbytes)
+                self._listener().on_push_staged(move.push, move.nbytes)
             elif isinstance(move, PushOver):
-                self._report().refused(move.push, move.reason)
+                self._listener().on_push_refused(move.push, move.reason)
             elif isinstance(move, Released):
-                self._report().released(move.pull, move.reason)
+                self._listener().on_pull_released(move.pull, move.reason)
             elif isinstance(move, SourceMoved):
-                self._report().moved(move.pull)
+                self._listener().on_source_moved(move.pull)
 
-    def _report(self) -> FlowEvents:
+    def _listener(self) -> FlowEvents:
         self._touched()
         assert self._events is not None, "start() comes before any stream"
         return self._events

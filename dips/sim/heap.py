@@ -39,7 +39,7 @@ class Heap:
         self._sequence = 0
         self._queue: list[tuple[float, int, Timer]] = []
 
-    def after(self, delay_s: float, what: str, action: Action) -> Timer:
+    def call_later(self, delay_s: float, what: str, action: Action) -> Timer:
         """Plan `action`; `what` is the line that a person reads in the trace."""
         at = self.now + delay_s
         timer = Timer(at, what, action)
@@ -47,7 +47,7 @@ class Heap:
         heappush(self._queue, (at, sequence, timer))
         return timer
 
-    def next(self) -> Timer | None:
+    def next_event(self) -> Timer | None:
         """Move the clock to the next living event and return it; None if nothing will ever happen again."""
         queue = self._queue
         while queue:
@@ -66,7 +66,7 @@ class Chance:
         self.seed = seed
         self._made: dict[str, random.Random] = {}
 
-    def of(self, name: str) -> random.Random:
+    def generator_for(self, name: str) -> random.Random:
         """Return the generator that belongs to subsystem `name`."""
         made = self._made.get(name)
         if made is None:
@@ -80,10 +80,10 @@ class Trace:
     def __init__(self, keep: int = 40) -> None:
         self._lines: deque[tuple[float, str, tuple[Any, ...]]] = deque(maxlen=keep)
 
-    def add(self, now: float, what: str, *details: Any) -> None:
+    def add_line(self, now: float, what: str, *details: Any) -> None:
         self._lines.append((now, what, details))
 
-    def event(self, timer: Timer) -> None:
+    def add_event(self, timer: Timer) -> None:
         self._lines.append((timer.at, timer.what, ()))
 
     def lines(self) -> list[str]:

@@ -49,10 +49,10 @@ RESEND_S = 1.5  # an order without an answer is sent again under its number
 class MasterObserver:
     """The hooks that a master calls; each does nothing by default."""
 
-    def restored(self, state: LedgerState) -> None:
+    def master_restored(self, state: LedgerState) -> None:
         """A master starts from this state."""
 
-    def recorded(self, record: Record) -> None:
+    def record_written(self, record: Record) -> None:
         """A record is durable."""
 
     def before_step(self, master: MasterProcess, event: Event) -> None:
@@ -64,10 +64,10 @@ class MasterObserver:
     def heartbeat_read(self, role: str, name: str, incarnation: int) -> None:
         """A master read a heartbeat."""
 
-    def judged(self, verdict: Event) -> None:
+    def silence_judged(self, verdict: Event) -> None:
         """The Judge said that a cluster or slave is silent, or its trainer hangs."""
 
-    def noted(self, note: Note) -> None:
+    def note_logged(self, note: Note) -> None:
         """A Coordinator wrote to the log."""
 
     def order_leaves(self, order: Order) -> None:
@@ -76,7 +76,7 @@ class MasterObserver:
     def master_died(self, process: MasterProcess, rows: bool, written: bool) -> None:
         """A master's process died; `rows`: while it wrote the row of a version, which is durable if `written`."""
 
-    def occurred(self, what: str) -> None:
+    def rare_event_occurred(self, what: str) -> None:
         """Something rare happened that has no hook of its own; coverage counts it by this name."""
 
 
@@ -92,7 +92,7 @@ class MasterWorld(Protocol):
 
     @property
     def monitor(self) -> MasterObserver: ...
-    def later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer: ...
+    def call_later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer: ...
     def master_exits(self, process: MasterProcess, effect: Exit) -> None: ...
 
 
@@ -130,15 +130,15 @@ class LedgerDisk:
         self.slowness = 1.0
         self.full = False
 
-    def mend(self) -> None:
+    def repair_disk(self) -> None:
         self.slowness, self.full = 1.0, False
 
     @property
-    def old(self) -> bool:
+    def is_old_copy(self) -> bool:
         """An old copy lies there: what its master decides is not the run's truth."""
         return self._newest is not None
 
-    def copy(self) -> sqlite3.Connection:
+    def copy_file(self) -> sqlite3.Connection:
         """A backup of the file as it is now."""
         copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         self._db.backup(copy)
@@ -168,17 +168,17 @@ class LedgerDisk:
         self._copies.append(self._db)
         self._db = sqlite3.connect(MEMORY, isolation_level=None, check_same_thread=False)
         self._db.deserialize(self._mirrored_base)
-        _, raised = rebuild(self.open(), self._mirrored_term, self._mirrored_since)
+        _, raised = rebuild(self.open_ledger(), self._mirrored_term, self._mirrored_since)
         return raised
 
-    def open(self) -> Ledger:
+    def open_ledger(self) -> Ledger:
         return Ledger(self._db, None, lambda: 0.0)
 
-    def tear(self, records: Sequence[Record], statements: int) -> bool:
+    def tear_write(self, records: Sequence[Record], statements: int) -> bool:
         """Stop before the n-th statement of a write; what SQLite then finds is rolled back. True if it was through."""
         torn = TearingConnection(self._db, statements)
         try:
-            Ledger(torn, None, lambda: 0.0).write(records)  # type: ignore[arg-type]
+            Ledger(torn, None, lambda: 0.0).write_records(records)  # type: ignore[arg-type]
         except Torn:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
@@ -196,11 +196,11 @@ class MasterMachine:
 
     def __init__(self, world: MasterWorld, row: RunRow) -> None:
         self.world = world
-        self.rng = world.chance.of("master")
+        self.rng = world.chance.generator_for("master")
         self.disk = LedgerDisk(row)
         self.process: MasterProcess | None = None
         self.zombies: list[MasterProcess] = []  # stopped, and taken for dead: each has a successor
-        world.network.attach("master", self)
+        world.network.attach_host("master", self)
 
     def start(self) -> None:
         if self.process is None:
@@ -209,7 +209,7 @@ class MasterMachine:
     def crash(self) -> None:
         process, self.process = self.process, None
         if process is not None:
-            process.die()
+            process.kill_process()
 
     def lose_disk(self) -> None:
         """The machine is lost, with every process on it; another one starts with what the ledger's mirror holds."""
@@ -220,17 +220,17 @@ class MasterMachine:
         for record in self.disk.lose():
             self.world.monitor.recorded(record)
 
-    def abandon(self) -> MasterProcess | None:
+    def abandon_process(self) -> MasterProcess | None:
         """Another will be started beside it, on the same ledger: another host, a mount without locks."""
         process, self.process = self.process, None
         if process is not None:
-            process.pause()
+            process.pause_process()
             self.zombies.append(process)
         return process
 
-    def receive(self, sender: str, message: Any, answer: Answer) -> None:
+    def on_message(self, sender: str, message: Any, answer: Answer) -> None:
         if self.process is not None:
-            self.process.receive(message, answer)
+            self.process.on_message(message, answer)
 
 
 class MasterProcess:
@@ -238,16 +238,16 @@ class MasterProcess:
 
     def __init__(self, machine: MasterMachine) -> None:
         self.machine, self.world = machine, machine.world
-        self.ledger = machine.disk.open()
+        self.ledger = machine.disk.open_ledger()
         machine.disk.begin_mirror(self.ledger.start_term())
-        state = self.ledger.state()
+        state = self.ledger.read_state()
         now, timing = self.world.heap.now, self.world.options.timing
-        self.trusted = not machine.disk.old  # what it decides is compared with the reference
+        self.trusted = not machine.disk.is_old_copy  # what it decides is compared with the reference
         if self.trusted:
-            self.world.monitor.restored(state)
+            self.world.monitor.master_restored(state)
         self.coordinator = Coordinator(state, self.world.manifest, self.world.options, now)
-        judge = Judge.restored(timing, state, now)
-        self.core = MasterCore(self.coordinator, judge, timing, now, polls=POLLS, step=self._step)
+        judge = Judge.from_state(timing, state, now)
+        self.core = MasterCore(self.coordinator, judge, timing, now, polls=POLLS, step=self._step_watched)
         self.alive = True
         self.exited = ""
         self.inbox: list[Callable[[], None]] | None = None  # while it is stopped, what came in
@@ -262,7 +262,7 @@ class MasterProcess:
         """It is the run's master, and no zombie or deceived by an old ledger."""
         return self.trusted and self is self.machine.process
 
-    def die(self) -> None:
+    def kill_process(self) -> None:
         """SIGKILL, or its own exit."""
         self.alive = False
         if self._timer is not None:
@@ -276,46 +276,46 @@ class MasterProcess:
         if not self.writing or self in self.machine.zombies or disk.full or fate >= 0.8:
             return False
         if fate < 0.5:
-            self.ledger.write(self.writing)
-        elif not disk.tear(self.writing, self.machine.rng.randint(1, 5)):
-            self.world.monitor.occurred("torn_ledger")
+            self.ledger.write_records(self.writing)
+        elif not disk.tear_write(self.writing, self.machine.rng.randint(1, 5)):
+            self.world.monitor.rare_event_occurred("torn_ledger")
             return False
-        self._recorded(self.writing)
+        self._report_records(self.writing)
         return True
 
     # ---- running, or stopped ---------------------------------------------------------------------------------------
 
-    def pause(self) -> None:
+    def pause_process(self) -> None:
         """SIGSTOP, or a machine that stands still: everything waits, outside too much goes on."""
         if self.inbox is None:
             self.inbox = []
 
-    def wake(self) -> None:
+    def wake_process(self) -> None:
         """Run again: the core notices the gap, reads what came meanwhile, and only then looks at deadlines."""
         if self.inbox is None or not self.alive:
             return
         came, self.inbox = self.inbox, None
-        self.core.wake(self.world.heap.now)
+        self.core.on_wake(self.world.heap.now)
         for read in came:
             read()
-        self._look()
+        self._run_core()
 
     def _on_arrival(self, read: Callable[[], None]) -> None:
         """Something reached this process: it is read now, or when the process runs again."""
         if self.inbox is not None:
             self.inbox.append(read)
         elif self.alive:
-            self.core.wake(self.world.heap.now)
+            self.core.on_wake(self.world.heap.now)
             read()
             self._carry_out()
 
     def _on_timer(self) -> None:
         self._timer = None
         if self.alive and self.inbox is None:
-            self.core.wake(self.world.heap.now)
-            self._look()
+            self.core.on_wake(self.world.heap.now)
+            self._run_core()
 
-    def _look(self) -> None:
+    def _run_core(self) -> None:
         if self.alive:
             self.core.tick(self.world.heap.now)
             self._carry_out()
@@ -324,7 +324,7 @@ class MasterProcess:
         """Do what the core wants done, and plan when it is looked at again: the earlier of two times does no harm."""
         for action in self.core.take_actions() if self.alive else ():
             if self.alive:
-                self._act(action)
+                self._do_action(action)
         if not self.alive:
             return
         now = self.world.heap.now
@@ -333,35 +333,35 @@ class MasterProcess:
             return
         if timer is not None:
             timer.cancel()
-        self._timer = self.world.heap.after(due - now, "the master's deadline", self._on_timer)
+        self._timer = self.world.heap.call_later(due - now, "the master's deadline", self._on_timer)
 
     # ---- what comes in ---------------------------------------------------------------------------------------------
 
-    def receive(self, message: Any, answer: Answer) -> None:
-        self._on_arrival(lambda: self._read(message, answer))
+    def on_message(self, message: Any, answer: Answer) -> None:
+        self._on_arrival(lambda: self._read_message(message, answer))
 
-    def _read(self, message: Any, answer: Answer) -> None:
+    def _read_message(self, message: Any, answer: Answer) -> None:
         now = self.world.heap.now
         if isinstance(message, ClusterHeartbeat | SlaveHeartbeat):
             if self.presides:
-                self.world.monitor.heartbeat_read(*_sender(message))
+                self.world.monitor.heartbeat_read(*_sender_of(message))
             self.core.on_heartbeat(self._new_req(answer), message, now)
         elif isinstance(message, PushStaged | PushRefused):
-            self.core.handle(message, now)
+            self.core.take_event(message, now)
             answer(Acknowledged())
         else:
-            self.core.handle(replace(message, req=self._new_req(answer)), now)
+            self.core.take_event(replace(message, req=self._new_req(answer)), now)
 
     def _new_req(self, answer: Answer) -> int:
         self._last_req += 1
         self._answers[self._last_req] = answer
         return self._last_req
 
-    def _step(self, event: Event, now: float) -> list[Effect]:
+    def _step_watched(self, event: Event, now: float) -> list[Effect]:
         """Let the Coordinator decide while the invariants watch."""
         monitor = self.world.monitor
         if type(event) in VERDICTS and self.presides:
-            monitor.judged(event)
+            monitor.silence_judged(event)
         monitor.before_step(self, event)
         effects = self.coordinator.step(event, now)
         monitor.after_step(self, event)
@@ -369,65 +369,65 @@ class MasterProcess:
 
     # ---- what goes out ---------------------------------------------------------------------------------------------
 
-    def _act(self, action: Action) -> None:
+    def _do_action(self, action: Action) -> None:
         match action:
             case Order():
                 if self.trusted:
                     self.world.monitor.order_leaves(action)
-                self._send(SentOrder(action, self.world.heap.now))
+                self._send_order(SentOrder(action, self.world.heap.now))
             case Reply():
                 self._answers.pop(action.req)(action.result)
             case HeartbeatReply():
                 self._answers.pop(action.req)(action.answer)
             case WriteRecords():
-                self.write(action.records)
+                self.write_records(action.records)
             case Note():
                 fields = (f"{k}={v}" for k, v in action.fields)
-                self.world.trace.add(self.world.heap.now, f"note {action.kind}", *fields)
-                self.world.monitor.noted(action)
+                self.world.trace.add_line(self.world.heap.now, f"note {action.kind}", *fields)
+                self.world.monitor.note_logged(action)
             case Exit():
-                self._exit(action)
+                self._exit_process(action)
             case SlaveEndpoint():
                 pass  # hosts of the simulated network are reached by their names
 
-    def _exit(self, action: Exit) -> None:
+    def _exit_process(self, action: Exit) -> None:
         self.exited = action.reason
         self.world.master_exits(self, action)
 
-    def write(self, records: Sequence[Record]) -> None:
+    def write_records(self, records: Sequence[Record]) -> None:
         self.writing = records
         delay_s = WRITE_S * (1.0 + 9.0 * self.machine.rng.random() ** 3) * self.machine.disk.slowness
-        self.world.heap.after(delay_s, "the ledger writes", lambda: self.wrote(records))
+        self.world.heap.call_later(delay_s, "the ledger writes", lambda: self.on_written(records))
 
-    def wrote(self, records: Sequence[Record]) -> None:
+    def on_written(self, records: Sequence[Record]) -> None:
         """The transaction has ended; if it is durable, what waited behind it may leave."""
         if not self.alive:
             return
         try:
             if self.machine.disk.full:
                 raise OSError("database or disk is full")
-            self.ledger.write(records)
+            self.ledger.write_records(records)
         except (OSError, StaleTerm) as error:
             exits = self.core.on_write_failed(error)
-            self._on_arrival(lambda: self._exit(exits))
+            self._on_arrival(lambda: self._exit_process(exits))
             return
-        self._recorded(records)
+        self._report_records(records)
         self.writing = ()
         self._on_arrival(self.core.on_written)
 
-    def _recorded(self, records: Sequence[Record]) -> None:
+    def _report_records(self, records: Sequence[Record]) -> None:
         if self.trusted:
             self.machine.disk.mirror(records)
             for record in records:
-                self.world.monitor.recorded(record)
+                self.world.monitor.record_written(record)
 
-    def _send(self, sent: SentOrder) -> None:
+    def _send_order(self, sent: SentOrder) -> None:
         left_s = min(sent.left_s(self.world.heap.now), RESEND_S)
 
-        def ended(answer: Any) -> None:
+        def on_answer(answer: Any) -> None:
             self._on_arrival(lambda: self._on_order_answer(sent, answer))
 
-        self.world.network.call("master", sent.order.slave, sent.order, left_s, ended)
+        self.world.network.call_host("master", sent.order.slave, sent.order, left_s, on_answer)
 
     def _on_order_answer(self, sent: SentOrder, answer: Any) -> None:
         """Turn a slave's answer, its refusal or its silence into an event, or send the order again."""
@@ -440,12 +440,12 @@ class MasterProcess:
         else:
             event = sent.on_error(UnavailableSlave("no answer"), now)
         if event is None:
-            self._send(sent)
+            self._send_order(sent)
         else:
-            self.core.handle(event, now)
+            self.core.take_event(event, now)
 
 
-def _sender(heartbeat: ClusterHeartbeat | SlaveHeartbeat) -> tuple[str, str, int]:
+def _sender_of(heartbeat: ClusterHeartbeat | SlaveHeartbeat) -> tuple[str, str, int]:
     if isinstance(heartbeat, ClusterHeartbeat):
         return "cluster", heartbeat.cluster, heartbeat.inc
     return "slave", heartbeat.slave, heartbeat.sinc

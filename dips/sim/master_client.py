@@ -32,11 +32,11 @@ class SimMasterClient:
         self._heap, self._network, self._name, self._gate, self._asker = heap, network, name, gate, asker
         self._asking: dict[Channel, Fiber] = {}
 
-    def ask(self, ask: AskMaster) -> None:
+    def ask_master(self, ask: AskMaster) -> None:
         older = self._asking.get(ask.channel)
         if older is not None:
             older.kill()
-        self._asking[ask.channel] = Fiber(self._carry(ask), self._gate)
+        self._asking[ask.channel] = Fiber(self._carry_question(ask), self._gate)
 
     def send_heartbeat(self, action: SendHeartbeat) -> None:
         """The answer comes when the agent's machine runs."""
@@ -45,30 +45,30 @@ class SimMasterClient:
         def on_answer(answer: Any) -> None:
             self._gate.pass_on(partial(self._take_heartbeat_answer, inc, answer))
 
-        self._network.call(self._name, "master", action.heartbeat, action.deadline_s, on_answer)
+        self._network.call_host(self._name, "master", action.heartbeat, action.deadline_s, on_answer)
 
-    def kill(self) -> None:
+    def kill_client(self) -> None:
         for fiber in self._asking.values():
             fiber.kill()
 
-    def _carry(self, ask: AskMaster) -> Story:
+    def _carry_question(self, ask: AskMaster) -> Story:
         yield sleep(self._heap, ask.delay_s, f"{self._name} asks")
-        answer = yield partial(self._network.call, self._name, "master", ask.event, CALL_S)
-        error = _error(answer)
+        answer = yield partial(self._network.call_host, self._name, "master", ask.event, CALL_S)
+        error = _error_of(answer)
         if error is None:
             self._asker.on_reply(ask, answer)
         else:
             self._asker.on_error(ask, error)
 
     def _take_heartbeat_answer(self, inc: int, answer: Any) -> None:
-        error = _error(answer)
+        error = _error_of(answer)
         if error is None:
             self._asker.on_heartbeat_reply(inc, answer)
         else:
             self._asker.on_heartbeat_error(error)
 
 
-def _error(answer: Any) -> DipsError | None:
+def _error_of(answer: Any) -> DipsError | None:
     if answer is None:
         return UnavailableMaster("the master does not answer")
     if isinstance(answer, Failed):

@@ -89,7 +89,7 @@ class Month(Observer):
         self.days, self.seed, self.rng = days, seed, Random(f"month/{seed}")
         self.lasts_s = days * DAY_S
         names = iter(NAMES)
-        self.members = [self._member(next(names), kind) for kind in TABLE_1 for _ in range(kind.clusters)]
+        self.members = [self._make_member(next(names), kind) for kind in TABLE_1 for _ in range(kind.clusters)]
         self.kinds: Counter[str] = Counter()  # of failures
         self.notes: Counter[str] = Counter()
         self.outcomes: Counter[tuple[str, str]] = Counter()
@@ -97,15 +97,15 @@ class Month(Observer):
         self._down_since: dict[str, float] = {}
         self.serving_since: float | None = None
         self.served_s = 0.0
-        self.world = World(seed, self._scenario())
+        self.world = World(seed, self._make_scenario())
 
-    def _member(self, name: str, kind: FailureKind) -> Member:
+    def _make_member(self, name: str, kind: FailureKind) -> Member:
         """A cluster that was not active all the time takes part in one stretch, at a time of its own."""
         active_s = kind.active * self.lasts_s
         begins = (self.lasts_s - active_s) * self.rng.random()
         return Member(name, kind, begins, begins + active_s)
 
-    def _scenario(self) -> Scenario:
+    def _make_scenario(self) -> Scenario:
         fastest = TABLE_1[0].pflops
         clusters = tuple(ClusterShape(1, STEP_S * fastest / m.kind.pflops) for m in self.members)
         timing = TimingOptions(
@@ -122,8 +122,8 @@ class Month(Observer):
 
     # ---- failures --------------------------------------------------------------------------------------------------
 
-    def plan(self, world: World) -> None:
-        """Say with `later` what fails, and when."""
+    def plan_failures(self, world: World) -> None:
+        """Say with `call_later` what fails, and when."""
         last = self.lasts_s - 2 * QUIET_S
         for kind in TABLE_1:
             members = [m for m in self.members if m.kind is kind]
@@ -131,25 +131,25 @@ class Month(Observer):
                 member = self.rng.choice(members)
                 at = member.begins + member.active_s * self.rng.random()
                 member.failures += 1
-                world.later(min(at, last), f"{member.name} fails", partial(self._cluster_fails, world, member))
+                world.call_later(min(at, last), f"{member.name} fails", partial(self._cluster_fails, world, member))
         for member in self.members:
             cluster = world.clusters[member.name]
             if member.begins > 0:
                 cluster.crash()  # before its first word: it is not there yet
-                world.later(member.begins, f"{member.name} joins the run", cluster.start)
+                world.call_later(member.begins, f"{member.name} joins the run", cluster.start)
             if member.ends < last:
-                world.later(member.ends, f"{member.name} leaves the run", cluster.leave)
+                world.call_later(member.ends, f"{member.name} leaves the run", cluster.leave_run)
         for number in range(max(2, round(SERVER_FAILURES * self.days / MONTH_DAYS))):
             at = last * self.rng.random()
             what = partial(self._master_fails, world) if number == 1 else partial(self._slave_fails, world)
-            world.later(at, "the parameter server fails", what)
+            world.call_later(at, "the parameter server fails", what)
 
     def _cluster_fails(self, world: World, member: Member) -> None:
         cluster = world.clusters[member.name]
         if cluster.agent is None:
             member.failures -= 1  # it is down, and cannot fail
             return
-        self._down(member.name)
+        self._shut_down(member.name)
         if self.rng.random() < TRAINER_SHARE:
             self.kinds["a rank or trainer of a cluster"] += 1
             cluster.crash_rank(0, 0.5)
@@ -159,18 +159,18 @@ class Month(Observer):
         repair_s = 3600.0 / SCALE * member.kind.repair_h * (0.3 + self.rng.expovariate(1.0))
         last = self.lasts_s - QUIET_S
         if world.heap.now + repair_s < member.ends:
-            world.later(min(repair_s, last - world.heap.now), f"{member.name} is repaired", cluster.start)
+            world.call_later(min(repair_s, last - world.heap.now), f"{member.name} is repaired", cluster.start)
 
     def _slave_fails(self, world: World) -> None:
         self.kinds["a slave"] += 1
         machine = self.rng.choice(list(world.machines.values()))
         machine.crash()
-        world.later(self._restart_s(), f"{machine.name} starts again", machine.start)
+        world.call_later(self._restart_s(), f"{machine.name} starts again", machine.start)
 
     def _master_fails(self, world: World) -> None:
         self.kinds["the master"] += 1
         world.crash_master()
-        world.later(self._restart_s(), "the master starts again", world.start_master)
+        world.call_later(self._restart_s(), "the master starts again", world.start_master)
 
     def _restart_s(self) -> float:
         """Until a process of the parameter server that crashed is back: mostly at once."""
@@ -178,13 +178,13 @@ class Month(Observer):
 
     # ---- what is counted -----------------------------------------------------------------------------------------
 
-    def noted(self, note: Note) -> None:
+    def note_logged(self, note: Note) -> None:
         self.notes[note.kind] += 1
 
-    def outcome(self, agent: SimAgent, frozen: Frozen, outcome: Outcome) -> None:
+    def outcome_received(self, agent: SimAgent, frozen: Frozen, outcome: Outcome) -> None:
         self.outcomes[agent.name, outcome.kind] += 1
 
-    def stepped(self, agent: SimAgent) -> None:
+    def trainer_stepped(self, agent: SimAgent) -> None:
         since = self._down_since.pop(agent.name, None)
         if since is not None:  # its first inner step after a failure
             self.down_s[agent.name] += agent.world.heap.now - agent.site.step_s - since
@@ -206,14 +206,14 @@ class Month(Observer):
             self.served_s += self.world.heap.now - self.serving_since
             self.serving_since = None
 
-    def _down(self, cluster: str) -> None:
+    def _shut_down(self, cluster: str) -> None:
         self._down_since.setdefault(cluster, self.world.heap.now)
 
     # ---- what it was like ------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Play the month."""
-        self.world.run([self], self.plan)
+        self.world.run([self], self.plan_failures)
 
     def at_rest(self) -> None:
         if self.serving_since is not None:
@@ -228,14 +228,14 @@ class Month(Observer):
         Return who lost more than that, and how much; empty if nobody did.
         """
         for member in self.members:
-            steps = sum(n for (_, n) in self.lost(member.name).values())
+            steps = sum(n for (_, n) in self.lost_work(member.name).values())
             lives = member.failures + (1 if member.ends < self.lasts_s else 0)
             most = INNER_STEPS * (2 * lives + self.notes["round_skipped"])
             if steps > most:
                 return f"{member.name} lost {steps} inner steps by {lives} failures, {most} at most were expected"
         return ""
 
-    def lost(self, cluster: str) -> dict[str, tuple[int, int]]:
+    def lost_work(self, cluster: str) -> dict[str, tuple[int, int]]:
         """By cause: tokens and inner steps that will never be in a version."""
         found: dict[str, tuple[int, int]] = {}
         for work in self.world.books.work:
@@ -244,7 +244,7 @@ class Month(Observer):
                 found[work.lost] = (tokens + work.tokens, steps + 1)
         return found
 
-    def figures(self) -> str:
+    def format_figures(self) -> str:
         """The table."""
         notes, books = self.notes, self.world.books
         rounds = notes["version_committed"] + notes["round_unchanged"] + notes["round_skipped"]
@@ -266,7 +266,7 @@ class Month(Observer):
         ]
         for m in self.members:
             tokens = sum(w.tokens for w in books.work if w.cluster == m.name)
-            lost = self.lost(m.name)
+            lost = self.lost_work(m.name)
             gone = sum(t for t, _ in lost.values())
             why = ", ".join(f"{cause}: {n}" for cause, (_, n) in sorted(lost.items())) or "nothing"
             kinds = [self.outcomes[m.name, kind] for kind in ("accepted", "gated", "skipped")]

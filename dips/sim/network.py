@@ -29,7 +29,7 @@ class NetworkObserver:
 class SimHost(Protocol):
     """A place with a name; a process may live there."""
 
-    def receive(self, sender: str, message: Any, answer: Answer) -> None:
+    def on_message(self, sender: str, message: Any, answer: Answer) -> None:
         """Take a question; call `answer` once, now or later, or never. A dead host does nothing."""
 
 
@@ -59,10 +59,10 @@ class Call:
         self._done: Answer | None = done
         self._timer: Timer | None = None
 
-    def arm(self, timer: Timer) -> None:
+    def set_timer(self, timer: Timer) -> None:
         self._timer = timer
 
-    def end(self, answer: Any) -> None:
+    def end_call(self, answer: Any) -> None:
         """The first end counts; a second answer, or one after the deadline, falls on the floor."""
         done, self._done = self._done, None
         if self._timer is not None:
@@ -76,48 +76,48 @@ class Network:
 
     def __init__(self, heap: Heap, chance: Chance, monitor: NetworkObserver) -> None:
         self._heap = heap
-        self._rng = chance.of("network")
+        self._rng = chance.generator_for("network")
         self.weather = Weather()
         self._hosts: dict[str, SimHost] = {}
         self._cut: dict[tuple[str, str], float] = {}  # (sender, receiver) → until when nothing passes
         self._clogged: dict[str, float] = {}  # name → until when almost nothing passes, to and fro
         self._monitor = monitor
 
-    def attach(self, name: str, host: SimHost) -> None:
+    def attach_host(self, name: str, host: SimHost) -> None:
         self._hosts[name] = host
 
-    def cut(self, sender: str, receiver: str, until: float) -> None:
+    def cut_link(self, sender: str, receiver: str, until: float) -> None:
         """Nothing passes in this direction until then: partitions may be one-way."""
         self._cut[sender, receiver] = until
 
-    def clog(self, name: str, until: float) -> None:
+    def clog_host(self, name: str, until: float) -> None:
         """Its messages take CLOGGED_S until then, each another part of it."""
         self._clogged[name] = until
 
-    def mend(self) -> None:
+    def repair_links(self) -> None:
         """All links are back, and nothing is lost or doubled any more."""
         self._cut = dict.fromkeys(self._cut, self._heap.now)
         self._clogged.clear()
         self.weather = CLEAR
 
-    def call(self, sender: str, receiver: str, message: Any, deadline_s: float, done: Answer) -> None:
-        """Ask; `done` hears the answer, or None at the deadline."""
+    def call_host(self, sender: str, receiver: str, message: Any, deadline_s: float, done: Answer) -> None:
+        """Ask; `done` gets the answer, or None at the deadline."""
         call = Call(done)
-        call.arm(self._heap.after(deadline_s, "deadline of a call", lambda: call.end(None)))
+        call.set_timer(self._heap.call_later(deadline_s, "deadline of a call", lambda: call.end_call(None)))
 
-        def arrive() -> None:
-            self._hosts[receiver].receive(sender, message, reply)
+        def deliver_message() -> None:
+            self._hosts[receiver].on_message(sender, message, send_reply)
 
-        def reply(answer: Any) -> None:
-            self._send(receiver, sender, "answer", lambda: call.end(answer))
+        def send_reply(answer: Any) -> None:
+            self._send_message(receiver, sender, "answer", lambda: call.end_call(answer))
 
-        self._send(sender, receiver, "question", arrive)
+        self._send_message(sender, receiver, "question", deliver_message)
 
-    def _send(self, sender: str, receiver: str, what: str, arrive: Callable[[], None]) -> None:
+    def _send_message(self, sender: str, receiver: str, what: str, arrive: Callable[[], None]) -> None:
         draw, weather = self._rng.random, self.weather
         # Drawn always, so that a change of one share does not move the others.
         lost, doubled = draw() < weather.lost_share, draw() < weather.doubled_share
-        delays = (self._delay(draw, weather), self._delay(draw, weather))
+        delays = (self._draw_delay(draw, weather), self._draw_delay(draw, weather))
         now = self._heap.now
         if self._cut.get((sender, receiver), 0.0) > now:
             self._monitor.cut_off(sender, receiver, self._cut.get((receiver, sender), 0.0) > now)
@@ -129,11 +129,11 @@ class Network:
         if self._clogged and max(self._clogged.get(sender, 0.0), self._clogged.get(receiver, 0.0)) > now:
             delays = (delays[0] + CLOGGED_S * draw(), delays[1] + CLOGGED_S)
         label = f"{what} {sender} → {receiver}"
-        self._heap.after(delays[0], label, arrive)
+        self._heap.call_later(delays[0], label, arrive)
         if doubled:
-            self._heap.after(delays[1], label, arrive)
+            self._heap.call_later(delays[1], label, arrive)
 
     @staticmethod
-    def _delay(draw: Callable[[], float], weather: Weather) -> float:
+    def _draw_delay(draw: Callable[[], float], weather: Weather) -> float:
         slow, extra = draw() < weather.slow_share, draw()
         return weather.delay_s + weather.spread_s * draw() + (weather.slow_s * extra if slow else 0.0)

@@ -38,18 +38,18 @@ class Monitor(Observer):
     def __init__(self) -> None:
         self._observers: list[Observer] = []
 
-    def add(self, observers: Sequence[Observer]) -> None:
+    def add_observers(self, observers: Sequence[Observer]) -> None:
         self._observers += observers
         for hook in HOOKS:
             default = getattr(Observer, hook)
             called = [getattr(o, hook) for o in self._observers if getattr(type(o), hook) is not default]
             if called:
-                setattr(self, hook, called[0] if len(called) == 1 else _each(called))
+                setattr(self, hook, called[0] if len(called) == 1 else _call_each(called))
 
 
-def _each(called: list[Callable[..., None]]) -> Callable[..., None]:
-    def hook(*details: Any) -> None:
+def _call_each(called: list[Callable[..., None]]) -> Callable[..., None]:
+    def call_hook(*details: Any) -> None:
         for observe in called:
             observe(*details)
 
-    return hook
+    return call_hook

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dips.wire.chunks import LayerLayout, Range
 
 
-def share(size: int, rank: int, ranks: int) -> slice:
+def rank_share(size: int, rank: int, ranks: int) -> slice:
     """The elements of a flat layer that one rank holds, as FSDP shards dimension 0."""
     return slice(size * rank // ranks, size * (rank + 1) // ranks)
 
@@ -17,7 +17,7 @@ def pieces_of(layout: LayerLayout, layers: Iterable[int], rank: int, ranks: int)
     found = []
     for (layer, param), field in layout.fields.items():
         if layer in layers:
-            held = share(layout.numel[layer], rank, ranks)
+            held = rank_share(layout.numel[layer], rank, ranks)
             begin, end = max(held.start, field.start), min(held.stop, field.start + field.numel)
             if begin < end:
                 found.append(Range(layer, param, begin - field.start, end - begin))

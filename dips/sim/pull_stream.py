@@ -16,7 +16,7 @@ from dips.sim.flow import CHUNK_BYTES, SimFlow, SimTracker
 from dips.sim.streams import STALL_S, SimStream, SimTransfer
 from dips.slave.ports import F32
 from dips.slave.sender import ChunkSend
-from dips.wire.chunks import Range, split
+from dips.wire.chunks import Range, split_chunks
 from dips.wire.frame import Kind
 
 
@@ -48,57 +48,57 @@ class PullStream(SimStream):
     ) -> None:
         super().__init__(net, moving, pull, address, str(grant.version), pulled.rank, ranks)
         self.pulled, self.ended, self._granted = pulled, ended, grant.version
-        self._missing = dict.fromkeys(split(self.pieces, CHUNK_BYTES))
+        self._missing = dict.fromkeys(split_chunks(self.pieces, CHUNK_BYTES))
 
     def _on_message(self, kind: Kind, body: bytes) -> None:
         assert kind is Kind.WELCOME, kind
-        self._want(tuple(self._missing))
+        self._send_want(tuple(self._missing))
         self._end_if_whole()
 
-    def _want(self, chunks: tuple[Range, ...]) -> None:
+    def _send_want(self, chunks: tuple[Range, ...]) -> None:
         flow = self._flow
         assert flow is not None
-        for send, tracker in flow.want(self._peer, self._stream, chunks) if chunks else ():
-            self._carry(flow, send, tracker)
+        for send, tracker in flow.take_want(self._peer, self._stream, chunks) if chunks else ():
+            self._carry_chunk(flow, send, tracker)
 
-    def _carry(self, flow: SimFlow, send: ChunkSend, tracker: SimTracker) -> None:
+    def _carry_chunk(self, flow: SimFlow, send: ChunkSend, tracker: SimTracker) -> None:
         """One chunk on its way: its bytes are read when the last of them has left."""
         net, epoch = self.net, self.epoch
         rng, links, what = net.rng, net.links, f"chunk {self.label}"
         broken, corrupt = rng.random() < links.broken_share, rng.random() < links.corrupt_share
-        passes = self._passes()
+        passes = self._link_passes()
         held_s = links.held_s * rng.random() if rng.random() < links.held_share else 0.0
 
-        def leave() -> None:
+        def leave_slave() -> None:
             body = bytes(send.body)
             if held_s:
-                net.heap.after(held_s, f"libzmq lets go of a {what}", let_go)
+                net.heap.call_later(held_s, f"libzmq lets go of a {what}", let_go)
             else:
                 let_go()
-            self.moving.gate.pass_on(lambda: arrive(body) if self._incarnations(epoch) else None)
+            self.moving.gate.pass_on(lambda: arrive_at_rank(body) if self._is_current(epoch) else None)
 
         def let_go() -> None:
             tracker.done = True
-            flow.left()
+            flow.on_chunk_left()
 
-        def arrive(body: bytes) -> None:
-            if broken or not passes or self.net.flows.flow(self.address.name) is not flow:
-                self._broke(epoch)
+        def arrive_at_rank(body: bytes) -> None:
+            if broken or not passes or self.net.flows.flow_of(self.address.name) is not flow:
+                self._on_break(epoch)
             elif corrupt:
                 net.flows.frame_refused("checksum")
-                self._want((send.chunk,))
+                self._send_want((send.chunk,))
             else:
-                self._arrive(send.chunk, body)
+                self._on_chunk(send.chunk, body)
 
         delay_s = net.chunk_delay(self.moving.cluster) if passes else STALL_S
-        net.heap.after(delay_s, what, leave)
+        net.heap.call_later(delay_s, what, leave_slave)
 
-    def _arrive(self, chunk: Range, body: bytes) -> None:
+    def _on_chunk(self, chunk: Range, body: bytes) -> None:
         if chunk not in self._missing:
             return
         self._heard_at = self.net.heap.now
         del self._missing[chunk]
-        begin, end = self.net.layout.place(chunk)
+        begin, end = self.net.layout.place_range(chunk)
         self.pulled.versions.append(self._granted)
         self.pulled.pieces.append((chunk.layer, slice(begin, end), np.frombuffer(body, np.float32)))
         self.moving.meter.nbytes += len(body)
@@ -107,8 +107,8 @@ class PullStream(SimStream):
     def _end_if_whole(self) -> None:
         if not self._missing:
             assert self._flow is not None
-            self._flow.done(self._peer, self._stream)
-            self._finish()
+            self._flow.take_done(self._peer, self._stream)
+            self._end_stream()
             self.ended()
 
     def _give_up(self) -> None:

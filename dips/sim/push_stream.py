@@ -39,16 +39,16 @@ class PushStream(SimStream):
         ended: Callable[[bool], None],
     ) -> None:
         super().__init__(net, moving, push, address, "", rank, ranks)
-        self.spell, self.ended, self._dtype = spell, ended, codecs.named(grant.codec).dtype
+        self.spell, self.ended, self._dtype = spell, ended, codecs.codec_named(grant.codec).dtype
 
     def _on_message(self, kind: Kind, body: bytes) -> None:
         if kind is Kind.WANT:
             for chunk in decode_want(body):
-                self._send(chunk)
+                self._send_chunk(chunk)
         elif kind is Kind.DONE:
-            self._done()
+            self._on_done()
 
-    def _send(self, chunk: Range) -> None:
+    def _send_chunk(self, chunk: Range) -> None:
         net, epoch, peer = self.net, self.epoch, self._peer
         rng, links = net.rng, net.links
         body = self.spell(self.rank, chunk)
@@ -68,36 +68,36 @@ class PushStream(SimStream):
         )
         what = f"chunk {self.label}"
         if broken:
-            self._say(f"broken {what}", lambda: self._broke(epoch))
+            self._send_message(f"broken {what}", lambda: self._on_break(epoch))
         else:
-            self._say(what, lambda: self._arrive(header, body))
+            self._send_message(what, lambda: self._on_chunk(header, body))
         if late:
             delay_s = net.chunk_delay(self.moving.cluster) + links.late_s * rng.random()
-            net.heap.after(delay_s, f"late {what}", lambda: self._arrive_again(peer, header, body))
+            net.heap.call_later(delay_s, f"late {what}", lambda: self._arrive_again(peer, header, body))
 
-    def _arrive(self, header: Header, body: Buffer) -> None:
-        flow = self.net.flows.flow(self.address.name)
+    def _on_chunk(self, header: Header, body: Buffer) -> None:
+        flow = self.net.flows.flow_of(self.address.name)
         if flow is None or flow is not self._flow:
-            self._broke(self.epoch)
+            self._on_break(self.epoch)
             return
         self._heard_at = self.net.heap.now
-        refused = flow.chunk(self._peer, header, body)
+        refused = flow.take_chunk(self._peer, header, body)
         if not refused:
             self.moving.meter.nbytes += len(body)
         elif refused != "body_checksum":  # that one is asked for again; any other: nobody wants this stream
-            self._broke(self.epoch)
+            self._on_break(self.epoch)
 
     def _arrive_again(self, peer: bytes, header: Header, body: Buffer) -> None:
         """A copy that the network kept: whoever sent it may be dead, and whoever takes it another process."""
-        flow = self.net.flows.flow(self.address.name)
+        flow = self.net.flows.flow_of(self.address.name)
         if flow is not None:
-            flow.chunk(peer, header, body)
+            flow.take_chunk(peer, header, body)
 
-    def _done(self) -> None:
+    def _on_done(self) -> None:
         if self.net.rng.random() < self.net.links.unheard_share:
-            self._broke(self.epoch)
+            self._on_break(self.epoch)
         else:
-            self._finish()
+            self._end_stream()
             self.ended(True)
 
     def _give_up(self) -> None:

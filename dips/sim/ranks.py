@@ -17,7 +17,7 @@ from dips.sim.pull_stream import Pulled
 from dips.slave.ports import F32
 from dips.transport.shares import Piece
 from dips.wire import codecs
-from dips.wire.chunks import LayerLayout, Range, split
+from dips.wire.chunks import LayerLayout, Range, split_chunks
 from dips.wire.frame import Buffer
 
 Arrays = dict[int, F32]  # flat layers by number
@@ -37,30 +37,30 @@ class SimRanks:
         self._host: Arrays = {layer: np.zeros(n, np.float32) for layer, n in self.sizes.items()}
         self._feedback = [self._feedback_of(rank) for rank in range(ranks)] if lossy else []
 
-    def hear(self, verdict: PushNow | PullNow) -> None:
+    def on_verdict(self, verdict: PushNow | PullNow) -> None:
         """Before a transfer: what became of the last push settles what it owes."""
         for feedback in self._feedback:
             feedback.settle_last_push(verdict.inc, verdict.accepted)
 
-    def freeze(self, theta: Arrays, verdict: PushNow) -> tuple[dict[tuple[int, Range], Buffer], Arrays]:
+    def freeze_push(self, theta: Arrays, verdict: PushNow) -> tuple[dict[tuple[int, Range], Buffer], Arrays]:
         """Every chunk's body by (rank, chunk), and what a slave's slot holds when all of them are in it.
 
         `theta` is what is pushed: that of the ranks, unless it is bad on purpose.
         """
         self._pushed = {layer: a.copy() for layer, a in self.theta.items()}
         grant = verdict.grant
-        codec = codecs.named(grant.codec)
+        codec = codecs.codec_named(grant.codec)
         for layer, a in theta.items():
             self._host[layer][:] = a
-        self.hear(verdict)
+        self.on_verdict(verdict)
         for feedback in self._feedback:
             assert not codec.lossy or feedback.has_base(grant.base), f"{self.base} is not {grant.base}"
             feedback.freeze_push(verdict.seq, codec.name)
         start = self.received if codec.lossy else {layer: np.zeros_like(a) for layer, a in theta.items()}
         content = {layer: a.copy() for layer, a in start.items()}
         bodies: dict[tuple[int, Range], Buffer] = {}
-        for rank, chunk in self._chunks():
-            where = slice(*self.layout.place(chunk))
+        for rank, chunk in self._list_chunks():
+            where = slice(*self.layout.place_range(chunk))
             values = self._host[chunk.layer][where]
             body: Buffer = codec.encode(values) if not codec.lossy else b""
             if self._feedback:
@@ -70,12 +70,12 @@ class SimRanks:
                 codec.put(body, content[chunk.layer][where])
         return bodies, content
 
-    def install(self, landed: list[Pulled], version: VersionId, merge: bool) -> bool:
+    def install_pull(self, landed: list[Pulled], version: VersionId, merge: bool) -> bool:
         """Every rank that the all-reduce allows copies what it has; True if any did.
 
         `merge`: what was trained since the push was frozen stays: θ ← θ_version + (θ − θ_pushed).
         """
-        allowed = self.agreed(landed)
+        allowed = self.agree_on_version(landed)
         if allowed and not self.theta:
             self.theta = {layer: np.zeros(size, np.float32) for layer, size in self.sizes.items()}
         for pulled in allowed:
@@ -97,15 +97,15 @@ class SimRanks:
             return all(bool(np.isfinite(a - self._pushed[layer]).all()) for layer, a in self.theta.items())
 
     @staticmethod
-    def agreed(landed: list[Pulled]) -> list[Pulled]:
+    def agree_on_version(landed: list[Pulled]) -> list[Pulled]:
         """The all-reduce (MIN) of (version, whole): all ranks copy or none does."""
         versions = {v for pulled in landed for v in pulled.versions}
         return landed if len(versions) == 1 and all(pulled.whole for pulled in landed) else []
 
-    def _chunks(self) -> list[tuple[int, Range]]:
+    def _list_chunks(self) -> list[tuple[int, Range]]:
         """Every chunk that slaves will ask for, by rank."""
-        return [(rank, chunk) for rank, held in enumerate(self._pieces) for chunk in split(held, CHUNK_BYTES)]
+        return [(rank, chunk) for rank, held in enumerate(self._pieces) for chunk in split_chunks(held, CHUNK_BYTES)]
 
     def _feedback_of(self, rank: int) -> Feedback:
-        place = self.layout.place
+        place = self.layout.place_range
         return Feedback([Piece(*p, self._host[p.layer][slice(*place(p))]) for p in self._pieces[rank]])

@@ -59,7 +59,7 @@ BUSY_RETRY_S = 0.3
 class SlaveObserver:
     """The hooks that a slave calls; each does nothing by default."""
 
-    def registered(self, process: SlaveProcess, answer: Registered) -> None:
+    def slave_registered(self, process: SlaveProcess, answer: Registered) -> None:
         """A slave was answered."""
 
     def before_order(self, process: SlaveProcess, order: Order) -> None:
@@ -71,7 +71,7 @@ class SlaveObserver:
     def slave_crashed(self, process: SlaveProcess) -> None:
         """A slave's process is about to die."""
 
-    def occurred(self, what: str) -> None:
+    def rare_event_occurred(self, what: str) -> None:
         """Something rare happened that has no hook of its own; coverage counts it by this name."""
 
 
@@ -100,33 +100,35 @@ class SlaveMachine:
 
     def __init__(self, world: SlaveWorld, name: str, layers: tuple[int, ...]) -> None:
         self.world, self.name, self.layers = world, name, layers
-        self.rng = world.chance.of(f"slave/{name}")
+        self.rng = world.chance.generator_for(f"slave/{name}")
         genesis = {layer: world.genesis[layer] for layer in layers}
-        self.disk = SimDisk(genesis, world.chance.of(f"disk/{name}"), lambda: world.monitor.occurred("snapshot"))
+        self.disk = SimDisk(
+            genesis, world.chance.generator_for(f"disk/{name}"), lambda: world.monitor.rare_event_occurred("snapshot")
+        )
         self.mirror = SimMirror(self.disk, world.chance.of(f"mirror/{name}")) if world.scenario.mirrors else None
         self.process: SlaveProcess | None = None
         self.lives = 0
         self._touched = world.touched
-        world.network.attach(name, self)
+        world.network.attach_host(name, self)
 
-    def touch(self) -> None:
+    def mark_touched(self) -> None:
         """Something of it may have changed since the invariants last looked."""
         self._touched[self.name] = self
 
     def start(self) -> None:
         if self.process is None:
-            self.touch()
+            self.mark_touched()
             self.lives += 1
             self.process = SlaveProcess(self, f"{self.name}-{self.lives}")
 
     def crash(self) -> None:
         """SIGKILL: memory is gone; what was being written may be torn, whole, or not begun."""
-        self.touch()
+        self.mark_touched()
         process, self.process = self.process, None
         if process is not None:
-            process.die()
+            process.kill_process()
 
-    def receive(self, sender: str, message: Any, answer: Callable[[Any], None]) -> None:
+    def on_message(self, sender: str, message: Any, answer: Callable[[Any], None]) -> None:
         if self.process is not None and isinstance(message, Order):
             process = self.process
             process.gate.pass_on(lambda: process.take_order(message, answer))
@@ -145,7 +147,7 @@ class SlaveProcess:
             self.name,
             LayerLayout(self.world.manifest, machine.layers),
             self.world.data.stall_s,
-            machine.touch,
+            machine.mark_touched,
             self.gate,
             self.world.frame_refused,
         )
@@ -154,29 +156,29 @@ class SlaveProcess:
         self.core = SlaveCore(
             SlaveIdentity(settings.run, self.name, nonce, f"{self.name}:1", (f"{self.name}:2",), "master"),
             SlaveTiming(heartbeat_s, CALL_S, BACKOFF_S, BUSY_RETRY_S),
-            lambda: Standing.of(self.shard),
-            self.flow.transfers,
+            lambda: Standing.of_shard(self.shard),
+            self.flow.list_transfers,
             self._meters,
-            partial(self.world.monitor.registered, self),
+            partial(self.world.monitor.slave_registered, self),
             machine.rng,
         )
         self.alive = True
         self._mirror = MirrorShell(machine.mirror, self._later, self.world.heap) if machine.mirror else None
         self._booted = False  # its control server answers
-        self._undeceived = False  # the master that last told it Hold has the newest ledger
+        self._undeceived = False  # the master that last sent it Hold has the newest ledger
         self._work: deque[ShardWork] = deque()  # the first is being done
         self._writing: WriteSnapshot | None = None
         self._orders: dict[int, tuple[Order, Callable[[Any], None]]] = {}
         self._tickets = 0
         self._timer: Timer | None = None
-        self._later(BOOT_S, f"{self.name} begins", self._boot)
+        self._call_later(BOOT_S, f"{self.name} begins", self._boot)
 
     @property
     def holds(self) -> bool:
-        """It was told Hold by the present master, as far as we know."""
+        """The present master has answered Hold, as far as we know."""
         return self.core.serving and self._undeceived
 
-    def die(self) -> None:
+    def kill_process(self) -> None:
         self.world.monitor.slave_crashed(self)
         self.alive = self.flow.alive = False
         if self._timer is not None:
@@ -186,14 +188,14 @@ class SlaveProcess:
             self._die_writing(version)
 
     def _die_writing(self, version: VersionId) -> None:
-        if version not in (self.versions.prepared, self.versions.memory) or version in self.machine.disk.files:
+        if version not in (self.versions.prepared, self.versions.served_version) or version in self.machine.disk.files:
             return
         theta, momentum = self.versions.theta(version), self.versions.momentum(version)
         fate = self.machine.rng.random()
         if fate < 0.4:
-            self.machine.disk.tear(version, theta, momentum)
+            self.machine.disk.tear_snapshot(version, theta, momentum)
         elif fate < 0.7 and not self.machine.disk.full:
-            self.machine.disk.write(version, theta, momentum)
+            self.machine.disk.write_snapshot(version, theta, momentum)
 
     # ---- what comes in ---------------------------------------------------------------------------------------------
 
@@ -202,30 +204,30 @@ class SlaveProcess:
         if self.alive and self._booted:
             self._tickets += 1
             self._orders[self._tickets] = (order, answer)
-            self._do(self.core.take_order(self._tickets, order, self.world.heap.now))
+            self._do_actions(self.core.take_order(self._tickets, order, self.world.heap.now))
 
-    def staged(self, push: PushId, nbytes: int) -> None:
+    def on_push_staged(self, push: PushId, nbytes: int) -> None:
         """The data flow has all of a push."""
-        self.shard.transfers.staged(push, nbytes)
-        self._report()
+        self.shard.transfers.on_push_staged(push, nbytes)
+        self._send_reports()
 
-    def refused(self, push: PushId, reason: str) -> None:
+    def on_push_refused(self, push: PushId, reason: str) -> None:
         """The data flow gives a push up."""
-        self.shard.transfers.refused(push, reason)
-        self._report()
+        self.shard.transfers.on_push_refused(push, reason)
+        self._send_reports()
 
-    def released(self, pull: PullId, reason: str) -> None:
+    def on_pull_released(self, pull: PullId, reason: str) -> None:
         """Nobody reads for a pull any more."""
-        self.shard.transfers.released(pull, reason)
+        self.shard.transfers.on_pull_released(pull, reason)
 
-    def moved(self, pull: PullId) -> None:
+    def on_source_moved(self, pull: PullId) -> None:
         """Nobody reads a pull's former source any more."""
-        self.shard.transfers.moved(pull)
+        self.shard.transfers.on_source_moved(pull)
 
-    def _report(self) -> None:
+    def _send_reports(self) -> None:
         reports = self.shard.take_reports()
         if reports:
-            self._do(self.core.add_reports(reports))
+            self._do_actions(self.core.add_reports(reports))
 
     def _boot(self) -> None:
         """What the mirror holds and the disk lacks is brought back before it registers; a mirror that is gone waits."""
@@ -234,28 +236,28 @@ class SlaveProcess:
             return
         self._booted = True
         self.machine.touch()
-        self._tick()
+        self._run_tick()
 
     def _meters(self) -> Meters:
         return Meters(mirror=self._mirror.report() if self._mirror is not None else None)
 
-    def _tick(self) -> None:
+    def _run_tick(self) -> None:
         self._timer = None
-        self._do(self.core.tick(self.world.heap.now))
+        self._do_actions(self.core.tick(self.world.heap.now))
 
     # ---- doing what the core wants ---------------------------------------------------------------------------------
 
-    def _do(self, actions: Actions) -> None:
+    def _do_actions(self, actions: Actions) -> None:
         for action in actions:
             if isinstance(action, CallMaster):
                 answered = partial(self._pass_reply, action)
-                self.world.network.call(self.name, "master", action.message, action.deadline_s, answered)
+                self.world.network.call_host(self.name, "master", action.message, action.deadline_s, answered)
             elif isinstance(action, AnswerOrder):
-                self._answer(action)
+                self._answer_order(action)
             elif isinstance(action, WriteSnapshot):
                 self._writing = action
                 work_s = order_s(Persist, self.machine.disk, self.machine.rng)
-                self._later(work_s, f"{self.name} writes", partial(self._write, action))
+                self._call_later(work_s, f"{self.name} writes", partial(self._write_snapshot, action))
             elif isinstance(action, KeepInMirror):
                 if self._mirror is not None:
                     self._mirror.want(action.versions)
@@ -274,9 +276,11 @@ class SlaveProcess:
         if timer is not None:
             timer.cancel()
         if due < inf:
-            self._timer = self._later(max(0.0, due - self.world.heap.now), f"{self.name}'s deadline", self._tick)
+            self._timer = self._call_later(
+                max(0.0, due - self.world.heap.now), f"{self.name}'s deadline", self._run_tick
+            )
 
-    def _answer(self, action: AnswerOrder) -> None:
+    def _answer_order(self, action: AnswerOrder) -> None:
         order, answer = self._orders.pop(action.ticket)
         if isinstance(action.answer, Exception):
             if not isinstance(action.answer, DipsError):
@@ -290,51 +294,51 @@ class SlaveProcess:
 
     def _take_reply(self, call: CallMaster, reply: Any) -> None:
         if self.alive:
-            self._do(self.core.on_reply(call, _raised(reply), self.world.heap.now))
+            self._do_actions(self.core.on_reply(call, _raise_error(reply), self.world.heap.now))
 
     # ---- work on the shard, one piece after another ----------------------------------------------------------------
 
     def _begin_work(self) -> None:
-        work_s = shard_work_s(self._work[0], self.versions.memory, self.machine.disk, self.machine.rng)
-        self._later(work_s, f"{self.name} works", self._end_work)
+        work_s = shard_work_s(self._work[0], self.versions.served_version, self.machine.disk, self.machine.rng)
+        self._call_later(work_s, f"{self.name} works", self._end_work)
 
     def _end_work(self) -> None:
         work = self._work[0]
-        self.machine.touch()
+        self.machine.mark_touched()
         if isinstance(work, ExecuteOrder | BeginPersist):
             if self.shard.has_answered(work.order.number):
-                self.world.monitor.occurred("answer_lost")
+                self.world.monitor.rare_event_occurred("answer_lost")
             self.world.monitor.before_order(self, work.order)
-            result = self._attempt(partial(work.run_on, self.shard))
+            result = self._attempt_work(partial(work.run_on, self.shard))
             self.world.monitor.after_order(self, work.order)
         else:
-            result = self._attempt(partial(work.run_on, self.shard))
+            result = self._attempt_work(partial(work.run_on, self.shard))
         if isinstance(work, FollowRegistration):
             # What a deceived master takes for the head need not be it.
             self._undeceived = not self.world.master_is_deceived
-        self._do(self.core.on_done(work, result, self.world.heap.now))
-        self._report()
+        self._do_actions(self.core.on_done(work, result, self.world.heap.now))
+        self._send_reports()
         self._work.popleft()
         if self._work:
             self._begin_work()
 
-    def _write(self, work: WriteSnapshot) -> None:
-        self.machine.touch()
+    def _write_snapshot(self, work: WriteSnapshot) -> None:
+        self.machine.mark_touched()
         self._writing = None
-        self._do(self.core.on_done(work, self._attempt(work.write), self.world.heap.now))
+        self._do_actions(self.core.on_done(work, self._attempt_work(work.write), self.world.heap.now))
 
-    def _attempt(self, work: Callable[[], object]) -> object:
+    def _attempt_work(self, work: Callable[[], object]) -> object:
         try:
             return work()
         except (DipsError, OSError) as error:
             return error
 
-    def _later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer:
+    def _call_later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer:
         due = partial(self.gate.pass_on, lambda: action() if self.alive else None)
-        return self.world.heap.after(delay_s, what, due)
+        return self.world.heap.call_later(delay_s, what, due)
 
 
-def _raised(reply: Any) -> Any:
+def _raise_error(reply: Any) -> Any:
     """What a call over the network would have returned, or raised."""
     if reply is None:
         return UnavailableMaster("the master does not answer")

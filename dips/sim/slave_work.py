@@ -32,7 +32,7 @@ def shard_work_s(work: ShardWork, memory: VersionId | None, disk: SimDisk, rng: 
             return LOAD_S if isinstance(work.order, LoadVersion) else 0.0
         case ExecuteOrder():
             return order_s(type(work.order.body), disk, rng)
-        case BeginPersist() if persisted(work.order) != memory:
+        case BeginPersist() if persisted_version(work.order) != memory:
             return order_s(Persist, disk, rng)
         case _:
             return 0.0
@@ -40,10 +40,10 @@ def shard_work_s(work: ShardWork, memory: VersionId | None, disk: SimDisk, rng: 
 
 def written_by(work: ShardWork | WriteSnapshot | None) -> VersionId | None:
     """The version whose snapshot is being written, None if `work` writes none."""
-    return persisted(work.order) if isinstance(work, WriteSnapshot | BeginPersist) else None
+    return persisted_version(work.order) if isinstance(work, WriteSnapshot | BeginPersist) else None
 
 
-def persisted(order: Order) -> VersionId:
+def persisted_version(order: Order) -> VersionId:
     """The version that a Persist is about."""
     assert isinstance(order.body, Persist), order
     return order.body.version

@@ -45,11 +45,11 @@ class SimTransfer:
         """Nothing more is sent or received; what is on its way arrives."""
         self._over = True
 
-    def lose(self, rank: int) -> None:
+    def lose_rank(self, rank: int) -> None:
         """A rank died; the others do not know it yet."""
         self._gone.append(rank)
 
-    def runs(self, rank: int) -> bool:
+    def rank_runs(self, rank: int) -> bool:
         return not self._over and rank not in self._gone
 
 
@@ -70,38 +70,38 @@ class SimStream(ABC):
     ) -> None:
         self.net, self.moving, self.address, self.rank = net, moving, address, rank
         self.label = f"{self.kind} {name} rank {rank} at {address.name}"
-        self.pieces = net.pieces(address.layers, rank, ranks)
+        self.pieces = net.rank_pieces(address.layers, rank, ranks)
         self.epoch = 0
         self.over = False
         self._transfer, self._version = name, version
         self._peer = b""
         self._stream = 0
         self._flow: SimFlow | None = None
-        self._heard_at = 0.0
+        self._last_message_at = 0.0
         self._timer: Timer | None = None
 
-    def begin(self) -> None:
+    def begin_epoch(self) -> None:
         """Say HELLO with the next epoch, on a new connection."""
         if self._flow is not None:
-            self._flow.disconnect(self._peer)
+            self._flow.drop_connection(self._peer)
         self.epoch += 1
-        self._heard_at = self.net.heap.now
-        self._say(f"hello {self.label}", self._hello)
+        self._last_message_at = self.net.heap.now
+        self._send_message(f"hello {self.label}", self._send_hello)
         if self._timer is None:
             self._watch_for_stall(self.net.stall_s)
 
-    def take(self, peer: bytes, kind: Kind, body: bytes) -> None:
+    def on_message(self, peer: bytes, kind: Kind, body: bytes) -> None:
         """A message of the slave arrives; one of an older connection, or of a stream that is over, says nothing."""
-        if peer != self._peer or not self._incarnations(self.epoch):
+        if peer != self._peer or not self._is_current(self.epoch):
             return
-        self._heard_at = self.net.heap.now
+        self._last_message_at = self.net.heap.now
         if kind is not Kind.ERROR:
             self._on_message(kind, body)
         elif decode_error(body).code in GIVEN_UP:
-            self._finish()
+            self._end_stream()
             self._give_up()
         else:
-            self._broke(self.epoch)
+            self._on_break(self.epoch)
 
     @abstractmethod
     def _on_message(self, kind: Kind, body: bytes) -> None:
@@ -111,64 +111,64 @@ class SimStream(ABC):
     def _give_up(self) -> None:
         """The stream has failed for good."""
 
-    def _hello(self) -> None:
-        flow = self._flow = self.net.flows.flow(self.address.name)
+    def _send_hello(self) -> None:
+        flow = self._flow = self.net.flows.flow_of(self.address.name)
         if flow is None:
-            self._broke(self.epoch)
+            self._on_break(self.epoch)
             return
         t, rank = self._transfer, self.rank
         slave, sinc = self.address.name, self.address.sinc
         name = StreamName(
             self.net.run, self.kind, t.cluster, t.inc, t.seq, rank, slave, sinc, self.epoch, self._version
         )
-        self._peer, self._stream = self.net.connect(), name.id
-        flow.hello(self._peer, self, name, self.pieces)
+        self._peer, self._stream = self.net.new_connection(), name.stream_id
+        flow.begin_stream(self._peer, self, name, self.pieces)
 
-    def _say(self, what: str, arrive: Callable[[], None]) -> None:
+    def _send_message(self, what: str, arrive: Callable[[], None]) -> None:
         """Both directions are needed: nothing travels that its receiver did not ask for."""
         net, epoch, cluster = self.net, self.epoch, self.moving.cluster
 
-        def arrives() -> None:
-            self.moving.gate.pass_on(lambda: arrive() if self._incarnations(epoch) else None)
+        def pass_gate() -> None:
+            self.moving.gate.pass_on(lambda: arrive() if self._is_current(epoch) else None)
 
-        if self._passes():
-            net.heap.after(net.chunk_delay(cluster), what, arrives)
+        if self._link_passes():
+            net.heap.call_later(net.chunk_delay(cluster), what, pass_gate)
         else:
-            net.heap.after(STALL_S, f"{what} stalls", lambda: self._broke(epoch))
+            net.heap.call_later(STALL_S, f"{what} stalls", lambda: self._on_break(epoch))
 
-    def _passes(self) -> bool:
+    def _link_passes(self) -> bool:
         cluster, slave = self.moving.cluster, self.address.name
-        return self.net.passes(cluster, slave) and self.net.passes(slave, cluster)
+        return self.net.link_passes(cluster, slave) and self.net.link_passes(slave, cluster)
 
-    def _incarnations(self, epoch: int) -> bool:
-        return self.epoch == epoch and not self.over and self.moving.runs(self.rank)
+    def _is_current(self, epoch: int) -> bool:
+        return self.epoch == epoch and not self.over and self.moving.rank_runs(self.rank)
 
-    def _broke(self, epoch: int) -> None:
+    def _on_break(self, epoch: int) -> None:
         """The first chunk of an epoch that breaks breaks it; again with a higher one, or never."""
-        if not self._incarnations(epoch):
+        if not self._is_current(epoch):
             return
         if self.epoch < self.net.links.epochs:
-            self.begin()
+            self.begin_epoch()
         else:
-            self._finish()
+            self._end_stream()
             self._give_up()
 
-    def _finish(self) -> None:
+    def _end_stream(self) -> None:
         self.over = True
         if self._timer is not None:
             self._timer.cancel()
         if self._flow is not None:
-            self._flow.disconnect(self._peer)
+            self._flow.drop_connection(self._peer)
 
     def _watch_for_stall(self, delay_s: float) -> None:
         """A slave that dropped the transfer says nothing: without a message for `stall_s` the stream is begun anew."""
-        self._timer = self.net.heap.after(delay_s, f"{self.label} waits", self._look)
+        self._timer = self.net.heap.call_later(delay_s, f"{self.label} waits", self._check_stall)
 
-    def _look(self) -> None:
-        if self.over or not self.moving.runs(self.rank):
+    def _check_stall(self) -> None:
+        if self.over or not self.moving.rank_runs(self.rank):
             return
-        left_s = self._heard_at + self.net.stall_s - self.net.heap.now
+        left_s = self._last_message_at + self.net.stall_s - self.net.heap.now
         if left_s <= 0.0:
-            self._broke(self.epoch)
+            self._on_break(self.epoch)
         if not self.over:
             self._watch_for_stall(left_s if left_s > 0.0 else self.net.stall_s)

@@ -58,19 +58,19 @@ class SimTorchrun:
             self.crash(f"rank {rank} died")
             return
         self._lose_trainer("its trainer died")
-        rng = self._world.chance.of(f"torchrun/{self._site.name}")
+        rng = self._world.chance.generator_for(f"torchrun/{self._site.name}")
         # The end of rank 0's connection is seen at once, or only when its successor is already there.
         seen_s = 0.0 if rng.random() < 0.5 else 4.0 * rng.random()
         hang_up = partial(self._agent.gate.pass_on, partial(self._agent.on_hang_up, trainer.attempt))
-        self._world.later(seen_s, f"rank 0 of {self._site.name} is gone", hang_up)
+        self._world.call_later(seen_s, f"rank 0 of {self._site.name} is gone", hang_up)
         self._start_later(0.3 + 1.5 * rng.random(), trainer.restart + 1)
 
     def _lose_trainer(self, cause: str) -> None:
         trainer, self.trainer = self.trainer, None
         assert trainer is not None
-        trainer.kill()
-        trainer.in_hand.lose(cause)
+        trainer.kill_ranks()
+        trainer.in_hand.lose_work(cause)
 
     def _start_later(self, delay_s: float, restart: int) -> None:
         start = partial(self._agent.gate.pass_on, partial(self.start, restart))
-        self._world.later(delay_s, f"{self._site.name} restarts its trainer", start)
+        self._world.call_later(delay_s, f"{self._site.name} restarts its trainer", start)

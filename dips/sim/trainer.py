@@ -68,25 +68,25 @@ class SimTrainer:
         self._soon = 1  # inner steps until the next look at what is out
         self.pull_tries = 0
         self.alive = True
-        self._fiber = Fiber(self._train(), self.gate)
+        self._fiber = Fiber(self._run_training(), self.gate)
 
     @property
     def theta(self) -> dict[int, F32]:
         return self._ranks.theta
 
     @property
-    def held(self) -> list[VersionId | None]:
+    def held_versions(self) -> list[VersionId | None]:
         return self._ranks.held
 
     @property
-    def received(self) -> dict[int, F32]:
+    def pulled_theta(self) -> dict[int, F32]:
         return self._ranks.received
 
     @property
     def base(self) -> VersionId | None:
         return self._ranks.base
 
-    def kill(self) -> None:
+    def kill_ranks(self) -> None:
         """All ranks are gone."""
         self.alive = False
         self._fiber.kill()
@@ -97,40 +97,40 @@ class SimTrainer:
         """One rank is gone, the others stand still in their next collective until torchrun ends them."""
         self._fiber.kill()
         if self.out is not None:
-            self.out.moving.lose(rank)
+            self.out.moving.lose_rank(rank)
 
     # ---- the training script ---------------------------------------------------------------------------------------
 
-    def _train(self) -> Story:
+    def _run_training(self) -> Story:
         world = self.world
         yield sleep(world.heap, 0.3 + self.site.rng.random(), f"{self.site.name} starts its trainer")
         manifest, ranks = world.manifest.to_json(), self.site.ranks
         attach = Attach(self.launch, self.restart, f"{self.launch}.{self.restart}", manifest, ranks, ranks)
-        welcome = yield from self._persist(attach)
+        welcome = yield from self._ask_until_answered(attach)
         assert isinstance(welcome, Attached), welcome
         self.attempt = welcome.attempt
-        yield from self._obey(PullWanted(self.attempt, self._next()))
+        yield from self._follow_agent(PullWanted(self.attempt, self._next_range()))
         rest = False  # the data is used up, and some of what was trained is to be pushed yet
         while not self.finished:
             self._ranges_asked += not rest
-            given = yield from self._persist(RangeWanted(self.attempt, self._ranges_asked))
+            given = yield from self._ask_until_answered(RangeWanted(self.attempt, self._ranges_asked))
             if self.range is not None:
                 self.in_hand.used.append(Use(self.range))
             self.range = given.range if isinstance(given, RangeGiven) else None
             if isinstance(given, RangesEnded):
                 rest = given.unsettled
-                yield from self._settle()
+                yield from self._settle_transfer()
                 if (given.finished or rest) and not self.finished:
-                    yield from self._obey(PushWanted(self.attempt, self._next(), demanded=rest))
+                    yield from self._follow_agent(PushWanted(self.attempt, self._next_range(), demanded=rest))
                 if rest:
                     continue
                 break
             yield from self._inner_step()
         if self.out is not None:
-            self.out.halt()
-        self._hear(Detach(self.attempt))
+            self.out.halt_transfer()
+        self._send_message(Detach(self.attempt))
         self.over = True
-        self.agent.ended()
+        self.agent.on_trainer_end()
 
     def _inner_step(self) -> Story:
         site = self.site
@@ -139,59 +139,59 @@ class SimTrainer:
         work = Work(site.name, self.range or 0, site.rng.randint(1, 5))
         self.in_hand.works.append(work)
         self.agent.record_work(work)
-        self.world.descend(self.theta, site.rng)
-        self._hear(Stepped(self.attempt, work.tokens, 1.0))
+        self.world.take_inner_step(self.theta, site.rng)
+        self._send_message(Stepped(self.attempt, work.tokens, 1.0))
         self._look_in -= 1
         if self._look_in <= 0:
-            question = PushWanted(self.attempt, 0 if self.out or self._talk else self._next())
-            yield from self._look(question) if site.overlap else self._obey(question)
+            question = PushWanted(self.attempt, 0 if self.out or self._talk else self._next_range())
+            yield from self._poll_transfer(question) if site.overlap else self._follow_agent(question)
 
     # ---- the talk --------------------------------------------------------------------------------------------------
 
-    def _obey(self, talk: Talk) -> Story:
+    def _follow_agent(self, talk: Talk) -> Story:
         """Do what the agent says, standing still until it says to train on."""
         while True:
-            verdict = yield from self._persist(talk)
-            begun = self._begin(verdict)
+            verdict = yield from self._ask_until_answered(talk)
+            begun = self._begin_transfer(verdict)
             if begun is None:
                 return
             self.out = begun
-            talk = yield from self._finish(begun)
+            talk = yield from self._finish_transfer(begun)
 
-    def _look(self, question: PushWanted) -> Story:
+    def _poll_transfer(self, question: PushWanted) -> Story:
         """Under overlap: go on with what is out, or ask what is due; stand still for neither."""
         if self.out is not None:
             if not self._is_over(self.out):
                 self._look_in = self._soon
                 return
-            self._talk = self._land(self.out)
+            self._talk = self._install_result(self.out)
         self._talk = self._talk or question
-        answer = self._hear(replace(self._talk, at_once=True))
+        answer = self._send_message(replace(self._talk, at_once=True))
         if isinstance(answer, AskAgain):
             self._look_in = self._soon = answer.steps
             return
-        self._talk, self.out = None, self._begin(answer)
+        self._talk, self.out = None, self._begin_transfer(answer)
         if self.out is not None and isinstance(answer, PullNow) and not answer.merge:
-            talk = yield from self._finish(self.out)  # no step before it is worth taking
-            yield from self._obey(talk)
+            talk = yield from self._finish_transfer(self.out)  # no step before it is worth taking
+            yield from self._follow_agent(talk)
         elif self.out is not None:
             self._look_in = self._soon
 
-    def _settle(self) -> Story:
+    def _settle_transfer(self) -> Story:
         """Stand still until nothing is out."""
         if self.out is not None:
-            self._talk = yield from self._finish(self.out)
+            self._talk = yield from self._finish_transfer(self.out)
         if self._talk is not None:
             talk, self._talk = self._talk, None
-            yield from self._obey(talk)
+            yield from self._follow_agent(talk)
 
-    def _begin(self, verdict: Answer | None) -> SimBackgroundTransfer | None:
+    def _begin_transfer(self, verdict: Answer | None) -> SimBackgroundTransfer | None:
         """Begin the transfer that the agent ordered; None if it ordered none."""
         match verdict:
             case PushNow():
-                return self._push(verdict)
+                return self._begin_push(verdict)
             case PullNow():
-                return self._pull(verdict)
+                return self._begin_pull(verdict)
             case TrainOn():
                 self._look_in = verdict.steps
             case _:
@@ -199,30 +199,30 @@ class SimTrainer:
                 self.finished = True
         return None
 
-    def _finish(self, out: SimBackgroundTransfer) -> Story:
+    def _finish_transfer(self, out: SimBackgroundTransfer) -> Story:
         """Stand still until it is over, and say what came of it."""
         while not out.over:
-            yield out.change(POLL_S, f"{self.site.name} polls")
+            yield out.next_change(POLL_S, f"{self.site.name} polls")
             self._is_over(out)
-        return self._land(out)
+        return self._install_result(out)
 
     def _is_over(self, out: SimBackgroundTransfer) -> bool:
         """Tell the agent how far it is; the agent may know that it leads nowhere."""
         if not out.over:
-            answer = self._hear(TransferProgress(self.attempt, out.meter.nbytes, out.meter.total))
+            answer = self._send_message(TransferProgress(self.attempt, out.meter.nbytes, out.meter.total))
             if isinstance(answer, Halt):
-                out.halt()
+                out.halt_transfer()
         return out.over
 
-    def _land(self, out: SimBackgroundTransfer) -> Talk:
+    def _install_result(self, out: SimBackgroundTransfer) -> Talk:
         """It is over on all ranks: put what was pulled into the model, and say so."""
         self.out = None
         verdict, nbytes, ok = out.verdict, out.meter.nbytes, bool(out.result)
         if isinstance(verdict, PushNow):
             self.agent.record_push_end(PushId(self.site.name, verdict.inc, verdict.seq), ok)
-            return PushMoved(self.attempt, self._next(), verdict.seq, ok, "" if ok else "it broke", nbytes)
+            return PushMoved(self.attempt, self._next_range(), verdict.seq, ok, "" if ok else "it broke", nbytes)
         merge = verdict.merge and self._ranks.may_merge()
-        installed = ok and self._install(out.result, verdict.grant.version, merge)
+        installed = ok and self._install_pull(out.result, verdict.grant.version, merge)
         self.pull_tries += 1
         self.agent.record_pull_end(installed, self.pull_tries)
         self.pull_tries = 0 if installed else self.pull_tries
@@ -230,18 +230,18 @@ class SimTrainer:
         merged = installed and merge
         if installed and verdict.merge:
             self.agent.record_merge(merged)
-        return PullMoved(self.attempt, self._next(), verdict.seq, installed, reason, nbytes, merged=merged)
+        return PullMoved(self.attempt, self._next_range(), verdict.seq, installed, reason, nbytes, merged=merged)
 
-    def _persist(self, question: Question) -> Story:
+    def _ask_until_answered(self, question: Question) -> Story:
         while True:
             changed = self.agent.next_change(POLL_S)
-            answer = self._hear(question)
+            answer = self._send_message(question)
             if not isinstance(answer, AskAgain):
                 return answer
             yield changed
 
-    def _hear(self, message: Question | Stepped) -> Answer | None:
-        answer = self.agent.hear(message)
+    def _send_message(self, message: Question | Stepped) -> Answer | None:
+        answer = self.agent.handle_message(message)
         if isinstance(answer, ErrorReply) and not answer.error.startswith("Stale"):
             raise AssertionError(f"{self.site.name}: the agent answers {answer.error}: {answer.message}")
         if isinstance(answer, ErrorReply):  # another attempt took over, or the agent is being ended
@@ -249,27 +249,27 @@ class SimTrainer:
             return AskAgain(answer.message)
         return answer
 
-    def _next(self) -> int:
+    def _next_range(self) -> int:
         self._number += 1
         return self._number
 
     # ---- bytes -----------------------------------------------------------------------------------------------------
 
-    def _push(self, verdict: PushNow) -> SimBackgroundTransfer:
+    def _begin_push(self, verdict: PushNow) -> SimBackgroundTransfer:
         push = PushId(self.site.name, verdict.inc, verdict.seq)
         self.agent.record_push(push)
-        spell = self._freeze(push, verdict)
-        start = partial(self.world.data.push, push, verdict.grant, spell, self.site.ranks, self.agent.gate)
+        spell = self._freeze_push(push, verdict)
+        start = partial(self.world.data.begin_push, push, verdict.grant, spell, self.site.ranks, self.agent.gate)
         return SimBackgroundTransfer(self.world.heap, verdict, start)
 
-    def _pull(self, verdict: PullNow) -> SimBackgroundTransfer:
+    def _begin_pull(self, verdict: PullNow) -> SimBackgroundTransfer:
         pull = PullId(self.site.name, verdict.inc, verdict.seq)
-        self._ranks.hear(verdict)
+        self._ranks.on_verdict(verdict)
         self.agent.record_pull(pull)
-        start = partial(self.world.data.pull, pull, verdict.grant, self.site.ranks, self.agent.gate)
+        start = partial(self.world.data.begin_pull, pull, verdict.grant, self.site.ranks, self.agent.gate)
         return SimBackgroundTransfer(self.world.heap, verdict, start)
 
-    def _freeze(self, push: PushId, verdict: PushNow) -> partial[Buffer]:
+    def _freeze_push(self, push: PushId, verdict: PushNow) -> partial[Buffer]:
         """Cut the progress, and keep what every slave must hold when all of it has moved."""
         assert self.base is not None
         theta = self.theta if self.site.overlap else {layer: a.copy() for layer, a in self.theta.items()}
@@ -278,23 +278,23 @@ class SimTrainer:
             self.site.diverged -= 1
             nan = self.site.rng.random() < 0.5 or self.site.overlap
             theta[0][0] = np.float32("nan") if nan else np.float32(1e4)
-        bodies, content = self._ranks.freeze(theta, verdict)
-        work, used = self.in_hand.freeze(self.world.books)
+        bodies, content = self._ranks.freeze_push(theta, verdict)
+        work, used = self.in_hand.freeze_work(self.world.books)
         frozen = Frozen(push, self.base, content, work, used, diverged, verdict.grant.codec)
         self.world.books.frozen[push] = frozen
-        return partial(_body, bodies)
+        return partial(_chunk_body, bodies)
 
-    def _install(self, landed: list[Pulled], version: VersionId, merge: bool) -> bool:
+    def _install_pull(self, landed: list[Pulled], version: VersionId, merge: bool) -> bool:
         """Put what was pulled into the model, on all ranks or on none.
 
         It takes the place of everything that was trained before; of a merge, up to the freeze of the push before it.
         """
-        installed = self._ranks.install(landed, version, merge)
+        installed = self._ranks.install_pull(landed, version, merge)
         if installed and self.base == version:
-            self.in_hand.lose("a pull overwrote it", frozen_only=merge)
+            self.in_hand.lose_work("a pull overwrote it", frozen_only=merge)
             self.agent.record_install()
         return installed
 
 
-def _body(bodies: dict[tuple[int, Range], Buffer], rank: int, chunk: Range) -> Buffer:
+def _chunk_body(bodies: dict[tuple[int, Range], Buffer], rank: int, chunk: Range) -> Buffer:
     return bodies[rank, chunk]

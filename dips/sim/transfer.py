@@ -35,11 +35,11 @@ class DataNetwork(DataLinks):
         super().__init__(heap, rng, flows, run, manifest, slowness, stall_s)
         self.meters: dict[str, list[Meter]] = {}  # of each cluster, its transfers in order
 
-    def push(
+    def begin_push(
         self, push: PushId, grant: Grant, spell: Spell, ranks: int, gate: Gate, done: Callable[[bool], None]
     ) -> SimTransfer:
-        """Move all ranks' pieces to all slaves; `done` hears whether every stream heard DONE."""
-        moving = self._begun(push.cluster, gate)
+        """Move all ranks' pieces to all slaves; `done` is called with whether every stream received DONE."""
+        moving = self._new_transfer(push.cluster, gate)
         ended: list[bool] = []
 
         def one_ended(ok: bool) -> None:
@@ -54,14 +54,14 @@ class DataNetwork(DataLinks):
                 stream = PushStream(self, moving, push, grant, address, rank, ranks, spell, one_ended)
                 if wrong and stream.pieces:  # one rank names a piece twice
                     stream.pieces, wrong = stream.pieces + stream.pieces[:1], False
-                stream.begin()
+                stream.begin_epoch()
         return moving
 
-    def pull(
+    def begin_pull(
         self, pull: PullId, grant: Grant, ranks: int, gate: Gate, done: Callable[[list[Pulled]], None]
     ) -> SimTransfer:
-        """Bring every rank its own pieces from all slaves; `done` hears what each rank has in its host memory."""
-        moving = self._begun(pull.cluster, gate)
+        """Bring every rank its own pieces from all slaves; `done` gets what each rank has in host memory."""
+        moving = self._new_transfer(pull.cluster, gate)
         landed = [Pulled(rank) for rank in range(ranks)]
         left = [ranks * len(grant.slaves)]
 
@@ -73,10 +73,10 @@ class DataNetwork(DataLinks):
 
         for address in grant.slaves:
             for rank in range(ranks):
-                PullStream(self, moving, pull, grant, address, landed[rank], ranks, one_ended).begin()
+                PullStream(self, moving, pull, grant, address, landed[rank], ranks, one_ended).begin_epoch()
         return moving
 
-    def _begun(self, cluster: str, gate: Gate) -> SimTransfer:
+    def _new_transfer(self, cluster: str, gate: Gate) -> SimTransfer:
         meter = Meter(self.heap.now, 0, self.layout.nbytes)
         self.meters.setdefault(cluster, []).append(meter)
         return SimTransfer(cluster, meter, gate)

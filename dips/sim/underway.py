@@ -22,32 +22,32 @@ class SimBackgroundTransfer:
         self.over = False
         self.result: Any = None
         self._waiting: list[Resume] = []
-        self.moving = start(self._ended)
+        self.moving = start(self._on_end)
         self.meter = self.moving.meter
 
-    def _ended(self, result: object) -> None:
+    def _on_end(self, result: object) -> None:
         self.over, self.result = True, result
         for resume in list(self._waiting):
             resume(None)
 
-    def halt(self) -> None:
+    def halt_transfer(self) -> None:
         """It leads nowhere: nothing more is sent or received."""
         self.moving.cancel()
         self.meter.ended = self._heap.now
         self.over = True
 
-    def change(self, at_most_s: float, what: str) -> Wait:
+    def next_change(self, at_most_s: float, what: str) -> Wait:
         """Wait for its end, or so long."""
 
-        def begin(resume: Resume) -> None:
-            timer = self._heap.after(at_most_s, what, lambda: first(None))
+        def begin_wait(resume: Resume) -> None:
+            timer = self._heap.call_later(at_most_s, what, lambda: end_wait(None))
 
-            def first(value: Any) -> None:
-                if first in self._waiting:
-                    self._waiting.remove(first)
+            def end_wait(value: Any) -> None:
+                if end_wait in self._waiting:
+                    self._waiting.remove(end_wait)
                     timer.cancel()
                     resume(value)
 
-            self._waiting.append(first)
+            self._waiting.append(end_wait)
 
-        return begin
+        return begin_wait

@@ -35,13 +35,13 @@ class WorkInHand:
     used: list[Use] = field(default_factory=list)
     _frozen: tuple[int, int] = (0, 0)  # so many of both are in the push that was frozen last
 
-    def freeze(self, books: Books) -> tuple[tuple[Work, ...], tuple[Use, ...]]:
+    def freeze_work(self, books: Books) -> tuple[tuple[Work, ...], tuple[Use, ...]]:
         """Cut for a push; return what it carries."""
         self._frozen = (len(self.works), len(self.used))
         works = tuple(work for work in self.works if id(work) not in books.settled)
         return works, tuple(use for use in self.used if not use.settled)
 
-    def lose(self, cause: str, frozen_only: bool = False) -> None:
+    def lose_work(self, cause: str, frozen_only: bool = False) -> None:
         """It is gone, or overwritten: all of it, or only what the last push has frozen."""
         works, used = self._frozen if frozen_only else (len(self.works), len(self.used))
         for work in self.works[:works]:
@@ -90,15 +90,15 @@ class Books:
         self.work.append(work)
         self.consumed[work.cluster] = self.consumed.get(work.cluster, 0) + work.tokens
 
-    def record(self, record: Record) -> None:
+    def on_record(self, record: Record) -> None:
         """A record is durable: follow the lineage, and settle what it accepted or gated."""
         match record:
             case VersionCommitted():
                 self.lineage.append(record.version)
                 self.made.update((fold.push, record.version) for fold in record.folds)
-                self._settle(record)
+                self._settle_round(record)
             case RoundEnded():
-                self._settle(record)
+                self._settle_round(record)
             case RolledBack():
                 self.lineage = [v for v in self.lineage if v not in record.undone]
             case VersionsRetired():
@@ -106,7 +106,7 @@ class Books:
             case _:
                 pass  # it says nothing of work or versions
 
-    def _settle(self, ended: VersionCommitted | RoundEnded) -> None:
+    def _settle_round(self, ended: VersionCommitted | RoundEnded) -> None:
         for outcome in ended.outcomes:
             if outcome.kind != "skipped":
                 frozen = self.frozen[outcome.push]
@@ -119,6 +119,6 @@ class Books:
         return self.lineage[-1]
 
     @property
-    def offered(self) -> list[VersionId]:
+    def offered_versions(self) -> list[VersionId]:
         """Versions of the lineage that slaves may still be asked for, but the initial one, which they always have."""
         return [v for v in self.lineage[1:] if v not in self.retired]

@@ -14,7 +14,7 @@ import xxhash
 
 from dips.protocol.effects import Exit
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.protocol.placement import place
+from dips.protocol.placement import place_layers
 from dips.protocol.records import Record, RunRow
 from dips.protocol.slaves import EXIT_OLD_LEDGER
 from dips.sim.cluster import SimCluster
@@ -43,8 +43,8 @@ class Bookkeeper(Observer):
     def __init__(self, books: Books) -> None:
         self._books = books
 
-    def recorded(self, record: Record) -> None:
-        self._books.record(record)
+    def record_written(self, record: Record) -> None:
+        self._books.on_record(record)
 
 
 class World:
@@ -53,7 +53,7 @@ class World:
     def __init__(self, seed: int, scenario: Scenario) -> None:
         self.seed, self.scenario, self.options = seed, scenario, scenario.options
         self.heap, self.chance, self.trace, self.books = Heap(), Chance(seed), Trace(), Books()
-        self.manifest = _manifest(scenario.layers)
+        self.manifest = _make_manifest(scenario.layers)
         self.sizes = {i: layer.numel for i, layer in enumerate(self.manifest.layers)}
         rng = np.random.default_rng(seed)
         self.genesis: dict[int, F32] = {i: rng.standard_normal(n, dtype=np.float32) for i, n in self.sizes.items()}
@@ -62,29 +62,29 @@ class World:
         self.network = Network(self.heap, self.chance, self.monitor)
         stall_s = STALL_S * max((1.0, *scenario.slowness.values()))
         self.data = DataNetwork(
-            self.heap, self.chance.of("data"), self, scenario.run, self.manifest, scenario.slowness, stall_s
+            self.heap, self.chance.generator_for("data"), self, scenario.run, self.manifest, scenario.slowness, stall_s
         )
         if scenario.steady:
-            self.network.mend()
-            self.data.mend()
+            self.network.repair_links()
+            self.data.repair_links()
         self.touched: dict[str, SlaveMachine] = {}
         self.looked_at: list[SlaveMachine] = []
         self._look_everywhere = self._stopped = False
         self._asleep_s = 0.0
         self._asleep_since: float | None = None
-        placement = place(self.manifest, [f"slave-{i}" for i in range(scenario.slaves)])
+        placement = place_layers(self.manifest, [f"slave-{i}" for i in range(scenario.slaves)])
         self.machines = {name: SlaveMachine(self, name, layers) for name, layers in placement}
         self.clusters = {
-            name: SimCluster(self, self._site(i)) for i, name in enumerate(NAMES[: len(scenario.clusters)])
+            name: SimCluster(self, self._make_site(i)) for i, name in enumerate(NAMES[: len(scenario.clusters)])
         }
-        self.master = MasterMachine(self, self._row(placement))
+        self.master = MasterMachine(self, self._run_row(placement))
 
-    def _site(self, number: int) -> Site:
+    def _make_site(self, number: int) -> Site:
         name, shape = NAMES[number], self.scenario.clusters[number]
-        rng = self.chance.of(f"cluster/{name}")
+        rng = self.chance.generator_for(f"cluster/{name}")
         return Site(name, shape.ranks, shape.step_s, rng, shape.aligned_steps, shape.overlap, shape.restarts)
 
-    def _row(self, placement: tuple[tuple[str, tuple[int, ...]], ...]) -> RunRow:
+    def _run_row(self, placement: tuple[tuple[str, tuple[int, ...]], ...]) -> RunRow:
         return RunRow(
             run=self.scenario.run,
             config_digest=self.scenario.config_digest,
@@ -98,13 +98,15 @@ class World:
 
     def run(self, observers: Sequence[Observer] = (), plan: Plan | None = None) -> None:
         """Start everything and play it to the end of the scenario; what an observer or a part raises ends it."""
-        self.monitor.add([*observers, Bookkeeper(self.books)])
+        self.monitor.add_observers([*observers, Bookkeeper(self.books)])
         try:
-            self._start(plan)
-            while (timer := self.heap.next()) is not None and timer.at < self.scenario.lasts_s and not self._stopped:
-                self.trace.event(timer)
+            self._start_parts(plan)
+            while (
+                (timer := self.heap.next_event()) is not None and timer.at < self.scenario.lasts_s and not self._stopped
+            ):
+                self.trace.add_event(timer)
                 timer.action()
-                self._look()
+                self._look_at_touched()
             self.monitor.at_rest()
         finally:
             self.master.disk.close()
@@ -113,7 +115,7 @@ class World:
         """What was to be shown has been shown: end with the present event."""
         self._stopped = True
 
-    def _start(self, plan: Plan | None) -> None:
+    def _start_parts(self, plan: Plan | None) -> None:
         self.master.start()
         for machine in self.machines.values():
             machine.start()
@@ -122,7 +124,7 @@ class World:
         if plan is not None:
             plan(self)
 
-    def _look(self) -> None:
+    def _look_at_touched(self) -> None:
         """Let the observers look at the machines that the event touched; now and then at all of them.
 
         What a machine holds is reached through its process and its disk only, and both say `touch`.
@@ -141,8 +143,8 @@ class World:
         """After this event every machine is looked at."""
         self._look_everywhere = True
 
-    def later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer:
-        return self.heap.after(delay_s, what, action)
+    def call_later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer:
+        return self.heap.call_later(delay_s, what, action)
 
     # ---- the master's machine --------------------------------------------------------------------------------------
 
@@ -154,80 +156,80 @@ class World:
     @property
     def master_is_deceived(self) -> bool:
         """It works on an old copy of the ledger: what it takes for the head need not be it."""
-        return self.master.disk.old
+        return self.master.disk.is_old_copy
 
     def crash_master(self) -> None:
         self.master.crash()
-        self._sleeps()
+        self._pause_master()
 
     def start_master(self) -> None:
         if self.master.process is None:
-            self._woke()
+            self._wake_master()
             self.master.start()
 
     def pause_master(self) -> None:
         if self.master.process is not None and self.master.process.inbox is None:
-            self.master.process.pause()
-            self._sleeps()
+            self.master.process.pause_process()
+            self._pause_master()
 
     def wake_master(self) -> None:
         if self.master.process is not None and self.master.process.inbox is not None:
-            self._woke()
-            self.master.process.wake()
+            self._wake_master()
+            self.master.process.wake_process()
 
     def abandon_master(self) -> MasterProcess | None:
         """It is stopped, and taken for dead."""
-        zombie = self.master.abandon()
-        self._sleeps()
+        zombie = self.master.abandon_process()
+        self._pause_master()
         return zombie
 
     def master_exits(self, process: MasterProcess, effect: Exit) -> None:
         """It ends of its own accord; it is started again, unless it has a successor or refuses its ledger."""
-        self.trace.add(self.heap.now, f"the master exits with {effect.code}", effect.reason)
+        self.trace.add_line(self.heap.now, f"the master exits with {effect.code}", effect.reason)
         if process is not self.master.process:
-            process.die()
+            process.kill_process()
             if process in self.master.zombies:
                 self.master.zombies.remove(process)
-                self.monitor.occurred("zombie_master")
+                self.monitor.rare_event_occurred("zombie_master")
             return
         self.crash_master()
         if effect.code == EXIT_OLD_LEDGER:
-            assert self.master.disk.old, effect.reason
-            self.monitor.occurred("old_ledger")  # a person must put the newest one back
+            assert self.master.disk.is_old_copy, effect.reason
+            self.monitor.rare_event_occurred("old_ledger")  # a person must put the newest one back
         else:
-            self.later(1.0, "the master starts again", self.start_master)
+            self.call_later(1.0, "the master starts again", self.start_master)
 
     def put_newest_ledger_back(self) -> None:
         self.crash_master()
         self.master.disk.put_newest_back()
         self.start_master()
 
-    def _sleeps(self) -> None:
+    def _pause_master(self) -> None:
         if self._asleep_since is None:
             self._asleep_since = self.heap.now
 
-    def _woke(self) -> None:
+    def _wake_master(self) -> None:
         self._asleep_s = self.master_asleep_s
         self._asleep_since = None
 
     # ---- what the parts ask of each other --------------------------------------------------------------------------
 
-    def flow(self, slave: str) -> SimFlow | None:
+    def flow_of(self, slave: str) -> SimFlow | None:
         process = self.machines[slave].process
         return process.flow if process is not None and not process.gate.closed else None
 
     def frame_refused(self, why: str) -> None:
         """A slave or a rank would not take a frame."""
-        self.monitor.occurred("frame")
+        self.monitor.rare_event_occurred("frame")
 
-    def descend(self, theta: dict[int, F32], rng: Random) -> None:
+    def take_inner_step(self, theta: dict[int, F32], rng: Random) -> None:
         """One inner step: the whole model moves a little."""
         noise = self._noise[rng.randrange(NOISES)]
         for a in theta.values():
             a -= noise[: a.size]
 
 
-def _manifest(layers: int) -> Manifest:
+def _make_manifest(layers: int) -> Manifest:
     """Layers of three elements in two parameters."""
     parameters = [(Parameter(f"layers.{i}.w", (2,)), Parameter(f"layers.{i}.b", (1,))) for i in range(layers)]
     return Manifest(tuple(Layer(f"layers.{i}", both) for i, both in enumerate(parameters)))

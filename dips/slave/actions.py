@@ -31,7 +31,7 @@ class DescribeShard:
 
     def run_on(self, shard: Shard) -> SlaveRegistered:
         who = self.identity
-        return shard.registration(0, who.nonce, who.run, who.address, who.lanes, who.key)
+        return shard.make_registration(0, who.nonce, who.run, who.address, who.lanes, who.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class WelcomeShard:
 
     def run_on(self, shard: Shard) -> None:
         self.prepare(self.registered)
-        shard.welcome(self.registered)
+        shard.on_registered(self.registered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class FollowRegistration:
     order: SlaveOrder
 
     def run_on(self, shard: Shard) -> Followed | Unfollowed:
-        return shard.follow(self.order)
+        return shard.follow_order(self.order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class HealTransfers:
     answer: SlaveHeartbeatAnswer
 
     def run_on(self, shard: Shard) -> list[str]:
-        return shard.heal(self.answer)
+        return shard.drop_unlisted(self.answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class ExecuteOrder:
     order: Order
 
     def run_on(self, shard: Shard) -> Answer:
-        return shard.execute(self.order)
+        return shard.execute_order(self.order)
 
 
 @dataclass(frozen=True, slots=True)

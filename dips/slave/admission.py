@@ -4,7 +4,7 @@ receiver's or the sender's. Pure; used by the ZeroMQ flow and by the simulated o
 
 from __future__ import annotations
 
-from dips.slave.moves import Move, error
+from dips.slave.moves import Move, error_message
 from dips.slave.receiver import Receiver
 from dips.slave.sender import Sender
 from dips.wire.chunks import Range
@@ -27,20 +27,20 @@ class Admission:
             self._receiver.drop_all()
             self._sender.close_all(f"slave {self._slave} has incarnation {sinc} now")
 
-    def hello(
+    def on_hello(
         self, lane: int, peer: bytes, stream: int, name: StreamName, pieces: tuple[Range, ...], now: float
     ) -> list[Move]:
         """A rank begins a stream, numbered `stream` in its header; raise BadFrame if that is not the name's number."""
-        if name.id != stream or name.run != self._run:
+        if name.stream_id != stream or name.run != self._run:
             raise BadFrame("message", f"the HELLO of {name} bears another stream's number")
-        refusal = self._misdirected(name)
+        refusal = self._find_misdirected(name)
         if refusal is not None:
-            return [error(lane, peer, name.id, *refusal)]
+            return [error_message(lane, peer, name.stream_id, *refusal)]
         if name.kind == "push":
-            return self._receiver.hello(lane, peer, name, pieces, now)
-        return self._sender.hello(lane, peer, name, pieces, now)
+            return self._receiver.on_hello(lane, peer, name, pieces, now)
+        return self._sender.on_hello(lane, peer, name, pieces, now)
 
-    def _misdirected(self, name: StreamName) -> tuple[str, str] | None:
+    def _find_misdirected(self, name: StreamName) -> tuple[str, str] | None:
         if name.slave != self._slave:
             return "invalid", f"this is slave {self._slave}, the HELLO is for {name.slave}"
         if name.sinc != self.sinc:

@@ -38,7 +38,7 @@ from dips.slave.snapshots import Snapshots
 from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming
 from dips.telemetry import exits, logs, metrics
 from dips.transport import control, curve
-from dips.transport.pipeline import cores
+from dips.transport.pipeline import available_cores
 from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServiceServicer_to_server
 
 HEALTH_SERVICES = ("", "dips.v1.OrderService")
@@ -57,7 +57,7 @@ def serve_command(
     """A slave of one run: holds its layers of the global model and takes their outer steps.
 
     Its memory is allocated once and the sum is printed; its versions are kept in its directory, which no second slave
-    may use. It waits for a master that is away, and is told by it what to load. It needs no GPU and no PyTorch.
+    may use. It waits for a master that is away; the master decides what it loads. It needs no GPU and no PyTorch.
 
     Exit codes: 0 stopped by SIGTERM or SIGINT; 78 the run file, the directory, a port or the memory is not usable;
     65, 70, 76 the master and this slave do not understand each other: see the message.
@@ -67,13 +67,13 @@ def serve_command(
     if log_level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise ConfigError(f"--log-level: expected debug, info, warning or error, got {log_level!r}")
     run_file = load_run(config)
-    section = run_file.slave(name)
-    raise typer.Exit(asyncio.run(serve(run_file, section, logs.configure("slave", name, log_level))))
+    section = run_file.slave_section(name)
+    raise typer.Exit(asyncio.run(serve(run_file, section, logs.configure_log("slave", name, log_level))))
 
 
 def main() -> None:
     """Entry point of the console script."""
-    exits.run(cli)
+    exits.run_command(cli)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +88,20 @@ class Parts:
     mirror: SnapshotMirror | None
     log: logs.Log
 
-    def prepare(self, registered: Registered) -> None:
+    def prepare_memory(self, registered: Registered) -> None:
         """Learn the layers: check the memory that they need before it is taken; on the shard's thread."""
         manifest = Manifest.from_json(registered.manifest)
         if self.thread.standing.sinc == 0:
             numel = sum(manifest.layers[layer].numel for layer in registered.layers)
             memory = MemorySum(numel, self.section.slots, self.section.pinned, self.section.transit_bytes)
-            self.log.info("memory", sum=memory.line())
-            memory.require(machine_bytes())
-            self.flow.use(manifest, registered.layers)
-        self.disk.bind(manifest, registered.layers, registered.genesis, registered.sinc)
+            self.log.info("memory", sum=memory.describe_sum())
+            memory.require_memory(machine_bytes())
+            self.flow.set_layers(manifest, registered.layers)
+        self.disk.bind_layers(manifest, registered.layers, registered.genesis, registered.sinc)
 
-    def snapshot(self) -> dict[str, Any]:
+    def read_metrics(self) -> dict[str, Any]:
         """What Prometheus reads; from any thread."""
-        standing, thread, (transit, limit) = self.thread.standing, self.thread, self.flow.transit
+        standing, thread, (transit, limit) = self.thread.standing, self.thread, self.flow.transit_bytes
         return {
             "sinc": standing.sinc,
             "version": standing.memory.version if standing.memory else None,
@@ -113,13 +113,13 @@ class Parts:
             "staged": len(standing.staged),
             "persist_s": thread.persist_s,
             "apply_s": thread.apply_s,
-            "orders": slave_metrics.spent(thread.spent),
-            "refused": dict(self.flow.refused),
-            **slave_metrics.kept(self.section.directory),
-            **self.flow.links(),
+            "orders": slave_metrics.order_times(thread.spent),
+            "refused": dict(self.flow.refused_frames),
+            **slave_metrics.count_snapshots(self.section.directory),
+            **self.flow.link_bytes(),
         }
 
-    def meters(self) -> Meters:
+    def read_meters(self) -> Meters:
         """What a heartbeat says of this process; from any thread."""
         mirror = self.mirror.report() if self.mirror is not None else None
         return Meters(self.flow.bytes_in, self.flow.bytes_out, self.thread.persist_s, self.thread.apply_s, mirror)
@@ -135,27 +135,27 @@ class Parts:
 async def serve(
     config: RunFile, section: SlaveSection, log: logs.Log, ready: Callable[[str], None] = lambda _: None
 ) -> int:
-    """Live until told to stop; return the exit code. `ready` is told host:port of the control server once it serves.
+    """Run until stopped; return the exit code. `ready` gets host:port of the control server once it serves.
 
     Raise ConfigError if the directory, a port or the memory is not usable, another DipsError if the master refuses us.
     """
     async with AsyncExitStack() as stack:
-        parts = _build(config, section, log, stack)
+        parts = _build_parts(config, section, log, stack)
         await asyncio.to_thread(parts.restore)
-        server = control.server(lambda method, error: log.error("call_failed", method=method, exc_info=error))
+        server = control.make_server(lambda method, error: log.error("call_failed", method=method, exc_info=error))
         checker = await control.serve_health(server, HEALTH_SERVICES)
         host, _ = host_port(section.listen)
-        address = f"{host}:{control.bind(server, section.listen, 'slaves.listen')}"
-        runtime = _runtime(config, parts, address, stack)
+        address = f"{host}:{control.bind_server(server, section.listen, 'slaves.listen')}"
+        runtime = _make_runtime(config, parts, address, stack)
         add_OrderServiceServicer_to_server(OrderServicer(runtime), server)
         await server.start()
         stack.push_async_callback(server.stop, GRACE_S)
         if section.metrics is not None:
             where = host_port(section.metrics)
-            port, end = metrics.serve(where, parts.snapshot, slave_metrics.collect)
+            port, end = metrics.serve_metrics(where, parts.read_metrics, slave_metrics.collect)
             stack.callback(end)
             log.info("metrics", address=f"{where[0]}:{port}")
-        log.info("serving", address=address, lanes=parts.flow.addresses(), directory=str(section.directory))
+        log.info("serving", address=address, lanes=parts.flow.lane_addresses(), directory=str(section.directory))
         ready(address)
         await _until_stopped(asyncio.create_task(runtime.run()))
         log.info("stopping")
@@ -174,7 +174,7 @@ def machine_bytes() -> int:
     return min(machine, int(limit)) if limit.isdigit() else machine
 
 
-def _build(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncExitStack) -> Parts:
+def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncExitStack) -> Parts:
     """Make everything that ends with this incarnation; the stack ends it in reverse: flow, shard's thread, kernels,
     disk.
     """
@@ -192,18 +192,18 @@ def _build(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncEx
     flow = ZmqFlow(
         run,
         name,
-        section.data_lanes(cores()),
+        section.data_lanes(available_cores()),
         config.shared.chunk_bytes,
         section.transit_bytes,
         section.concurrent_streams,
         section.stall_s,
-        key=None if section.curve_key is None else curve.load(section.curve_key),
+        key=None if section.curve_key is None else curve.load_keys(section.curve_key),
     )
     stack.callback(flow.close)
     thread = ShardThread(executor, time.monotonic, log)
     versions = Versions(KernelPool(kernels, threads, workers), section.slots, section.pinned)
     shard = Shard(name, versions, disk, flow, thread)
-    thread.own(shard)
+    thread.own_shard(shard)
     return Parts(section, disk, flow, shard, thread, _mirror(config, section, log, stack), log)
 
 
@@ -216,9 +216,9 @@ def _mirror(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncE
     return mirror
 
 
-def _runtime(config: RunFile, parts: Parts, address: str, stack: AsyncExitStack) -> SlaveRuntime:
+def _make_runtime(config: RunFile, parts: Parts, address: str, stack: AsyncExitStack) -> SlaveRuntime:
     section = parts.section
-    channel, heartbeat_channel = control.channel(section.master), control.channel(section.master)
+    channel, heartbeat_channel = control.open_channel(section.master), control.open_channel(section.master)
     stack.push_async_callback(channel.close)
     stack.push_async_callback(heartbeat_channel.close)
     identity = SlaveIdentity(
@@ -226,7 +226,7 @@ def _runtime(config: RunFile, parts: Parts, address: str, stack: AsyncExitStack)
         section.name,
         uuid.uuid4().hex,
         section.reached_at(address),
-        tuple(section.reached_at(lane) for lane in parts.flow.addresses()),
+        tuple(section.reached_at(lane) for lane in parts.flow.lane_addresses()),
         section.master,
         parts.flow.public_key,
     )
@@ -234,9 +234,9 @@ def _runtime(config: RunFile, parts: Parts, address: str, stack: AsyncExitStack)
         identity,
         SlaveTiming(config.master.timing.heartbeat_s),
         lambda: parts.thread.standing,
-        parts.flow.transfers,
-        parts.meters,
-        parts.prepare,
+        parts.flow.list_transfers,
+        parts.read_meters,
+        parts.prepare_memory,
         Random(),
     )
     stubs = SlaveServiceStub(channel), SlaveServiceStub(heartbeat_channel)

@@ -30,7 +30,7 @@ class Checksums:
     def __len__(self) -> int:
         return self._held
 
-    def of(self, version: VersionId, chunk: Range, body: Buffer) -> int:
+    def chunk_checksum(self, version: VersionId, chunk: Range, body: Buffer) -> int:
         """Return the checksum of a chunk, whose bytes are `body`. Cost: the first time reads them, without the GIL."""
         table = self._versions.get(version)
         known = table.get(chunk) if table is not None else None
@@ -38,10 +38,10 @@ class Checksums:
             return known
         made = xxhash.xxh3_64_intdigest(body)
         with self._lock:
-            self._keep(version, chunk, made)
+            self._keep_checksum(version, chunk, made)
         return made
 
-    def _keep(self, version: VersionId, chunk: Range, made: int) -> None:
+    def _keep_checksum(self, version: VersionId, chunk: Range, made: int) -> None:
         while self._held >= self._kept:
             oldest = next(iter(self._versions))
             if oldest == version:
@@ -51,7 +51,7 @@ class Checksums:
         self._held += chunk not in table
         table[chunk] = made
 
-    def forget(self) -> None:
+    def forget_all(self) -> None:
         """Forget all: the slave has another incarnation."""
         with self._lock:
             self._versions.clear()

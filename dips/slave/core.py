@@ -90,11 +90,11 @@ class SlaveCore:
 
     def take_order(self, ticket: Ticket, order: Order, now: float) -> Actions:
         """An order of the master came; it is answered under `ticket`."""
-        return self.orders.take(ticket, order, now)
+        return self.orders.take_order(ticket, order, now)
 
     def drop_order(self, ticket: Ticket) -> None:
         """Who gave the order has hung up."""
-        self.orders.drop(ticket)
+        self.orders.drop_order(ticket)
 
     def on_done(self, work: ShardWork | WriteSnapshot, result: object, now: float) -> Actions:
         """Work has ended, with a result or with the exception that it raised."""
@@ -106,7 +106,7 @@ class SlaveCore:
 
     def add_reports(self, reports: Sequence[Report]) -> Actions:
         """The shard has something to report."""
-        return self.reports.add(reports)
+        return self.reports.add_reports(reports)
 
     def _on_report_reply(self, reply: object, now: float) -> Actions:
         return self.reports.on_reply(reply if isinstance(reply, Exception) else None, now)

@@ -15,7 +15,7 @@ class ByCluster:
     def __init__(self) -> None:
         self._bytes: Counter[str] = Counter()
 
-    def add(self, cluster: str, nbytes: int) -> None:
+    def add_bytes(self, cluster: str, nbytes: int) -> None:
         known = cluster in self._bytes or len(self._bytes) < MOST_CLUSTERS
         self._bytes[cluster if known else OTHERS] += nbytes
 
@@ -39,7 +39,7 @@ class FrameCounters:
     def add_received(self, cluster: str, nbytes: int) -> None:
         with self._lock:
             self.bytes_in += nbytes
-            self._received.add(cluster, nbytes)
+            self._received.add_bytes(cluster, nbytes)
 
     def refused_by_reason(self) -> Counter[str]:
         with self._lock:

@@ -22,21 +22,21 @@ from dips.slave.tensorfile import Reader, sync_directory
 Place = tuple[Path, LayerRecord]  # a snapshot's directory and a layer that lies in it
 
 
-def export(directories: Sequence[Path], version: VersionId | None, output: Path) -> VersionId:
+def export_snapshot(directories: Sequence[Path], version: VersionId | None, output: Path) -> VersionId:
     """Write θ of `version`, or of the newest version complete in all `directories`, to `output`; return the version.
 
     Raises ConfigError if no (or not that) version is complete, or `output` cannot be written; CorruptSnapshot if
     bytes do not have their digest. Takes the memory of one layer.
     """
-    chosen, manifests = _choose(directories, version)
-    places = _places(chosen, manifests)
+    chosen, manifests = _choose_version(directories, version)
+    places = _order_layers(chosen, manifests)
     shapes = [(p.name, p.shape) for _, record in places for p in record.layer.parameters]
     aside = output.with_name(f".unfinished-{output.name}")
     first = next(iter(manifests.values()))
     metadata = {"format": "pt", "run": first.run, "version": str(chosen)}  # transformers asks for `format`
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        tensorfile.write(aside, metadata, shapes, _layers(places))
+        tensorfile.write_tensors(aside, metadata, shapes, _read_layers(places))
         aside.rename(output)
         sync_directory(output.parent)
     except OSError as error:
@@ -46,11 +46,13 @@ def export(directories: Sequence[Path], version: VersionId | None, output: Path)
     return chosen
 
 
-def _choose(directories: Sequence[Path], version: VersionId | None) -> tuple[VersionId, dict[Path, SnapshotManifest]]:
+def _choose_version(
+    directories: Sequence[Path], version: VersionId | None
+) -> tuple[VersionId, dict[Path, SnapshotManifest]]:
     """Pick the version, and return each directory's snapshot of it."""
     if not directories:
         raise ConfigError("expected the snapshot directories of all slaves, got none")
-    offered = {directory: _offered(directory) for directory in directories}
+    offered = {directory: _list_manifests(directory) for directory in directories}
     common = set.intersection(*(set(versions) for versions in offered.values()))
     if version is not None:
         common &= {version}
@@ -62,7 +64,7 @@ def _choose(directories: Sequence[Path], version: VersionId | None) -> tuple[Ver
     return chosen, {directory / str(chosen): offered[directory][chosen] for directory in directories}
 
 
-def _offered(directory: Path) -> dict[VersionId, SnapshotManifest]:
+def _list_manifests(directory: Path) -> dict[VersionId, SnapshotManifest]:
     if not directory.is_dir():
         raise ConfigError(f"{directory}: expected a slave's snapshot directory, there is none")
     offered = {}
@@ -74,7 +76,7 @@ def _offered(directory: Path) -> dict[VersionId, SnapshotManifest]:
     return offered
 
 
-def _places(version: VersionId, manifests: dict[Path, SnapshotManifest]) -> list[Place]:
+def _order_layers(version: VersionId, manifests: dict[Path, SnapshotManifest]) -> list[Place]:
     """Put all layers in the model's order; raise ConfigError if one is missing, twice, or of another run or model."""
     models = {(m.run, m.model_digest, m.model_layers) for m in manifests.values()}
     if len(models) != 1:
@@ -92,7 +94,7 @@ def _places(version: VersionId, manifests: dict[Path, SnapshotManifest]) -> list
     return [found[index] for index in range(layers)]
 
 
-def _layers(places: Sequence[Place]) -> Iterator[F32]:
+def _read_layers(places: Sequence[Place]) -> Iterator[F32]:
     for path, record in places:
         theta = np.empty(record.layer.numel, np.float32)
         with Reader(path / MODEL_FILE) as reader:

@@ -3,7 +3,7 @@
     lane thread   recv → header → receiver.claim ──▶ intake stage: checksum, copy into the slot → receiver.stage
                                → sender.want     ──▶ outgo stage:  checksum → the lane sends from the source
 
-What a frame does wrong is counted in `refused` under its reason and changes nothing else; a lane never dies of it.
+A bad frame is counted in `refused_frames` under its reason and changes nothing else; a lane never ends because of it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from dips.slave.sender import ChunkSend, Sender
 from dips.transport.curve import KeyPair
 from dips.transport.lane import Lane, Outgoing
 from dips.transport.memory import keep_message_memory
-from dips.transport.pipeline import Stage, cores, spare_threads
+from dips.transport.pipeline import Stage, available_cores, spare_threads
 from dips.transport.pool import Transit
 from dips.wire import codecs
 from dips.wire.chunks import LayerLayout
-from dips.wire.frame import BadFrame, Header, Kind, check_body, message, run_id, unpack
+from dips.wire.frame import BadFrame, Header, Kind, check_body, make_message, run_id, unpack_header
 from dips.wire.streams import decode_done, decode_hello, decode_probe, decode_want
 
 TICK_S = 0.05  # how often stalls, deadlines and trackers are looked at
@@ -47,20 +47,20 @@ _log = structlog.get_logger(__name__)
 P = ParamSpec("P")
 
 
-def _guarded(work: Callable[Concatenate[ZmqFlow, P], None]) -> Callable[Concatenate[ZmqFlow, P], None]:
+def _catch_bad_frames(work: Callable[Concatenate[ZmqFlow, P], None]) -> Callable[Concatenate[ZmqFlow, P], None]:
     """A bad frame is counted; our own fault is said loudly, and the thread goes on for the others."""
 
     @wraps(work)
-    def guarded(flow: ZmqFlow, /, *args: P.args, **kwargs: P.kwargs) -> None:
+    def catch_bad_frame(flow: ZmqFlow, /, *args: P.args, **kwargs: P.kwargs) -> None:
         try:
             work(flow, *args, **kwargs)
         except BadFrame as bad:
-            flow._refuse(bad)
+            flow._count_refused(bad)
         except Exception:  # noqa: BLE001  a lane that dies of one push's bug takes every cluster with it
             flow._counters.add_refused("failed")
             _log.exception("flow_failed", slave=flow._slave, where=work.__name__)
 
-    return guarded
+    return catch_bad_frame
 
 
 class ZmqFlow:
@@ -108,7 +108,7 @@ class ZmqFlow:
             raise
 
     @property
-    def refused(self) -> Counter[str]:
+    def refused_frames(self) -> Counter[str]:
         """Frames that were refused, by reason (wire.frame.REASONS)."""
         return self._counters.refused_by_reason()
 
@@ -123,23 +123,23 @@ class ZmqFlow:
         return self._sender.bytes_out
 
     @property
-    def transit(self) -> tuple[int, int]:
+    def transit_bytes(self) -> tuple[int, int]:
         """Bytes asked for and not yet in place, and their limit."""
-        return self._pool.used, self._pool.limit
+        return self._pool.used_bytes, self._pool.limit
 
-    def links(self) -> dict[str, dict[str, int]]:
+    def link_bytes(self) -> dict[str, dict[str, int]]:
         """Bytes by cluster, received (`in`) and sent (`out`), since the start of the process."""
         return {"in": self._counters.received_by_cluster(), "out": self._sender.sent_by_cluster()}
 
-    def addresses(self) -> tuple[str, ...]:
+    def lane_addresses(self) -> tuple[str, ...]:
         """The host:port of each lane, as really bound."""
         return tuple(lane.address for lane in self._lanes)
 
-    def use(self, manifest: Manifest, layers: tuple[int, ...]) -> None:
+    def set_layers(self, manifest: Manifest, layers: tuple[int, ...]) -> None:
         """Say which layers this slave holds; before start, and never differently."""
         layout = LayerLayout(manifest, layers)
-        self._receiver.use(layout)
-        self._sender.use(layout)
+        self._receiver.set_layers(layout)
+        self._sender.set_layers(layout)
 
     def start(self, sinc: int, events: FlowEvents) -> None:
         """Serve streams of incarnation `sinc`; a new one drops every push and pull of the last."""
@@ -149,8 +149,10 @@ class ZmqFlow:
             self._started = True
             for lane in self._lanes:
                 name = f"lane-{lane.index}"
-                self._intake.append(Stage(f"{name}-intake", self._pool.frames, self._stage))
-                self._outgo.append(Stage(f"{name}-outgo", OUTGO_DEPTH, self._frame, spare_threads(cores())))
+                self._intake.append(Stage(f"{name}-intake", self._pool.most_chunks, self._stage_chunk))
+                self._outgo.append(
+                    Stage(f"{name}-outgo", OUTGO_DEPTH, self._send_chunk, spare_threads(available_cores()))
+                )
             for lane in self._lanes:
                 lane.start(self)
 
@@ -158,33 +160,33 @@ class ZmqFlow:
         self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str = "fp32"
     ) -> None:
         """Accept HELLOs of the push's ranks and ask them, in that order, into `buffers`."""
-        self._receiver.open(push, order, buffers, deadline_s, self._clock(), codecs.named(codec))
+        self._receiver.open_push(push, order, buffers, deadline_s, self._clock(), codecs.codec_named(codec))
 
-    def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
+    def reorder_push(self, push: PushId, places: tuple[int, ...]) -> None:
         """Ask the push's ranks at these places of the line, from the next turn on."""
-        self._receiver.reorder(push, places)
+        self._receiver.reorder_push(push, places)
 
     def drop_push(self, push: PushId) -> None:
         """Stop receiving; on return nobody writes into its buffers."""
-        self._receiver.drop(push)
+        self._receiver.drop_push(push)
 
     def open_pull(self, pull: PullId, version: VersionId, source: Arrays, deadline_s: float) -> None:
         """Serve `source` until the pull is closed, stalls or passes its deadline."""
-        self._sender.open(pull, version, source, deadline_s, self._clock())
+        self._sender.open_pull(pull, version, source, deadline_s, self._clock())
 
     def move_pull(self, pull: PullId, source: Arrays) -> None:
-        """Serve the rest from `source`; `moved` follows when no byte of the old one is in flight."""
-        self._sender.move(pull, source)
+        """Serve the rest from `source`; `on_source_moved` follows when no byte of the old one is in flight."""
+        self._sender.move_pull(pull, source)
         self._lanes[0].wake()
 
     def close_pull(self, pull: PullId) -> None:
-        """Serve no further; `released` follows when the last byte in flight is gone."""
-        self._sender.close(pull, "closed")
+        """Serve no further; `on_pull_released` follows when the last byte in flight is gone."""
+        self._sender.close_pull(pull, "closed")
         self._lanes[0].wake()
 
-    def transfers(self) -> tuple[Transfer, ...]:
+    def list_transfers(self) -> tuple[Transfer, ...]:
         """What is moving now."""
-        return self._receiver.transfers() + self._sender.transfers()
+        return self._receiver.list_transfers() + self._sender.list_transfers()
 
     def close(self) -> None:
         """End every thread and socket; on return nobody reads or writes a buffer of anybody. Twice is once."""
@@ -200,102 +202,102 @@ class ZmqFlow:
         for lane in self._lanes:
             lane.close()
         self._receiver.drop_all()
-        while self._sender.holds:  # libzmq let go at lane.close; its trackers say so a moment later
-            self._do(self._sender.tick(self._clock()))
+        while self._sender.holds_sources:  # libzmq let go at lane.close; its trackers say so a moment later
+            self._do_moves(self._sender.tick(self._clock()))
             time.sleep(0.001)
 
     # ---- on the lanes' threads -------------------------------------------------------------------------------------
 
-    @_guarded
-    def received(self, lane: int, peer: bytes, parts: list[zmq.Frame]) -> None:
+    @_catch_bad_frames
+    def on_message(self, lane: int, peer: bytes, parts: list[zmq.Frame]) -> None:
         """Take one message from the network."""
         if len(parts) != 2:
             raise BadFrame("parts", f"expected a header and a body, got {len(parts)} parts")
         body = parts[1].buffer
-        header = unpack(parts[0].buffer, self._run, len(body), self._chunk_bytes)
+        header = unpack_header(parts[0].buffer, self._run, len(body), self._chunk_bytes)
         if header.kind is Kind.CHUNK:
-            claim = self._receiver.claim(lane, peer, header, body, self._clock())
-            assert self._intake[lane].put(claim), "the intake queue is as deep as all that may be asked"
+            claim = self._receiver.claim_chunk(lane, peer, header, body, self._clock())
+            assert self._intake[lane].put_item(claim), "the intake queue is as deep as all that may be asked"
         else:
             check_body(header, body)
-            self._message(lane, peer, header, body)
+            self._on_control(lane, peer, header, body)
 
-    def _message(self, lane: int, peer: bytes, header: Header, body: memoryview) -> None:
+    def _on_control(self, lane: int, peer: bytes, header: Header, body: memoryview) -> None:
         if header.kind is Kind.HELLO:
-            self._hello(lane, peer, header, body)
+            self._on_hello(lane, peer, header, body)
         elif header.kind is Kind.WANT:
-            for job in self._sender.want(lane, peer, header.stream, decode_want(body), self._clock()):
-                if not self._outgo[lane].put(job):
-                    self._sender.gone(job)
+            for job in self._sender.on_want(lane, peer, header.stream, decode_want(body), self._clock()):
+                if not self._outgo[lane].put_item(job):
+                    self._sender.on_not_sent(job)
         elif header.kind is Kind.DONE:
             decode_done(body)
-            self._sender.done(lane, peer, header.stream)
+            self._sender.on_done(lane, peer, header.stream)
         elif header.kind is Kind.PROBE:
-            self._lanes[lane].post(self._probes[lane].answer(peer, header.stream, decode_probe(body)))
+            self._lanes[lane].post_frame(self._probes[lane].make_answer(peer, header.stream, decode_probe(body)))
         else:
             raise BadFrame("kind", f"a slave is not sent {header.kind.name}")
 
-    def _hello(self, lane: int, peer: bytes, header: Header, body: memoryview) -> None:
+    def _on_hello(self, lane: int, peer: bytes, header: Header, body: memoryview) -> None:
         name, pieces = decode_hello(body)
-        moves = self._admission.hello(lane, peer, header.stream, name, pieces, self._clock())
+        moves = self._admission.on_hello(lane, peer, header.stream, name, pieces, self._clock())
         if any(isinstance(move, Say) and move.kind is Kind.ERROR for move in moves):
             self._counters.add_refused("hello")
-        self._do(moves)
+        self._do_moves(moves)
 
-    @_guarded
-    def turn(self, lane: int) -> None:
+    @_catch_bad_frames
+    def on_turn(self, lane: int) -> None:
         """After each batch of a lane: ask for what may be asked, end what is over."""
         now = self._clock()
-        self._do(self._receiver.plan(lane, now))
+        self._do_moves(self._receiver.plan_wants(lane, now))
         if now - self._ticked_at[lane] >= TICK_S:
             self._ticked_at[lane] = now
-            self._do(self._receiver.tick(now))
-            self._do(self._sender.tick(now))
+            self._do_moves(self._receiver.tick(now))
+            self._do_moves(self._sender.tick(now))
 
     # ---- on the stages' threads ------------------------------------------------------------------------------------
 
-    @_guarded
-    def _stage(self, claim: ClaimedChunk) -> None:
+    @_catch_bad_frames
+    def _stage_chunk(self, claim: ClaimedChunk) -> None:
         try:
-            moves = self._receiver.stage(claim)
+            moves = self._receiver.stage_chunk(claim)
         except BadFrame:
             self._lanes[claim.stream.lane].wake()  # it is missing again: ask again
             raise
         self._counters.add_received(claim.stream.push.push.cluster, claim.chunk.nbytes)
-        self._do(moves)
+        self._do_moves(moves)
 
-    @_guarded
-    def _frame(self, job: ChunkSend) -> None:
-        if job.wanted():
-            frame = Outgoing(job.stream.peer, job.header(self._run), job.body, watch=job)
-            self._lanes[job.stream.lane].post(frame)
+    @_catch_bad_frames
+    def _send_chunk(self, job: ChunkSend) -> None:
+        if job.still_wanted():
+            frame = Outgoing(job.stream.peer, job.make_header(self._run), job.body, watch=job)
+            self._lanes[job.stream.lane].post_frame(frame)
         else:
-            self._sender.gone(job)
+            self._sender.on_not_sent(job)
 
     # ---- from any of them -------------------------------------------------------------------------------------------
 
-    def _do(self, moves: Iterable[Move]) -> None:
+    def _do_moves(self, moves: Iterable[Move]) -> None:
         for move in moves:
             match move:
                 case Say(lane, peer, kind, stream, body):
-                    self._lanes[lane].post(Outgoing(peer, *message(kind, self._run, stream, body)))
+                    self._lanes[lane].post_frame(Outgoing(peer, *make_message(kind, self._run, stream, body)))
                 case Wake(lane):
                     self._lanes[lane].wake()
                 case Staged(push, nbytes):
-                    self._heard.staged(push, nbytes)
+                    self._listener.on_push_staged(push, nbytes)
                 case PushOver(push, reason):
                     _log.warning("push_refused", slave=self._slave, push=str(push), reason=reason)
-                    self._heard.refused(push, reason)
+                    self._listener.on_push_refused(push, reason)
                 case Released(pull, reason):
-                    self._heard.released(pull, reason)
+                    self._listener.on_pull_released(pull, reason)
                 case SourceMoved(pull):
-                    self._heard.moved(pull)
+                    self._listener.on_source_moved(pull)
 
     @property
-    def _heard(self) -> FlowEvents:
+    def _listener(self) -> FlowEvents:
         assert self._events is not None, "start() comes before any stream"
         return self._events
 
-    def _refuse(self, bad: BadFrame) -> None:
+    def _count_refused(self, bad: BadFrame) -> None:
         self._counters.add_refused(bad.reason)
         _log.debug("frame_refused", slave=self._slave, reason=bad.reason, message=str(bad))

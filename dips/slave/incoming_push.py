@@ -14,7 +14,7 @@ from dips.slave.ports import Arrays
 from dips.transport.intake import Intake
 from dips.transport.rate import Rate
 from dips.wire import streams
-from dips.wire.chunks import LayerLayout, Range, uncovered
+from dips.wire.chunks import LayerLayout, Range, describe_uncovered
 from dips.wire.codecs import Codec
 from dips.wire.frame import Buffer, Header, Kind
 from dips.wire.streams import StreamName
@@ -53,9 +53,9 @@ class InStream:
 
     def is_slow(self, now: float) -> bool:
         """It was asked, and nothing comes."""
-        return self.intake.in_flight > 0 and now - self.intake.heard_at > SLOW_S
+        return self.intake.in_flight > 0 and now - self.intake.last_byte_at > SLOW_S
 
-    def done(self) -> Say:
+    def done_message(self) -> Say:
         """Tell the rank that all of it is here."""
         return Say(self.lane, self.peer, Kind.DONE, self.stream, streams.encode_done(self.intake.total))
 
@@ -82,12 +82,12 @@ class IncomingPush:
         return self.phase in (PushPhase.GATHERING, PushPhase.MOVING)
 
     @property
-    def here(self) -> int:
+    def received_bytes(self) -> int:
         """Bytes in their place."""
         return sum(s.intake.total - s.intake.left for s in self.streams.values())
 
     @property
-    def whole(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether every rank's stream has brought all of its ranges."""
         return all(s.intake.complete for s in self.streams.values())
 
@@ -96,7 +96,7 @@ class IncomingPush:
         """Nothing is owed to us: each unfinished stream waits for its turn or for the pool."""
         return self.phase is PushPhase.MOVING and not any(s.intake.busy for s in self.streams.values())
 
-    def refusal(self, lane: int, name: StreamName, pieces: tuple[Range, ...]) -> tuple[str, str] | None:
+    def refuse_hello(self, lane: int, name: StreamName, pieces: tuple[Range, ...]) -> tuple[str, str] | None:
         """Code and message if this HELLO may not join, else None."""
         if self.phase is PushPhase.REFUSED:
             return "refused", f"push {self.push} was refused: {self.reason}"
@@ -111,17 +111,17 @@ class IncomingPush:
             return "invalid", f"rank {name.rank} names other ranges than before its connection broke"
         return None
 
-    def problems(self, layout: LayerLayout) -> list[str]:
+    def find_problems(self, layout: LayerLayout) -> list[str]:
         """Say where the ranges of all ranks overlap, leave gaps or lie outside; [] if each element has one owner."""
         claims: dict[str, list[Range]] = {}
         for (rank, _), stream in sorted(self.streams.items()):
-            outside = layout.outside(stream.pieces)
+            outside = layout.describe_outside(stream.pieces)
             if outside:
                 return [f"rank {rank}: {outside}"]
             claims.setdefault(f"rank {rank}", []).extend(stream.pieces)
-        return uncovered(layout, claims)
+        return describe_uncovered(layout, claims)
 
-    def missing(self) -> str:
+    def describe_missing(self) -> str:
         """Say what has not come, for a person."""
         silent = sorted(set(self.places) - {rank for rank, _ in self.streams})
         if silent:

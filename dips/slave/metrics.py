@@ -1,4 +1,4 @@
-"""What a slave tells Prometheus of itself: dips_shard_…; the master tells dips_slave_… of what it hears from all.
+"""The metrics that a slave exports of itself: dips_shard_…; the master exports dips_slave_… from all heartbeats.
 
 Labels are names of clusters whose push or pull the master opened here, kinds of orders and reasons of refusals: all
 bounded by the run or by a table.
@@ -13,7 +13,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from dips.telemetry.metrics import MetricRow, Status, families
+from dips.telemetry.metrics import MetricRow, Status, make_families
 
 SELF = (
     MetricRow("dips_shard_incarnation", "sinc", "Incarnations of this slave so far, as its master counts."),
@@ -37,35 +37,35 @@ ORDER = (
 REFUSED = (MetricRow("dips_shard_frames_refused", "count", "Frames that were refused, by reason.", counter=True),)
 
 
-def collect(told: Status) -> Iterator[Metric]:
+def collect(status: Status) -> Iterator[Metric]:
     """Turn what app.py reads (see the keys below) into metric families."""
-    yield from families(SELF, [((), told)], ())
+    yield from make_families(SELF, [((), status)], ())
     links = [
         ((name, direction), {"nbytes": nbytes})
         for direction in ("in", "out")
-        for name, nbytes in told.get(direction, {}).items()
+        for name, nbytes in status.get(direction, {}).items()
     ]
-    yield from families(LINK, links, ("cluster", "direction"))
-    yield from families(ORDER, [((kind,), spent) for kind, spent in told.get("orders", {}).items()], ("order",))
-    refused = [((reason,), {"count": count}) for reason, count in told.get("refused", {}).items()]
-    yield from families(REFUSED, refused, ("reason",))
+    yield from make_families(LINK, links, ("cluster", "direction"))
+    yield from make_families(ORDER, [((kind,), spent) for kind, spent in status.get("orders", {}).items()], ("order",))
+    refused = [((reason,), {"count": count}) for reason, count in status.get("refused", {}).items()]
+    yield from make_families(REFUSED, refused, ("reason",))
 
 
-def kept(directory: Path) -> dict[str, int]:
+def count_snapshots(directory: Path) -> dict[str, int]:
     """Count the snapshots in a slave's directory and their bytes; what is removed meanwhile is passed over."""
     versions, nbytes = 0, 0
     for path in directory.glob("v*@r*"):
         versions += 1
-        nbytes += sum(_sizes(path.iterdir()))
+        nbytes += sum(_file_sizes(path.iterdir()))
     return {"snapshots": versions, "snapshot_bytes": nbytes}
 
 
-def _sizes(files: Iterable[Path]) -> Iterator[int]:
+def _file_sizes(files: Iterable[Path]) -> Iterator[int]:
     with suppress(FileNotFoundError):  # retired while we look
         for file in files:
             yield file.stat().st_size
 
 
-def spent(orders: dict[str, tuple[float, int]]) -> dict[str, Any]:
+def order_times(orders: dict[str, tuple[float, int]]) -> dict[str, Any]:
     """Seconds and counts by kind of order, as `collect` reads them."""
     return {kind: {"seconds": seconds, "count": count} for kind, (seconds, count) in orders.items()}

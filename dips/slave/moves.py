@@ -64,7 +64,7 @@ class SourceMoved:
 Move = Say | Wake | Staged | PushOver | Released | SourceMoved
 
 
-def error(lane: int, peer: bytes, stream: int, code: str, text: str) -> Say:
+def error_message(lane: int, peer: bytes, stream: int, code: str, text: str) -> Say:
     """Refuse a HELLO."""
     return Say(lane, peer, Kind.ERROR, stream, streams.encode_error(code, text))
 
@@ -75,10 +75,10 @@ class Closed:
     def __init__(self) -> None:
         self._highest: dict[str, tuple[int, int]] = {}
 
-    def add(self, cluster: str, inc: int, seq: int) -> None:
+    def add_transfer(self, cluster: str, inc: int, seq: int) -> None:
         self._highest[cluster] = max(self._highest.get(cluster, (0, -1)), (inc, seq))
 
-    def verdict(self, name: StreamName) -> tuple[str, str]:
+    def refuse_hello(self, name: StreamName) -> tuple[str, str]:
         """Code and message for the HELLO of a push or pull that is not open."""
         text = f"{name.kind} {name.cluster}/{name.inc} {name.seq} at slave {name.slave}"
         if (name.inc, name.seq) <= self._highest.get(name.cluster, (0, -1)):

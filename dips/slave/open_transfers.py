@@ -2,8 +2,8 @@
 
 What must stay true: no slot without a live push, no pin without a live pull; what was closed is never opened again
 (one tombstone a cluster, for pushes and for pulls); a slot is freed only after the flow has stopped writing into it, a
-pin ends only when the flow says `released`, and a bank that a slow reader leaves for a file is free only when the flow
-says `moved`. It does not know rounds.
+pin ends only with the flow's `on_pull_released`, and a bank that a slow reader leaves for a file is free only with its
+`on_source_moved`. It does not know rounds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Closed = dict[str, tuple[int, int]]  # cluster → the highest closed (incarnati
 
 @dataclass(frozen=True, slots=True)
 class StagedReport:
-    """The master is to be told that all of a push is here."""
+    """Report to the master: all of a push is here."""
 
     push: PushId
     nbytes: int
@@ -31,7 +31,7 @@ class StagedReport:
 
 @dataclass(frozen=True, slots=True)
 class RefusedReport:
-    """The master is to be told that a push was refused here."""
+    """Report to the master: a push was refused here."""
 
     push: PushId
     reason: str
@@ -71,7 +71,7 @@ class OpenTransfers:
     # ---- pushes --------------------------------------------------------------------------------
 
     def open_push(self, order: OpenPush, opened: Opened) -> None:
-        """Reserve a slot and let it fill; one that is open already stays as it is; if staged, it is told again.
+        """Reserve a slot and let it fill; one that is open already stays as it is; if staged, it is reported again.
 
         A lossy push's slot begins as θ of its base: no pin is needed, so no head that flips meanwhile waits for it.
         Raise StalePush if it is open with another codec or base: a new master did not know what the old one granted.
@@ -94,15 +94,15 @@ class OpenTransfers:
             raise
         self.pushes[push] = Receiving(opened, order.codec, order.base)
 
-    def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
+    def reorder_push(self, push: PushId, places: tuple[int, ...]) -> None:
         """Another push has joined: a new order of asking, while it moves; nothing for one that is here or gone."""
         known = self.pushes.get(push)
         if known is not None and known.nbytes is None:
-            self.flow.reorder(push, places)
+            self.flow.reorder_push(push, places)
 
     def drop_push(self, push: PushId) -> None:
         """Free the slot and set the tombstone, also of a push that never came: its OpenPush may still be on its way."""
-        _close(self.closed_pushes, push)
+        _record_closed(self.closed_pushes, push)
         if push in self.pushes:
             self.flow.drop_push(push)
             self.versions.free_slot(push)
@@ -110,25 +110,25 @@ class OpenTransfers:
 
     def forget_push(self, push: PushId) -> None:
         """Forget a push that was folded, or half folded: its slot is free or acc, and nobody may open it again."""
-        _close(self.closed_pushes, push)
+        _record_closed(self.closed_pushes, push)
         if push in self.versions.open_pushes:
             self.versions.free_slot(push)
         del self.pushes[push]
 
-    def staged(self, push: PushId, nbytes: int) -> None:
+    def on_push_staged(self, push: PushId, nbytes: int) -> None:
         """All of it is here; a push that was dropped meanwhile is none of ours any more."""
         known = self.pushes.get(push)
         if known is not None and known.nbytes is None:
             known.nbytes = nbytes
             self.reports.append(StagedReport(push, nbytes))
 
-    def refused(self, push: PushId, reason: str) -> None:
+    def on_push_refused(self, push: PushId, reason: str) -> None:
         """It cannot be completed: free its slot and tell the master."""
         if push in self.pushes:
             self.drop_push(push)
             self.reports.append(RefusedReport(push, reason))
 
-    def full(self, push: PushId) -> Receiving:
+    def staged_push(self, push: PushId) -> Receiving:
         """Return a staged push; raise StalePush if it is not open, LocalProtocolError if it still moves."""
         if push not in self.pushes:
             raise StalePush(f"push {push} is not open; open: {', '.join(map(str, self.pushes)) or 'none'}")
@@ -137,7 +137,7 @@ class OpenTransfers:
             raise LocalProtocolError(f"push {push} is still moving; it was never reported staged")
         return known
 
-    def unmeasure(self) -> None:
+    def forget_measures(self) -> None:
         """The θ that was measured against is being left, or its round is over."""
         for known in self.pushes.values():
             known.measured = None
@@ -152,43 +152,43 @@ class OpenTransfers:
             self.pulls[pull] = opened
             return
         _refuse_closed(self.closed_pulls, pull)
-        source = self._pin(pull, order.version)
+        source = self._pin_version(pull, order.version)
         try:
             self.flow.open_pull(pull, order.version, source, order.deadline_s)
         except BaseException:
-            self.versions.unpin(pull)
+            self.versions.unpin_version(pull)
             raise
         self.pulls[pull] = opened
 
-    def _pin(self, pull: PullId, version: VersionId) -> Arrays:
+    def _pin_version(self, pull: PullId, version: VersionId) -> Arrays:
         """Pin a version in memory, or an older one in its snapshot file: a late reader costs no bank."""
-        memory = self.versions.memory
+        memory = self.versions.served_version
         try:
-            return self.versions.pin(pull, version)
+            return self.versions.pin_version(pull, version)
         except StaleVersion:
-            source = self.disk.map(version) if memory and version.version < memory.version else None
+            source = self.disk.map_theta(version) if memory and version.version < memory.version else None
             if source is None:
                 raise
         self.versions.pin_file(pull, version)
         return source
 
-    def relieve(self) -> None:
+    def move_old_readers(self) -> None:
         """Move the readers of older versions beyond the pinned ones to their snapshot files, the oldest first.
 
         One whose snapshot is gone, or was never written (v0@r0), keeps its bank as long as its readers last.
         """
-        excess = self.versions.excess
-        for version in self.versions.older if excess else ():
-            source = self.disk.map(version) if excess else None
+        excess = self.versions.excess_versions
+        for version in self.versions.older_versions if excess else ():
+            source = self.disk.map_theta(version) if excess else None
             if source is None:
                 continue
             excess -= 1
-            for pull in self.versions.move(version):
+            for pull in self.versions.move_readers(version):
                 self.flow.move_pull(pull, source)
 
-    def moved(self, pull: PullId) -> None:
+    def on_source_moved(self, pull: PullId) -> None:
         """It reads from its file only."""
-        self.versions.moved(pull)
+        self.versions.on_reader_moved(pull)
 
     def open_pulls(self, pulls: Sequence[PullId], version: VersionId, deadline_s: float, opened: Opened) -> None:
         """Open what Commit names; what is open or closed already is passed over: a Commit may be repeated."""
@@ -197,19 +197,19 @@ class OpenTransfers:
                 self.open_pull(OpenPull(pull, version, deadline_s), opened)
 
     def close_pull(self, pull: PullId) -> None:
-        """Serve it no further and set the tombstone; the pin ends with the flow's `released`."""
-        _close(self.closed_pulls, pull)
+        """Serve it no further and set the tombstone; the pin ends with the flow's `on_pull_released`."""
+        _record_closed(self.closed_pulls, pull)
         if self.pulls.pop(pull, None) is not None:
             self.flow.close_pull(pull)
 
-    def released(self, pull: PullId, reason: str) -> None:
+    def on_pull_released(self, pull: PullId, reason: str) -> None:
         """Nobody reads for it any more, libzmq included."""
         self.pulls.pop(pull, None)
-        self.versions.unpin(pull)
+        self.versions.unpin_version(pull)
 
     # ---- both --------------------------------------------------------------------------------
 
-    def heal(self, live_pushes: Sequence[PushId], live_pulls: Sequence[PullId], as_of: Opened) -> list[str]:
+    def drop_unlisted(self, live_pushes: Sequence[PushId], live_pulls: Sequence[PullId], as_of: Opened) -> list[str]:
         """Drop what is not live and was opened by an order that the list knows; return what was dropped."""
         pushes = [p for p, known in self.pushes.items() if known.opened <= as_of and p not in live_pushes]
         pulls = [p for p, opened in self.pulls.items() if opened <= as_of and p not in live_pulls]
@@ -237,6 +237,6 @@ def _refuse_closed(closed: Closed, transfer: PushId | PullId) -> None:
         raise StalePush(f"{transfer} is at or below the highest closed one of {transfer.cluster}: {inc}/{seq}")
 
 
-def _close(closed: Closed, transfer: PushId | PullId) -> None:
+def _record_closed(closed: Closed, transfer: PushId | PullId) -> None:
     highest = closed.get(transfer.cluster, (-1, -1))
     closed[transfer.cluster] = max(highest, (transfer.inc, transfer.seq))

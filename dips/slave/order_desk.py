@@ -51,12 +51,12 @@ class OrderDesk:
     def next_deadline(self) -> float:
         return min((o.again_at for o in self._open.values() if o.again_at is not None), default=inf)
 
-    def take(self, ticket: Ticket, order: Order, now: float) -> Actions:
+    def take_order(self, ticket: Ticket, order: Order, now: float) -> Actions:
         """An order came; exactly one AnswerOrder with this ticket will follow, unless it is dropped."""
         self._open[ticket] = OpenOrder(order, now + ANSWER_SHARE * order.deadline_s)
-        return self._begin(ticket)
+        return self._begin_order(ticket)
 
-    def drop(self, ticket: Ticket) -> None:
+    def drop_order(self, ticket: Ticket) -> None:
         """Nobody waits for the answer any more: do not try again. What is being carried out goes on."""
         found = self._open.get(ticket)
         if found is not None and found.again_at is not None:
@@ -65,9 +65,9 @@ class OrderDesk:
     def tick(self, now: float) -> Actions:
         """Try the orders again whose time has come, in the order in which they came."""
         due = [t for t, o in self._open.items() if o.again_at is not None and o.again_at <= now]
-        return [action for ticket in due for action in self._begin(ticket)]
+        return [action for ticket in due for action in self._begin_order(ticket)]
 
-    def _begin(self, ticket: Ticket) -> Actions:
+    def _begin_order(self, ticket: Ticket) -> Actions:
         found = self._open[ticket]
         found.again_at = None
         if not isinstance(found.order.body, Persist):
@@ -82,9 +82,9 @@ class OrderDesk:
         if isinstance(result, Busy) and again_at <= found.until:
             found.again_at = again_at
             return []
-        return self._answer(ticket, result)
+        return self._answer_order(ticket, result)
 
-    def _answer(self, ticket: Ticket, result: Answer | Exception) -> Actions:
+    def _answer_order(self, ticket: Ticket, result: Answer | Exception) -> Actions:
         order = self._open.pop(ticket).order
         actions: Actions = [AnswerOrder(ticket, result)]
         if isinstance(result, DipsError):

@@ -34,7 +34,7 @@ class OrderFences:
             self._answers.clear()
             self._forgotten = -1
 
-    def admit(self, order: Order) -> Answer | None:
+    def admit_order(self, order: Order) -> Answer | None:
         """Let a new order pass (None) or return the answer that it already got; raise if it is not for this
         incarnation.
         """
@@ -57,7 +57,7 @@ class OrderFences:
         """Whether the answer of an order of this term is remembered."""
         return number in self._answers
 
-    def remember(self, order: Order, answer: Answer) -> None:
+    def remember_answer(self, order: Order, answer: Answer) -> None:
         """Keep the answer for repetitions."""
         self._answers[order.number] = (order.body, answer)
         if len(self._answers) > REMEMBERED:

@@ -49,7 +49,7 @@ class OutStream:
     jobs: int = 0  # chunks asked and not handed to libzmq
     over: bool = False  # DONE, superseded by a later epoch, or unreachable
 
-    def reap(self) -> int:
+    def reap_sent(self) -> int:
         """Forget trackers that are done; return how many bytes they held."""
         freed = 0
         while self.held and self.held[0][0].done:
@@ -78,7 +78,7 @@ class OutgoingPull:
     def idle(self) -> bool:
         return not any(s.jobs or s.held for s in self.streams)
 
-    def refusal(self, latest: OutStream | None, lane: int, name: StreamName) -> tuple[str, str] | None:
+    def refuse_hello(self, latest: OutStream | None, lane: int, name: StreamName) -> tuple[str, str] | None:
         """Code and message if this HELLO may not join, else None; `latest` is the rank's newest stream."""
         if self.closed:
             return "stale_push", f"pull {self.pull} is over: {self.closed}"

@@ -22,17 +22,17 @@ Arrays = Mapping[int, F32]  # layer index in the manifest → the layer's flat p
 class FlowEvents(Protocol):
     """What the data flow reports, from its own threads; each returns at once."""
 
-    def staged(self, push: PushId, nbytes: int) -> None:
+    def on_push_staged(self, push: PushId, nbytes: int) -> None:
         """All ranges of the push are in its buffers, checked; nobody writes into them any more."""
 
-    def refused(self, push: PushId, reason: str) -> None:
+    def on_push_refused(self, push: PushId, reason: str) -> None:
         """The push cannot be completed (ranges overlap or leave gaps, it stalled); nobody writes any more."""
 
-    def released(self, pull: PullId, reason: str) -> None:
+    def on_pull_released(self, pull: PullId, reason: str) -> None:
         """Nobody reads the pull's source any more: not a rank, not libzmq. Said once for each opened pull."""
 
-    def moved(self, pull: PullId) -> None:
-        """Nobody reads what the pull's source was before its `move_pull`. Not said if `released` comes first."""
+    def on_source_moved(self, pull: PullId) -> None:
+        """Nobody reads what the pull's source was before its `move_pull`. Not called after `on_pull_released`."""
 
 
 class Flow(Protocol):
@@ -47,7 +47,7 @@ class Flow(Protocol):
         codec  "fp32": what comes is written; "bf16", "int8": it is added to the base that lies in `buffers`
         """
 
-    def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
+    def reorder_push(self, push: PushId, places: tuple[int, ...]) -> None:
         """Ask rank i at place `places[i]` of the line of all pushes; who is being asked goes on. Unknown: nothing."""
 
     def drop_push(self, push: PushId) -> None:
@@ -57,44 +57,44 @@ class Flow(Protocol):
         """Serve `source` to the pull's ranks until it is closed or passes its deadline."""
 
     def move_pull(self, pull: PullId, source: Arrays) -> None:
-        """Serve the rest from `source`, the same bytes elsewhere; `moved` is said when none of the old is in flight.
+        """Serve the rest from `source`, the same bytes elsewhere; `on_source_moved` once none of the old is in flight.
 
         What was asked before may still leave from the old source. A pull that is closed or unknown: nothing.
         """
 
     def close_pull(self, pull: PullId) -> None:
-        """Serve no further; `released` is said when the last byte in flight is gone. Unknown: nothing."""
+        """Serve no further; `on_pull_released` follows when the last byte in flight is gone. Unknown: nothing."""
 
-    def transfers(self) -> tuple[Transfer, ...]:
+    def list_transfers(self) -> tuple[Transfer, ...]:
         """What is moving now, for heartbeats and status."""
 
 
 class Disk(Protocol):
     """Snapshots of one slave; every call may raise OSError or CorruptSnapshot."""
 
-    def complete(self) -> tuple[VersionId, ...]:
+    def complete_versions(self) -> tuple[VersionId, ...]:
         """Versions whose snapshot is whole and of this run, ascending; a bad one is passed over loudly."""
 
-    def reserve(self, version: VersionId, nbytes: int) -> None:
+    def reserve_room(self, version: VersionId, nbytes: int) -> None:
         """Take the room that a snapshot with `nbytes` of θ and m will need; OSError (ENOSPC) if it is not there."""
 
-    def release(self, version: VersionId) -> None:
+    def release_room(self, version: VersionId) -> None:
         """Give back what was reserved for a snapshot that will not be written; nothing if nothing was."""
 
-    def write(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
+    def write_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
         """Make a snapshot durable (written aside, fsynced, renamed, directory fsynced); return its digest.
 
         One that this process wrote already is not written again.
         """
 
-    def read(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
+    def read_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
         """Fill both from the snapshot, verifying every digest; v0@r0 comes from the initial model if not on disk."""
 
-    def map(self, version: VersionId) -> Arrays | None:
+    def map_theta(self, version: VersionId) -> Arrays | None:
         """θ of a whole snapshot, to be read while it lies on the disk and after it is deleted; None if there is none.
 
         The bytes stand in the page cache, not in the pool. Raises nothing: what cannot be mapped is passed over.
         """
 
-    def delete(self, versions: tuple[VersionId, ...]) -> None:
+    def delete_snapshots(self, versions: tuple[VersionId, ...]) -> None:
         """Remove snapshots; a missing one is fine. What is mapped stays readable."""

@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from dips.transport.lane import Outgoing
-from dips.wire.frame import MESSAGE_LIMIT, BadFrame, Header, Kind, pack
+from dips.wire.frame import MESSAGE_LIMIT, BadFrame, Header, Kind, pack_header
 
 if TYPE_CHECKING:
     import zmq
@@ -28,21 +28,23 @@ class Probes:
         self._posted = 0  # answers that the lane has not sent yet
         self._leaving: list[zmq.MessageTracker] = []
 
-    def answer(self, peer: bytes, stream: int, nbytes: int) -> Outgoing:
+    def make_answer(self, peer: bytes, stream: int, nbytes: int) -> Outgoing:
         """Make the answer of `nbytes` bytes; raise BadFrame if too many are on their way."""
         self._leaving = [tracker for tracker in self._leaving if not tracker.done]
         if self._posted + len(self._leaving) >= MOST_ANSWERS:
             raise BadFrame("credit", f"more than {MOST_ANSWERS} probes are being answered")
         self._posted += 1
         # No checksum of the body: its bytes mean nothing, and what is measured is the way.
-        return Outgoing(peer, pack(Header(Kind.PROBE, self._run, stream, nbytes, 0)), _PADDING[:nbytes], watch=self)
+        return Outgoing(
+            peer, pack_header(Header(Kind.PROBE, self._run, stream, nbytes, 0)), _PADDING[:nbytes], watch=self
+        )
 
-    def wanted(self) -> bool:
+    def still_wanted(self) -> bool:
         return True
 
-    def sent(self, tracker: zmq.MessageTracker) -> None:
+    def on_sent(self, tracker: zmq.MessageTracker) -> None:
         self._posted -= 1
         self._leaving.append(tracker)
 
-    def gone(self) -> None:
+    def on_not_sent(self) -> None:
         self._posted -= 1

@@ -14,10 +14,10 @@ from math import inf
 from dips.ids import PushId
 from dips.protocol.heartbeats import Transfer
 from dips.slave.incoming_push import SLOW_S, ClaimedChunk, IncomingPush, InStream, Key, PushPhase
-from dips.slave.moves import Closed, Move, PushOver, Say, Staged, Wake, error
+from dips.slave.moves import Closed, Move, PushOver, Say, Staged, Wake, error_message
 from dips.slave.ports import Arrays
 from dips.transport.intake import Intake
-from dips.transport.pool import Transit, cost
+from dips.transport.pool import Transit, pool_cost
 from dips.transport.rate import Rate
 from dips.transport.turns import Turns
 from dips.wire import codecs, streams
@@ -42,11 +42,11 @@ class Receiver:
         self._starved: set[int] = set()  # lanes that want more than the pool had
         self._layout: LayerLayout | None = None
 
-    def use(self, layout: LayerLayout) -> None:
+    def set_layers(self, layout: LayerLayout) -> None:
         """Say which layers this slave holds."""
         self._layout = layout
 
-    def open(
+    def open_push(
         self,
         push: PushId,
         order: tuple[int, ...],
@@ -63,10 +63,10 @@ class Receiver:
         with self._changed:
             if push not in self._pushes:
                 places = {rank: place for place, rank in enumerate(order)}
-                total = sum(piece.nbytes for piece in codec.ranges(layout.whole()))
+                total = sum(piece.nbytes for piece in codec.encoded_ranges(layout.whole_layers()))
                 self._pushes[push] = IncomingPush(push, places, buffers, codec, total, now + deadline_s, now, Rate(now))
 
-    def reorder(self, push_id: PushId, places: tuple[int, ...]) -> None:
+    def reorder_push(self, push_id: PushId, places: tuple[int, ...]) -> None:
         """Put the ranks of a push at other places; who has a turn keeps it. Unknown or of another size: nothing."""
         with self._changed:
             push = self._pushes.get(push_id)
@@ -78,51 +78,51 @@ class Receiver:
         for turns in self._turns:
             turns.line_up(lambda key: self._pushes[key[0]].places[key[1]])
 
-    def hello(self, lane: int, peer: bytes, name: StreamName, pieces: tuple[Range, ...], now: float) -> list[Move]:
+    def on_hello(self, lane: int, peer: bytes, name: StreamName, pieces: tuple[Range, ...], now: float) -> list[Move]:
         """A rank says what it brings, for the first time or after its connection broke.
 
         Repetition: a HELLO at or below the stream's epoch is refused and changes nothing.
         """
         with self._changed:
             push = self._pushes.get(PushId(name.cluster, name.inc, name.seq))
-            refusal = self._closed.verdict(name) if push is None else push.refusal(lane, name, pieces)
+            refusal = self._closed.refuse_hello(name) if push is None else push.refuse_hello(lane, name, pieces)
             if refusal is not None:
-                return [error(lane, peer, name.id, *refusal)]
+                return [error_message(lane, peer, name.stream_id, *refusal)]
             assert push is not None
-            pieces = push.codec.ranges(pieces)
-            stream = self._admit(push, lane, peer, name, pieces, now)
+            pieces = push.codec.encoded_ranges(pieces)
+            stream = self._admit_stream(push, lane, peer, name, pieces, now)
             gathering = push.phase is PushPhase.GATHERING
             missing = sum(piece.nbytes for piece in pieces) if gathering else stream.intake.left
             welcome = streams.encode_welcome(Welcome(missing, self._chunk_bytes))
             moves: list[Move] = [Say(lane, peer, Kind.WELCOME, stream.stream, welcome)]
             if gathering and len(push.streams) == len(push.places) * len(self._turns):
-                return moves + self._begin(push, now)
+                return moves + self._begin_push(push, now)
             if not gathering and stream.intake.complete:
-                moves.append(stream.done())
+                moves.append(stream.done_message())
             return moves
 
-    def _admit(
+    def _admit_stream(
         self, push: IncomingPush, lane: int, peer: bytes, name: StreamName, pieces: tuple[Range, ...], now: float
     ) -> InStream:
         stream = push.streams.get((name.rank, lane))
         if stream is None:
             intake = Intake((), self._chunk_bytes, self._pool, now)  # its chunks are cut when all ranges are believed
-            stream = InStream(push, name.rank, lane, pieces, intake, name.epoch, name.id, peer)
+            stream = InStream(push, name.rank, lane, pieces, intake, name.epoch, name.stream_id, peer)
             push.streams[name.rank, lane] = stream
             push.moved_at = now
         else:
             del self._streams[lane, stream.peer, stream.stream]
-            stream.epoch, stream.stream, stream.peer = name.epoch, name.id, peer
-            stream.intake.lost()
-        self._streams[lane, peer, name.id] = stream
+            stream.epoch, stream.stream, stream.peer = name.epoch, name.stream_id, peer
+            stream.intake.on_connection_lost()
+        self._streams[lane, peer, name.stream_id] = stream
         return stream
 
-    def _begin(self, push: IncomingPush, now: float) -> list[Move]:
+    def _begin_push(self, push: IncomingPush, now: float) -> list[Move]:
         """All ranks are here: refuse the push if they do not fit together, else line them up to be asked."""
         assert self._layout is not None
-        problems = push.problems(self._layout)
+        problems = push.find_problems(self._layout)
         if problems:
-            return self._refuse(push, "; ".join(problems), "ranges")
+            return self._refuse_push(push, "; ".join(problems), "ranges")
         push.phase = PushPhase.MOVING
         moves: list[Move] = []
         for rank in sorted(push.places, key=push.places.__getitem__):
@@ -130,37 +130,37 @@ class Receiver:
                 stream = push.streams[rank, lane]
                 stream.intake = Intake(stream.pieces, push.codec.chunk_bytes(self._chunk_bytes), self._pool, now)
                 if stream.intake.complete:
-                    moves.append(stream.done())
+                    moves.append(stream.done_message())
                 else:
-                    turns.enter(stream.key)
+                    turns.enter_line(stream.key)
                     moves.append(Wake(lane))
         push.total = sum(stream.intake.total for stream in push.streams.values())
         if len(self._pushes) > 1:
             self._line_up()
         return moves + self._freeze_if_whole(push)
 
-    def plan(self, lane: int, now: float) -> list[Move]:
+    def plan_wants(self, lane: int, now: float) -> list[Move]:
         """The WANTs that this lane may send now."""
         with self._changed:
             turns, moves = self._turns[lane], list[Move]()
-            for key in turns.rotate(
-                drained=lambda key: self._at(key, lane).intake.in_flight == 0,
-                slow=lambda key: self._at(key, lane).is_slow(now),
+            for key in turns.rotate_turns(
+                drained=lambda key: self._stream_at(key, lane).intake.in_flight == 0,
+                slow=lambda key: self._stream_at(key, lane).is_slow(now),
             ):
-                stream = self._at(key, lane)
-                for unit in stream.intake.ask(now, turns.left(key)):
-                    turns.spend(key, sum(chunk.nbytes for chunk in unit))
+                stream = self._stream_at(key, lane)
+                for unit in stream.intake.ask_chunks(now, turns.bytes_left(key)):
+                    turns.spend_bytes(key, sum(chunk.nbytes for chunk in unit))
                     moves.append(Say(lane, stream.peer, Kind.WANT, stream.stream, streams.encode_want(unit)))
-            if self._pool.limit - self._pool.used < cost(self._chunk_bytes):
+            if self._pool.limit - self._pool.used_bytes < pool_cost(self._chunk_bytes):
                 self._starved.add(lane)
             return moves
 
-    def _at(self, key: Key, lane: int) -> InStream:
+    def _stream_at(self, key: Key, lane: int) -> InStream:
         push, rank = key
         return self._pushes[push].streams[rank, lane]
 
-    def claim(self, lane: int, peer: bytes, header: Header, body: Buffer, now: float) -> ClaimedChunk:
-        """Take in a CHUNK that was asked for; raise BadFrame if it was not. `stage` must follow."""
+    def claim_chunk(self, lane: int, peer: bytes, header: Header, body: Buffer, now: float) -> ClaimedChunk:
+        """Take in a CHUNK that was asked for; raise BadFrame if it was not. `stage_chunk` must follow."""
         with self._changed:
             stream = self._streams.get((lane, peer, header.stream))
             if stream is None:
@@ -170,24 +170,24 @@ class Receiver:
             if header.dtype is not stream.push.codec.dtype:
                 granted = stream.push.codec.name
                 raise BadFrame("type", f"push {stream.push.push} is granted in {granted}, not {header.dtype.name}")
-            chunk = stream.intake.claim(header, now)
+            chunk = stream.intake.claim_chunk(header, now)
             if chunk is None:
                 raise BadFrame("unasked", f"{header} of push {stream.push.push} was not asked for")
             stream.push.moved_at = now
             return ClaimedChunk(stream, chunk, header, body)
 
-    def stage(self, claim: ClaimedChunk) -> list[Move]:
+    def stage_chunk(self, claim: ClaimedChunk) -> list[Move]:
         """Check a claimed chunk and copy it into its place; raise BadFrame, after undoing the claim, if it is wrong."""
         stream, push = claim.stream, claim.stream.push
         with self._changed:
             if not push.live:
-                stream.intake.drop(claim.chunk)
+                stream.intake.drop_claim(claim.chunk)
                 return []
             push.copying += 1
         wrong: BadFrame | None = None
         try:
             check_body(claim.header, claim.body)
-            self._copy(claim)
+            self._copy_chunk(claim)
         except BadFrame as refused:
             wrong = refused
         with self._changed:
@@ -195,40 +195,40 @@ class Receiver:
             if not push.copying:
                 self._changed.notify_all()
             if push.phase is not PushPhase.MOVING:
-                stream.intake.drop(claim.chunk)
+                stream.intake.drop_claim(claim.chunk)
                 return []
             if wrong is not None:
-                stream.intake.wrong(claim.chunk)
+                stream.intake.mark_wrong(claim.chunk)
                 raise wrong
-            stream.intake.here(claim.chunk)
-            return self._after(stream)
+            stream.intake.mark_received(claim.chunk)
+            return self._after_chunk(stream)
 
-    def _copy(self, claim: ClaimedChunk) -> None:
+    def _copy_chunk(self, claim: ClaimedChunk) -> None:
         targets = claim.stream.push.targets
         if not targets:
-            return  # dropped since the claim: nothing may be written, and `drop` may have returned
+            return  # dropped since the claim: nothing may be written, and `drop_push` may have returned
         assert self._layout is not None
-        begin, end = self._layout.place(claim.chunk)
+        begin, end = self._layout.place_range(claim.chunk)
         claim.stream.push.codec.put(claim.body, targets[claim.chunk.layer][begin:end])
 
-    def _after(self, stream: InStream) -> list[Move]:
+    def _after_chunk(self, stream: InStream) -> list[Move]:
         """What a chunk that came to its place makes possible."""
         lanes, self._starved = self._starved, set()  # else a lane asks when it has read: nobody need wake it
         if not stream.intake.complete:
             return [Wake(lane) for lane in sorted(lanes)]
-        self._turns[stream.lane].leave(stream.key)
+        self._turns[stream.lane].leave_line(stream.key)
         wakes = [Wake(lane) for lane in sorted(lanes | {stream.lane})]
-        return [stream.done(), *wakes, *self._freeze_if_whole(stream.push)]
+        return [stream.done_message(), *wakes, *self._freeze_if_whole(stream.push)]
 
     def _freeze_if_whole(self, push: IncomingPush) -> list[Move]:
-        if push.phase is not PushPhase.MOVING or not push.whole:
+        if push.phase is not PushPhase.MOVING or not push.is_whole:
             return []
         push.phase = PushPhase.FROZEN
         push.targets = {}
         return [Staged(push.push, push.total)]
 
     def next_deadline(self, now: float) -> float:
-        """When `tick`, or `plan` for want of an answer, may next have something to do; infinite if nothing is open."""
+        """When `tick`, or `plan_wants` for want of an answer, may have something to do; infinite if none is open."""
         with self._changed:
             due = [p.deadline_at for p in self._pushes.values()]
             due += [p.moved_at + self._stall_s for p in self._pushes.values() if p.live]
@@ -241,58 +241,58 @@ class Receiver:
         moves: list[Move] = []
         with self._changed:
             for push in list(self._pushes.values()):
-                push.rate.saw(push.here, now)
+                push.rate.record_bytes(push.received_bytes, now)
                 if now >= push.deadline_at and not push.live:
-                    self._forget(push)
+                    self._forget_push(push)
                 elif now >= push.deadline_at:
-                    moves += self._refuse(push, "it passed its deadline; " + push.missing(), "refused")
+                    moves += self._refuse_push(push, "it passed its deadline; " + push.describe_missing(), "refused")
                 elif push.live and push.waits_for_us:
                     push.moved_at = now
                 elif push.live and now - push.moved_at >= self._stall_s:
-                    reason = f"no new bytes for {self._stall_s:g} s; {push.missing()}"
-                    moves += self._refuse(push, reason, "refused")
+                    reason = f"no new bytes for {self._stall_s:g} s; {push.describe_missing()}"
+                    moves += self._refuse_push(push, reason, "refused")
         return moves
 
-    def _refuse(self, push: IncomingPush, reason: str, code: str) -> list[Move]:
+    def _refuse_push(self, push: IncomingPush, reason: str, code: str) -> list[Move]:
         text = f"push {push.push} is refused: {reason}"
-        moves: list[Move] = [error(s.lane, s.peer, s.stream, code, text) for s in push.streams.values()]
-        self._stop(push, PushPhase.REFUSED, reason)
+        moves: list[Move] = [error_message(s.lane, s.peer, s.stream, code, text) for s in push.streams.values()]
+        self._stop_push(push, PushPhase.REFUSED, reason)
         return [*moves, PushOver(push.push, reason)]
 
-    def drop(self, push_id: PushId) -> None:
+    def drop_push(self, push_id: PushId) -> None:
         """Forget a push; on return nobody writes into its buffers. Waits for a copy under way, a chunk's worth."""
         with self._changed:
             push = self._pushes.get(push_id)
             if push is None:
                 return
-            self._forget(push)
+            self._forget_push(push)
 
     def drop_all(self) -> None:
         """Forget every push: the slave has another incarnation."""
         with self._changed:
             for push in list(self._pushes.values()):
-                self._forget(push)
+                self._forget_push(push)
 
-    def _forget(self, push: IncomingPush) -> None:
-        self._stop(push, PushPhase.OVER, push.reason)
+    def _forget_push(self, push: IncomingPush) -> None:
+        self._stop_push(push, PushPhase.OVER, push.reason)
         if self._pushes.pop(push.push, None) is not None:
-            self._closed.add(push.push.cluster, push.push.inc, push.push.seq)
+            self._closed.add_transfer(push.push.cluster, push.push.inc, push.push.seq)
 
-    def _stop(self, push: IncomingPush, phase: PushPhase, reason: str) -> None:
+    def _stop_push(self, push: IncomingPush, phase: PushPhase, reason: str) -> None:
         """No more writes: give back what was asked, wait out copies under way."""
         push.phase, push.reason, push.targets = phase, reason, {}
         for stream in push.streams.values():
-            stream.intake.lost()
-            self._turns[stream.lane].leave(stream.key)
+            stream.intake.on_connection_lost()
+            self._turns[stream.lane].leave_line(stream.key)
             self._streams.pop((stream.lane, stream.peer, stream.stream), None)
         while push.copying:
             self._changed.wait()
 
-    def transfers(self) -> tuple[Transfer, ...]:
+    def list_transfers(self) -> tuple[Transfer, ...]:
         """What is moving now."""
         with self._changed:
             return tuple(
-                Transfer(p.push.cluster, p.push.inc, p.push.seq, True, p.here, p.total, p.rate.bytes_per_s)
+                Transfer(p.push.cluster, p.push.inc, p.push.seq, True, p.received_bytes, p.total, p.rate.bytes_per_s)
                 for p in self._pushes.values()
                 if p.live
             )

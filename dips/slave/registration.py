@@ -73,43 +73,43 @@ class Registration:
         self.number += 1
         return [DescribeShard(self._identity)]
 
-    def request(self, number: int, now: float) -> Actions:
+    def request_again(self, number: int, now: float) -> Actions:
         """Register again, unless that has happened, or begun, since registration `number` was the present one."""
         if number != self.number or self.phase is not RegistrationPhase.SERVING:
             return []
-        self._sleep(0.0, now)
+        self._sleep_for(0.0, now)
         return self.tick(now)
 
     def on_described(self, described: SlaveRegistered | Exception, now: float) -> Actions:
         """The shard has said what it holds."""
         if isinstance(described, Exception):
-            return self._fail(described, now)
+            return self._on_failure(described, now)
         return [CallMaster(replace(described, mirror=self._meters().mirror), self._timing.call_s)]
 
     def on_registered(self, registered: Registered | Exception, now: float) -> Actions:
         """The master has answered a Register, or has not."""
         if isinstance(registered, Exception):
-            return self._fail(registered, now)
+            return self._on_failure(registered, now)
         self._registered = registered
         return [WelcomeShard(registered, self._prepare)]
 
     def on_welcomed(self, error: Exception | None, now: float) -> Actions:
         """The shard has taken term, incarnation and layers, or could not: Stale is the answer of an old master."""
         if error is not None:
-            return self._fail(error, now)
+            return self._on_failure(error, now)
         assert self._registered is not None
         return [FollowRegistration(self._registered.order)]
 
     def on_followed(self, followed: Followed | Unfollowed | Exception, now: float) -> Actions:
         """The shard has done what the answer ordered, or says why it could not."""
         if isinstance(followed, Exception):
-            return self._fail(followed, now)
+            return self._on_failure(followed, now)
         registered = self._registered
         assert registered is not None
         self._backoff.reset()
         if isinstance(followed, Unfollowed):
             again_s = self._timing.backoff_s[1]
-            self._sleep(again_s, now)
+            self._sleep_for(again_s, now)
             return [WriteLog("error", "register_order_failed", {"why": followed.reason, "again_in_s": again_s})]
         if followed is Followed.SERVES:
             self.phase = RegistrationPhase.SERVING
@@ -117,21 +117,21 @@ class Registration:
             return [WriteLog("info", "ready", fields)]
         order = registered.order
         if isinstance(order, RegisterLater):
-            self._sleep(order.retry_after_s, now)
+            self._sleep_for(order.retry_after_s, now)
             fields = {"why": order.reason, "again_in_s": order.retry_after_s}
             return [WriteLog("info", "register_waits", fields)]
-        self._sleep(0.0, now)
+        self._sleep_for(0.0, now)
         return [WriteLog("info", "register_order_done", {"order": str(order)}), *self.tick(now)]
 
-    def _fail(self, error: Exception, now: float) -> Actions:
+    def _on_failure(self, error: Exception, now: float) -> Actions:
         if not isinstance(error, RETRIED):
             return [EndSlave(error)]
         pause_s = self._backoff.next_pause_s()
-        self._sleep(pause_s, now)
+        self._sleep_for(pause_s, now)
         fields = {"master": self._identity.master, "why": str(error), "again_in_s": pause_s}
         return [WriteLog("warning", "register_failed", fields)]
 
-    def _sleep(self, seconds: float, now: float) -> None:
+    def _sleep_for(self, seconds: float, now: float) -> None:
         self.phase, self._again_at = RegistrationPhase.PAUSED, now + seconds
 
 
@@ -171,9 +171,9 @@ class Heartbeats:
             return []
         self._under_way = True
         self._sent = (self._registration.number, standing.sinc)
-        return [CallMaster(self._describe(standing), max(self._timing.heartbeat_s, 1.0))]
+        return [CallMaster(self._make_heartbeat(standing), max(self._timing.heartbeat_s, 1.0))]
 
-    def _describe(self, standing: Standing) -> SlaveHeartbeat:
+    def _make_heartbeat(self, standing: Standing) -> SlaveHeartbeat:
         meters = self._meters()
         return SlaveHeartbeat(
             slave=self._identity.slave,
@@ -206,25 +206,25 @@ class Heartbeats:
         standing = self._standing()
         if answer.register or answer.term > standing.term:
             # Also with a master of a lower term: so it learns which term was seen.
-            return actions + self._registration.request(number, now)
+            return actions + self._registration.request_again(number, now)
         if answer.term == standing.term and sinc == standing.sinc:
             self._live = answer
             if answer.mirror:
                 actions.append(KeepInMirror(answer.mirror))
-            return actions + self._heal()
+            return actions + self._drop_unlisted()
         return actions
 
     def _on_failure(self, error: Exception, now: float) -> Actions:
         if isinstance(error, Stale):
             refused = WriteLog("warning", "heartbeat_refused", {"why": str(error)})
-            return [refused, *self._registration.request(self._sent[0], now)]
+            return [refused, *self._registration.request_again(self._sent[0], now)]
         if not isinstance(error, Unavailable | Busy):
             return [EndSlave(error)]
         silent, self._answered = self._answered, False
         fields = {"master": self._identity.master, "why": str(error)}
         return [WriteLog("warning", "master_silent", fields)] if silent else []
 
-    def _heal(self) -> Actions:
+    def _drop_unlisted(self) -> Actions:
         """Apart from the heartbeats, since it needs a turn of the shard's thread, which may be busy for minutes."""
         if self._healing or self._live is None:
             return []
@@ -237,5 +237,5 @@ class Heartbeats:
         if isinstance(dropped, Exception):
             return [EndSlave(dropped)]
         fields = {"dropped": dropped, "why": "open here, and not live at the master"}
-        told: Actions = [WriteLog("warning", "healed", fields)] if dropped else []
-        return told + self._heal()
+        logged: Actions = [WriteLog("warning", "healed", fields)] if dropped else []
+        return logged + self._drop_unlisted()

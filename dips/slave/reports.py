@@ -1,6 +1,6 @@
-"""What a slave reports of its own accord, push by push: staged, or refused here. Told until the master has heard it.
+"""What a slave reports of its own accord, push by push: staged, or refused here. Sent until the master acknowledges it.
 
-Pure. Reports are told one after another, oldest first; every heartbeat names what is staged besides. A master that
+Pure. Reports are sent one after another, oldest first; every heartbeat names what is staged besides. A master that
 knows better (Stale) learns the truth with the next Register.
 """
 
@@ -20,7 +20,7 @@ from dips.transport.backoff import Backoff
 
 
 class ReportQueue:
-    """The reports that the master has not heard yet."""
+    """The reports that the master has not acknowledged yet."""
 
     def __init__(self, slave: str, timing: SlaveTiming, sinc: Callable[[], int], rng: Random) -> None:
         self._slave, self._timing, self._sinc = slave, timing, sinc
@@ -32,13 +32,13 @@ class ReportQueue:
     def next_deadline(self) -> float:
         return inf if self._again_at is None else self._again_at
 
-    def add(self, reports: Iterable[Report]) -> Actions:
+    def add_reports(self, reports: Iterable[Report]) -> Actions:
         """Queue what the shard has to report."""
         self._waiting.extend(reports)
         return self._tell_next() if self._telling is None else []
 
     def tick(self, now: float) -> Actions:
-        """Tell again what was not heard."""
+        """Send again what was not acknowledged."""
         if now < self.next_deadline():
             return []
         assert self._telling is not None
@@ -46,7 +46,7 @@ class ReportQueue:
         return [CallMaster(self._telling, self._timing.call_s)]
 
     def on_reply(self, error: Exception | None, now: float) -> Actions:
-        """The master has heard it, or has not."""
+        """The master has acknowledged it, or has not."""
         assert self._telling is not None
         if isinstance(error, Unavailable | Busy):
             self._again_at = now + self._backoff.next_pause_s()

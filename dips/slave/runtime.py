@@ -32,7 +32,7 @@ from dips.slave.open_transfers import Report
 from dips.slave.shard_thread import ShardThread
 from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.telemetry.logs import Log
-from dips.transport.control import call
+from dips.transport.control import call_method
 from dips.wire.messages import from_proto, to_proto
 
 
@@ -67,25 +67,25 @@ class SlaveRuntime:
     async def run(self) -> None:
         """Live until cancelled; raise DipsError if the master refuses this slave for good."""
         self._thread.on_reports = self._pass_reports
-        self._step(self._core.tick)
+        self._step_core(self._core.tick)
         try:
             await self._ended
         finally:
-            self._stop()
+            self._stop_tasks()
 
-    async def execute(self, order: Order) -> Answer:
+    async def execute_order(self, order: Order) -> Answer:
         """Have an order carried out, as servicer.py was asked; raise what it raised."""
         self._tickets += 1
         ticket = self._tickets
         self._answers[ticket] = self._loop.create_future()
-        self._step(partial(self._core.take_order, ticket, order))
+        self._step_core(partial(self._core.take_order, ticket, order))
         try:
             return await self._answers[ticket]
         finally:
             del self._answers[ticket]
             self._core.drop_order(ticket)
 
-    def _stop(self) -> None:
+    def _stop_tasks(self) -> None:
         self._thread.on_reports = lambda reports: None  # the loop may end before the shard's thread
         if not self._ended.done():
             self._ended.cancel()
@@ -96,23 +96,23 @@ class SlaveRuntime:
 
     # ---- doing what the core wants -----------------------------------------------------------------------------------
 
-    def _step(self, handle: Callable[[float], Actions]) -> None:
+    def _step_core(self, handle: Callable[[float], Actions]) -> None:
         """Tell the core something and do what it wants; our own fault in it ends the process, loudly."""
         if self._ended.done():
             return
         try:
             for action in handle(self._loop.time()):
-                self._do(action)
+                self._do_action(action)
             self._plan_tick()
         except Exception as error:  # noqa: BLE001 (whatever it is, run() raises it)
-            self._end(error)
+            self._end_run(error)
 
-    def _do(self, action: object) -> None:
+    def _do_action(self, action: object) -> None:
         match action:
             case AnswerOrder(ticket, answer):
-                self._answer(ticket, answer)
+                self._answer_order(ticket, answer)
             case CallMaster():
-                task = self._loop.create_task(self._call(action))
+                task = self._loop.create_task(self._call_master(action))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             case WriteSnapshot(_, _, write):
@@ -124,25 +124,25 @@ class SlaveRuntime:
             case WriteLog(level, event, fields):
                 getattr(self._log, level)(event, **fields)
             case EndSlave(error):
-                self._end(error)
+                self._end_run(error)
             case _:
-                self._perform(action)  # type: ignore[arg-type]  # all that is left is work on the shard
+                self._perform_work(action)  # type: ignore[arg-type]  # all that is left is work on the shard
 
-    def _perform(self, work: ShardWork) -> None:
-        done = asyncio.wrap_future(self._thread.perform(work), loop=self._loop)
+    def _perform_work(self, work: ShardWork) -> None:
+        done = asyncio.wrap_future(self._thread.perform_work(work), loop=self._loop)
         done.add_done_callback(partial(self._on_done, work))
 
     def _on_done(self, work: ShardWork | WriteSnapshot, done: asyncio.Future[Any] | Future[Any]) -> None:
         if done.cancelled():
             return
         result = done.exception() or done.result()
-        self._step(partial(self._core.on_done, work, result))
+        self._step_core(partial(self._core.on_done, work, result))
 
-    async def _call(self, action: CallMaster) -> None:
+    async def _call_master(self, action: CallMaster) -> None:
         method, kind = self._calls[type(action.message)]
         reply: object
         try:
-            raw = await call(
+            raw = await call_method(
                 method,
                 to_proto(action.message),
                 deadline_s=action.deadline_s,
@@ -152,9 +152,9 @@ class SlaveRuntime:
             reply = from_proto(raw, kind)
         except Exception as error:  # noqa: BLE001 (the core decides by its class what it means)
             reply = error
-        self._step(partial(self._core.on_reply, action, reply))
+        self._step_core(partial(self._core.on_reply, action, reply))
 
-    def _answer(self, ticket: int, answer: Answer | Exception) -> None:
+    def _answer_order(self, ticket: int, answer: Answer | Exception) -> None:
         waiting = self._answers.get(ticket)
         if waiting is None or waiting.done():
             return  # who gave the order has hung up
@@ -163,7 +163,7 @@ class SlaveRuntime:
         else:
             waiting.set_result(answer)
 
-    def _end(self, error: Exception) -> None:
+    def _end_run(self, error: Exception) -> None:
         if not self._ended.done():
             self._ended.set_exception(error)
 
@@ -171,12 +171,12 @@ class SlaveRuntime:
         if self._timer is not None:
             self._timer.cancel()
         due = self._core.next_deadline()
-        self._timer = self._loop.call_at(due, self._step, self._core.tick) if due < inf else None
+        self._timer = self._loop.call_at(due, self._step_core, self._core.tick) if due < inf else None
 
     def _pass_reports(self, reports: list[Report]) -> None:
         """On the shard's thread."""
         handle = partial(self._add_reports, reports)
-        self._loop.call_soon_threadsafe(self._step, handle)
+        self._loop.call_soon_threadsafe(self._step_core, handle)
 
     def _add_reports(self, reports: list[Report], now: float) -> Actions:
         return self._core.add_reports(reports)

@@ -21,14 +21,14 @@ from dips.ids import PullId, VersionId
 from dips.protocol.heartbeats import Transfer
 from dips.slave.checksums import Checksums
 from dips.slave.counters import ByCluster
-from dips.slave.moves import Closed, Move, Released, Say, SourceMoved, error
+from dips.slave.moves import Closed, Move, Released, Say, SourceMoved, error_message
 from dips.slave.outgoing_pull import OutgoingPull, OutStream, PullSource, Tracker
 from dips.slave.ports import Arrays
 from dips.transport.credit import MOST_BYTES, MOST_CHUNKS
 from dips.transport.rate import Rate
 from dips.wire import streams
 from dips.wire.chunks import LayerLayout, Range
-from dips.wire.frame import ITEM_BYTES, BadFrame, Header, Kind, pack
+from dips.wire.frame import ITEM_BYTES, BadFrame, Header, Kind, pack_header
 from dips.wire.streams import StreamName, Welcome
 
 
@@ -42,20 +42,22 @@ class ChunkSend:
     body: memoryview
     source: PullSource
 
-    def header(self, run: int) -> bytes:
+    def make_header(self, run: int) -> bytes:
         """Make the checksum and the header. Cost: reads the chunk, if no pull of its version has asked for it."""
         layer, param, offset, _ = self.chunk
-        checksum = self.sender.checksums.of(self.stream.pull.version, self.chunk, self.body)
-        return pack(Header(Kind.CHUNK, run, self.stream.stream, self.body.nbytes, checksum, layer, param, offset))
+        checksum = self.sender.checksums.chunk_checksum(self.stream.pull.version, self.chunk, self.body)
+        return pack_header(
+            Header(Kind.CHUNK, run, self.stream.stream, self.body.nbytes, checksum, layer, param, offset)
+        )
 
-    def wanted(self) -> bool:
+    def still_wanted(self) -> bool:
         return not (self.stream.over or self.stream.pull.closed)
 
-    def sent(self, tracker: Tracker) -> None:
-        self.sender.sent(self, tracker)
+    def on_sent(self, tracker: Tracker) -> None:
+        self.sender.on_sent(self, tracker)
 
-    def gone(self) -> None:
-        self.sender.gone(self)
+    def on_not_sent(self) -> None:
+        self.sender.on_not_sent(self)
 
 
 class Sender:
@@ -80,73 +82,73 @@ class Sender:
         with self._lock:
             return self._sent_to.snapshot()
 
-    def use(self, layout: LayerLayout) -> None:
+    def set_layers(self, layout: LayerLayout) -> None:
         """Say which layers this slave holds."""
         self._layout = layout
 
-    def open(self, pull: PullId, version: VersionId, source: Arrays, deadline_s: float, now: float) -> None:
+    def open_pull(self, pull: PullId, version: VersionId, source: Arrays, deadline_s: float, now: float) -> None:
         """Serve `source` until close, stall or deadline; opening an open pull again changes nothing."""
-        served = self._source(source)
+        served = self._make_source(source)
         with self._lock:
             if pull not in self._pulls:
                 self._pulls[pull] = OutgoingPull(pull, version, served, now + deadline_s, now, Rate(now))
 
-    def move(self, pull_id: PullId, source: Arrays) -> None:
+    def move_pull(self, pull_id: PullId, source: Arrays) -> None:
         """Cut chunks from `source` from now on; `tick` returns SourceMoved when the former one is in flight no more."""
-        served = self._source(source)
+        served = self._make_source(source)
         with self._lock:
             pull = self._pulls.get(pull_id)
             if pull is not None and not pull.closed:
                 pull.former.append(pull.source)
                 pull.source = served
 
-    def _source(self, arrays: Arrays) -> PullSource:
+    def _make_source(self, arrays: Arrays) -> PullSource:
         assert self._layout is not None, "use() comes before open()"
         sizes = {layer: array.size for layer, array in arrays.items()}
         assert sizes == self._layout.numel, f"source of {sizes} elements for layers of {self._layout.numel}"
         return PullSource({layer: array.view(np.uint8) for layer, array in arrays.items()})
 
-    def hello(self, lane: int, peer: bytes, name: StreamName, pieces: tuple[Range, ...], now: float) -> list[Move]:
+    def on_hello(self, lane: int, peer: bytes, name: StreamName, pieces: tuple[Range, ...], now: float) -> list[Move]:
         """A rank says that it will ask; a HELLO at or below the stream's epoch is refused and changes nothing."""
         pull_id = PullId(name.cluster, name.inc, name.seq)
         place = (pull_id, name.rank, lane)
         with self._lock:
-            refusal = self._refusal(pull_id, place, lane, name, pieces)
+            refusal = self._refuse_hello(pull_id, place, lane, name, pieces)
             if refusal is not None:
-                return [error(lane, peer, name.id, *refusal)]
+                return [error_message(lane, peer, name.stream_id, *refusal)]
             pull = self._pulls[pull_id]
             pull.moved_at = now
             if place in self._latest:
-                self._end(self._latest[place])
+                self._end_stream(self._latest[place])
             named = sum(piece.nbytes for piece in pieces)
-            stream = OutStream(pull, lane, peer, name.epoch, name.id, named)
+            stream = OutStream(pull, lane, peer, name.epoch, name.stream_id, named)
             pull.streams.append(stream)
-            self._streams[lane, peer, name.id] = self._latest[place] = stream
+            self._streams[lane, peer, name.stream_id] = self._latest[place] = stream
             body = streams.encode_welcome(Welcome(named, self._chunk_bytes))
-            return [Say(lane, peer, Kind.WELCOME, name.id, body)]
+            return [Say(lane, peer, Kind.WELCOME, name.stream_id, body)]
 
-    def _refusal(
+    def _refuse_hello(
         self, pull_id: PullId, place: tuple[PullId, int, int], lane: int, name: StreamName, pieces: tuple[Range, ...]
     ) -> tuple[str, str] | None:
         pull = self._pulls.get(pull_id)
         if pull is None:
-            return self._closed.verdict(name)
+            return self._closed.refuse_hello(name)
         assert self._layout is not None
-        outside = self._layout.outside(pieces)
-        known = pull.refusal(self._latest.get(place), lane, name)
+        outside = self._layout.describe_outside(pieces)
+        known = pull.refuse_hello(self._latest.get(place), lane, name)
         return known or (("ranges", f"rank {name.rank}: {outside}") if outside else None)
 
-    def want(self, lane: int, peer: bytes, stream_id: int, chunks: tuple[Range, ...], now: float) -> list[ChunkSend]:
+    def on_want(self, lane: int, peer: bytes, stream_id: int, chunks: tuple[Range, ...], now: float) -> list[ChunkSend]:
         """Take a WANT; raise BadFrame if the stream is unknown, the ranges are foreign or the credit is passed."""
         with self._lock:
             stream = self._streams.get((lane, peer, stream_id))
             if stream is None or stream.over:
                 raise BadFrame("stream", f"no stream {stream_id:016x} on this connection")
             assert self._layout is not None
-            outside = self._layout.outside(chunks) or self._too_long(chunks)
+            outside = self._layout.describe_outside(chunks) or self._too_long(chunks)
             if outside:
                 raise BadFrame("range", f"pull {stream.pull.pull}: {outside}")
-            self._reap(stream, now)
+            self._reap_stream(stream, now)
             nbytes = sum(chunk.nbytes for chunk in chunks)
             held = stream.queued + sum(n for _, n, _ in stream.held)
             # Twice the credit: a chunk that has arrived may still be on its way out of libzmq's books.
@@ -157,74 +159,74 @@ class Sender:
             stream.pull.moved_at = now
             source = stream.pull.source
             source.in_flight += len(chunks)
-            return [ChunkSend(self, stream, chunk, self._view(source, chunk), source) for chunk in chunks]
+            return [ChunkSend(self, stream, chunk, self._view_chunk(source, chunk), source) for chunk in chunks]
 
     def _too_long(self, chunks: tuple[Range, ...]) -> str | None:
         longest = max((chunk.nbytes for chunk in chunks), default=0)
         return f"a chunk of {longest} bytes, at most {self._chunk_bytes}" if longest > self._chunk_bytes else None
 
-    def _view(self, source: PullSource, chunk: Range) -> memoryview:
+    def _view_chunk(self, source: PullSource, chunk: Range) -> memoryview:
         assert self._layout is not None
-        begin, end = self._layout.place(chunk)
+        begin, end = self._layout.place_range(chunk)
         return source.views[chunk.layer][begin * ITEM_BYTES : end * ITEM_BYTES].data
 
-    def sent(self, job: ChunkSend, tracker: Tracker) -> None:
+    def on_sent(self, job: ChunkSend, tracker: Tracker) -> None:
         """The lane handed the chunk to libzmq, which reads it until the tracker is done."""
         with self._lock:
-            self._unqueue(job)
+            self._unqueue_chunk(job)
             job.stream.held.append((tracker, job.body.nbytes, job.source))
             self.bytes_out += job.body.nbytes
-            self._sent_to.add(job.stream.pull.pull.cluster, job.body.nbytes)
-            self._reap(job.stream, self._clock())
+            self._sent_to.add_bytes(job.stream.pull.pull.cluster, job.body.nbytes)
+            self._reap_stream(job.stream, self._clock())
 
-    def gone(self, job: ChunkSend) -> None:
+    def on_not_sent(self, job: ChunkSend) -> None:
         """The chunk will not leave; if its pull is still served, its peer is unreachable."""
         with self._lock:
-            self._unqueue(job)
+            self._unqueue_chunk(job)
             job.source.in_flight -= 1
-            self._end(job.stream)
+            self._end_stream(job.stream)
 
-    def _unqueue(self, job: ChunkSend) -> None:
+    def _unqueue_chunk(self, job: ChunkSend) -> None:
         job.stream.jobs -= 1
         job.stream.queued -= job.body.nbytes
 
-    def _reap(self, stream: OutStream, now: float) -> None:
-        freed = stream.reap()
+    def _reap_stream(self, stream: OutStream, now: float) -> None:
+        freed = stream.reap_sent()
         if freed:
             stream.pull.out += freed
             stream.pull.moved_at = now
 
-    def done(self, lane: int, peer: bytes, stream_id: int) -> None:
+    def on_done(self, lane: int, peer: bytes, stream_id: int) -> None:
         """The rank has all it wants; nothing for an unknown stream: an honest DONE may come after the close."""
         with self._lock:
             stream = self._streams.get((lane, peer, stream_id))
             if stream is None:
                 return
             stream.pull.moved_at = self._clock()
-            self._end(stream)
+            self._end_stream(stream)
 
-    def _end(self, stream: OutStream) -> None:
+    def _end_stream(self, stream: OutStream) -> None:
         stream.over = True
         self._streams.pop((stream.lane, stream.peer, stream.stream), None)
 
-    def close(self, pull_id: PullId, reason: str) -> None:
+    def close_pull(self, pull_id: PullId, reason: str) -> None:
         """Serve no further; `tick` says when the source is released."""
         with self._lock:
             pull = self._pulls.get(pull_id)
             if pull is not None:
-                self._close(pull, reason)
+                self._close_pull(pull, reason)
 
     def close_all(self, reason: str) -> None:
         """Serve nothing further: the slave has another incarnation, or ends."""
-        self.checksums.forget()
+        self.checksums.forget_all()
         with self._lock:
             for pull in self._pulls.values():
-                self._close(pull, reason)
+                self._close_pull(pull, reason)
 
-    def _close(self, pull: OutgoingPull, reason: str) -> None:
+    def _close_pull(self, pull: OutgoingPull, reason: str) -> None:
         pull.closed = pull.closed or reason
         for stream in pull.streams:
-            self._end(stream)
+            self._end_stream(stream)
 
     def next_deadline(self) -> float:
         """When a pull stalls or passes its deadline, unless bytes move; infinite if none is open."""
@@ -232,7 +234,7 @@ class Sender:
             due = [min(p.deadline_at, p.moved_at + self._stall_s) for p in self._pulls.values() if not p.closed]
             return min(due, default=inf)
 
-    def serving(self) -> list[tuple[PullId, VersionId, list[PullSource]]]:
+    def list_sources(self) -> list[tuple[PullId, VersionId, list[PullSource]]]:
         """Every pull that is not released, its version, and all sources that its readers may still read."""
         with self._lock:
             return [(p.pull, p.version, [p.source, *p.former]) for p in self._pulls.values()]
@@ -243,33 +245,33 @@ class Sender:
         with self._lock:
             for pull in list(self._pulls.values()):
                 for stream in pull.streams:
-                    self._reap(stream, now)
-                pull.rate.saw(pull.out, now)
+                    self._reap_stream(stream, now)
+                pull.rate.record_bytes(pull.out, now)
                 pull.streams = [s for s in pull.streams if not s.over or s.jobs or s.held]
                 if not pull.closed and now >= pull.deadline_at:
-                    self._close(pull, "it passed its deadline")
+                    self._close_pull(pull, "it passed its deadline")
                 elif not pull.closed and now - pull.moved_at >= self._stall_s:
-                    self._close(pull, f"nothing moved for {self._stall_s:g} s")
+                    self._close_pull(pull, f"nothing moved for {self._stall_s:g} s")
                 if pull.closed and pull.idle:
-                    moves.append(self._release(pull))
+                    moves.append(self._release_pull(pull))
                 elif pull.former and not any(source.in_flight for source in pull.former):
                     pull.former.clear()
                     moves.append(SourceMoved(pull.pull))
         return moves
 
-    def _release(self, pull: OutgoingPull) -> Released:
+    def _release_pull(self, pull: OutgoingPull) -> Released:
         del self._pulls[pull.pull]
-        self._closed.add(pull.pull.cluster, pull.pull.inc, pull.pull.seq)
+        self._closed.add_transfer(pull.pull.cluster, pull.pull.inc, pull.pull.seq)
         for place in [place for place in self._latest if place[0] == pull.pull]:
             del self._latest[place]
         return Released(pull.pull, pull.closed)
 
     @property
-    def holds(self) -> bool:
+    def holds_sources(self) -> bool:
         """Some source is not released."""
         return bool(self._pulls)
 
-    def transfers(self) -> tuple[Transfer, ...]:
+    def list_transfers(self) -> tuple[Transfer, ...]:
         """What is moving now."""
         with self._lock:
             return tuple(

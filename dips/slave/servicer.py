@@ -10,7 +10,7 @@ from typing import Any
 from dips.protocol.effects import Order
 from dips.slave.runtime import SlaveRuntime
 from dips.wire.generated import slave_pb2, slave_pb2_grpc
-from dips.wire.messages import from_proto, wrap
+from dips.wire.messages import from_proto, wrap_oneof
 
 
 class OrderServicer(slave_pb2_grpc.OrderServiceServicer):
@@ -21,7 +21,7 @@ class OrderServicer(slave_pb2_grpc.OrderServiceServicer):
 
     async def Execute(self, request: slave_pb2.Order, context: Any) -> slave_pb2.Answer:
         """Carry out an order; the same (term, number) again gets the remembered answer."""
-        answer = await self._runtime.execute(from_proto(request, Order))
-        reply = wrap(answer, slave_pb2.Answer)
+        answer = await self._runtime.execute_order(from_proto(request, Order))
+        reply = wrap_oneof(answer, slave_pb2.Answer)
         assert isinstance(reply, slave_pb2.Answer)
         return reply

@@ -1,4 +1,4 @@
-"""The deciding part of a slave: takes orders, keeps its round, does what it is told when it registers.
+"""The deciding part of a slave: takes orders, keeps its round, follows the order it gets when it registers.
 
 Synchronous and deterministic: no thread, clock or socket. One owner calls it, in the daemon the order thread, in the
 simulation the simulated world. What must stay true: an order is carried out once however often it comes; what bears
@@ -27,7 +27,7 @@ from dips.protocol.manifest import Manifest
 from dips.slave.open_transfers import Opened, OpenTransfers, Report
 from dips.slave.order_fences import OrderFences
 from dips.slave.ports import Arrays, Disk, Flow, FlowEvents
-from dips.slave.shard_registration import Followed, Unfollowed, follow
+from dips.slave.shard_registration import Followed, Unfollowed, follow_order
 from dips.slave.shard_round import ShardRound
 from dips.slave.shard_snapshots import ShardSnapshots
 
@@ -42,7 +42,7 @@ class Shard:
     def __init__(self, name: str, versions: Versions, disk: Disk, flow: Flow, inbox: FlowEvents | None = None) -> None:
         self.name = name
         self.versions = versions
-        self.reason = ""  # why this slave does not hold what it was told to hold
+        self.reason = ""  # why this slave does not hold what it was ordered to hold
         self._disk = disk
         self._snapshots = ShardSnapshots(name, disk)
         self._flow = flow
@@ -52,18 +52,18 @@ class Shard:
         self.rounds = ShardRound(name, versions, disk, flow, self.transfers, self._snapshots)
         self._orders: dict[type, Callable[[Any, Opened], Answer]] = {
             e.OpenPush: self._open_push,
-            e.Reorder: self._reorder,
+            e.Reorder: self._reorder_push,
             e.DropPush: self._drop_push,
             e.Measure: self.rounds.measure,
             e.Fold: self.rounds.fold,
             e.Apply: self.rounds.apply,
-            e.Persist: self._persist,
+            e.Persist: self._persist_version,
             e.Commit: self.rounds.commit,
             e.Abort: self.rounds.abort,
             e.OpenPull: self._open_pull,
             e.ClosePull: self._close_pull,
-            e.Retire: self._retire,
-            e.Ping: self._ping,
+            e.Retire: self._retire_versions,
+            e.Ping: self._answer_ping,
         }
 
     @property
@@ -72,7 +72,7 @@ class Shard:
 
     @property
     def sinc(self) -> int:
-        """This incarnation's number, 0 before the first `welcome`."""
+        """This incarnation's number, 0 before the first `on_registered`."""
         return self._fences.sinc
 
     @property
@@ -92,22 +92,22 @@ class Shard:
 
     @property
     def has_reports(self) -> bool:
-        """Whether the master is to be told something."""
+        """Whether there is something to report to the master."""
         return bool(self.transfers.reports)
 
     # ---- orders --------------------------------------------------------------------------------
 
-    def execute(self, order: e.Order) -> Answer:
+    def execute_order(self, order: e.Order) -> Answer:
         """Carry out an order, or repeat the answer that it got before.
 
         Raises Stale… (fences), Busy (no slot, no bank; nothing changed: ask again), LocalProtocolError (illegal now),
         FailedDisk (no room, or it broke; nothing else changed), or whatever poisoned the round.
         """
-        remembered = self._fences.admit(order)
+        remembered = self._fences.admit_order(order)
         if remembered is not None:
             return remembered
         answer = self._orders[type(order.body)](order.body, (order.term, order.number))
-        self._fences.remember(order, answer)
+        self._fences.remember_answer(order, answer)
         return answer
 
     def has_answered(self, number: int) -> bool:
@@ -116,14 +116,14 @@ class Shard:
 
     def _open_push(self, order: e.OpenPush, opened: Opened) -> Answer:
         """Legal when a version is held; reserves a slot; above the tombstone; a repetition changes nothing."""
-        if self.versions.memory is None:
+        if self.versions.served_version is None:
             raise StaleVersion(f"{self.name} holds no version yet, so it opens no push")
         self.transfers.open_push(order, opened)
         return Done()
 
-    def _reorder(self, order: e.Reorder, opened: Opened) -> Answer:
+    def _reorder_push(self, order: e.Reorder, opened: Opened) -> Answer:
         """Always legal; a push that does not move here has nothing to be ordered."""
-        self.transfers.reorder(order.push, order.places)
+        self.transfers.reorder_push(order.push, order.places)
         return Done()
 
     def _drop_push(self, order: e.DropPush, opened: Opened) -> Answer:
@@ -131,9 +131,9 @@ class Shard:
         self.transfers.drop_push(order.push)
         return Done()
 
-    def _persist(self, order: e.Persist, opened: Opened) -> Answer:
+    def _persist_version(self, order: e.Persist, opened: Opened) -> Answer:
         """Legal for what is prepared, or served; on return it is durable. A disk that fails leaves θ′ as it is."""
-        return Persisted(order.version, self._snapshots.writer(order.version, *self._to_write(order))())
+        return Persisted(order.version, self._snapshots.make_writer(order.version, *self._to_write(order))())
 
     def begin_persist(self, order: e.Order) -> Answer | Callable[[], str]:
         """Carry out a Persist; for the version that is served, return what writes it instead, on any thread.
@@ -142,12 +142,12 @@ class Shard:
         """
         body = order.body
         assert isinstance(body, e.Persist)
-        remembered = self._fences.admit(order)
+        remembered = self._fences.admit_order(order)
         if remembered is not None:
             return remembered
-        if body.version != self.versions.memory:
-            return self.execute(order)
-        write = self._snapshots.writer(body.version, *self._to_write(body))
+        if body.version != self.versions.served_version:
+            return self.execute_order(order)
+        write = self._snapshots.make_writer(body.version, *self._to_write(body))
         self._snapshots.writing = body.version
         return write
 
@@ -158,11 +158,11 @@ class Shard:
             return None
         answer = Persisted(version, digest)
         if order.term == self.term:
-            self._fences.remember(order, answer)
+            self._fences.remember_answer(order, answer)
         return answer
 
     def _to_write(self, order: e.Persist) -> tuple[Arrays, Arrays]:
-        held = (self.versions.prepared, self.versions.memory)
+        held = (self.versions.prepared, self.versions.served_version)
         if order.version not in held:
             raise LocalProtocolError(f"Persist of {order.version}: prepared is {held[0]}, served {held[1]}")
         if order.version == self.versions.prepared and self.rounds.poison is not None:
@@ -179,39 +179,39 @@ class Shard:
         self.transfers.close_pull(order.pull)
         return Done()
 
-    def _retire(self, order: e.Retire, opened: Opened) -> Answer:
+    def _retire_versions(self, order: e.Retire, opened: Opened) -> Answer:
         """Legal for versions that this slave neither serves nor prepares; deletes their snapshots."""
-        needed = {self.versions.memory, self.versions.prepared} & set(order.versions)
+        needed = {self.versions.served_version, self.versions.prepared} & set(order.versions)
         if needed:
             raise LocalProtocolError(
                 f"Retire names {', '.join(map(str, needed))}, which {self.name} serves or prepares"
             )
         try:
-            self._disk.delete(order.versions)
+            self._disk.delete_snapshots(order.versions)
         except OSError as error:
             raise FailedDisk(f"{self.name} cannot delete snapshots: {error}") from error
         return Done()
 
-    def _ping(self, order: e.Ping, opened: Opened) -> Answer:
+    def _answer_ping(self, order: e.Ping, opened: Opened) -> Answer:
         return Done()
 
     def take_reports(self) -> list[Report]:
-        """Return what the master is to be told since the last call, oldest first."""
+        """Return what is to be reported to the master since the last call, oldest first."""
         reports, self.transfers.reports = self.transfers.reports, []
         return reports
 
-    def heal(self, answer: SlaveHeartbeatAnswer) -> list[str]:
+    def drop_unlisted(self, answer: SlaveHeartbeatAnswer) -> list[str]:
         """Drop what the master does not list as live and should know; return the names of what was dropped.
 
         An answer that says `register` lists nothing to go by; one of an old term changes nothing.
         """
         if answer.register or answer.term < self.term:
             return []
-        return self.transfers.heal(answer.pushes, answer.pulls, (answer.term, answer.as_of))
+        return self.transfers.drop_unlisted(answer.pushes, answer.pulls, (answer.term, answer.as_of))
 
     # ---- registration --------------------------------------------------------------------------------
 
-    def registration(
+    def make_registration(
         self, req: int, nonce: str, run: str, address: str, lanes: tuple[str, ...], key: str = ""
     ) -> SlaveRegistered:
         """Say what this slave holds; may raise OSError from the disk."""
@@ -223,30 +223,30 @@ class Shard:
             address=address,
             lanes=lanes,
             term_seen=self.term,
-            memory=self.versions.memory,
+            memory=self.versions.served_version,
             prepared=self.versions.prepared,
-            complete=self._disk.complete(),
+            complete=self._disk.complete_versions(),
             slots=self.versions.slots,
             reason=self.reason,
             key=key,
         )
 
-    def welcome(self, registered: e.Registered) -> None:
+    def on_registered(self, registered: e.Registered) -> None:
         """Take the incarnation, the term and, the first time, the layers: memory is allocated here.
 
         Raises StaleTerm for the answer of an old master, CorruptManifest if the manifest cannot be read.
         """
         manifest = Manifest.from_json(registered.manifest)
         self._fences.see_term(registered.term, "Registered")
-        self.versions.allocate({layer: manifest.layers[layer].numel for layer in registered.layers})
+        self.versions.allocate_banks({layer: manifest.layers[layer].numel for layer in registered.layers})
         if registered.sinc != self.sinc:
             self.transfers.drop_all()
             self._fences.sinc = registered.sinc
             self._flow.start(registered.sinc, self._inbox)
 
-    def follow(self, order: e.SlaveOrder) -> Followed | Unfollowed:
-        """Do what the master said to a Register; a reason why not is told with the next one."""
-        followed = follow(self.rounds, order)
+    def follow_order(self, order: e.SlaveOrder) -> Followed | Unfollowed:
+        """Do what the master said to a Register; a reason why not goes with the next one."""
+        followed = follow_order(self.rounds, order)
         if isinstance(followed, Unfollowed):
             self.reason = followed.reason
         elif followed is not Followed.WAITS:

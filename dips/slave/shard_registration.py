@@ -1,6 +1,6 @@
 """What a shard does with the order that it gets when it registers: Hold, Load, Commit, Abort.
 
-Functions, called on the thread that owns the shard. What cannot be done is told as the reason of the next Register;
+Functions, called on the thread that owns the shard. What cannot be done is the reason of the next Register;
 what was held is held on.
 """
 
@@ -29,31 +29,31 @@ class Unfollowed:
     reason: str
 
 
-def follow(rounds: ShardRound, order: SlaveOrder) -> Followed | Unfollowed:
+def follow_order(rounds: ShardRound, order: SlaveOrder) -> Followed | Unfollowed:
     """Do what the master said to a Register."""
     if isinstance(order, Hold):
         return Followed.SERVES
     if isinstance(order, RegisterLater):
         return Followed.WAITS
     try:
-        _obey(rounds, order)
+        _carry_out(rounds, order)
     except (Busy, Corrupt, Stale, OSError) as error:
         return Unfollowed(f"{type(order).__name__} {order.version}: {error}")
     return Followed.DONE
 
 
-def _obey(rounds: ShardRound, order: LoadVersion | CommitVersion | AbortVersion) -> None:
-    prepared, memory = rounds.versions.prepared, rounds.versions.memory
+def _carry_out(rounds: ShardRound, order: LoadVersion | CommitVersion | AbortVersion) -> None:
+    prepared, memory = rounds.versions.prepared, rounds.versions.served_version
     if isinstance(order, AbortVersion):
         if memory == order.version:
             # The Commit was under way when this slave registered, and the master has rolled the version back since: it
-            # must hear what is served here now, and will order a load (seed 64).
+            # must learn what is served here now, and will order a load (seed 64).
             raise StaleVersion(f"{order.version} is committed and served here, and was to be aborted")
         if prepared == order.version:
             rounds.end_round()
     elif prepared == order.version:
-        rounds.flip(order.version)
+        rounds.flip_version(order.version)
     elif memory == order.version:
         rounds.end_round()
     else:
-        rounds.load(order.version)
+        rounds.load_version(order.version)

@@ -43,25 +43,25 @@ class ShardRound:
 
     def measure(self, order: Measure, opened: Opened) -> Answer:
         """Legal for a staged push when θ is at the order's version and nothing is prepared; begins the round."""
-        self._enter(order.round)
-        if self.versions.memory != order.version:
-            raise StaleVersion(f"expected to measure against {self.versions.memory}, got {order.version}")
-        known = self._transfers.full(order.push)
-        with self._work(f"Measure of {order.push}"):
-            layer_sq = self.versions.measure(order.push)
+        self._enter_round(order.round)
+        if self.versions.served_version != order.version:
+            raise StaleVersion(f"expected to measure against {self.versions.served_version}, got {order.version}")
+        known = self._transfers.staged_push(order.push)
+        with self._poison_on_error(f"Measure of {order.push}"):
+            layer_sq = self.versions.measure_push(order.push)
         known.measured = order.round
         return Measured(layer_sq, all(map(isfinite, layer_sq)))
 
     def fold(self, order: Fold, opened: Opened) -> Answer:
         """Legal once for a push measured in this round; frees its slot."""
-        self._enter(order.round)
-        known = self._transfers.full(order.push)
+        self._enter_round(order.round)
+        known = self._transfers.staged_push(order.push)
         if known.measured != order.round:
             raise LocalProtocolError(f"push {order.push} was not measured in round {order.round}")
-        with self._work(f"Fold of {order.push}"):
+        with self._poison_on_error(f"Fold of {order.push}"):
             self._flow.drop_push(order.push)
             try:
-                return Folded(self.versions.fold(order.push, order.weight))
+                return Folded(self.versions.fold_push(order.push, order.weight))
             finally:
                 self._transfers.forget_push(order.push)
 
@@ -70,30 +70,30 @@ class ShardRound:
 
         The snapshot's room is taken before anything is computed: a full disk is found while nothing is lost.
         """
-        self._enter(order.round)
-        memory = self.versions.memory
+        self._enter_round(order.round)
+        memory = self.versions.served_version
         if memory is None or order.version != VersionId(memory.version + 1, order.round):
             raise LocalProtocolError(f"Apply of {order.version} in round {order.round} cannot follow {memory}")
         if not self.versions.folded:
             raise LocalProtocolError(f"Apply of {order.version}: no push is folded in round {order.round}")
         self._snapshots.require_idle(f"Apply of {order.version}")
         if order.reserve:
-            self._snapshots.reserve(order.version, 2 * BYTES_PER_PARAMETER * self.versions.numel)  # θ and m
-        self._transfers.relieve()
-        with self._work(f"Apply of {order.version}"):
-            self.versions.prepare(order.version, order.scale, order.lr, order.momentum)
-        self._transfers.unmeasure()
+            self._snapshots.reserve_room(order.version, 2 * BYTES_PER_PARAMETER * self.versions.numel)  # θ and m
+        self._transfers.move_old_readers()
+        with self._poison_on_error(f"Apply of {order.version}"):
+            self.versions.prepare_version(order.version, order.scale, order.lr, order.momentum)
+        self._transfers.forget_measures()
         return Prepared(order.version)
 
     def commit(self, order: Commit, opened: Opened) -> Answer:
         """Legal for what is prepared or served already; serves it and opens the pulls."""
-        self.flip(order.version)
+        self.flip_version(order.version)
         self._transfers.open_pulls(order.pulls, order.version, order.pull_deadline_s, opened)
         return Done()
 
     def abort(self, order: Abort, opened: Opened) -> Answer:
         """Legal for any round without a row; a round before the open one is over already."""
-        memory = self.versions.memory
+        memory = self.versions.served_version
         if memory is not None and memory != GENESIS and memory.round == order.round:
             raise LocalProtocolError(f"Abort of round {order.round}, which is committed as {memory}")
         if self.number is None or order.round >= self.number:
@@ -101,7 +101,7 @@ class ShardRound:
         self._last = max(self._last, order.round)
         return Done()
 
-    def _enter(self, round_: int) -> None:
+    def _enter_round(self, round_: int) -> None:
         """Be in `round_`; a later one than the open one presumes that one aborted, unless it is in doubt."""
         if self.versions.prepared is not None:
             raise LocalProtocolError(
@@ -117,34 +117,35 @@ class ShardRound:
 
     def end_round(self) -> None:
         """Forget the open round and what was prepared in it: presumed abort."""
-        self._snapshots.release(unless=self.versions.memory)
-        self.versions.abort()
-        self._transfers.unmeasure()
+        self._snapshots.release_room(unless=self.versions.served_version)
+        self.versions.abort_round()
+        self._transfers.forget_measures()
         self.number = self.poison = None
 
-    def flip(self, version: VersionId) -> None:
+    def flip_version(self, version: VersionId) -> None:
         """Serve what was prepared; nothing if it is served already."""
-        if self.versions.memory == version:
+        if self.versions.served_version == version:
             return
         if self.versions.prepared != version:
             raise StaleVersion(
-                f"Commit of {version}: {self._name} serves {self.versions.memory}, prepared is {self.versions.prepared}"
+                f"Commit of {version}: {self._name} serves {self.versions.served_version}, "
+                f"prepared is {self.versions.prepared}"
             )
         self._snapshots.require_idle(f"Commit of {version}")
-        self.versions.flip(version)
+        self.versions.flip_version(version)
         self.end_round()
-        self._transfers.relieve()  # now, so that the next Apply finds its bank free
+        self._transfers.move_old_readers()  # now, so that the next Apply finds its bank free
 
-    def load(self, version: VersionId) -> None:
+    def load_version(self, version: VersionId) -> None:
         """Serve a version from its snapshot; every push is dropped and every pull closed."""
         self._snapshots.require_idle(f"Load of {version}")
         self.end_round()
         self._transfers.drop_all()
-        self._transfers.relieve()
-        self.versions.load(version, lambda theta, momentum: self._disk.read(version, theta, momentum))
+        self._transfers.move_old_readers()
+        self.versions.load_version(version, lambda theta, momentum: self._disk.read_snapshot(version, theta, momentum))
 
     @contextmanager
-    def _work(self, what: str) -> Iterator[None]:
+    def _poison_on_error(self, what: str) -> Iterator[None]:
         """Whatever fails inside may have left half of it done, so the round is poisoned; Busy is said before any."""
         try:
             yield

@@ -22,34 +22,34 @@ class ShardSnapshots:
         self._reserved: VersionId | None = None
         self.writing: VersionId | None = None  # on another thread
 
-    def reserve(self, version: VersionId, nbytes: int) -> None:
+    def reserve_room(self, version: VersionId, nbytes: int) -> None:
         """Take room for `nbytes` of θ and m; raise FailedDisk if it is not there."""
         if self._reserved != version:
-            self.release()
+            self.release_room()
         try:
-            self._disk.reserve(version, nbytes)
+            self._disk.reserve_room(version, nbytes)
         except OSError as error:
             raise FailedDisk(f"{self._name} has no room for the snapshot of {version}: {error}") from error
         self._reserved = version
 
-    def release(self, unless: VersionId | None = None) -> None:
+    def release_room(self, unless: VersionId | None = None) -> None:
         """Give back what was reserved, unless it is for a version that still waits for its snapshot."""
         if self._reserved is not None and self._reserved != unless:
-            self._disk.release(self._reserved)
+            self._disk.release_room(self._reserved)
             self._reserved = None
 
-    def writer(self, version: VersionId, theta: Arrays, momentum: Arrays) -> Callable[[], str]:
+    def make_writer(self, version: VersionId, theta: Arrays, momentum: Arrays) -> Callable[[], str]:
         """Return what writes a snapshot into the room that was reserved for it, and returns its digest."""
         if self._reserved == version:
             self._reserved = None
 
-        def write() -> str:
+        def write_reserved() -> str:
             try:
-                return self._disk.write(version, theta, momentum)
+                return self._disk.write_snapshot(version, theta, momentum)
             except OSError as error:
                 raise FailedDisk(f"{self._name} cannot write the snapshot of {version}: {error}") from error
 
-        return write
+        return write_reserved
 
     def require_idle(self, what: str) -> None:
         """Raise Busy while a snapshot is being written."""

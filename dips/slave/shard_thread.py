@@ -38,75 +38,75 @@ class ShardThread:
         self.persist_s = 0.0  # what the last snapshot took
         self.spent: dict[str, tuple[float, int]] = {}  # seconds and number of orders, by kind
 
-    def own(self, shard: Shard) -> None:
+    def own_shard(self, shard: Shard) -> None:
         """Own `shard` from now on; called once, before anything else."""
         self._shard = shard
-        self.standing = Standing.of(shard)
+        self.standing = Standing.of_shard(shard)
 
-    def submit(self, job: Callable[[Shard], T]) -> Future[T]:
+    def submit_job(self, job: Callable[[Shard], T]) -> Future[T]:
         """Do `job` on the shard's thread, after everything that was given before."""
-        return self._thread.submit(self._do, job)
+        return self._thread.submit(self._run_job, job)
 
-    def perform(self, work: ShardWork) -> Future[object]:
+    def perform_work(self, work: ShardWork) -> Future[object]:
         """Do what the core asked for; orders are timed."""
-        return self.submit(lambda shard: self._timed(work, shard))
+        return self.submit_job(lambda shard: self._time_work(work, shard))
 
     # ---- what the data flow reports, from its own threads --------------------------------------------
 
-    def staged(self, push: PushId, nbytes: int) -> None:
+    def on_push_staged(self, push: PushId, nbytes: int) -> None:
         """Pass on that a push is whole."""
-        self._later("staged", lambda shard: shard.transfers.staged(push, nbytes))
+        self._submit_report("staged", lambda shard: shard.transfers.on_push_staged(push, nbytes))
 
-    def refused(self, push: PushId, reason: str) -> None:
+    def on_push_refused(self, push: PushId, reason: str) -> None:
         """Pass on that a push cannot be completed."""
         self._log.warning("push_refused", push=str(push), reason=reason)
-        self._later("refused", lambda shard: shard.transfers.refused(push, reason))
+        self._submit_report("refused", lambda shard: shard.transfers.on_push_refused(push, reason))
 
-    def released(self, pull: PullId, reason: str) -> None:
+    def on_pull_released(self, pull: PullId, reason: str) -> None:
         """Pass on that nobody reads for a pull any more."""
-        self._later("released", lambda shard: shard.transfers.released(pull, reason))
+        self._submit_report("released", lambda shard: shard.transfers.on_pull_released(pull, reason))
 
-    def moved(self, pull: PullId) -> None:
+    def on_source_moved(self, pull: PullId) -> None:
         """Pass on that nobody reads a pull's former source any more."""
-        self._later("moved", lambda shard: shard.transfers.moved(pull))
+        self._submit_report("moved", lambda shard: shard.transfers.on_source_moved(pull))
 
     # ---- on the shard's thread -----------------------------------------------------------------------
 
-    def _later(self, what: str, job: Callable[[Shard], None]) -> None:
-        def logged() -> None:
+    def _submit_report(self, what: str, job: Callable[[Shard], None]) -> None:
+        def log_failure() -> None:
             try:
-                self._do(job)
+                self._run_job(job)
             except Exception:  # nobody waits for this job's result, so the log must tell of it
                 self._log.exception("flow_event_failed", what=what)
                 raise
 
-        self._thread.submit(logged)
+        self._thread.submit(log_failure)
 
-    def _do(self, job: Callable[[Shard], T]) -> T:
+    def _run_job(self, job: Callable[[Shard], T]) -> T:
         shard = self._shard
         assert shard is not None, "own() comes first"
         try:
             return job(shard)
         finally:
-            self.standing = Standing.of(shard)
+            self.standing = Standing.of_shard(shard)
             reports = shard.take_reports()
             if reports:
                 self.on_reports(reports)
 
-    def _timed(self, work: ShardWork, shard: Shard) -> object:
+    def _time_work(self, work: ShardWork, shard: Shard) -> object:
         began = self._clock()
         result = work.run_on(shard)
         if isinstance(work, ExecuteOrder):
-            self._record(work.order, self._clock() - began)
+            self._record_time(work.order, self._clock() - began)
         elif isinstance(work, BeginPersist):
             self._persist_began = began
             if not callable(result):
-                self._record(work.order, self._clock() - began)
+                self._record_time(work.order, self._clock() - began)
         elif isinstance(work, EndPersist) and work.error is None:
-            self._record(work.order, self._clock() - self._persist_began)
+            self._record_time(work.order, self._clock() - self._persist_began)
         return result
 
-    def _record(self, order: Order, took_s: float) -> None:
+    def _record_time(self, order: Order, took_s: float) -> None:
         if isinstance(order.body, Apply):
             self.apply_s = took_s
         elif isinstance(order.body, Persist):

@@ -20,7 +20,7 @@ from dips.slave.snapshot_manifest import (
     LayerRecord,
     SnapshotManifest,
     digest_of,
-    pieces,
+    split_layer,
 )
 from dips.slave.tensorfile import Reader
 
@@ -50,7 +50,7 @@ def read_layer(reader: Reader, record: LayerRecord, theta: F32, momentum: F32) -
 
 
 def _read_part(reader: Reader, record: LayerRecord, prefix: str, flat: F32, expected: str) -> None:
-    for parameter, piece in pieces(record.layer, flat):
+    for parameter, piece in split_layer(record.layer, flat):
         reader.read_into(prefix + parameter.name, parameter.shape, piece)
     found = digest_of(flat)
     if found != expected:
@@ -61,14 +61,14 @@ def _read_part(reader: Reader, record: LayerRecord, prefix: str, flat: F32, expe
 
 def map_layers(path: Path, layers: Mapping[int, Layer], prefix: str) -> Arrays:
     with Reader(path) as reader:
-        whole = reader.map()
+        whole = reader.map_file()
         return {
-            index: reader.mapped(whole, [(prefix + p.name, p.shape) for p in layer.parameters])
+            index: reader.view_tensors(whole, [(prefix + p.name, p.shape) for p in layer.parameters])
             for index, layer in layers.items()
         }
 
 
-def digested(arrays: Iterable[F32], digests: list[str]) -> Iterator[F32]:
+def digest_arrays(arrays: Iterable[F32], digests: list[str]) -> Iterator[F32]:
     """Pass arrays on to the writer; append each one's digest while the disk is busy with it."""
     for array in arrays:
         yield array

@@ -104,7 +104,7 @@ class SnapshotManifest:
             raise CorruptSnapshot(f"{where}: is no snapshot manifest: {error!r}") from error
 
 
-def pieces(layer: Layer, flat: F32) -> Iterator[tuple[Parameter, F32]]:
+def split_layer(layer: Layer, flat: F32) -> Iterator[tuple[Parameter, F32]]:
     """Cut a layer's flat array into its parameters."""
-    for parameter, at in zip(layer.parameters, layer.offsets(), strict=True):
+    for parameter, at in zip(layer.parameters, layer.param_offsets(), strict=True):
         yield parameter, flat[at : at + parameter.numel]

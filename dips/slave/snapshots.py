@@ -25,7 +25,7 @@ from dips.pidlock import PidLock
 from dips.protocol.manifest import Manifest
 from dips.slave import tensorfile
 from dips.slave.ports import Arrays
-from dips.slave.snapshot_files import digested, map_layers, read_layer, read_manifest, version_of
+from dips.slave.snapshot_files import digest_arrays, map_layers, read_layer, read_manifest, version_of
 from dips.slave.snapshot_manifest import (
     MANIFEST_FILE,
     MODEL_FILE,
@@ -34,7 +34,7 @@ from dips.slave.snapshot_manifest import (
     LayerRecord,
     SnapshotManifest,
     digest_of,
-    pieces,
+    split_layer,
 )
 from dips.slave.tensorfile import Reader, sync_directory
 from dips.telemetry.logs import Log
@@ -45,14 +45,14 @@ _LOCK = ".lock"
 
 
 class Snapshots:
-    """Implements `ports.Disk` on files; used by one thread, and by a second one for one `write` at a time."""
+    """Implements `ports.Disk` on files; used by one thread, and by a second one for one `write_snapshot` at a time."""
 
     def __init__(self, directory: Path, run: str, slave: str, initial_model: Path, log: Log) -> None:
         """Take the directory for this process; raise ConfigError, naming it, if another slave holds it."""
         self._directory, self._run, self._slave = directory, run, slave
         self._initial, self._log = initial_model, log
         self._whole: set[VersionId] = set()  # verified, or written by us
-        self._bad: set[VersionId] = set()  # passed over; told once
+        self._bad: set[VersionId] = set()  # passed over; logged once
         self._manifest: Manifest | None = None
         self._genesis: dict[int, str] = {}
         self._sinc = 0
@@ -61,7 +61,7 @@ class Snapshots:
             log.warning("snapshot_unfinished", path=str(path), done="removed: it was never renamed into place")
             shutil.rmtree(path)
 
-    def bind(self, manifest: Manifest, layers: Sequence[int], genesis: Sequence[str], sinc: int) -> None:
+    def bind_layers(self, manifest: Manifest, layers: Sequence[int], genesis: Sequence[str], sinc: int) -> None:
         """Learn from Registered which layers are ours and what they hash to at v0@r0."""
         self._manifest, self._sinc = manifest, sinc
         self._genesis = dict(zip(layers, genesis, strict=True))
@@ -90,12 +90,12 @@ class Snapshots:
         except ConfigError as error:
             raise OSError(str(error)) from error
 
-    def complete(self) -> tuple[VersionId, ...]:
+    def complete_versions(self) -> tuple[VersionId, ...]:
         """Versions whose snapshot is whole and of this run and slave, ascending; each is read through once."""
         found = {version for path in self._directory.iterdir() if (version := version_of(path)) is not None}
         for version in sorted(found - self._whole - self._bad):
             try:
-                self._verify(version)
+                self._verify_snapshot(version)
                 self._whole.add(version)
             except (CorruptSnapshot, OSError) as error:
                 self._pass_over(version, error)
@@ -105,31 +105,31 @@ class Snapshots:
         """What was passed over may have been brought back: read it through once more."""
         self._bad.clear()
 
-    def reserve(self, version: VersionId, nbytes: int) -> None:
-        """Take room for a snapshot with `nbytes` of θ and m, in the file that `write` will fill; OSError if full."""
+    def reserve_room(self, version: VersionId, nbytes: int) -> None:
+        """Take room for a snapshot of `nbytes` of θ and m, in the file that `write_snapshot` fills; OSError if full."""
         self._require_directory()
-        aside = self._aside(version)
+        aside = self._aside_path(version)
         try:
             aside.mkdir(exist_ok=True)
-            tensorfile.reserve(aside / MODEL_FILE, nbytes + self._listing_bytes())
+            tensorfile.reserve_file(aside / MODEL_FILE, nbytes + self._listing_bytes())
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
 
-    def release(self, version: VersionId) -> None:
+    def release_room(self, version: VersionId) -> None:
         """Give reserved room back; a directory that cannot be removed is removed at the next start."""
-        shutil.rmtree(self._aside(version), ignore_errors=True)
+        shutil.rmtree(self._aside_path(version), ignore_errors=True)
 
-    def write(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
+    def write_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
         """Make a snapshot durable; return the digest of its manifest. One that holds other bytes is replaced."""
-        if version in self._whole and (known := self._same(version, theta, momentum)):
+        if version in self._whole and (known := self._find_same(version, theta, momentum)):
             return known
         self._require_directory()
-        aside = self._aside(version)
+        aside = self._aside_path(version)
         try:
             aside.mkdir(exist_ok=True)
             manifest = self._write_into(aside, version, theta, momentum)
-            self._rename(aside, version)
+            self._rename_snapshot(aside, version)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)  # a full disk must not stay full of halves
             raise
@@ -137,7 +137,7 @@ class Snapshots:
         self._bad.discard(version)
         return xxhash.xxh3_128_hexdigest(manifest)
 
-    def read(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
+    def read_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
         """Fill both, verifying every digest; v0@r0 comes from the initial model, with momentum 0."""
         path = self._directory / str(version)
         if version == GENESIS and not path.exists():
@@ -153,7 +153,7 @@ class Snapshots:
             self._pass_over(version, error)
             raise
 
-    def map(self, version: VersionId) -> Arrays | None:
+    def map_theta(self, version: VersionId) -> Arrays | None:
         """θ of a snapshot that this process wrote or verified, as a map of its file; None if there is none.
 
         Not read through again: who reads a version pays for its pages once, and this call returns at once. v0@r0 comes
@@ -170,14 +170,14 @@ class Snapshots:
             self._log.warning("snapshot_not_mapped", version=str(version), path=str(path), reason=str(error))
         return None
 
-    def delete(self, versions: tuple[VersionId, ...]) -> None:
+    def delete_snapshots(self, versions: tuple[VersionId, ...]) -> None:
         """Remove snapshots, each first out of its name, so that a half-removed one is never taken for one.
 
         A reader whose source is a map of the file keeps it: Linux frees an unlinked file when the last map of it is
         gone, so its room on the disk comes back then, not now.
         """
         for version in versions:
-            path, aside = self._directory / str(version), self._aside(version)
+            path, aside = self._directory / str(version), self._aside_path(version)
             if path.exists():
                 path.rename(aside)
                 sync_directory(self._directory)
@@ -187,7 +187,7 @@ class Snapshots:
 
     # ---- writing --------------------------------------------------------------------------------
 
-    def _aside(self, version: VersionId) -> Path:
+    def _aside_path(self, version: VersionId) -> Path:
         return self._directory / f"{ASIDE}{version}"
 
     def _listing_bytes(self) -> int:
@@ -195,7 +195,7 @@ class Snapshots:
         listed = sum(len(self._manifest.layers[i].parameters) for i in self._genesis) if self._manifest else 0
         return LISTING_BYTES * (1 + listed)
 
-    def _same(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str | None:
+    def _find_same(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str | None:
         """The digest of a snapshot's manifest, if these are its bytes."""
         path = self._directory / str(version) / MANIFEST_FILE
         try:
@@ -222,7 +222,7 @@ class Snapshots:
         metadata = {"run": self._run, "slave": self._slave, "version": str(version)}
         digests: list[str] = []
         flat = chain.from_iterable((theta[index], momentum[index]) for index in layers)
-        size = tensorfile.write(aside / MODEL_FILE, metadata, shapes, digested(flat, digests))
+        size = tensorfile.write_tensors(aside / MODEL_FILE, metadata, shapes, digest_arrays(flat, digests))
         records = tuple(
             LayerRecord(index, layer, of_theta, of_momentum)
             for (index, layer), of_theta, of_momentum in zip(layers.items(), digests[::2], digests[1::2], strict=True)
@@ -239,7 +239,7 @@ class Snapshots:
         sync_directory(aside)
         return text
 
-    def _rename(self, aside: Path, version: VersionId) -> None:
+    def _rename_snapshot(self, aside: Path, version: VersionId) -> None:
         path = self._directory / str(version)
         if path.exists():
             self._log.warning("snapshot_replaced", version=str(version), path=str(path))
@@ -272,7 +272,7 @@ class Snapshots:
             )
         return manifest
 
-    def _verify(self, version: VersionId) -> None:
+    def _verify_snapshot(self, version: VersionId) -> None:
         """Read the whole snapshot through and compare every digest; one layer's memory at a time."""
         manifest = self._checked_manifest(version)
         with Reader(self._directory / str(version) / MODEL_FILE) as reader:
@@ -297,7 +297,7 @@ class Snapshots:
         with Reader(self._initial) as reader:
             for index, expected in self._genesis.items():
                 layer = self._manifest.layers[index]
-                for parameter, flat in pieces(layer, theta[index]):
+                for parameter, flat in split_layer(layer, theta[index]):
                     reader.read_into(parameter.name, parameter.shape, flat)
                 if digest_of(theta[index]) != expected:
                     raise CorruptSnapshot(

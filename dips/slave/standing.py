@@ -44,11 +44,16 @@ class Standing:
     pool_limit: int
 
     @staticmethod
-    def of(shard: Shard) -> Standing:
+    def of_shard(shard: Shard) -> Standing:
         """Take the standing of a shard, on the thread that owns it."""
         versions = shard.versions
         return Standing(
-            shard.sinc, shard.term, versions.memory, shard.staged_pushes, versions.used_bytes, versions.limit_bytes
+            shard.sinc,
+            shard.term,
+            versions.served_version,
+            shard.staged_pushes,
+            versions.used_bytes,
+            versions.limit_bytes,
         )
 
 

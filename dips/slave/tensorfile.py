@@ -32,27 +32,27 @@ ITEM = 4
 assert sys.byteorder == "little", "parameters are stored as they lie in memory, which must be little-endian"
 
 
-def reserve(path: Path, size: int) -> None:
+def reserve_file(path: Path, size: int) -> None:
     """Give a file `size` bytes on the disk before there is anything to write; OSError if they are not there."""
     with path.open("ab", buffering=0) as file:
-        _reserve(file.fileno(), size)
+        _reserve_space(file.fileno(), size)
 
 
-def write(path: Path, metadata: Mapping[str, str], shapes: Shapes, data: Iterable[F32]) -> int:
+def write_tensors(path: Path, metadata: Mapping[str, str], shapes: Shapes, data: Iterable[F32]) -> int:
     """Write tensors in the order of `shapes` and return the file's size once it is on the disk.
 
     data  flat arrays whose elements, one array behind another, are those of all tensors in order; one is asked for when
           the one before is with the kernel, so what `data` does meanwhile costs no time of the disk
-    Raises OSError: a full disk is found before the first byte, where the file system can reserve. What `reserve` has
-    taken is used, and the rest of it given back.
+    Raises OSError: a full disk is found before the first byte, where the file system can reserve. What `reserve_file`
+    has taken is used, and the rest of it given back.
     """
-    header = _header(metadata, shapes)
+    header = _make_header(metadata, shapes)
     size = len(header) + ITEM * sum(prod(shape) for _, shape in shapes)
     with path.open("r+b" if path.exists() else "wb", buffering=0) as file:
-        _reserve(file.fileno(), size)
+        _reserve_space(file.fileno(), size)
         _write_all(file, memoryview(header))
         for array in data:
-            _stream(file, array.view(np.uint8).data)
+            _write_pieces(file, array.view(np.uint8).data)
         if file.tell() != size:
             raise ValueError(f"{path}: expected {size} bytes by its shapes, wrote {file.tell()}")
         file.truncate(size)
@@ -80,7 +80,7 @@ class Reader:
 
     def read_into(self, name: str, shape: tuple[int, ...], out: F32) -> None:
         """Fill the flat `out` with the tensor `name`, whose shape must be `shape`."""
-        begin, _ = self._where(name, shape)
+        begin, _ = self._tensor_span(name, shape)
         self._file.seek(begin)
         view = out.view(np.uint8).data
         while view:
@@ -89,13 +89,13 @@ class Reader:
                 raise CorruptSnapshot(f"{self.path}: ends within tensor {name!r}")
             view = view[count:]
 
-    def map(self) -> mmap.mmap:
+    def map_file(self) -> mmap.mmap:
         """Map the whole file for reading; it stays readable when the file is closed, and when it is unlinked."""
         return mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
 
-    def mapped(self, whole: mmap.mmap, shapes: Shapes) -> F32:
+    def view_tensors(self, whole: mmap.mmap, shapes: Shapes) -> F32:
         """The tensors `shapes` as one flat array within the map; CorruptSnapshot if they lie scattered in the file."""
-        places = [place for place in (self._where(name, shape) for name, shape in shapes) if place[0] < place[1]]
+        places = [place for place in (self._tensor_span(name, shape) for name, shape in shapes) if place[0] < place[1]]
         for (name, _), (_, end), (begin, _) in zip(shapes, places, places[1:], strict=False):
             if begin != end:
                 raise CorruptSnapshot(f"{self.path}: what follows tensor {name!r} lies elsewhere in the file")
@@ -103,7 +103,7 @@ class Reader:
             return np.empty(0, np.float32)
         return np.frombuffer(whole, np.float32, (places[-1][1] - places[0][0]) // ITEM, places[0][0])
 
-    def _where(self, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    def _tensor_span(self, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
         """Where a tensor begins and ends in the file, in bytes."""
         entry = self._entries.get(name)
         if entry is None:
@@ -140,7 +140,7 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def _header(metadata: Mapping[str, str], shapes: Shapes) -> bytes:
+def _make_header(metadata: Mapping[str, str], shapes: Shapes) -> bytes:
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for name, shape in shapes:
@@ -152,7 +152,7 @@ def _header(metadata: Mapping[str, str], shapes: Shapes) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _reserve(fd: int, size: int) -> None:
+def _reserve_space(fd: int, size: int) -> None:
     """Find a full disk now; file systems without reservation find it while writing."""
     try:
         os.posix_fallocate(fd, 0, size)
@@ -161,7 +161,7 @@ def _reserve(fd: int, size: int) -> None:
             raise
 
 
-def _stream(file: BinaryIO, view: memoryview) -> None:
+def _write_pieces(file: BinaryIO, view: memoryview) -> None:
     """Write, and have the disk begin with each piece at once: left to fsync, it would idle until the last is copied."""
     for begin in range(0, len(view), PIECE_BYTES):
         piece, at = view[begin : begin + PIECE_BYTES], file.tell()

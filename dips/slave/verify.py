@@ -28,7 +28,7 @@ class Checked:
     problem: str  # "" if it is intact
 
 
-def sizes(directory: Path) -> dict[VersionId, int]:
+def snapshot_sizes(directory: Path) -> dict[VersionId, int]:
     """Name the snapshots in a slave's directory, ascending, with their bytes; raise ConfigError if it is none."""
     if not directory.is_dir():
         raise ConfigError(f"{directory}: expected a slave's snapshot directory, there is none")
@@ -43,13 +43,13 @@ def sizes(directory: Path) -> dict[VersionId, int]:
     return dict(sorted(found.items()))
 
 
-def check(
+def check_snapshot(
     directory: Path, run: str, slave: str, version: VersionId, digest: str | None, read: Callable[[int], None]
 ) -> Checked | None:
     """Read one snapshot through; None if it was deleted meanwhile.
 
     digest  what the ledger says that its manifest hashes to; None: the ledger is not at hand, or does not say
-    read    is told the bytes of each layer that was read, for a progress bar
+    read    gets the bytes of each layer that was read, for a progress bar
     """
     path = directory / str(version)
     nbytes = 0

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from dips.errors import DipsError, treatment
+from dips.errors import DipsError, treatment_of
 
 
-def run(command_line: Callable[[], object]) -> None:
+def run_command(command_line: Callable[[], object]) -> None:
     """Run a command line; a DipsError becomes its message, its advice and its exit code (errors.TREATMENTS)."""
     try:
         command_line()
     except DipsError as error:
-        how = treatment(error)
+        how = treatment_of(error)
         sys.stderr.write(f"error: {error}\n{how.advice}\n")
         sys.exit(how.exit_code)

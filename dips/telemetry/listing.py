@@ -40,7 +40,7 @@ class Listing:
         self._title, self._columns, self._rows = title, columns, rows
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        cells = [[_text(cell) for cell in row.cells] for row in self._rows]
+        cells = [[_to_text(cell) for cell in row.cells] for row in self._rows]
         widths = [
             max(len(column.name), *(line[i].cell_len for line in cells)) if cells else len(column.name)
             for i, column in enumerate(self._columns)
@@ -48,16 +48,16 @@ class Listing:
         shown = _that_fit(widths, options.max_width)
         yield Text(self._title, style="bold")
         if self._rows:
-            yield self._line([Text(column.name) for column in self._columns[:shown]], widths, "bold")
+            yield self._draw_line([Text(column.name) for column in self._columns[:shown]], widths, "bold")
         for row, texts in zip(self._rows, cells, strict=True):
-            yield self._line(texts[:shown], widths, row.style)
+            yield self._draw_line(texts[:shown], widths, row.style)
             rest = zip(self._columns[shown:], texts[shown:], strict=True)
             aside = ", ".join(f"{column.name} {text.plain}" for column, text in rest)
             for note in (*row.notes, aside):
                 if note:
                     yield Padding(Text(note, style="dim", overflow="fold"), (0, 0, 0, GAP), expand=False)
 
-    def _line(self, texts: Sequence[Text], widths: Sequence[int], style: str) -> Text:
+    def _draw_line(self, texts: Sequence[Text], widths: Sequence[int], style: str) -> Text:
         line = Text(style=style, overflow="fold")
         for i, (text, width) in enumerate(zip(texts, widths, strict=False)):
             padding = " " * (width - text.cell_len)
@@ -67,7 +67,7 @@ class Listing:
         return line
 
 
-def _text(cell: str | Text) -> Text:
+def _to_text(cell: str | Text) -> Text:
     return Text(cell) if isinstance(cell, str) else cell
 
 

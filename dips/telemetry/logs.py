@@ -10,7 +10,7 @@ import structlog
 Log = structlog.stdlib.BoundLogger
 
 
-def configure(role: str, name: str, level: str = "info") -> Log:
+def configure_log(role: str, name: str, level: str = "info") -> Log:
     """Set up this process's log on standard error and return its logger, bound to who we are."""
     terminal = sys.stderr.isatty()
     renderer = structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer()

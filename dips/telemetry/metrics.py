@@ -109,23 +109,23 @@ TRANSFER = (
 
 
 def collect(status: Status) -> Iterator[Metric]:
-    """Turn the master's status into metric families; numbers that nobody has told yet are left out."""
+    """Turn the master's status into metric families; numbers not reported yet are left out."""
     version, _, number = str(status.get("head", "")).partition("@r")
-    flat = {**status, "head_version": _whole(version.lstrip("v")), "head_round": _whole(number)}
-    yield from families(RUN, [((), flat)], ())
+    flat = {**status, "head_version": _parse_whole(version.lstrip("v")), "head_round": _parse_whole(number)}
+    yield from make_families(RUN, [((), flat)], ())
     for rows, section, label in ((CLUSTER, "clusters", "cluster"), (SLAVE, "slaves", "slave")):
         peers = status.get(section, {})
-        yield from families(rows, [((name,), peer) for name, peer in peers.items()], (label,))
-        yield _states(peers, label)
+        yield from make_families(rows, [((name,), peer) for name, peer in peers.items()], (label,))
+        yield _state_series(peers, label)
     moving = [
         ((slave, str(t["cluster"]), "push" if t["push"] else "pull"), t)
         for slave, peer in status.get("slaves", {}).items()
         for t in peer.get("transfers", ())
     ]
-    yield from families(TRANSFER, moving, ("slave", "cluster", "direction"))
+    yield from make_families(TRANSFER, moving, ("slave", "cluster", "direction"))
 
 
-def serve(
+def serve_metrics(
     address: tuple[str, int], read: Callable[[], Status], collect: Callable[[Status], Iterable[Metric]] = collect
 ) -> tuple[int, Callable[[], None]]:
     """Answer scrapes at host, port (0 takes a free one) in threads that call `read`; return the port and what ends it.
@@ -142,12 +142,12 @@ def serve(
     except OSError as error:
         raise ConfigError(f"metrics: cannot listen on {host}:{port}: {error.strerror}") from error
 
-    def end() -> None:
+    def stop_server() -> None:
         server.shutdown()
         server.server_close()
         thread.join()
 
-    return server.server_port, end
+    return server.server_port, stop_server
 
 
 class _Reader(Collector):
@@ -158,20 +158,20 @@ class _Reader(Collector):
         return self._families(self._read())
 
 
-def families(
+def make_families(
     rows: Iterable[MetricRow], peers: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]], labels: tuple[str, ...]
 ) -> Iterator[Metric]:
     for row in rows:
         kind = CounterMetricFamily if row.counter else GaugeMetricFamily
         family = kind(row.name, row.help, labels=labels)
         for values, numbers in peers:
-            value = _at(numbers, row.path)
+            value = _value_at(numbers, row.path)
             if value is not None:
                 family.add_metric(values, value)
         yield family
 
 
-def _states(peers: Mapping[str, Any], label: str) -> Metric:
+def _state_series(peers: Mapping[str, Any], label: str) -> Metric:
     """One series for each peer, whose state is a label: `sum by (state)` counts live, pushing, lost."""
     family = GaugeMetricFamily(f"dips_{label}_state", "1 for the present state.", labels=(label, "state"))
     for name, peer in peers.items():
@@ -179,12 +179,12 @@ def _states(peers: Mapping[str, Any], label: str) -> Metric:
     return family
 
 
-def _at(numbers: Mapping[str, Any], path: str) -> float | None:
+def _value_at(numbers: Mapping[str, Any], path: str) -> float | None:
     value: Any = numbers
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
     return float(value) if isinstance(value, int | float) else None
 
 
-def _whole(text: str) -> int | None:
+def _parse_whole(text: str) -> int | None:
     return int(text) if text.isdigit() else None

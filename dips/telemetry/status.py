@@ -21,12 +21,12 @@ NONE = "–"
 STYLES = {"training": "green", "ready": "green", "gone": "red", "lost": "red", "pushing": "cyan", "pulling": "cyan"}
 
 
-def render(status: Status) -> RenderableType:
+def render_status(status: Status) -> RenderableType:
     """Draw the whole picture: the run and its round, clusters, slaves."""
-    return Group(headline(status), clusters_listing(status), slaves_listing(status))
+    return Group(draw_headline(status), clusters_listing(status), slaves_listing(status))
 
 
-def headline(status: Status) -> Text:
+def draw_headline(status: Status) -> Text:
     """The run in three lines: θ, the round and why it waits, the data; and a red one if snapshots fail."""
     lines = run_line(status), "round: " + round_line(status), "data: " + data_line(status)
     text = Text("\n".join(lines), style="bold")
@@ -67,7 +67,7 @@ def run_line(status: Status) -> str:
     counted = ", ".join(f"{rounds.get(kind, 0)} {kind}" for kind in ("applied", "unchanged", "skipped"))
     return (
         f"{status.get('run', NONE)}  head {status.get('head', NONE)}  term {status.get('term', NONE)}  "
-        f"{count(progress.get('tokens'))} tokens{share}  rounds: {counted}{ended}"
+        f"{format_count(progress.get('tokens'))} tokens{share}  rounds: {counted}{ended}"
     )
 
 
@@ -85,52 +85,54 @@ def data_line(status: Status) -> str:
         return NONE
     if not ranges["total"]:
         return "the clusters' own, not tracked"
-    told = ", ".join(f"{ranges.get(kind, NONE)} {kind}" for kind in ("settled", "leased", "free"))
-    return f"{told} of {ranges['total']} ranges"
+    counts = ", ".join(f"{ranges.get(kind, NONE)} {kind}" for kind in ("settled", "leased", "free"))
+    return f"{counts} of {ranges['total']} ranges"
 
 
 def clusters_listing(status: Status) -> Listing:
     """One row for each cluster, its reason under it."""
-    columns = _columns("cluster", "state", "tokens", "loss", "base", "stale", "acc/gate/skip", "MB/s", "steps")
-    return Listing("clusters", columns, [_cluster(name, c) for name, c in sorted(status.get("clusters", {}).items())])
+    columns = _list_columns("cluster", "state", "tokens", "loss", "base", "stale", "acc/gate/skip", "MB/s", "steps")
+    return Listing(
+        "clusters", columns, [_cluster_row(name, c) for name, c in sorted(status.get("clusters", {}).items())]
+    )
 
 
-def _cluster(name: str, c: Mapping[str, Any]) -> ListingRow:
+def _cluster_row(name: str, c: Mapping[str, Any]) -> ListingRow:
     cells = (
         name,
-        _state(c),
-        count(c.get("tokens_accepted")),
-        _number(c.get("loss"), "{:.3f}"),
+        _state_text(c),
+        format_count(c.get("tokens_accepted")),
+        _format_number(c.get("loss"), "{:.3f}"),
         c.get("base") or NONE,
-        _number(c.get("staleness"), "{:d}"),
+        _format_number(c.get("staleness"), "{:d}"),
         "/".join(str(c.get(kind, 0)) for kind in ("accepted", "gated", "skipped")),
-        _number(c.get("bytes_per_s"), "{:.1f}", 1e-6),
-        count(c.get("inner_steps")),
+        _format_number(c.get("bytes_per_s"), "{:.1f}", 1e-6),
+        format_count(c.get("inner_steps")),
     )
-    return ListingRow(cells, (_reason(c),))
+    return ListingRow(cells, (_state_reason(c),))
 
 
 def slaves_listing(status: Status) -> Listing:
     """One row for each slave, its reason under it."""
-    columns = _columns("slave", "state", "version", "slots", "pool MB", "persist s", "in MB", "out MB")
-    return Listing("slaves", columns, [_slave(name, s) for name, s in sorted(status.get("slaves", {}).items())])
+    columns = _list_columns("slave", "state", "version", "slots", "pool MB", "persist s", "in MB", "out MB")
+    return Listing("slaves", columns, [_slave_row(name, s) for name, s in sorted(status.get("slaves", {}).items())])
 
 
-def _slave(name: str, s: Mapping[str, Any]) -> ListingRow:
+def _slave_row(name: str, s: Mapping[str, Any]) -> ListingRow:
     cells = (
         name,
-        _state(s),
+        _state_text(s),
         s.get("version") or NONE,
         f"{s.get('slots_used', 0)}/{s.get('slots', NONE)}",
-        f"{_number(s.get('pool_used'), '{:.0f}', 1e-6)}/{_number(s.get('pool_limit'), '{:.0f}', 1e-6)}",
-        _number(s.get("persist_s"), "{:.2f}"),
-        _number(s.get("bytes_in"), "{:.0f}", 1e-6),
-        _number(s.get("bytes_out"), "{:.0f}", 1e-6),
+        f"{_format_number(s.get('pool_used'), '{:.0f}', 1e-6)}/{_format_number(s.get('pool_limit'), '{:.0f}', 1e-6)}",
+        _format_number(s.get("persist_s"), "{:.2f}"),
+        _format_number(s.get("bytes_in"), "{:.0f}", 1e-6),
+        _format_number(s.get("bytes_out"), "{:.0f}", 1e-6),
     )
-    return ListingRow(cells, (_reason(s), mirror_line(s.get("mirror"))))
+    return ListingRow(cells, (_state_reason(s), mirror_line(s.get("mirror"))))
 
 
-def _columns(*names: str) -> tuple[Column, ...]:
+def _list_columns(*names: str) -> tuple[Column, ...]:
     """The first two are words: who, and in which state."""
     return tuple(Column(name, left=i < 2) for i, name in enumerate(names))
 
@@ -138,8 +140,9 @@ def _columns(*names: str) -> tuple[Column, ...]:
 def one_line(status: Status) -> str:
     """The same for a log file: one line, every state in it."""
     clusters = "; ".join(
-        f"{name} {c.get('state', NONE)} steps {count(c.get('inner_steps'))} loss {_number(c.get('loss'), '{:.3f}')} "
-        f"on {c.get('base') or NONE} (stale {_number(c.get('staleness'), '{:d}')})"
+        f"{name} {c.get('state', NONE)} steps {format_count(c.get('inner_steps'))} "
+        f"loss {_format_number(c.get('loss'), '{:.3f}')} on {c.get('base') or NONE} "
+        f"(stale {_format_number(c.get('staleness'), '{:d}')})"
         for name, c in sorted(status.get("clusters", {}).items())
     )
     slaves = "; ".join(
@@ -153,7 +156,7 @@ def one_line(status: Status) -> str:
     )
 
 
-def count(value: float | None) -> str:
+def format_count(value: float | None) -> str:
     """Shorten a count: 1234567 → 1.23M."""
     if value is None:
         return NONE
@@ -163,18 +166,18 @@ def count(value: float | None) -> str:
     return str(int(value))
 
 
-def _number(value: float | None, spec: str, scale: float | None = None) -> str:
+def _format_number(value: float | None, spec: str, scale: float | None = None) -> str:
     if value is None:
         return NONE
     return spec.format(value if scale is None else value * scale)
 
 
-def _state(peer: Mapping[str, Any]) -> Text:
+def _state_text(peer: Mapping[str, Any]) -> Text:
     state = str(peer.get("state", NONE))
     return Text(state, style=STYLES.get(state, ""))
 
 
-def _reason(peer: Mapping[str, Any]) -> str:
+def _state_reason(peer: Mapping[str, Any]) -> str:
     """Why it is in its state; empty if the state says it all."""
     reason = peer.get("reason") or ""
     if peer.get("quarantined"):

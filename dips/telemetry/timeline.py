@@ -27,20 +27,20 @@ class Timeline:
         self._lock = threading.Lock()
         self.lines_lost = 0
 
-    def mark(self, kind: str, **fields: Any) -> None:
+    def record_mark(self, kind: str, **fields: Any) -> None:
         """Write that `kind` happened now."""
         line = json.dumps({"at": time.time(), "who": self._who, "kind": kind, **fields}, default=str)
         with self._lock:
             try:
                 if self._size >= self._most_bytes:
-                    self._turn()
+                    self._rotate_file()
                 self._size += self._file.write(line + "\n")
             except OSError:
                 self.lines_lost += 1
 
-    def _turn(self) -> None:
+    def _rotate_file(self) -> None:
         """The full file becomes the older one; the name begins anew."""
-        self._path.replace(older(self._path))
+        self._path.replace(older_path(self._path))
         self._file.close()
         self._file, self._size = self._path.open("a", buffering=1), 0
 
@@ -48,14 +48,14 @@ class Timeline:
         self._file.close()
 
 
-def older(path: Path) -> Path:
+def older_path(path: Path) -> Path:
     """Where the lines before those of `path` are, if it was ever full."""
     return path.with_name(path.name + ".1")
 
 
-def read(path: Path) -> Iterator[dict[str, Any]]:
+def read_marks(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a timeline, oldest first; a torn last line (its writer was killed) is passed over."""
-    before = older(path).read_text() if older(path).exists() else ""
+    before = older_path(path).read_text() if older_path(path).exists() else ""
     for line in (before + path.read_text()).splitlines():
         try:
             yield json.loads(line)

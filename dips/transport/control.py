@@ -1,8 +1,9 @@
 """The control flow's sockets: gRPC servers and channels, with a deadline on every call and one mapping of errors.
 
 An error raised by a handler leaves as the gRPC status of its row in errors.TREATMENTS, its class named in the trailing
-metadata `dips-error`; `call` raises that class again at the other end. A peer that does not answer is Unavailable…,
-whether the link, the process or the deadline ended the wait. What the messages mean this file does not know.
+metadata `dips-error`; `call_method` raises that class again at the other end. A peer that does not answer is
+Unavailable…, whether the link, the process or the deadline ended the wait. What the messages mean this file does not
+know.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ _CHANNEL_OPTIONS = [
 ]
 
 
-def server(report: Report) -> aio.Server:
+def make_server(report: Report) -> aio.Server:
     """Make a gRPC server whose handlers may raise DipsError.
 
-    `report(method, error)` is told of every other exception, which the caller sees as LocalProtocolError of ours.
+    `report(method, error)` is called for every other exception, which the caller sees as LocalProtocolError of ours.
     """
     return aio.server(
         options=_SERVER_OPTIONS,
@@ -76,7 +77,7 @@ def server(report: Report) -> aio.Server:
     )
 
 
-def bind(grpc_server: aio.Server, address: str, key: str) -> int:
+def bind_server(grpc_server: aio.Server, address: str, key: str) -> int:
     """Listen on host:port and return the port (0 takes a free one); raise ConfigError naming `key` if it is taken."""
     try:
         port = grpc_server.add_insecure_port(address)
@@ -96,12 +97,12 @@ async def serve_health(grpc_server: aio.Server, services: Sequence[str]) -> heal
     return checker
 
 
-def channel(address: str) -> aio.Channel:
+def open_channel(address: str) -> aio.Channel:
     """Make a channel with a connection of its own; it connects at the first call and again after each loss."""
     return aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
 
 
-async def call(
+async def call_method(
     method: Callable[..., Awaitable[Reply]],
     request: Message,
     *,
@@ -118,7 +119,7 @@ async def call(
     try:
         return await method(request, timeout=deadline_s)
     except aio.AioRpcError as error:
-        raise _raised(error, deadline_s, peer, unavailable) from error
+        raise _to_error(error, deadline_s, peer, unavailable) from error
 
 
 # ---- errors out ---------------------------------------------------------------------------------------------------
@@ -140,25 +141,27 @@ class _ErrorsOut(aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
             return handler
         method, inner = handler_call_details.method, handler.unary_unary
 
-        async def outer(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+        async def answer_errors(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
             try:
-                await context.send_initial_metadata(())  # "heard": a caller that keeps an order of calls waits for it
+                await context.send_initial_metadata(
+                    ()
+                )  # "received": a caller that keeps an order of calls waits for it
                 return await cast(Callable[..., Awaitable[Any]], inner)(request, context)
             except DipsError as error:
-                await _abort(context, error)
+                await _abort_call(context, error)
             except aio.AbortError:
                 raise
             except Exception as error:  # noqa: BLE001 (whatever a handler raised: the caller must get an answer)
                 self._report(method, error)
-                await _abort(context, LocalProtocolError(f"{method}: {type(error).__name__}: {error}"))
+                await _abort_call(context, LocalProtocolError(f"{method}: {type(error).__name__}: {error}"))
 
         return grpc.unary_unary_rpc_method_handler(
-            cast(Any, outer), handler.request_deserializer, handler.response_serializer
+            cast(Any, answer_errors), handler.request_deserializer, handler.response_serializer
         )
 
 
-async def _abort(context: aio.ServicerContext[Any, Any], error: DipsError) -> None:
-    status = grpc.StatusCode[errors.treatment(error).status]
+async def _abort_call(context: aio.ServicerContext[Any, Any], error: DipsError) -> None:
+    status = grpc.StatusCode[errors.treatment_of(error).status]
     detail = str(error).encode()[:MAX_DETAIL].decode(errors="ignore")
     await context.abort(status, detail, ((ERROR_KEY, type(error).__name__),))
 
@@ -168,7 +171,7 @@ async def _abort(context: aio.ServicerContext[Any, Any], error: DipsError) -> No
 _NOBODY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
 
 
-def _raised(error: aio.AioRpcError, deadline_s: float, peer: str, unavailable: type[Unavailable]) -> DipsError:
+def _to_error(error: aio.AioRpcError, deadline_s: float, peer: str, unavailable: type[Unavailable]) -> DipsError:
     cls = _class_named(error)
     if cls is not None:
         return cls(error.details() or cls.__name__)

@@ -34,12 +34,12 @@ class Credit:
         """The bandwidth that counts; 0 before the first span is over."""
         return max(self._rates, default=0.0)
 
-    def asked(self, now: float, idle: bool) -> None:
+    def on_want(self, now: float, idle: bool) -> None:
         """A WANT leaves; `idle` if nothing was in flight."""
         if idle:
             self._asked_at, self._span_at, self._span_bytes = now, now, 0
 
-    def arrived(self, nbytes: int, now: float) -> None:
+    def on_chunk(self, nbytes: int, now: float) -> None:
         """A chunk came."""
         if self._asked_at is not None:
             self._rtt = min(self._rtt, max(now - self._asked_at, 1e-6))

@@ -24,28 +24,28 @@ class KeyPair:
     public: str
     secret: str
 
-    def serve(self, socket: zmq.Socket[bytes]) -> None:
+    def secure_server(self, socket: zmq.Socket[bytes]) -> None:
         """Take only peers that know our public key; before bind."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
-        self._own(socket)
+        self._set_own_keys(socket)
 
     def speak_to(self, socket: zmq.Socket[bytes], server: str) -> None:
         """Speak to the lane whose public key this is, and to no other; before connect."""
         socket.setsockopt_string(zmq.CURVE_SERVERKEY, server)
-        self._own(socket)
+        self._set_own_keys(socket)
 
-    def _own(self, socket: zmq.Socket[bytes]) -> None:
+    def _set_own_keys(self, socket: zmq.Socket[bytes]) -> None:
         socket.setsockopt_string(zmq.CURVE_PUBLICKEY, self.public)
         socket.setsockopt_string(zmq.CURVE_SECRETKEY, self.secret)
 
 
-def new() -> KeyPair:
+def new_keys() -> KeyPair:
     """A pair that nobody had before."""
     public, secret = zmq.curve_keypair()
     return KeyPair(public.decode(), secret.decode())
 
 
-def load(path: Path) -> KeyPair:
+def load_keys(path: Path) -> KeyPair:
     """Read a ZeroMQ certificate with both halves (`zmq.auth.create_certificates`); ConfigError if it is none."""
     try:
         public, secret = zmq.auth.load_certificate(path)

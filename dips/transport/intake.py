@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Iterable
 
 from dips.transport.credit import MOST_CHUNKS, Credit
-from dips.transport.pool import Transit, cost
-from dips.wire.chunks import Range, split
+from dips.transport.pool import Transit, pool_cost
+from dips.wire.chunks import Range, split_chunks
 from dips.wire.frame import Header
 
 UNIT_CHUNKS = 8  # in one WANT
@@ -22,7 +22,7 @@ class Intake:
     """The chunks of one stream; it survives the stream's connections."""
 
     def __init__(self, pieces: Iterable[Range], chunk_bytes: int, pool: Transit, now: float) -> None:
-        self._missing = deque(split(pieces, chunk_bytes))
+        self._missing = deque(split_chunks(pieces, chunk_bytes))
         self._asked: dict[tuple[int, int, int], Range] = {}
         self._asked_bytes = 0
         self._claimed = 0  # chunks being checked and copied
@@ -30,7 +30,7 @@ class Intake:
         self.credit = Credit()
         self.left = sum(chunk.nbytes for chunk in self._missing)  # bytes not here
         self.total = self.left
-        self.heard_at = now  # the last byte, or the first WANT after silence
+        self.last_byte_at = now  # the last byte, or the first WANT after silence
 
     @property
     def complete(self) -> bool:
@@ -53,7 +53,7 @@ class Intake:
             bool(self._missing) and 2 * self._asked_bytes <= self.credit.bytes and 2 * len(self._asked) <= MOST_CHUNKS
         )
 
-    def ask(self, now: float, allowance: int) -> list[tuple[Range, ...]]:
+    def ask_chunks(self, now: float, allowance: int) -> list[tuple[Range, ...]]:
         """Take what may be asked now, as WANTs of at most UNIT_CHUNKS; nothing while more than half is in flight.
 
         allowance  bytes of the stream's turn; the last chunk may pass it
@@ -61,19 +61,19 @@ class Intake:
         if not self.hungry:
             return []
         idle = not self._asked
-        chunks = self._take(allowance)
+        chunks = self._take_missing(allowance)
         if chunks and idle:
-            self.heard_at = now
-        self.credit.asked(now, idle and bool(chunks))
+            self.last_byte_at = now
+        self.credit.on_want(now, idle and bool(chunks))
         return [tuple(chunks[i : i + UNIT_CHUNKS]) for i in range(0, len(chunks), UNIT_CHUNKS)]
 
-    def _take(self, allowance: int) -> list[Range]:
+    def _take_missing(self, allowance: int) -> list[Range]:
         chunks: list[Range] = []
         while self._missing and allowance > 0 and len(self._asked) < MOST_CHUNKS:
             chunk = self._missing[0]
             if self._asked and self._asked_bytes + chunk.nbytes > self.credit.bytes:
                 break
-            if not self._pool.take(cost(chunk.nbytes)):
+            if not self._pool.take_bytes(pool_cost(chunk.nbytes)):
                 break
             self._missing.popleft()
             self._asked[chunk[:3]] = chunk
@@ -82,8 +82,11 @@ class Intake:
             chunks.append(chunk)
         return chunks
 
-    def claim(self, header: Header, now: float) -> Range | None:
-        """asked → claimed, if this very chunk was asked; else None. `here`, `wrong` or `drop` must follow."""
+    def claim_chunk(self, header: Header, now: float) -> Range | None:
+        """asked → claimed, if this very chunk was asked; else None.
+
+        `mark_received`, `mark_wrong` or `drop_claim` must follow.
+        """
         key = (header.layer, header.param, header.offset)
         chunk = self._asked.get(key)
         if chunk is None or (chunk.nbytes, chunk.dtype) != (header.length, header.dtype):
@@ -91,30 +94,30 @@ class Intake:
         del self._asked[key]
         self._asked_bytes -= chunk.nbytes
         self._claimed += 1
-        self.heard_at = now
-        self.credit.arrived(chunk.nbytes, now)
+        self.last_byte_at = now
+        self.credit.on_chunk(chunk.nbytes, now)
         return chunk
 
-    def here(self, chunk: Range) -> None:
+    def mark_received(self, chunk: Range) -> None:
         """claimed → here: it is in its place."""
-        self.drop(chunk)
+        self.drop_claim(chunk)
         self.left -= chunk.nbytes
 
-    def wrong(self, chunk: Range) -> None:
+    def mark_wrong(self, chunk: Range) -> None:
         """claimed → missing: its bytes were not what its sender saw."""
-        self.drop(chunk)
+        self.drop_claim(chunk)
         self._missing.appendleft(chunk)
 
-    def drop(self, chunk: Range) -> None:
+    def drop_claim(self, chunk: Range) -> None:
         """claimed → nothing: the transfer is over."""
         assert self._claimed > 0
         self._claimed -= 1
-        self._pool.give(cost(chunk.nbytes))
+        self._pool.give_back(pool_cost(chunk.nbytes))
 
-    def lost(self) -> None:
+    def on_connection_lost(self) -> None:
         """asked → missing: the connection is gone, or the transfer is over."""
         for chunk in reversed(self._asked.values()):
-            self._pool.give(cost(chunk.nbytes))
+            self._pool.give_back(pool_cost(chunk.nbytes))
             self._missing.appendleft(chunk)
         self._asked.clear()
         self._asked_bytes = 0

@@ -1,6 +1,6 @@
 """A lane: one ROUTER socket with its own thread and context. It always reads, and it never stages.
 
-Other threads `post` frames and `wake` it; only its own thread touches the socket. What a lane does with a frame is
+Other threads call `post_frame` and `wake`; only its own thread touches the socket. What a lane does with a frame is
 its handler's business. Options and reasons: docs/protocol.md#sockets. It doesn't know pushes, pulls or credits; nothing
 here can overflow because a CHUNK leaves only after a WANT, and WANTs are bounded.
 """
@@ -28,7 +28,7 @@ _POLL_MS = 50
 LAST, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # flags of a part; as ints, since sums of flags are slow
 
 
-def receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
+def receive_parts(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
     """The next message's parts, without a copy; raise zmq.Again if there is none.
 
     As recv_multipart, which asks the socket after each part whether there is more: 2 µs for three parts where
@@ -45,13 +45,13 @@ def receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
 class Sent(Protocol):
     """Told what became of a posted frame, on the lane's thread."""
 
-    def wanted(self) -> bool:
+    def still_wanted(self) -> bool:
         """Whether the frame may still leave; asked just before it does."""
 
-    def sent(self, tracker: zmq.MessageTracker) -> None:
+    def on_sent(self, tracker: zmq.MessageTracker) -> None:
         """It was handed to libzmq, which reads the body until the tracker is done."""
 
-    def gone(self) -> None:
+    def on_not_sent(self) -> None:
         """It did not leave: its peer is gone, or it was not wanted any more."""
 
 
@@ -68,9 +68,9 @@ class Outgoing:
 class Handler(Protocol):
     """What a lane's thread calls; every call returns at once and raises nothing."""
 
-    def received(self, lane: int, peer: bytes, parts: list[zmq.Frame]) -> None: ...
+    def on_message(self, lane: int, peer: bytes, parts: list[zmq.Frame]) -> None: ...
 
-    def turn(self, lane: int) -> None:
+    def on_turn(self, lane: int) -> None:
         """After each batch, and at least every 50 ms: post what may be asked now, end what is over."""
 
 
@@ -137,7 +137,7 @@ class Lane:
             for option, value in options.items():
                 self._socket.setsockopt(option, value)
             if key is not None:
-                key.serve(self._socket)
+                key.secure_server(self._socket)
             host = f"[{host}]" if ":" in host else host
             self._socket.bind(f"tcp://{host}:{port}")
         except zmq.ZMQError as error:
@@ -150,15 +150,17 @@ class Lane:
 
     def start(self, handler: Handler) -> None:
         """Begin to serve."""
-        self._thread = threading.Thread(target=self._serve, args=(handler,), name=f"lane-{self.index}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._serve_frames, args=(handler,), name=f"lane-{self.index}", daemon=True
+        )
         self._thread.start()
 
-    def post(self, frame: Outgoing) -> None:
+    def post_frame(self, frame: Outgoing) -> None:
         """Send a frame soon; from any thread, never blocks. From the lane's own it leaves now: a body that was just
         read for its checksum is still in the cache, and the next one is read while libzmq sends it."""
         self._outbox.append(frame)
         if threading.current_thread() is self._thread:
-            self._flush()
+            self._flush_outbox()
         else:
             self._waker.wake()
 
@@ -180,9 +182,9 @@ class Lane:
         self._context.term()
         self._waker.close()
         while self._outbox:
-            _drop(self._outbox.popleft())
+            _drop_frame(self._outbox.popleft())
 
-    def _serve(self, handler: Handler) -> None:
+    def _serve_frames(self, handler: Handler) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._waker.theirs, zmq.POLLIN)
@@ -191,42 +193,42 @@ class Lane:
         while not self._stop.is_set():
             if not more and any(fd == waker for fd, _ in poller.poll(_POLL_MS)):
                 self._waker.drain()
-            more = self._read(handler)
-            handler.turn(self.index)
-            self._flush()
+            more = self._read_batch(handler)
+            handler.on_turn(self.index)
+            self._flush_outbox()
 
-    def _read(self, handler: Handler) -> bool:
+    def _read_batch(self, handler: Handler) -> bool:
         """Hand a batch of frames over; True if there may be more."""
         for _ in range(_BATCH):
             try:
-                peer, *parts = receive(self._socket)
+                peer, *parts = receive_parts(self._socket)
             except zmq.Again:
                 return False
-            handler.received(self.index, peer.bytes, parts)
+            handler.on_message(self.index, peer.bytes, parts)
         return True
 
-    def _flush(self) -> None:
+    def _flush_outbox(self) -> None:
         while self._outbox:
-            self._send(self._outbox.popleft())
+            self._send_frame(self._outbox.popleft())
 
-    def _send(self, frame: Outgoing) -> None:
-        if frame.watch is not None and not frame.watch.wanted():
-            frame.watch.gone()
+    def _send_frame(self, frame: Outgoing) -> None:
+        if frame.watch is not None and not frame.watch.still_wanted():
+            frame.watch.on_not_sent()
             return
         try:
             self._socket.send(frame.peer, MORE)
         except zmq.ZMQError as error:
             if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                 raise
-            _drop(frame)
+            _drop_frame(frame)
             return
         self._socket.send(frame.header, MORE)
         if frame.watch is None:
             self._socket.send(frame.body, LAST)
         else:
-            frame.watch.sent(self._socket.send(frame.body, LAST, copy=False, track=True))
+            frame.watch.on_sent(self._socket.send(frame.body, LAST, copy=False, track=True))
 
 
-def _drop(frame: Outgoing) -> None:
+def _drop_frame(frame: Outgoing) -> None:
     if frame.watch is not None:
-        frame.watch.gone()
+        frame.watch.on_not_sent()

@@ -1,6 +1,6 @@
 """A stage of a pipeline: threads that do the heavy part (checksum, copy) of what others bring.
 
-Its queue is as deep as everything that may be outstanding, so `put` never blocks and never fails for honest work.
+Its queue is as deep as everything that may be outstanding, so `put_item` never blocks and never fails for honest work.
 With no thread the work is done where it is put: on few cores a hop to another thread, with its wake-up and its wait
 for the interpreter, costs more than the work that it moves away.
 """
@@ -18,7 +18,7 @@ MANY_CORES = 4  # from so many on, a thread of its own finds a core of its own b
 T = TypeVar("T")
 
 
-def cores() -> int:
+def available_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
@@ -36,7 +36,9 @@ class Stage(Generic[T]):
         self._queue: queue.SimpleQueue[T | None] = queue.SimpleQueue()
         self._depth = depth
         self._work = work
-        self._threads = [threading.Thread(target=self._serve, name=f"{name}-{k}", daemon=True) for k in range(threads)]
+        self._threads = [
+            threading.Thread(target=self._serve_items, name=f"{name}-{k}", daemon=True) for k in range(threads)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -45,7 +47,7 @@ class Stage(Generic[T]):
         """The work is done by who puts it."""
         return not self._threads
 
-    def put(self, item: T) -> bool:
+    def put_item(self, item: T) -> bool:
         """Leave an item, or work on it now if there is no thread; False, at once, if the queue is full."""
         if not self._threads:
             self._work(item)
@@ -62,6 +64,6 @@ class Stage(Generic[T]):
         for thread in self._threads:
             thread.join()
 
-    def _serve(self) -> None:
+    def _serve_items(self) -> None:
         while (item := self._queue.get()) is not None:
             self._work(item)

@@ -14,7 +14,7 @@ class Rate:
     def __init__(self, now: float, nbytes: int = 0) -> None:
         self._samples: deque[tuple[float, int]] = deque([(now, nbytes)])
 
-    def saw(self, nbytes: int, now: float) -> None:
+    def record_bytes(self, nbytes: int, now: float) -> None:
         """So many bytes have moved in all; a sample more often than STEP_S takes the place of the last."""
         if len(self._samples) > 1 and now - self._samples[-2][0] < STEP_S:
             self._samples.pop()

@@ -39,11 +39,11 @@ class Share:
         self.nbytes = sum(r.nbytes for r in self.ranges)
         self._bytes: dict[tuple[int, int], list[tuple[int, int, memoryview]]] = {}  # → first element, end, all bytes
         for piece in pieces:
-            check(piece)
+            check_piece(piece)
             held = piece.offset, piece.offset + piece.length, piece.array.view(np.uint8).data
             self._bytes.setdefault((piece.layer, piece.param), []).append(held)
 
-    def view(self, chunk: Range) -> memoryview | None:
+    def view_chunk(self, chunk: Range) -> memoryview | None:
         """The bytes of a chunk in the caller's array; None if it lies in no piece."""
         layer, param, offset, length = chunk
         for first, end, held in self._bytes.get((layer, param), ()):
@@ -52,7 +52,7 @@ class Share:
         return None
 
 
-def check(piece: Piece) -> None:
+def check_piece(piece: Piece) -> None:
     """Raise LocalProtocolError unless the piece's array is what the piece says."""
     array = piece.array
     if array.dtype != np.float32 or array.ndim != 1 or array.size != piece.length or not array.flags.c_contiguous:
@@ -62,7 +62,7 @@ def check(piece: Piece) -> None:
         )
 
 
-def deal(pieces: Iterable[Piece], lanes: int) -> list[list[Piece]]:
+def deal_pieces(pieces: Iterable[Piece], lanes: int) -> list[list[Piece]]:
     """Deal pieces to lanes, the same number of elements to each; a piece that crosses a border is cut there.
 
     One embedding may be half of a shard: whole pieces would leave lanes idle. Borders lie at multiples of CUT_ITEMS of
@@ -78,13 +78,13 @@ def deal(pieces: Iterable[Piece], lanes: int) -> list[list[Piece]]:
             lane = min(int(dealt / share), lanes - 1)
             room = piece.length - at if lane == lanes - 1 else round((lane + 1) * share) - dealt
             take = min(piece.length - at, max(CUT_ITEMS, -(-room // CUT_ITEMS) * CUT_ITEMS))
-            hands[lane].append(_cut(piece, at, take))
+            hands[lane].append(_cut_piece(piece, at, take))
             at += take
             dealt += take
     return hands
 
 
-def _cut(piece: Piece, at: int, length: int) -> Piece:
+def _cut_piece(piece: Piece, at: int, length: int) -> Piece:
     if length == piece.length:
         return piece
     return Piece(piece.layer, piece.param, piece.offset + at, length, piece.array[at : at + length])

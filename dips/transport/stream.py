@@ -19,10 +19,20 @@ from zmq.utils.monitor import parse_monitor_message
 
 from dips.transport.backoff import Backoff
 from dips.transport.curve import KeyPair
-from dips.transport.lane import HANDSHAKE_MS, LAST, MORE, RCVHWM, receive
+from dips.transport.lane import HANDSHAKE_MS, LAST, MORE, RCVHWM, receive_parts
 from dips.wire import streams
 from dips.wire.chunks import Range
-from dips.wire.frame import FRAME_LIMIT, MESSAGE_LIMIT, BadFrame, Buffer, Header, Kind, message, run_id, unpack
+from dips.wire.frame import (
+    FRAME_LIMIT,
+    MESSAGE_LIMIT,
+    BadFrame,
+    Buffer,
+    Header,
+    Kind,
+    make_message,
+    run_id,
+    unpack_header,
+)
 from dips.wire.streams import StreamName
 
 FIRST_PAUSE_S = 0.05
@@ -91,46 +101,46 @@ class Stream:
         self._outbox: deque[tuple[bytes, Buffer]] = deque()
         self._held: deque[zmq.MessageTracker] = deque()
 
-    def post(self, header: bytes, body: Buffer) -> None:
+    def post_frame(self, header: bytes, body: Buffer) -> None:
         """Send a frame as soon as the connection takes it; the body is not copied."""
         self._outbox.append((header, body))
 
-    def say(self, kind: Kind, body: bytes) -> None:
+    def send_message(self, kind: Kind, body: bytes) -> None:
         """Send a message."""
-        self.post(*message(kind, self._run, self.id, body))
+        self.post_frame(*make_message(kind, self._run, self.id, body))
 
-    def header(self, chunk: Range, checksum: int) -> Header:
+    def chunk_header(self, chunk: Range, checksum: int) -> Header:
         """The header of a CHUNK of this stream."""
         place = chunk.layer, chunk.param, chunk.offset
         return Header(Kind.CHUNK, self._run, self.id, chunk.nbytes, checksum, *place, chunk.dtype)
 
-    def register(self, poller: zmq.Poller) -> None:
+    def register_poll(self, poller: zmq.Poller) -> None:
         """Let the owner's poll see this stream."""
         if self._socket is not None and self._monitor is not None:
             poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if self._outbox else 0))
             poller.register(self._monitor, zmq.POLLIN)
 
-    def step(self, now: float) -> bool:
+    def advance_connection(self, now: float) -> bool:
         """Connect, send, notice breaks; True if a connection broke, so that what was asked must be asked again."""
         if self._socket is None:
             if now >= self._again_at:
                 self._connect(now)
             return False
-        self.flush()
-        if self._reap() or not (self.waits or self._held or self._outbox or not self.welcomed):
+        self.flush_outbox()
+        if self._reap_sent() or not (self.waits or self._held or self._outbox or not self.welcomed):
             self._moved_at = now
         if now < self._look_at:
             return False
         self._look_at = now + LOOK_S
-        broken = self._broken()
+        broken = self._break_reason()
         if broken is None and now - self._moved_at >= self._stall_s:
             broken = f"nothing moved for {self._stall_s:g} s"
         if broken is None:
             return False
-        self.again(broken, now)
+        self.reconnect_later(broken, now)
         return True
 
-    def again(self, why: str, now: float) -> None:
+    def reconnect_later(self, why: str, now: float) -> None:
         """Give this connection up and make another after a pause, with the next epoch."""
         self.close()
         self.why = why
@@ -140,33 +150,33 @@ class Stream:
 
     def _name_as(self, name: StreamName) -> None:
         self.name = name
-        self.id = name.id  # of the present epoch; made once, since every frame is compared with it
+        self.id = name.stream_id  # of the present epoch; made once, since every frame is compared with it
 
-    def arrived(self, now: float, most: int) -> Iterator[Arrived]:
+    def read_frames(self, now: float, most: int) -> Iterator[Arrived]:
         """What has come, at most `most` frames, as far as it is whole and of this epoch; the rest is passed over."""
         for _ in range(most):
             if self._socket is None:
                 return
             try:
-                parts = receive(self._socket)
+                parts = receive_parts(self._socket)
             except zmq.Again:
                 return
-            frame = self._read(parts)
+            frame = self._read_frame(parts)
             if frame is not None:
                 self._moved_at = now
                 yield frame
 
-    def _read(self, parts: list[zmq.Frame]) -> Arrived | None:
+    def _read_frame(self, parts: list[zmq.Frame]) -> Arrived | None:
         if len(parts) != 2:
             return None
         body = parts[1].buffer
         try:
-            header = unpack(parts[0].buffer, self._run, len(body), MESSAGE_LIMIT)
+            header = unpack_header(parts[0].buffer, self._run, len(body), MESSAGE_LIMIT)
         except BadFrame:
             return None  # asked again when the stream is found to stall
         return Arrived(header, body) if header.stream == self.id else None
 
-    def settled(self) -> None:
+    def on_welcome(self) -> None:
         """The slave answered: the next break begins with a short pause again."""
         self.welcomed = True
         self._backoff.reset()
@@ -191,9 +201,9 @@ class Stream:
         self._monitor = self._socket.get_monitor_socket(_BROKEN)
         self._socket.connect(f"tcp://{self.address}")
         self._moved_at = now
-        self.say(Kind.HELLO, streams.encode_hello(self.name, self._pieces))
+        self.send_message(Kind.HELLO, streams.encode_hello(self.name, self._pieces))
 
-    def flush(self) -> None:
+    def flush_outbox(self) -> None:
         """Hand over what the connection takes now."""
         while self._outbox and self._socket is not None:
             header, body = self._outbox[0]
@@ -205,14 +215,14 @@ class Stream:
             self._held.append(tracker)
             self._outbox.popleft()
 
-    def _reap(self) -> bool:
+    def _reap_sent(self) -> bool:
         moved = False
         while self._held and self._held[0].done:
             self._held.popleft()
             moved = True
         return moved
 
-    def _broken(self) -> str | None:
+    def _break_reason(self) -> str | None:
         assert self._monitor is not None
         try:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))

@@ -27,12 +27,12 @@ class Turns(Generic[K]):
         self._waiting: deque[K] = deque()
         self._debt: dict[K, int] = {}
 
-    def enter(self, key: K) -> None:
+    def enter_line(self, key: K) -> None:
         """Stand at the end of the line; nothing for who stands there already."""
         if key not in self._active and key not in self._waiting:
             self._waiting.append(key)
 
-    def leave(self, key: K) -> None:
+    def leave_line(self, key: K) -> None:
         """Be gone; nothing for who is not there."""
         self._debt.pop(key, None)
         if self._active.pop(key, None) is None and key in self._waiting:
@@ -42,7 +42,7 @@ class Turns(Generic[K]):
         """Let those who wait stand in the order of their places, once; who has a turn keeps it."""
         self._waiting = deque(sorted(self._waiting, key=place))
 
-    def rotate(self, drained: Callable[[K], bool], slow: Callable[[K], bool]) -> tuple[K, ...]:
+    def rotate_turns(self, drained: Callable[[K], bool], slow: Callable[[K], bool]) -> tuple[K, ...]:
         """End turns that are over, begin those that may, and return who may be asked, oldest turn first.
 
         drained  nothing is in flight: only then is a used-up turn over, so that at most `concurrent_streams` are busy
@@ -66,10 +66,10 @@ class Turns(Generic[K]):
         """Somebody waits for a turn."""
         return bool(self._waiting)
 
-    def left(self, key: K) -> int:
+    def bytes_left(self, key: K) -> int:
         """Bytes that `key` may still be asked for in its turn; 0 or less if none, or if it has no turn."""
         return self._active.get(key, 0)
 
-    def spend(self, key: K, nbytes: int) -> None:
+    def spend_bytes(self, key: K, nbytes: int) -> None:
         """`key` was asked for `nbytes`."""
         self._active[key] -= nbytes

@@ -79,23 +79,23 @@ class LayerLayout:
         for index in layers:
             layer = manifest.layers[index]
             self.numel[index] = layer.numel
-            for k, (parameter, start) in enumerate(zip(layer.parameters, layer.offsets(), strict=True)):
+            for k, (parameter, start) in enumerate(zip(layer.parameters, layer.param_offsets(), strict=True)):
                 self.fields[index, k] = Field(parameter.name, start, parameter.numel)
 
     @property
     def nbytes(self) -> int:
         return sum(self.numel.values()) * ITEM_BYTES
 
-    def whole(self) -> list[Range]:
+    def whole_layers(self) -> list[Range]:
         """Every parameter as one range."""
         return [Range(layer, param, 0, field.numel) for (layer, param), field in self.fields.items()]
 
-    def place(self, piece: Range) -> tuple[int, int]:
+    def place_range(self, piece: Range) -> tuple[int, int]:
         """Return begin and end of a range in its layer's flat array, in elements."""
         begin = self.fields[piece.layer, piece.param].start + piece.offset
         return begin, begin + piece.length
 
-    def outside(self, pieces: Iterable[Range]) -> str | None:
+    def describe_outside(self, pieces: Iterable[Range]) -> str | None:
         """Describe the first range that does not lie in these layers, or return None."""
         for piece in pieces:
             field = self.fields.get((piece.layer, piece.param))
@@ -109,7 +109,7 @@ class LayerLayout:
         return None
 
 
-def split(pieces: Iterable[Range], chunk_bytes: int) -> Iterator[Range]:
+def split_chunks(pieces: Iterable[Range], chunk_bytes: int) -> Iterator[Range]:
     """Cut ranges into chunks, in order: as many elements as `chunk_bytes` of fp32 hold, however they are spelled."""
     most = chunk_bytes // ITEM_BYTES
     for piece in pieces:
@@ -118,7 +118,7 @@ def split(pieces: Iterable[Range], chunk_bytes: int) -> Iterator[Range]:
             yield type(piece)(layer, param, offset + begin, min(most, length - begin))
 
 
-def uncovered(layout: LayerLayout, claims: Mapping[str, Sequence[Range]]) -> list[str]:
+def describe_uncovered(layout: LayerLayout, claims: Mapping[str, Sequence[Range]]) -> list[str]:
     """Say where claims (who → its ranges, inside the layout) overlap or leave gaps; [] if each element has one owner.
 
     At most MOST_PROBLEMS lines. Cost: sorts the ranges of each parameter.
@@ -127,13 +127,13 @@ def uncovered(layout: LayerLayout, claims: Mapping[str, Sequence[Range]]) -> lis
     for who, pieces in claims.items():
         for piece in pieces:
             owned[piece.layer, piece.param].append((piece.offset, piece.length, who))
-    problems = [line for key, spans in owned.items() for line in _problems(layout.fields[key], sorted(spans))]
+    problems = [line for key, spans in owned.items() for line in _find_problems(layout.fields[key], sorted(spans))]
     if len(problems) > MOST_PROBLEMS:
         return [*problems[:MOST_PROBLEMS], f"and {len(problems) - MOST_PROBLEMS} more"]
     return problems
 
 
-def _problems(field: Field, spans: list[tuple[int, int, str]]) -> Iterator[str]:
+def _find_problems(field: Field, spans: list[tuple[int, int, str]]) -> Iterator[str]:
     at, owner = 0, ""  # everything before `at` is owned; `owner` reaches farthest
     for offset, length, who in spans:
         if offset > at:

@@ -50,7 +50,7 @@ class Codec:
         """It carries differences to a base."""
         return self.dtype is not Dtype.FP32
 
-    def ranges(self, pieces: Iterable[Range]) -> tuple[Range, ...]:
+    def encoded_ranges(self, pieces: Iterable[Range]) -> tuple[Range, ...]:
         """The same ranges, counted in this codec's bytes."""
         return tuple(self.range(*piece) for piece in pieces)
 
@@ -66,7 +66,7 @@ class Codec:
         return out
 
 
-def named(name: str) -> Codec:
+def codec_named(name: str) -> Codec:
     """Return the codec of that name; raise LocalProtocolError if there is none."""
     try:
         return CODECS[name]
@@ -74,7 +74,7 @@ def named(name: str) -> Codec:
         raise LocalProtocolError(f"codec: expected one of {', '.join(CODECS)}, got {name!r}") from None
 
 
-def _spans(length: int) -> Iterable[slice]:
+def _split_spans(length: int) -> Iterable[slice]:
     return (slice(begin, min(begin + _SPAN, length)) for begin in range(0, length, _SPAN))
 
 
@@ -85,7 +85,7 @@ def _as_they_are(values: F32) -> Buffer:
     return values.view(np.uint8).data
 
 
-def _copy(body: Buffer, target: F32) -> None:
+def _copy_body(body: Buffer, target: F32) -> None:
     np.copyto(target.view(np.uint8), np.frombuffer(body, np.uint8))
 
 
@@ -95,7 +95,7 @@ def _copy(body: Buffer, target: F32) -> None:
 def _encode_bf16(values: F32) -> Buffer:
     """Round to nearest, ties to even. A finite element beyond the largest bf16 (3.39e38) becomes infinite."""
     out = np.empty(values.size, np.uint16)
-    for cut in _spans(values.size):
+    for cut in _split_spans(values.size):
         bits = values[cut].view(np.uint32)
         odd = bits >> 16
         odd &= 1
@@ -111,7 +111,7 @@ def _encode_bf16(values: F32) -> Buffer:
 
 def _add_bf16(body: Buffer, target: F32) -> None:
     halves = np.frombuffer(body, np.uint16)
-    for cut in _spans(target.size):
+    for cut in _split_spans(target.size):
         bits = halves[cut].astype(np.uint32)
         bits <<= 16
         with np.errstate(all="ignore"):
@@ -126,7 +126,7 @@ def _encode_int8(values: F32) -> Buffer:
     out = np.empty(4 * count + values.size, np.uint8)
     steps, whole = out[: 4 * count].view(np.float32), out[4 * count :].view(np.int8)
     with np.errstate(all="ignore"):  # what is not finite is made so on purpose
-        for cut in _spans(values.size):
+        for cut in _split_spans(values.size):
             _quantise(values[cut], steps[cut.start // BLOCK : -(-cut.stop // BLOCK)], whole[cut])
     return out.data
 
@@ -155,7 +155,7 @@ def _add_int8(body: Buffer, target: F32) -> None:
     steps = np.frombuffer(raw[: 4 * count].tobytes(), np.float32)  # a body need not lie at a multiple of 4
     whole = raw[4 * count :].view(np.int8)
     with np.errstate(all="ignore"):
-        for cut in _spans(target.size):
+        for cut in _split_spans(target.size):
             _add_span(whole[cut], steps[cut.start // BLOCK : -(-cut.stop // BLOCK)], target[cut])
 
 
@@ -172,7 +172,7 @@ def _add_span(whole: npt.NDArray[np.int8], steps: F32, target: F32) -> None:
 CODECS: Mapping[str, Codec] = {
     codec.name: codec
     for codec in (
-        Codec("fp32", Dtype.FP32, Range, _as_they_are, _copy),
+        Codec("fp32", Dtype.FP32, Range, _as_they_are, _copy_body),
         Codec("bf16", Dtype.BF16, Bf16Range, _encode_bf16, _add_bf16),
         Codec("int8", Dtype.INT8, Int8Range, _encode_int8, _add_int8),
     )

@@ -107,7 +107,7 @@ def run_id(run: str) -> int:
     return xxhash.xxh32_intdigest(run.encode())
 
 
-def pack(header: Header) -> bytes:
+def pack_header(header: Header) -> bytes:
     """Spell a header with its checksum."""
     fields = _FIELDS.pack(
         MAGIC,
@@ -127,13 +127,13 @@ def pack(header: Header) -> bytes:
     return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
 
 
-def message(kind: Kind, run: int, stream: int, body: bytes) -> tuple[bytes, bytes]:
+def make_message(kind: Kind, run: int, stream: int, body: bytes) -> tuple[bytes, bytes]:
     """Make both parts of a frame that is not a CHUNK."""
     assert len(body) <= MESSAGE_LIMIT, f"{kind.name} of {len(body)} bytes"
-    return pack(Header(kind, run, stream, len(body), xxhash.xxh3_64_intdigest(body))), body
+    return pack_header(Header(kind, run, stream, len(body), xxhash.xxh3_64_intdigest(body))), body
 
 
-def unpack(part: Buffer, run: int, body_bytes: int, chunk_bytes: int) -> Header:
+def unpack_header(part: Buffer, run: int, body_bytes: int, chunk_bytes: int) -> Header:
     """Read the header of a frame whose body has `body_bytes`; raise BadFrame with the reason if anything is wrong.
 
     The body's checksum is not looked at here: `check_body` does that, for chunks on another thread.
@@ -168,7 +168,7 @@ def _check_bounds(header: Header, body_bytes: int, chunk_bytes: int) -> None:
     if header.length != body_bytes:
         raise BadFrame("length", f"the header says {header.length} bytes, the body has {body_bytes}")
     if header.kind is Kind.CHUNK:
-        if not 0 < header.length <= chunk_bytes or not _whole(header):
+        if not 0 < header.length <= chunk_bytes or not _is_whole(header):
             raise BadFrame(
                 "length",
                 f"expected whole elements of {header.dtype.name}, at most {chunk_bytes} bytes, got {header.length}",
@@ -182,7 +182,7 @@ def _check_bounds(header: Header, body_bytes: int, chunk_bytes: int) -> None:
         raise BadFrame("place", f"a {header.kind.name} names no place, this one names layer {header.layer}")
 
 
-def _whole(header: Header) -> bool:
+def _is_whole(header: Header) -> bool:
     """Whether a body of this length can be a number of whole elements."""
     if header.dtype is Dtype.INT8:  # each block is a step and 1 to 256 elements
         return not 1 <= header.length % (ITEM_BYTES + BLOCK) <= ITEM_BYTES

@@ -46,7 +46,7 @@ class RealBounds:
     most: float = MAX_REAL
     nan: bool = False
 
-    def hold(self, value: float) -> bool:
+    def is_within(self, value: float) -> bool:
         return self.nan if isnan(value) else self.least <= value <= self.most
 
 
@@ -71,7 +71,7 @@ _MODULES = (names_pb2, cluster_pb2, slave_pb2, status_pb2, operator_pb2)
 def to_proto(obj: object) -> Message:
     """Spell a dataclass as the message of the same name."""
     message = _message_class(type(obj).__name__)()
-    for name, spell, _ in _plan(cast(Hashable, type(obj))):
+    for name, spell, _ in _field_plan(cast(Hashable, type(obj))):
         try:
             spell(message, getattr(obj, name))
         except (TypeError, ValueError) as error:
@@ -85,12 +85,12 @@ def from_proto(message: Message, cls: type[T], **extra: Any) -> T:
     Raise RemoteProtocolError if a field is missing, too big, or a name that may not be one.
     """
     values = dict(extra)
-    for name, _, read in _plan(cast(Hashable, cls)):
+    for name, _, read in _field_plan(cast(Hashable, cls)):
         values[name] = read(message)
     return cls(**values)
 
 
-def wrap(obj: object, wrapper: type[Message]) -> Message:
+def wrap_oneof(obj: object, wrapper: type[Message]) -> Message:
     """Put `obj` into a message that is one oneof (Answer, JoinReply); raise LocalProtocolError if it has no place."""
     (oneof,) = wrapper.DESCRIPTOR.oneofs
     message = wrapper()
@@ -98,7 +98,7 @@ def wrap(obj: object, wrapper: type[Message]) -> Message:
     return message
 
 
-def unwrap(message: Message) -> Any:
+def unwrap_oneof(message: Message) -> Any:
     """Read what lies in a message that is one oneof; raise RemoteProtocolError if nothing does."""
     (oneof,) = message.DESCRIPTOR.oneofs
     return _get_member(message, oneof.name)
@@ -111,13 +111,13 @@ _Read = Callable[[Message], Any]
 
 
 @cache
-def _plan(cls: Any) -> tuple[tuple[str, _Spell, _Read], ...]:
+def _field_plan(cls: Any) -> tuple[tuple[str, _Spell, _Read], ...]:
     hints = typing.get_type_hints(cls)
     fields = [f.name for f in dataclasses.fields(cls) if f.name not in _LOCAL]
-    return tuple((name, *_field(cls, name, hints[name])) for name in fields)
+    return tuple((name, *_field_pair(cls, name, hints[name])) for name in fields)
 
 
-def _field(cls: type, name: str, hint: Any) -> tuple[_Spell, _Read]:
+def _field_pair(cls: type, name: str, hint: Any) -> tuple[_Spell, _Read]:
     """Choose the pair by the hint; an unknown kind of hint is a bug of ours, found at the first use of the class."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
@@ -137,40 +137,40 @@ def _field(cls: type, name: str, hint: Any) -> tuple[_Spell, _Read]:
 def _scalar_pair(cls: type, name: str) -> tuple[_Spell, _Read]:
     reals = _REALS.get((cls.__name__, name), _REAL)
 
-    def spell(message: Message, value: Any) -> None:
+    def write_field(message: Message, value: Any) -> None:
         setattr(message, name, value[:MAX_REASON] if name == "reason" else value)
 
-    return spell, lambda message: _checked(name, getattr(message, name), reals)
+    return write_field, lambda message: _check_leaf(name, getattr(message, name), reals)
 
 
 def _enum_pair(name: str, words: type[StrEnum]) -> tuple[_Spell, _Read]:
     """A member travels as its value; a word that is none is refused."""
 
-    def read(message: Message) -> Any:
+    def read_field(message: Message) -> Any:
         word = getattr(message, name)
         try:
             return words(word)
         except ValueError as error:
             raise RemoteProtocolError(f"{name}: expected {' or '.join(words)}, got {word!r:.80}") from error
 
-    return lambda message, value: setattr(message, name, words(value).value), read
+    return lambda message, value: setattr(message, name, words(value).value), read_field
 
 
 def _message_pair(name: str, cls: type, optional: bool) -> tuple[_Spell, _Read]:
-    def spell(message: Message, value: Any) -> None:
+    def write_field(message: Message, value: Any) -> None:
         if value is None and not optional:
             raise TypeError(f"expected a {cls.__name__}, got None")
         if value is not None:
             getattr(message, name).CopyFrom(to_proto(value))
 
-    def read(message: Message) -> Any:
+    def read_field(message: Message) -> Any:
         if message.HasField(name):
             return from_proto(getattr(message, name), cls)
         if optional:
             return None
         raise RemoteProtocolError(f"{message.DESCRIPTOR.name}: expected the field {name}, it is missing")
 
-    return spell, read
+    return write_field, read_field
 
 
 def _oneof_pair(name: str) -> tuple[_Spell, _Read]:
@@ -180,10 +180,10 @@ def _oneof_pair(name: str) -> tuple[_Spell, _Read]:
 def _list_pair(cls: type, name: str, item: Any) -> tuple[_Spell, _Read]:
     spell_item, read_item = _item_pair(cls, name, item)
 
-    def spell(message: Message, values: Iterable[Any]) -> None:
+    def write_field(message: Message, values: Iterable[Any]) -> None:
         getattr(message, name).extend([spell_item(v) for v in values])
 
-    return spell, lambda message: tuple(read_item(v) for v in _bounded(name, getattr(message, name)))
+    return write_field, lambda message: tuple(read_item(v) for v in _check_length(name, getattr(message, name)))
 
 
 def _item_pair(cls: type, name: str, item: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
@@ -192,17 +192,17 @@ def _item_pair(cls: type, name: str, item: Any) -> tuple[Callable[[Any], Any], C
     if typing.get_origin(item) is tuple:  # a list within a list, of whole numbers
         return (
             lambda values: cluster_pb2.Indices(values=values),
-            lambda raw: tuple(_checked(name, v, _REAL) for v in _bounded(name, raw.values)),
+            lambda raw: tuple(_check_leaf(name, v, _REAL) for v in _check_length(name, raw.values)),
         )
     reals = _REALS.get((cls.__name__, name), _REAL)
-    return lambda value: value, lambda value: _checked(name, value, reals)
+    return lambda value: value, lambda value: _check_leaf(name, value, reals)
 
 
 # ---- leaves -------------------------------------------------------------------------------------------------------
 
 
 def _set_member(message: Message, oneof: str, obj: object) -> None:
-    member = _snake(type(obj).__name__)
+    member = _snake_case(type(obj).__name__)
     members = [f.name for f in message.DESCRIPTOR.oneofs_by_name[oneof].fields]
     if member not in members:
         raise LocalProtocolError(f"{message.DESCRIPTOR.name}.{oneof}: expected one of {members}, got {obj!r}")
@@ -216,16 +216,16 @@ def _get_member(message: Message, oneof: str) -> Any:
     if member is None:
         raise RemoteProtocolError(f"{message.DESCRIPTOR.name}: expected one of {oneof}, nothing is there")
     raw = getattr(message, member)
-    return from_proto(raw, _dataclass(raw.DESCRIPTOR.name))
+    return from_proto(raw, _dataclass_named(raw.DESCRIPTOR.name))
 
 
-def _checked(name: str, value: Any, reals: RealBounds) -> Any:
+def _check_leaf(name: str, value: Any, reals: RealBounds) -> Any:
     """Bound one leaf that arrived; text is cut only where it is a reason."""
     if isinstance(value, str):
         return _checked_text(name, value)
     if isinstance(value, int) and value > MAX_INTEGER:
         raise RemoteProtocolError(f"{name}: expected at most {MAX_INTEGER}, got {value}")
-    if isinstance(value, float) and not reals.hold(value):
+    if isinstance(value, float) and not reals.is_within(value):
         raise RemoteProtocolError(f"{name}: expected a number from {reals.least:g} to {reals.most:g}, got {value:g}")
     return value
 
@@ -243,7 +243,7 @@ def _checked_text(name: str, value: str) -> str:
     return value
 
 
-def _bounded(name: str, values: Any) -> Any:
+def _check_length(name: str, values: Any) -> Any:
     if len(values) > MAX_ITEMS:
         raise RemoteProtocolError(f"{name}: expected at most {MAX_ITEMS} items, got {len(values)}")
     return values
@@ -258,12 +258,12 @@ def _message_class(name: str) -> type[Message]:
 
 
 @cache
-def _dataclass(name: str) -> type:
+def _dataclass_named(name: str) -> type:
     for module in (ids, effects, events, heartbeats):
         if hasattr(module, name):
             return cast(type, getattr(module, name))
     raise LocalProtocolError(f"the message {name} has no dataclass in dips.protocol")
 
 
-def _snake(name: str) -> str:
+def _snake_case(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()

@@ -59,7 +59,7 @@ class StreamName:
     lane: int = 0  # index of the slave's lane
 
     @property
-    def id(self) -> int:
+    def stream_id(self) -> int:
         """The name in 64 bits, as every header carries it."""
         who = f"{self.run}|{self.kind}|{self.cluster}|{self.inc}|{self.seq}|{self.rank}|{self.slave}|{self.sinc}"
         return xxhash.xxh3_64_intdigest(f"{who}|{self.epoch}|{self.version}|{self.lane}".encode())
@@ -86,7 +86,7 @@ class ErrorMessage:
 
 def encode_hello(name: StreamName, pieces: Sequence[Range]) -> bytes:
     """Spell a HELLO; raise LocalProtocolError if the ranges do not fit into one."""
-    body = _packed([*(getattr(name, f.name) for f in fields(name)), _flat(pieces)])
+    body = _pack_body([*(getattr(name, f.name) for f in fields(name)), _flatten_ranges(pieces)])
     if len(body) > MESSAGE_LIMIT:
         raise LocalProtocolError(
             f"a HELLO of {len(pieces)} ranges has {len(body)} bytes, at most {MESSAGE_LIMIT} are allowed: "
@@ -97,109 +97,109 @@ def encode_hello(name: StreamName, pieces: Sequence[Range]) -> bytes:
 
 def decode_hello(body: Buffer) -> tuple[StreamName, tuple[Range, ...]]:
     """Read a HELLO."""
-    values = _list(body, len(_NAME_TYPES) + 1)
+    values = _check_list(body, len(_NAME_TYPES) + 1)
     for value, kind in zip(values, _NAME_TYPES, strict=False):
-        _number(value) if kind is int else _text(value, NAME_LIMIT)
+        _check_number(value) if kind is int else _check_text(value, NAME_LIMIT)
     name = StreamName(*values[:-1])
     if name.kind not in ("push", "pull"):
         raise BadFrame("message", f"expected a push or a pull, got {name.kind!r}")
-    return name, _ranges(values[-1])
+    return name, _check_ranges(values[-1])
 
 
 def encode_welcome(welcome: Welcome) -> bytes:
-    return _packed([welcome.missing, welcome.chunk_bytes])
+    return _pack_body([welcome.missing, welcome.chunk_bytes])
 
 
 def decode_welcome(body: Buffer) -> Welcome:
     """Read a WELCOME."""
-    missing, chunk_bytes = _list(body, 2)
-    if not 4 <= _number(chunk_bytes) <= MESSAGE_LIMIT:
+    missing, chunk_bytes = _check_list(body, 2)
+    if not 4 <= _check_number(chunk_bytes) <= MESSAGE_LIMIT:
         raise BadFrame("message", f"expected chunks of 4 to {MESSAGE_LIMIT} bytes, got {chunk_bytes}")
-    return Welcome(_number(missing), chunk_bytes)
+    return Welcome(_check_number(missing), chunk_bytes)
 
 
 def encode_want(chunks: Sequence[Range]) -> bytes:
-    return _packed(_flat(chunks))
+    return _pack_body(_flatten_ranges(chunks))
 
 
 def decode_want(body: Buffer) -> tuple[Range, ...]:
     """Read a WANT: one CHUNK is asked for by each of its ranges."""
-    return _ranges(_unpacked(body))
+    return _check_ranges(_unpack_body(body))
 
 
 def encode_done(nbytes: int) -> bytes:
     """Spell a DONE: the receiver has all of the stream's `nbytes`, checked."""
-    return _packed(nbytes)
+    return _pack_body(nbytes)
 
 
 def decode_done(body: Buffer) -> int:
     """Read a DONE."""
-    return _number(_unpacked(body))
+    return _check_number(_unpack_body(body))
 
 
 def encode_error(code: str, text: str) -> bytes:
     assert code in CODES, code
-    return _packed([code, text[:TEXT_LIMIT]])
+    return _pack_body([code, text[:TEXT_LIMIT]])
 
 
 def decode_error(body: Buffer) -> ErrorMessage:
     """Read an ERROR; an unknown code counts as `refused`, so that a later release may add some."""
-    code, text = _list(body, 2)
-    _text(code, NAME_LIMIT)
-    return ErrorMessage(code if code in CODES else "refused", _text(text, TEXT_LIMIT))
+    code, text = _check_list(body, 2)
+    _check_text(code, NAME_LIMIT)
+    return ErrorMessage(code if code in CODES else "refused", _check_text(text, TEXT_LIMIT))
 
 
 def encode_probe(answer: int, nbytes: int = 0) -> bytes:
     """Spell a PROBE that is to be answered by a PROBE of `answer` bytes; `nbytes` of padding measure the way there."""
-    return _packed([answer, bytes(nbytes)])
+    return _pack_body([answer, bytes(nbytes)])
 
 
 def decode_probe(body: Buffer) -> int:
     """Read a PROBE: how many bytes its answer is to have."""
-    answer, padding = _list(body, 2)
-    if not isinstance(padding, bytes) or _number(answer) > MESSAGE_LIMIT:
+    answer, padding = _check_list(body, 2)
+    if not isinstance(padding, bytes) or _check_number(answer) > MESSAGE_LIMIT:
         raise BadFrame("message", f"expected a PROBE for at most {MESSAGE_LIMIT} bytes and padding, got {answer}")
     return int(answer)
 
 
-def _packed(value: Any) -> bytes:
+def _pack_body(value: Any) -> bytes:
     packed: bytes = msgpack.packb(value)
     return packed
 
 
-def _unpacked(body: Buffer) -> Any:
+def _unpack_body(body: Buffer) -> Any:
     try:
         return msgpack.unpackb(body)
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
         raise BadFrame("message", f"not msgpack: {error}") from error
 
 
-def _flat(pieces: Iterable[Range]) -> list[int]:
+def _flatten_ranges(pieces: Iterable[Range]) -> list[int]:
     return [number for piece in pieces for number in piece]
 
 
-def _list(body: Buffer, length: int) -> list[Any]:
-    value = _unpacked(body)
+def _check_list(body: Buffer, length: int) -> list[Any]:
+    value = _unpack_body(body)
     if not isinstance(value, list) or len(value) != length:
         raise BadFrame("message", f"expected a list of {length}, got {str(value)[:80]}")
     return value
 
 
-def _number(value: Any) -> int:
+def _check_number(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _BIGGEST:
         raise BadFrame("message", f"expected a whole number from 0 on, got {str(value)[:80]}")
     return value
 
 
-def _text(value: Any, limit: int) -> str:
+def _check_text(value: Any, limit: int) -> str:
     if not isinstance(value, str) or len(value) > limit:
         raise BadFrame("message", f"expected a text of at most {limit} characters, got {str(value)[:80]}")
     return value
 
 
-def _ranges(value: Any) -> tuple[Range, ...]:
+def _check_ranges(value: Any) -> tuple[Range, ...]:
     if not isinstance(value, list) or len(value) % 4:
         raise BadFrame("message", "expected ranges as a flat list of layer, param, offset, length")
     for number in value:
-        _number(number)
+        _check_number(number)
     return tuple(Range(*value[i : i + 4]) for i in range(0, len(value), 4))

@@ -73,7 +73,7 @@ def _die(kind: str, name: str, died: Path, said: str, silent: bool = False) -> N
 
     (_watch_push if kind == "push" else _watch_pull)(reach)
     if silent:
-        _before(AgentClient, "ask", lambda _, said: _unheard(reach, said))
+        _before(AgentClient, "ask_agent", lambda _, said: _unheard(reach, said))
 
 
 def _unheard(reach: Callable[[str], None], said: object) -> None:
@@ -90,28 +90,38 @@ def _unheard(reach: Callable[[str], None], said: object) -> None:
 def _watch_push(reach: Callable[[str], None]) -> None:
     cls = transfer.PushTransfer
     _before(shard_transfer.ShardTransfer, "begin_push", lambda *_: reach("granted"))
-    _before(shard_transfer.transfer, "push", lambda *_: reach("frozen"))
+    _before(shard_transfer.transfer, "push_pieces", lambda *_: reach("frozen"))
     _after(cls, "on_welcome", lambda *_: _by_slave("welcome", reach, "welcomed by {}"))
     _before(cls, "on_want", lambda *_: reach("first WANT"))
     _after(cls, "on_processed", lambda own, *_: _chunk(reach, own))
     _after(cls, "finish_part", lambda *_: _by_slave("done", reach, "DONE of {}"))
-    _after(AgentConnection, "send", lambda _, said: reach("asked") if isinstance(said, PushWanted) else None)
-    _after(AgentConnection, "send", lambda _, said: reach("told the agent") if isinstance(said, PushMoved) else None)
-    _after(AgentConnection, "ask", lambda _, said: reach("awaits the outcome") if isinstance(said, PushMoved) else None)
+    _after(AgentConnection, "send_message", lambda _, said: reach("asked") if isinstance(said, PushWanted) else None)
+    _after(
+        AgentConnection,
+        "send_message",
+        lambda _, said: reach("told the agent") if isinstance(said, PushMoved) else None,
+    )
+    _after(
+        AgentConnection,
+        "ask_agent",
+        lambda _, said: reach("awaits the outcome") if isinstance(said, PushMoved) else None,
+    )
 
 
 def _watch_pull(reach: Callable[[str], None]) -> None:
     cls = transfer.PullTransfer
     _before(shard_transfer.ShardTransfer, "begin_pull", lambda *_: reach("granted"))
-    _before(shard_transfer.transfer, "pull", lambda *_: reach("begun"))
+    _before(shard_transfer.transfer, "pull_pieces", lambda *_: reach("begun"))
     _after(cls, "on_welcome", lambda *_: _by_slave("welcome", reach, "welcomed by {}"))
     _before(cls, "on_chunk", lambda *_: reach("first WANT"))
     _before(cls, "on_processed", lambda own, *_: _chunk(reach, own))
     _after(cls, "finish_part", lambda *_: _by_slave("done", reach, "DONE of {}"))
     _before(
-        AgentConnection, "send", lambda _, said: reach("installed, not told") if isinstance(said, PullMoved) else None
+        AgentConnection,
+        "send_message",
+        lambda _, said: reach("installed, not told") if isinstance(said, PullMoved) else None,
     )
-    _after(AgentConnection, "send", lambda _, said: reach("asked") if isinstance(said, PullWanted) else None)
+    _after(AgentConnection, "send_message", lambda _, said: reach("asked") if isinstance(said, PullWanted) else None)
     _half_install(reach)
 
 

@@ -7,26 +7,26 @@ import time
 
 import pytest
 
-from tests.chaos.house import Deployment
+from tests.chaos.deployment import Deployment
 
 ROUNDS, STEP_S = 100, 0.004
 VICTIMS = ("ps0", "ps1", "master")
 CHECK_EVERY = 10
-HOUSE = {"step_s": 0.05, "timing": {"window_s": 0.1}}
+DEPLOYMENT = {"step_s": 0.05, "timing": {"window_s": 0.1}}
 
 
 @pytest.mark.timeout(900)  # three and a half minutes on idle cores
-def test_the_kill_grid(house: Deployment) -> None:
+def test_the_kill_grid(deployment: Deployment) -> None:
     """Whatever the moment: a version is there on all disks, or it never was; nothing is folded twice, or lost."""
     for number in range(ROUNDS):
         victim = VICTIMS[number % len(VICTIMS)]
-        finish = house.to_master["east"].calls.trap("FinishPush")
-        finish.release()  # it is not held: we only hear of it
+        finish = deployment.to_master["east"].calls.trap("FinishPush")
+        finish.release()  # it is not held: we only see it pass
         finish.caught()
         time.sleep(number * STEP_S)  # the grid is one of milliseconds
-        house.process(victim).kill()
-        _ = house.start_master() if victim == "master" else house.start_slave(victim)
-        house.progress(1)
-        house.check_history()
+        deployment.process(victim).kill()
+        _ = deployment.start_master() if victim == "master" else deployment.start_slave(victim)
+        deployment.progress(1)
+        deployment.check_history()
         if number % CHECK_EVERY == CHECK_EVERY - 1:
-            house.check()
+            deployment.check()

@@ -15,12 +15,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.chaos.house import Deployment
+from tests.chaos.deployment import Deployment
 from tests.integration.cluster_harness import ROOT
 
 INSIDE = "DIPS_CHAOS_NAMESPACE"
 TABLE = "dips_chaos"
-HOUSE = {"ranges": False, "groups": True}  # who waits for data ranges cannot train on by itself
+DEPLOYMENT = {"ranges": False, "groups": True}  # who waits for data ranges cannot train on by itself
 CHAINS = f"""table inet {TABLE} {{
  chain out {{ type filter hook output priority 0; }}
  chain in {{ type filter hook input priority 0; }}
@@ -35,7 +35,10 @@ def missing() -> str | None:
     if os.geteuid() != 0:
         return "only root may make network namespaces"
     tools = [tool for tool in ("ip", "nft", "setpriv") if shutil.which(tool) is None]
-    return f"{' and '.join(tools)} not found: install iproute2, nftables, util-linux" if tools else None
+    if tools:
+        return f"{' and '.join(tools)} not found: install iproute2, nftables, util-linux"
+    probe = subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True, text=True, check=False)
+    return probe.stderr.strip() or None
 
 
 @pytest.mark.skipif(INSIDE in os.environ, reason="it is this namespace")
@@ -68,33 +71,33 @@ def filtered() -> Iterator[None]:
 
 @inside
 @pytest.mark.parametrize("ways", [(UP, DOWN), (UP,)], ids=["both ways", "towards the others"])
-def test_a_cluster_s_packets_are_dropped(house: Deployment, filtered: None, ways: tuple[str, ...]) -> None:
+def test_a_cluster_s_packets_are_dropped(deployment: Deployment, filtered: None, ways: tuple[str, ...]) -> None:
     """Agent, rank and their ZeroMQ streams: gone after the lease; the others go on; it comes back as a new
     incarnation.
     """
     since = time.time()
-    _drop(house, "east", ways)
-    house.seen_after(house.master_timeline, "cluster_gone", since=since, cluster="east")
-    house.progress(3, by=("west",))
+    _drop(deployment, "east", ways)
+    deployment.seen_after(deployment.master_timeline, "cluster_gone", since=since, cluster="east")
+    deployment.progress(3, by=("west",))
     _pass()
-    house.progress(2, by=house.clusters)
+    deployment.progress(2, by=deployment.clusters)
 
 
 @inside
-def test_a_slave_s_packets_are_dropped(house: Deployment, filtered: None) -> None:
+def test_a_slave_s_packets_are_dropped(deployment: Deployment, filtered: None) -> None:
     """Lost, and back with what it held."""
     since = time.time()
-    _drop(house, "ps1", (UP, DOWN))
-    house.seen_after(house.master_timeline, "slave_lost", since=since, slave="ps1")
+    _drop(deployment, "ps1", (UP, DOWN))
+    deployment.seen_after(deployment.master_timeline, "slave_lost", since=since, slave="ps1")
     _pass()
-    house.seen_after(house.master_timeline, "slave_ready", since=since, slave="ps1")
-    house.progress(2, by=house.clusters)
+    deployment.seen_after(deployment.master_timeline, "slave_ready", since=since, slave="ps1")
+    deployment.progress(2, by=deployment.clusters)
 
 
-def _drop(house: Deployment, who: str, ways: tuple[str, ...]) -> None:
+def _drop(deployment: Deployment, who: str, ways: tuple[str, ...]) -> None:
     """Drop what this process and its children send, and what answers it."""
-    assert house.groups is not None
-    group = house.groups[who]
+    assert deployment.groups is not None
+    group = deployment.groups[who]
     rules = [f"add rule inet {TABLE} out meta skgid {group} ct mark set {group}"]
     rules += [f"add rule inet {TABLE} out meta skgid {group} drop"] if UP in ways else []
     rules += [f"add rule inet {TABLE} in ct mark {group} ct direction reply drop"] if DOWN in ways else []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.house import Deployment
+from tests.chaos.deployment import Deployment
 from tests.chaos.points import POINTS
 from tests.chaos.wires import Loop
 
@@ -21,25 +21,27 @@ def test_a_rank_killed_at_twenty_points_of_a_push_and_of_a_pull(tmp_path: Path, 
     north meanwhile goes on; the agents keep their leases, so there is one incarnation of each; every incarnation pulls
     anew.
     """
-    with Deployment(tmp_path, loop, clusters=("east", "west", "north")) as house:
-        house.start_master()
-        house.start_slaves()
-        house.cluster("north")
-        house.cluster("east", words=("--die", "push"))
-        house.cluster("west", words=("--die", "pull"))
+    with Deployment(tmp_path, loop, clusters=("east", "west", "north")) as deployment:
+        deployment.start_master()
+        deployment.start_slaves()
+        deployment.cluster("north")
+        deployment.cluster("east", words=("--die", "push"))
+        deployment.cluster("west", words=("--die", "pull"))
         for name, kind in (("east", "push"), ("west", "pull")):
             names = POINTS[kind]
-            house.until(lambda name=name, names=names: _died(house, name) == names, WITHIN_S, f"{name} died 20 times")
-            house.count_kill(name, len(names))
-        house.progress(3, by=house.clusters)
-        house.check()
+            deployment.until(
+                lambda name=name, names=names: _died(deployment, name) == names, WITHIN_S, f"{name} died 20 times"
+            )
+            deployment.count_kill(name, len(names))
+        deployment.progress(3, by=deployment.clusters)
+        deployment.check()
         for name in ("east", "west"):
-            assert len(house.marks(house.timeline(name), "joined")) == 1
-            assert len(house.marks(house.timeline(name), "trainer_attached")) == 21
-        assert not house.marks(house.master_timeline, "cluster_gone")
-        assert not house.marks(house.master_timeline, "slave_lost")
+            assert len(deployment.marks(deployment.timeline(name), "joined")) == 1
+            assert len(deployment.marks(deployment.timeline(name), "trainer_attached")) == 21
+        assert not deployment.marks(deployment.master_timeline, "cluster_gone")
+        assert not deployment.marks(deployment.master_timeline, "slave_lost")
 
 
-def _died(house: Deployment, name: str) -> list[str]:
-    path = house.directory / f"{name}.died"
+def _died(deployment: Deployment, name: str) -> list[str]:
+    path = deployment.directory / f"{name}.died"
     return path.read_text().splitlines() if path.exists() else []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.house import TIMING, Deployment
+from tests.chaos.deployment import TIMING, Deployment
 from tests.chaos.points import deaths
 from tests.chaos.train_chaos import RESTARTS
 from tests.chaos.wires import Loop
@@ -25,49 +25,51 @@ def test_each_of_two_ranks_dies_at_every_point(tmp_path: Path, loop: Loop) -> No
     north pushes all the while, and no round of its waits for the dead; every version that any rank installed is the
     reference's number, also on the rank that was not killed; there is one incarnation of each cluster.
     """
-    with Deployment(tmp_path, loop, clusters=("east", "west", "north")) as house:
-        house.start_master()
-        house.start_slaves()
-        house.cluster("north")
-        house.progress(2, by=("north",), within_s=90)
+    with Deployment(tmp_path, loop, clusters=("east", "west", "north")) as deployment:
+        deployment.start_master()
+        deployment.start_slaves()
+        deployment.cluster("north")
+        deployment.progress(2, by=("north",), within_s=90)
         for name, kind in (("east", "push"), ("west", "pull")):
-            house.cluster(name, words=("--ranks", str(RANKS), "--die", kind))
+            deployment.cluster(name, words=("--ranks", str(RANKS), "--die", kind))
         for name, kind in (("east", "push"), ("west", "pull")):
             planned = deaths(kind, RANKS)
-            house.until(lambda name=name, n=len(planned): len(_died(house, name)) >= n, WITHIN_S, f"{name}: {planned}")
-            assert _died(house, name) == planned
-            house.count_kill(name, len(planned))
-        house.progress(3, by=house.clusters)
-        house.check()
+            deployment.until(
+                lambda name=name, n=len(planned): len(_died(deployment, name)) >= n, WITHIN_S, f"{name}: {planned}"
+            )
+            assert _died(deployment, name) == planned
+            deployment.count_kill(name, len(planned))
+        deployment.progress(3, by=deployment.clusters)
+        deployment.check()
         for name, kind in (("east", "push"), ("west", "pull")):
-            assert len(house.marks(house.timeline(name), "joined")) == 1
-            lives = house.marks(house.timeline(name), "trainer_attached")
+            assert len(deployment.marks(deployment.timeline(name), "joined")) == 1
+            lives = deployment.marks(deployment.timeline(name), "trainer_attached")
             assert len(lives) == len(deaths(kind, RANKS)) + 1
             assert {incarnation["restart"] for incarnation in lives} == set(range(RESTARTS + 1))
-            assert _restarting(house, name) < DEADLINE_S
-        assert _pushless(house, "north") < DEADLINE_S
-        assert not house.marks(house.master_timeline, "cluster_gone")
-        assert not house.marks(house.master_timeline, "slave_lost")
-        told = (
-            f"north was {_pushless(house, 'north'):.1f} s without a push; from a death to the next incarnation it took "
+            assert _restarting(deployment, name) < DEADLINE_S
+        assert _pushless(deployment, "north") < DEADLINE_S
+        assert not deployment.marks(deployment.master_timeline, "cluster_gone")
+        assert not deployment.marks(deployment.master_timeline, "slave_lost")
+        sys.stdout.write(
+            f"north was {_pushless(deployment, 'north'):.1f} s without a push; from a death to the next incarnation "
+            f"it took east {_restarting(deployment, 'east'):.1f} s, west {_restarting(deployment, 'west'):.1f} s\n"
         )
-        sys.stdout.write(f"{told} east {_restarting(house, 'east'):.1f} s, west {_restarting(house, 'west'):.1f} s\n")
 
 
-def _died(house: Deployment, name: str) -> list[str]:
-    path = house.directory / f"{name}.died"
+def _died(deployment: Deployment, name: str) -> list[str]:
+    path = deployment.directory / f"{name}.died"
     return path.read_text().splitlines() if path.exists() else []
 
 
-def _pushless(house: Deployment, name: str) -> float:
+def _pushless(deployment: Deployment, name: str) -> float:
     """The longest time between two pushes of a cluster, in seconds."""
-    at = [line["at"] for line in house.marks(house.timeline(name), "push_end", ok=True)]
+    at = [line["at"] for line in deployment.marks(deployment.timeline(name), "push_end", ok=True)]
     return max(later - earlier for earlier, later in pairwise(at))
 
 
-def _restarting(house: Deployment, name: str) -> float:
+def _restarting(deployment: Deployment, name: str) -> float:
     """The longest time between two incarnations that one torchrun started: neither its own end nor its start is in
     it.
     """
-    lives = house.marks(house.timeline(name), "trainer_attached")
+    lives = deployment.marks(deployment.timeline(name), "trainer_attached")
     return max(later["at"] - incarnation["at"] for incarnation, later in pairwise(lives) if later["restart"])

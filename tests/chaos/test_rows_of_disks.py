@@ -15,7 +15,7 @@ import pytest
 from dips.ids import VersionId
 from dips.master import genesis
 from tests.chaos import disks
-from tests.chaos.house import SEEN_S, Deployment
+from tests.chaos.deployment import SEEN_S, Deployment
 from tests.chaos.wires import Loop
 
 CONFIG = 78
@@ -24,74 +24,76 @@ CONFIG = 78
 # ---- 7: a slave cannot offer the head --------------------------------------------------------------------------------
 
 
-def test_row_7_a_slave_cannot_offer_the_head(house: Deployment, tmp_path: Path) -> None:
-    """An older copy of its disk: the newest version that every slave offers becomes the head, by a row; all hear it."""
-    directory, since = house.directory / "ps1", time.time()
-    trap = _persisting(house)
+def test_row_7_a_slave_cannot_offer_the_head(deployment: Deployment, tmp_path: Path) -> None:
+    """An older copy of its disk: the newest version that every slave offers becomes the head, by a row, for all."""
+    directory, since = deployment.directory / "ps1", time.time()
+    trap = _persisting(deployment)
     disks.copy(directory, tmp_path / "copy")  # v(n-1), v(n)
     trap.release()
-    trap = _persisting(house)  # of v(n+2), while v(n), v(n+1) lie there
-    head, common = house.head(), disks.versions(tmp_path / "copy")[-1]
+    trap = _persisting(deployment)  # of v(n+2), while v(n), v(n+1) lie there
+    head, common = deployment.head(), disks.versions(tmp_path / "copy")[-1]
     assert common < head
-    house.process("ps1").kill()
+    deployment.process("ps1").kill()
     disks.put_back(tmp_path / "copy", directory)
     trap.release(forward=False)
-    house.start_slave("ps1")
-    note = house.seen_after(house.master_timeline, "rolled_back", since=since)
+    deployment.start_slave("ps1")
+    note = deployment.seen_after(deployment.master_timeline, "rolled_back", since=since)
     assert note["head"] == str(common) and str(head) in note["undone"]
-    house.progress(2, by=house.clusters)
-    assert head not in _lineage(house) and common in _lineage(house)
+    deployment.progress(2, by=deployment.clusters)
+    assert head not in _lineage(deployment) and common in _lineage(deployment)
 
 
-def test_row_7_old_snapshots_that_nobody_shares(house: Deployment, tmp_path: Path) -> None:
+def test_row_7_old_snapshots_that_nobody_shares(deployment: Deployment, tmp_path: Path) -> None:
     """A copy so old that no version is on all disks: it serves nothing and says so, until the right disk is back."""
-    directory = house.directory / "ps1"
-    house.process("ps1").kill()
+    directory = deployment.directory / "ps1"
+    deployment.process("ps1").kill()
     disks.copy(directory, tmp_path / "old")
-    house.start_slave("ps1")
-    house.progress(6)
-    house.process("ps1").kill()
+    deployment.start_slave("ps1")
+    deployment.progress(6)
+    deployment.process("ps1").kill()
     disks.copy(directory, tmp_path / "right")
     disks.put_back(tmp_path / "old", directory)
-    head = house.head()
-    house.start_slave("ps1")
-    house.told(lambda s: "ps1" in s["round"]["reason"], SEEN_S, "the master says why nothing goes on")
+    head = deployment.head()
+    deployment.start_slave("ps1")
+    deployment.wait_for_status(lambda s: "ps1" in s["round"]["reason"], SEEN_S, "the master says why nothing goes on")
     time.sleep(2)  # it must not help itself
-    assert house.head() == head
-    house.process("ps1").kill()
+    assert deployment.head() == head
+    deployment.process("ps1").kill()
     disks.put_back(tmp_path / "right", directory)
-    house.start_slave("ps1")
-    house.progress(2, by=house.clusters)
-    assert head in _lineage(house)
+    deployment.start_slave("ps1")
+    deployment.progress(2, by=deployment.clusters)
+    assert head in _lineage(deployment)
 
 
 # ---- 8: snapshot corrupt or half written -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hurt", [disks.rot_theta, disks.rot_momentum, disks.halve, disks.lose_manifest])
-def test_row_8_snapshot_corrupt_or_half_written(house: Deployment, hurt: Callable[[Path, VersionId], None]) -> None:
+def test_row_8_snapshot_corrupt_or_half_written(
+    deployment: Deployment, hurt: Callable[[Path, VersionId], None]
+) -> None:
     """It is passed over, loudly; the one before it becomes the head."""
-    since, directory = time.time(), house.directory / "ps1"
-    trap = _persisting(house)
-    house.process("ps1").kill()
-    head = house.head()
+    since, directory = time.time(), deployment.directory / "ps1"
+    trap = _persisting(deployment)
+    deployment.process("ps1").kill()
+    head = deployment.head()
     hurt(directory, head)
     trap.release(forward=False)
-    house.start_slave("ps1")
-    note = house.seen_after(house.master_timeline, "rolled_back", since=since)
+    deployment.start_slave("ps1")
+    note = deployment.seen_after(deployment.master_timeline, "rolled_back", since=since)
     assert str(head) in note["undone"]
-    assert "snapshot_passed_over" in (house.directory / "ps1.log").read_text()
-    house.progress(2, by=house.clusters)
+    assert "snapshot_passed_over" in (deployment.directory / "ps1.log").read_text()
+    deployment.progress(2, by=deployment.clusters)
 
 
-def test_row_8_a_snapshot_that_was_never_finished(house: Deployment) -> None:
+def test_row_8_a_snapshot_that_was_never_finished(deployment: Deployment) -> None:
     """What was written aside when the process died is thrown away; nothing else is missed."""
-    directory = house.directory / "ps1"
-    house.process("ps1").kill()
+    directory = deployment.directory / "ps1"
+    deployment.process("ps1").kill()
     (directory / ".unfinished-v9999@r9999").mkdir()
     (directory / ".unfinished-v9999@r9999" / "model.safetensors").write_bytes(bytes(1000))
-    house.start_slave("ps1")
-    house.progress(2, by=house.clusters)
+    deployment.start_slave("ps1")
+    deployment.progress(2, by=deployment.clusters)
     assert not list(directory.glob(".unfinished-v9999*"))
 
 
@@ -99,32 +101,32 @@ def test_row_8_a_snapshot_that_was_never_finished(house: Deployment) -> None:
 
 
 @pytest.fixture
-def tight_house(tmp_path: Path, loop: Loop) -> Iterator[Deployment]:
-    """A house whose second slave has a disk of one MiB."""
+def tight_deployment(tmp_path: Path, loop: Loop) -> Iterator[Deployment]:
+    """A deployment whose second slave has a disk of one MiB."""
     if why := disks.missing():
         pytest.skip(f"NO SMALL DISK: {why}")
-    with disks.small_disk(tmp_path / "ps1"), Deployment(tmp_path, loop) as house:
-        house.start()
-        yield house
+    with disks.small_disk(tmp_path / "ps1"), Deployment(tmp_path, loop) as deployment:
+        deployment.start()
+        yield deployment
     assert str(tmp_path) not in Path("/proc/mounts").read_text()
 
 
-def test_row_11_disk_full(tight_house: Deployment) -> None:
+def test_row_11_disk_full(tight_deployment: Deployment) -> None:
     """One round is skipped, then versions are made that are not durable, and said to be so; with room all is well."""
-    house, since = tight_house, time.time()
-    house.progress(2, by=house.clusters)
-    with disks.full(house.directory / "ps1"):
-        house.told(lambda s: s["durability"]["state"] == "degraded", SEEN_S, "durability is degraded")
-        assert len(house.skipped()) >= 1
-        with house.ledger() as ledger:
-            kept = next(row.version for row in reversed(ledger.state().versions) if row.durable)
-        house.progress(3, by=house.clusters)
-        house.check()
-        assert kept in disks.versions(house.directory / "ps1"), "a slave deleted on its own"
-    house.seen_after(house.master_timeline, "durable_again", since=since)
-    house.progress(2, by=house.clusters)
-    house.told(lambda s: s["durability"]["head"], SEEN_S, "the head is durable")
-    house.check()
+    deployment, since = tight_deployment, time.time()
+    deployment.progress(2, by=deployment.clusters)
+    with disks.full(deployment.directory / "ps1"):
+        deployment.wait_for_status(lambda s: s["durability"]["state"] == "degraded", SEEN_S, "durability is degraded")
+        assert len(deployment.skipped()) >= 1
+        with deployment.ledger() as ledger:
+            kept = next(row.version for row in reversed(ledger.read_state().versions) if row.durable)
+        deployment.progress(3, by=deployment.clusters)
+        deployment.check()
+        assert kept in disks.versions(deployment.directory / "ps1"), "a slave deleted on its own"
+    deployment.seen_after(deployment.master_timeline, "durable_again", since=since)
+    deployment.progress(2, by=deployment.clusters)
+    deployment.wait_for_status(lambda s: s["durability"]["head"], SEEN_S, "the head is durable")
+    deployment.check()
 
 
 # ---- an old ledger put back ------------------------------------------------------------------------------------------
@@ -132,42 +134,42 @@ def test_row_11_disk_full(tight_house: Deployment) -> None:
 
 def test_an_old_ledger_put_back_refuses_to_serve(tmp_path: Path, loop: Loop) -> None:
     """A backup that knows fewer rounds than a slave: the master ends and names `dips-master recover`."""
-    with Deployment(tmp_path, loop) as house:
-        house.start()
+    with Deployment(tmp_path, loop) as deployment:
+        deployment.start()
         backup = tmp_path / "backup.sqlite"
         with (
-            closing(sqlite3.connect(house.master_directory / genesis.LEDGER)) as live,
+            closing(sqlite3.connect(deployment.master_directory / genesis.LEDGER)) as live,
             closing(sqlite3.connect(backup)) as saved,
         ):
             live.backup(saved)
-        head = house.progress(4)
-        house.process("master").kill()
-        ledger = house.master_directory / genesis.LEDGER
+        head = deployment.progress(4)
+        deployment.process("master").kill()
+        ledger = deployment.master_directory / genesis.LEDGER
         saved_files = {path: path.read_bytes() for path in ledger.parent.glob("ledger.sqlite*")}
         for path in saved_files:
             path.unlink()
         shutil.copy(backup, ledger)
-        old = house.start_master()
-        house.until(lambda: old.code is not None, SEEN_S, "the master refuses")
+        old = deployment.start_master()
+        deployment.until(lambda: old.code is not None, SEEN_S, "the master refuses")
         assert old.code == CONFIG and "dips-master recover" in old.log.read_text()
         for path in ledger.parent.glob("ledger.sqlite*"):
             path.unlink()
         for path, content in saved_files.items():
             path.write_bytes(content)
-        house.start_master()
-        house.progress(2, by=house.clusters)
-        house.check()
-        assert head in _lineage(house)
+        deployment.start_master()
+        deployment.progress(2, by=deployment.clusters)
+        deployment.check()
+        assert head in _lineage(deployment)
 
 
-def _persisting(house: Deployment):  # type: ignore[no-untyped-def]
+def _persisting(deployment: Deployment):  # type: ignore[no-untyped-def]
     """Wait for the next Persist on its way to ps1, and hold it; what it served before lies on its disk."""
-    house.retired()
-    trap = house.orders["ps1"].calls.trap("persist")
+    deployment.retired()
+    trap = deployment.orders["ps1"].calls.trap("persist")
     trap.caught()
     return trap
 
 
-def _lineage(house: Deployment) -> list[VersionId]:
-    with house.ledger() as ledger:
-        return [row.version for row in ledger.state().versions]
+def _lineage(deployment: Deployment) -> list[VersionId]:
+    with deployment.ledger() as ledger:
+        return [row.version for row in ledger.read_state().versions]

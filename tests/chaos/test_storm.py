@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.chaos.house import Deployment
+from tests.chaos.deployment import Deployment
 from tests.chaos.wires import DOWN, UP
 
 SECONDS = float(os.environ.get("DIPS_STORM_S", "60"))
@@ -19,29 +19,29 @@ SEED = int(os.environ.get("DIPS_STORM_SEED", str(random.SystemRandom().randrange
 PAUSE_S = (0.3, 1.5)  # between two failures
 DOWN_S = (0.0, 1.5)  # a dead process, a held line, a stopped process: for so long
 CALM_S = 120.0  # afterwards, for everybody to be back
-HOUSE = {"clusters": ("east", "west", "north")}
+DEPLOYMENT = {"clusters": ("east", "west", "north")}
 
 
 @pytest.mark.timeout(SECONDS + 2 * CALM_S + 60)
-def test_the_storm(house: Deployment) -> None:
+def test_the_storm(deployment: Deployment) -> None:
     """At its end every cluster takes part, the ledger adds up, and θ is the reference's."""
     print(f"\nDIPS_STORM_SEED={SEED} DIPS_STORM_S={SECONDS:g}")
-    storm = Storm(house, random.Random(SEED))
-    head, end = house.head(), time.monotonic() + SECONDS
+    storm = Storm(deployment, random.Random(SEED))
+    head, end = deployment.head(), time.monotonic() + SECONDS
     while time.monotonic() < end:
         storm.strike()
         storm.wait(random.Random(storm.strikes).uniform(*PAUSE_S))
     storm.calm()
-    print(f"{storm.strikes} strikes: {storm.told}; {house.head().version - head.version} versions meanwhile")
-    house.progress(2, by=house.clusters, within_s=CALM_S)
-    house.check()
+    print(f"{storm.strikes} strikes: {storm.struck}; {deployment.head().version - head.version} versions meanwhile")
+    deployment.progress(2, by=deployment.clusters, within_s=CALM_S)
+    deployment.check()
 
 
 class Storm:
     """Chooses what breaks next, and what is mended when."""
 
-    def __init__(self, house: Deployment, rng: random.Random) -> None:
-        self._house, self._rng, self.strikes, self.told = house, rng, 0, dict[str, int]()
+    def __init__(self, deployment: Deployment, rng: random.Random) -> None:
+        self._deployment, self._rng, self.strikes, self.struck = deployment, rng, 0, dict[str, int]()
         self._later: list[tuple[float, Callable[[], object]]] = []
         self._deaths: dict[str, float] = {}  # who is down or held, until it is mended
 
@@ -49,7 +49,7 @@ class Storm:
         """Break one thing that is whole."""
         name = self._rng.choice(list(STRIKES))
         self.strikes += 1
-        self.told[name] = self.told.get(name, 0) + 1
+        self.struck[name] = self.struck.get(name, 0) + 1
         STRIKES[name](self)
 
     def wait(self, seconds: float) -> None:
@@ -73,7 +73,7 @@ class Storm:
 
     def _whole(self, names: tuple[str, ...]) -> str | None:
         """One of them that lives and is not being mended."""
-        alive = [n for n in names if n not in self._deaths and self._house.process(n).code is None]
+        alive = [n for n in names if n not in self._deaths and self._deployment.process(n).code is None]
         if not alive:
             return None
         name = self._rng.choice(alive)
@@ -88,45 +88,45 @@ class Storm:
         self._soon(do)
 
     def kill_slave(self) -> None:
-        if name := self._whole(tuple(self._house.slaves)):
-            self._house.process(name).kill()
-            self._mended(name, lambda: self._house.start_slave(name))
+        if name := self._whole(tuple(self._deployment.slaves)):
+            self._deployment.process(name).kill()
+            self._mended(name, lambda: self._deployment.start_slave(name))
 
     def kill_master(self) -> None:
         if name := self._whole(("master",)):
-            self._house.process(name).kill()
-            self._mended(name, self._house.start_master)
+            self._deployment.process(name).kill()
+            self._mended(name, self._deployment.start_master)
 
     def kill_agent(self) -> None:
-        if name := self._whole(self._house.clusters):
-            self._house.kill_agent(name)
-            self._mended(name, lambda: self._house.cluster(name))
+        if name := self._whole(self._deployment.clusters):
+            self._deployment.kill_agent(name)
+            self._mended(name, lambda: self._deployment.cluster(name))
 
     def kill_rank(self) -> None:
-        name = self._rng.choice(self._house.clusters)
-        if name not in self._deaths and self._house.ranks(name):
-            self._house.kill_rank(name)
+        name = self._rng.choice(self._deployment.clusters)
+        if name not in self._deaths and self._deployment.ranks(name):
+            self._deployment.kill_rank(name)
 
     def kill_job(self) -> None:
-        name = self._rng.choice(self._house.clusters)
+        name = self._rng.choice(self._deployment.clusters)
         if name not in self._deaths:
-            self._house.kill_trainer(name)
+            self._deployment.kill_trainer(name)
 
     def stop(self) -> None:
-        name = self._whole(("master", *self._house.slaves, *self._house.clusters))
+        name = self._whole(("master", *self._deployment.slaves, *self._deployment.clusters))
         if name is None:
             return
-        pid = self._house.process(name).pid
+        pid = self._deployment.process(name).pid
         os.kill(pid, signal.SIGSTOP)
         self._mended(name, lambda: _wake(pid))
 
     def cut(self) -> None:
-        for wire in self._house.wires(self._rng.choice((*self._house.slaves, *self._house.clusters))):
+        for wire in self._deployment.wires(self._rng.choice((*self._deployment.slaves, *self._deployment.clusters))):
             wire.cut()
 
     def hold(self) -> None:
         """A partition: of everything of one machine or of one wire, both ways or one way."""
-        wires = self._house.wires(self._rng.choice((*self._house.slaves, *self._house.clusters)))
+        wires = self._deployment.wires(self._rng.choice((*self._deployment.slaves, *self._deployment.clusters)))
         wires = wires if self._rng.random() < 0.5 else [self._rng.choice(wires)]
         ways = self._rng.choice(((), (UP,), (DOWN,)))
         for wire in wires:

@@ -4,7 +4,7 @@
 
 The constant is a function of the cluster and of the version that it trains on, so the ledger tells what was pushed. It
 writes, each a line of JSON and appended, to OUT.seen every version that it installed and its one number, and to
-OUT.steps every inner step before it is told. While OUT.hold exists it takes no step.
+OUT.steps every inner step before it is reported. While OUT.hold exists it takes no step.
 
 As torchrun does, the process that the agent starts takes no step itself: it forks the rank, and forks it again when it
 was killed, which costs milliseconds where a new process would import torch for seconds. With --die the rank's k-th
@@ -55,7 +55,7 @@ def main() -> None:
 
     import torch
 
-    from dips.client.agent.launch import PR_SET_PDEATHSIG, prctl
+    from dips.client.agent.launch import PR_SET_PDEATHSIG, set_process_attribute
     from tests.chaos import points
 
     torch.set_num_threads(1)
@@ -66,7 +66,7 @@ def main() -> None:
     for incarnation in itertools.count(1):
         pid = os.fork()
         if pid == 0:
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            set_process_attribute(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != launcher:
                 os._exit(1)
             os.environ["TORCHELASTIC_RESTART_COUNT"] = str(incarnation - 1)

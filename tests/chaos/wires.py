@@ -2,7 +2,7 @@
 
     client ══▶ Wire (bytes: hold, cut, delay, flip) ══▶ Interpreter (calls: lose the answer, hold at a gate) ══▶ server
 
-A wire forwards until it is told otherwise. Held, it takes no byte in that direction and loses none: what a network does
+A wire forwards until it is held or cut. Held, it takes no byte in that direction and loses none: what a network does
 that drops packets, since TCP sends them again. Cut, it resets its connections; refusing, the new ones too. The
 interpreter knows a call by its method and an order by its body; it carries answers and errors as they are. So a call
 whose request was forwarded and carried out can lose its answer with the connection, at exactly that moment.
@@ -228,14 +228,14 @@ class Interpreter:
         self._loop.run(self._close())
 
     async def _retarget(self, target: str) -> None:
-        old, self._channel = self._channel, control.channel(target)
+        old, self._channel = self._channel, control.open_channel(target)
         await old.close()
 
     async def _open(self) -> int:
-        self._channel = control.channel(self._target)
+        self._channel = control.open_channel(self._target)
         self._server = aio.server(options=control._SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((_Everything(self._carry),))
-        port = control.bind(self._server, "127.0.0.1:0", "interpreter")
+        port = control.bind_server(self._server, "127.0.0.1:0", "interpreter")
         await self._server.start()
         return port
 

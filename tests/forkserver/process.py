@@ -56,7 +56,7 @@ def without_servers(below: Callable[[int], list[int]]) -> Callable[[int], list[i
     return lambda root: [pid for pid in below(root) if not is_server(pid)]
 
 
-descendants = without_servers(trainer.descendants)
+descendants = without_servers(trainer.list_descendants)
 
 
 def reap_servers() -> None:

@@ -41,7 +41,7 @@ _imported = set[Any]()
 
 def main(connection: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    trainer.descendants = process.descendants  # the agent kills whatever is left below it, but not its server
+    trainer.list_descendants = process.descendants  # the agent kills whatever is left below it, but not its server
     request = serve(connection)
     while True:  # from here on in a forked program, or again in a server of it
         enter(request)
@@ -82,7 +82,7 @@ def serve(connection: socket.socket) -> dict[str, Any]:
             if (many := process.threads()) != 1:
                 raise RuntimeError(f"{many} threads after the imports of {request['words']}: a fork would be broken")
             pid = fork_twice()
-        except Exception as error:  # noqa: BLE001  told to who asked, where the test fails
+        except Exception as error:  # noqa: BLE001  sent to who asked, where the test fails
             answer: dict[str, Any] = {"error": repr(error)}
         else:
             if pid == 0:

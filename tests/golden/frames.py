@@ -7,7 +7,7 @@ import xxhash
 
 from dips.wire import codecs, streams
 from dips.wire.chunks import Range
-from dips.wire.frame import Header, Kind, message, pack, run_id
+from dips.wire.frame import Header, Kind, make_message, pack_header, run_id
 from dips.wire.streams import StreamName, Welcome
 
 FILE = "frames.txt"
@@ -19,18 +19,18 @@ RANGES = (Range(5, 2, 64, 6), Range(6, 0, 0, 1))
 
 def chunk(codec: str) -> tuple[bytes, bytes]:
     """VALUES from element 64 of layer 5, parameter 2."""
-    spelled = codecs.named(codec)
+    spelled = codecs.codec_named(codec)
     body = bytes(spelled.encode(VALUES))
     checksum = xxhash.xxh3_64_intdigest(body)
-    return pack(Header(Kind.CHUNK, RUN, STREAM, len(body), checksum, 5, 2, 64, spelled.dtype)), body
+    return pack_header(Header(Kind.CHUNK, RUN, STREAM, len(body), checksum, 5, 2, 64, spelled.dtype)), body
 
 
 def make() -> dict[str, bytes]:
     frames = {f"CHUNK {name}": chunk(name) for name in codecs.CODECS}
-    frames["HELLO"] = message(Kind.HELLO, RUN, STREAM, streams.encode_hello(NAME, RANGES))
-    frames["WELCOME"] = message(Kind.WELCOME, RUN, STREAM, streams.encode_welcome(Welcome(4096, 1 << 20)))
-    frames["WANT"] = message(Kind.WANT, RUN, STREAM, streams.encode_want(RANGES))
-    frames["DONE"] = message(Kind.DONE, RUN, STREAM, streams.encode_done(4096))
+    frames["HELLO"] = make_message(Kind.HELLO, RUN, STREAM, streams.encode_hello(NAME, RANGES))
+    frames["WELCOME"] = make_message(Kind.WELCOME, RUN, STREAM, streams.encode_welcome(Welcome(4096, 1 << 20)))
+    frames["WANT"] = make_message(Kind.WANT, RUN, STREAM, streams.encode_want(RANGES))
+    frames["DONE"] = make_message(Kind.DONE, RUN, STREAM, streams.encode_done(4096))
     lines = [f"{name}: {header.hex()} {body.hex()}\n" for name, (header, body) in frames.items()]
     return {FILE: "".join(lines).encode()}
 

@@ -26,7 +26,7 @@ def make() -> dict[str, bytes]:
         ledger.start_term()
         for effect in played().effects:
             if isinstance(effect, get_args(Record)):
-                ledger.write([effect])
+                ledger.write_records([effect])
         ledger.close()
         return {FILE: dump(path)}
 

@@ -24,14 +24,14 @@ def arrays(first: float) -> dict[int, np.ndarray]:
 
 def opened(directory: Path) -> Snapshots:
     snapshots = Snapshots(directory, RUN, SLAVE, directory / "no-initial-model", structlog.get_logger())
-    snapshots.bind(MANIFEST, LAYERS, [""] * len(LAYERS), sinc=2)
+    snapshots.bind_layers(MANIFEST, LAYERS, [""] * len(LAYERS), sinc=2)
     return snapshots
 
 
 def make() -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as directory:
         snapshots = opened(Path(directory))
-        snapshots.write(VERSION, arrays(1.0), arrays(-2.0))
+        snapshots.write_snapshot(VERSION, arrays(1.0), arrays(-2.0))
         snapshots.close()
         files = sorted((Path(directory) / str(VERSION)).iterdir())
         return {f"snapshot/{VERSION}/{path.name}": path.read_bytes() for path in files}

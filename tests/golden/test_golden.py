@@ -12,7 +12,7 @@ import pytest
 from dips.ids import PushId
 from dips.master.ledger import Ledger
 from dips.wire import codecs, streams
-from dips.wire.frame import Dtype, Kind, check_body, unpack
+from dips.wire.frame import Dtype, Kind, check_body, unpack_header
 from tests.golden import frames, history, ledger, snapshot
 from tests.golden.files import DATA, MAKERS, different
 
@@ -29,17 +29,17 @@ def test_the_frames_are_read() -> None:
     within = {"fp32": 0.0, "bf16": 2**-8 * 3.2, "int8": 3.1415927 / 127 / 2}
     for codec, error in within.items():
         header, body = found[f"CHUNK {codec}"]
-        read = unpack(header, frames.RUN, len(body), 1 << 20)
+        read = unpack_header(header, frames.RUN, len(body), 1 << 20)
         check_body(read, body)
         assert (read.kind, read.stream, read.layer, read.param, read.offset) == (Kind.CHUNK, frames.STREAM, 5, 2, 64)
         assert read.dtype is Dtype[codec.upper()]
-        assert np.abs(codecs.named(codec).decode(body, 6) - frames.VALUES).max() <= error
+        assert np.abs(codecs.codec_named(codec).decode(body, 6) - frames.VALUES).max() <= error
     assert streams.decode_hello(found["HELLO"][1]) == (frames.NAME, frames.RANGES)
     assert streams.decode_want(found["WANT"][1]) == frames.RANGES
     assert streams.decode_welcome(found["WELCOME"][1]) == streams.Welcome(4096, 1 << 20)
     for name in ("HELLO", "WELCOME", "WANT", "DONE"):
         header, body = found[name]
-        read = unpack(header, frames.RUN, len(body), 1 << 20)
+        read = unpack_header(header, frames.RUN, len(body), 1 << 20)
         check_body(read, body)
         assert read.kind is Kind[name]
 
@@ -48,9 +48,9 @@ def test_the_snapshot_is_read(tmp_path: Path) -> None:
     """It is offered, and gives θ and m bit for bit."""
     shutil.copytree(DATA / "snapshot" / str(snapshot.VERSION), tmp_path / str(snapshot.VERSION))
     snapshots = snapshot.opened(tmp_path)
-    assert snapshots.complete() == (snapshot.VERSION,)
+    assert snapshots.complete_versions() == (snapshot.VERSION,)
     theta, momentum = snapshot.arrays(0.0), snapshot.arrays(0.0)
-    snapshots.read(snapshot.VERSION, theta, momentum)
+    snapshots.read_snapshot(snapshot.VERSION, theta, momentum)
     snapshots.close()
     for got, meant in ((theta, snapshot.arrays(1.0)), (momentum, snapshot.arrays(-2.0))):
         assert {i: a.tobytes() for i, a in got.items()} == {i: a.tobytes() for i, a in meant.items()}
@@ -61,7 +61,7 @@ def test_the_ledger_is_read(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     ledger.restore((DATA / ledger.FILE).read_text(), path)
     opened = Ledger.open(path)
-    state, tokens, rounds = opened.state(), opened.tokens(), opened.history()
+    state, tokens, rounds = opened.read_state(), opened.read_tokens(), opened.read_history()
     opened.close()
     assert str(state.versions[-1].version) == "v8@r8" and state.next_round == 9
     assert [len(r.folds) for r in rounds] == [2, 2, 1, 2, 1, 1, 2, 2]

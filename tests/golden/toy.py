@@ -40,27 +40,27 @@ class ToyRun(ScriptedRun):
 
     def __init__(self) -> None:
         self.memory = Versions(KernelPool(kernels), slots=4, pinned=1)
-        self.memory.allocate({0: MANIFEST.numel})
-        self.memory.load(GENESIS, _initial)
+        self.memory.allocate_banks({0: MANIFEST.numel})
+        self.memory.load_version(GENESIS, _initial)
         self.step_size = 0.125
         super().__init__(OPTIONS)
 
     def _answer(self, body: Any) -> Any:
         match body:
             case OpenPush():
-                theta = self.memory.theta(self.memory.memory)[0]  # type: ignore[arg-type]
+                theta = self.memory.theta(self.memory.served_version)[0]  # type: ignore[arg-type]
                 slot = self.memory.open_slot(body.push)[0]
                 slot[:] = theta + np.float32(self.step_size) * (_target(body.push) - theta)
             case DropPush() if body.push in self.memory.open_pushes:
                 self.memory.free_slot(body.push)
             case Measure():
-                return ev.Measured(self.memory.measure(body.push), True)
+                return ev.Measured(self.memory.measure_push(body.push), True)
             case Fold():
-                return ev.Folded(self.memory.fold(body.push, body.weight))
+                return ev.Folded(self.memory.fold_push(body.push, body.weight))
             case Apply():
-                self.memory.prepare(body.version, body.scale, body.lr, body.momentum)
+                self.memory.prepare_version(body.version, body.scale, body.lr, body.momentum)
             case Commit():
-                self.memory.flip(body.version)
+                self.memory.flip_version(body.version)
         return super()._answer(body)
 
     def play(self) -> ToyRun:

@@ -23,7 +23,7 @@ from layouts import full, laid, local, seeded
 from dips.client.parallel import HostMemory, ModelLayout, StreamedMemory, lay_out
 from dips.client.rank.collectives import JobCollectives
 from dips.transport.shares import Piece
-from dips.wire.chunks import LayerLayout, Range, uncovered
+from dips.wire.chunks import LayerLayout, Range, describe_uncovered
 
 SPREAD_ITEMS = 64  # so that what is replicated is spread in a model this small
 
@@ -37,7 +37,9 @@ def whole_theta(collectives: JobCollectives, layout: ModelLayout, memory: HostMe
     arrays = [np.load(io.BytesIO(words)) for words in collectives.all_gather(mine.getvalue())]
     claims = [[Range(*r) for r in json.loads(words)] for words in collectives.all_gather(ranges)]
     assert (
-        uncovered(LayerLayout(manifest, range(len(manifest.layers))), {f"rank {r}": c for r, c in enumerate(claims)})
+        describe_uncovered(
+            LayerLayout(manifest, range(len(manifest.layers))), {f"rank {r}": c for r, c in enumerate(claims)}
+        )
         == []
     )
     theta = {p.name: np.full(p.numel, np.nan, np.float32) for layer in manifest.layers for p in layer.parameters}

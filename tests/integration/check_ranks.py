@@ -61,7 +61,7 @@ def order(identity: TransferIdentity) -> TransferRequest:
 
 
 def refused(model: nn.Module, collectives: JobCollectives) -> str:
-    """What this rank is told of a model that is refused on some rank."""
+    """The error that this rank gets for a model that is refused on some rank."""
     try:
         lay_out(model, collectives)
     except ConfigError as error:
@@ -99,7 +99,7 @@ def one_rank_fails(collectives: JobCollectives, model: nn.Module) -> dict[str, A
         assert cancel.wait(30), "rank 0 was not cancelled"
         raise transfer.TransferCancelled("cancelled")
 
-    transfer.pull = pull
+    transfer.pull_pieces = pull
     began = time.monotonic()
     moved = shard_transfer.begin_pull(order(TransferIdentity("run", "c", 1, 1, collectives.rank))).wait(0.2)
     same = all(torch.equal(a, local(p)) for a, p in zip(before, model.parameters(), strict=True))
@@ -119,7 +119,7 @@ def all_ranks_pull(collectives: JobCollectives, model: nn.Module) -> dict[str, A
             piece.array[:] = 7.0
         return TransferStats(0, 0.0, 1)
 
-    transfer.pull = pull
+    transfer.pull_pieces = pull
     moved = shard_transfer.begin_pull(order(TransferIdentity("run", "c", 1, 2, shard_transfer.rank))).wait(0.2)
     shard_transfer.install_version(GRANT.version)
     kept = all(torch.equal(local(s[k]), local(moments[p][k])) for p, s in optimizer.state.items() for k in s)
@@ -146,7 +146,7 @@ def one_rank_tears(collectives: JobCollectives, model: nn.Module) -> dict[str, A
             piece.array[:] = 9.0
         return TransferStats(0, 0.0, 1)
 
-    transfer.pull = pull
+    transfer.pull_pieces = pull
     torn = shard_transfer.begin_pull(order(TransferIdentity("run", "c", 1, 3, shard_transfer.rank))).wait(0.2)
     nines = {name: bool((local(p) == 9.0).all()) for name, p in model.named_parameters()}
     broken[0] = False
@@ -178,7 +178,7 @@ def pull_and_merge(collectives: JobCollectives, diverged: bool) -> dict[str, Any
 
 
 def replaced_on(collectives: JobCollectives, ranks: set[int]) -> str:
-    """What a rank is told of a push when the parameters of `ranks` are not those that were laid out."""
+    """The error that a rank gets for a push when the parameters of `ranks` are not those that were laid out."""
     model = ConstantModel()
     shard_transfer = make_shard_transfer(model, collectives)
     if collectives.rank in ranks:
@@ -191,7 +191,7 @@ def replaced_on(collectives: JobCollectives, ranks: set[int]) -> str:
 
 
 def sharded_late(collectives: JobCollectives) -> str:
-    """What a rank is told of a push when `fully_shard` came after the model was laid out."""
+    """The error that a rank gets for a push when `fully_shard` came after the model was laid out."""
     model = ConstantModel()
     shard_transfer = make_shard_transfer(model, collectives)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
@@ -216,7 +216,7 @@ def main(out: Path) -> None:
         return facts(lay_out(model, collectives), model)
 
     found = {
-        "heard": words.decode(),
+        "received": words.decode(),
         "numbered": collectives.number_ranks(collectives.rank == 1),
         "plain": of(ConstantModel()),
         "fsdp": of(sharded(flat)),

@@ -1,4 +1,4 @@
-"""Says what a program can see of how it was started, as JSON; then ends as it is told: probe.py OUT END."""
+"""Says what a program can see of how it was started, as JSON; then ends as ordered: probe.py OUT END."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def ran(directory: Path, save_at: int, crash_at: int, codec: str = "fp32") -> tu
         run.start_slaves()
         run.wait(run.start_cluster("a", command, steps=H, max_restarts=1), 90)
         with run.ledger() as ledger:
-            rounds = [r for r in ledger.history(1000) if r.version is not None]
+            rounds = [r for r in ledger.read_history(1000) if r.version is not None]
             digests = [d for (d,) in ledger._db.execute("SELECT digest FROM digests ORDER BY round, slave")]
     folds = [(f.tokens, f.inner_steps, f.ranges, f.norm, f.loss) for r in rounds for f in r.folds]
     assert Manifest.from_shapes((n, t.shape) for n, t in tensors.items()).numel > 0

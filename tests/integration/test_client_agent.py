@@ -38,7 +38,7 @@ def run(tmp_path: Path) -> Iterator[Any]:
 
 def marks(run: Any, cluster: str, kind: str) -> list[dict[str, Any]]:
     path = run.timeline(cluster)
-    return [line for line in timeline.read(path) if line["kind"] == kind] if path.exists() else []
+    return [line for line in timeline.read_marks(path) if line["kind"] == kind] if path.exists() else []
 
 
 def versions(run: Any) -> list[Any]:
@@ -142,7 +142,7 @@ def test_ranks_whose_agent_and_torchrun_were_killed_end_by_themselves(run: Any, 
     west = run.start_cluster("west", [*harness.TORCHRUN, "2", ORPHAN, str(tmp_path / "out")])
     run.until(lambda: (tmp_path / "out").exists() and len(pids(tmp_path)) == 2, 90, "both ranks have joined")
     torchrun = marks(run, "west", "trainer_start")[0]["pid"]
-    os.kill(torchrun, signal.SIGSTOP)  # it cannot hear that its agent died, and so not end its workers
+    os.kill(torchrun, signal.SIGSTOP)  # it cannot learn that its agent died, and so not end its workers
     west.kill()
     run.until(lambda: not any(alive(pid) for pid in pids(tmp_path)), orphan.GRACE_S + 20, "the ranks ended")
     os.kill(torchrun, signal.SIGKILL)
@@ -190,7 +190,7 @@ def test_a_second_agent_of_the_same_name_takes_over(long_run: Any, tmp_path: Pat
 
 @pytest.mark.timeout(120)
 def test_a_cluster_that_leaves_says_what_it_had_not_settled(long_run: Any, tmp_path: Path) -> None:
-    """SIGTERM to the agent: tokens that no version holds are told as lost at once, not when a lease runs out."""
+    """SIGTERM to the agent: tokens that no version holds are reported as lost at once, not when a lease runs out."""
     run = long_run
     west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "a")], steps=60)
     run.until(lambda: len(versions(run)) >= 1, 60, "a version")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dips.protocol.manifest import Manifest
-from dips.wire.chunks import LayerLayout, Range, uncovered
+from dips.wire.chunks import LayerLayout, Range, describe_uncovered
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -38,7 +38,7 @@ def test_pieces_cover_every_parameter_once(ranks: list[dict[str, Any]], kind: st
     """Uneven shards, empty shards, replicas: no element is pushed twice and none is forgotten."""
     manifest = Manifest.from_json(ranks[0][kind]["manifest"])
     claims = {f"rank {r}": [Range(*piece) for piece in found[kind]["pieces"]] for r, found in enumerate(ranks)}
-    assert uncovered(LayerLayout(manifest, range(len(manifest.layers))), claims) == []
+    assert describe_uncovered(LayerLayout(manifest, range(len(manifest.layers))), claims) == []
 
 
 def test_the_manifest_does_not_depend_on_the_layout(ranks: list[dict[str, Any]]) -> None:
@@ -73,7 +73,7 @@ def test_an_error_on_one_rank_is_raised_on_all(ranks: list[dict[str, Any]]) -> N
 
 def test_what_rank_0_broadcasts_all_ranks_get(ranks: list[dict[str, Any]]) -> None:
     """And ranks are numbered without gaps."""
-    assert [found["heard"] for found in ranks] == ["said by rank 0"] * 2
+    assert [found["received"] for found in ranks] == ["said by rank 0"] * 2
     assert ranks[1]["numbered"] == [0, 1] and ranks[0]["numbered"][1] == 1
 
 
@@ -115,6 +115,6 @@ def test_what_is_not_finite_on_one_rank_is_merged_on_none(ranks: list[dict[str, 
 def test_parameters_that_were_replaced_are_not_pushed(ranks: list[dict[str, Any]]) -> None:
     """`fully_shard` after OuterLoop: what would be pushed is not what is trained. All ranks raise the same error."""
     for kind, where in (("sharded late", "rank 0"), ("replaced on rank 1", "rank 1")):
-        (told,) = {found[kind] for found in ranks}
-        assert told.startswith(f"{where}: blocks.0."), told
-        assert "call fully_shard first, then OuterLoop" in told
+        (refusal,) = {found[kind] for found in ranks}
+        assert refusal.startswith(f"{where}: blocks.0."), refusal
+        assert "call fully_shard first, then OuterLoop" in refusal

@@ -71,7 +71,7 @@ def test_every_element_is_one_number_and_the_twin_predicts_it(
         for cluster in (fast, slow):
             run.wait(cluster, 200)
         with run.ledger() as ledger:
-            rounds = [(r.version, r.folds) for r in ledger.history(1000) if r.version is not None]
+            rounds = [(r.version, r.folds) for r in ledger.read_history(1000) if r.version is not None]
 
     expected = reference(rounds, numel)
     assert len(rounds) == ROUNDS

@@ -118,7 +118,7 @@ class SlaveScript(OrderServiceServicer):
         self.told_more.set()
         if type(order.body) in self.raises:
             raise self.raises[type(order.body)]
-        return messages.wrap(self.answer(order.body), slave_pb2.Answer)  # type: ignore[return-value]
+        return messages.wrap_oneof(self.answer(order.body), slave_pb2.Answer)  # type: ignore[return-value]
 
     def answer(self, body: effects.OrderBody) -> events.Answer:
         match body:
@@ -168,9 +168,9 @@ class SlaveScript(OrderServiceServicer):
 @asynccontextmanager
 async def listening(slave: SlaveScript) -> AsyncIterator[SlaveScript]:
     """Serve a scripted slave on a free port."""
-    server = control.server(lambda method, error: pytest.fail(f"{method}: {error!r}"))
+    server = control.make_server(lambda method, error: pytest.fail(f"{method}: {error!r}"))
     add_OrderServiceServicer_to_server(slave, server)
-    slave.address = f"127.0.0.1:{control.bind(server, slave.address or '127.0.0.1:0', 'slaves.listen')}"
+    slave.address = f"127.0.0.1:{control.bind_server(server, slave.address or '127.0.0.1:0', 'slaves.listen')}"
     await server.start()
     try:
         yield slave
@@ -179,7 +179,7 @@ async def listening(slave: SlaveScript) -> AsyncIterator[SlaveScript]:
 
 
 async def ask(method: Any, obj: object) -> Any:
-    return await control.call(
+    return await control.call_method(
         method, messages.to_proto(obj), deadline_s=15.0, peer="the master", unavailable=UnavailableMaster
     )
 
@@ -194,7 +194,7 @@ class ClusterScript:
     async def join(self, nonce: str = "n1", manifest: str | None = None, digest: str | None = None) -> effects.Joined:
         text = (self.config.master.directory / INITIAL_MANIFEST).read_text() if manifest is None else manifest
         said = events.ClusterJoined(0, self.name, nonce, "toy", text, digest or self.config.shared.digest)
-        joined: effects.Joined = messages.unwrap(await ask(self.stub.Join, said))
+        joined: effects.Joined = messages.unwrap_oneof(await ask(self.stub.Join, said))
         self.inc = joined.inc
         return joined
 
@@ -207,7 +207,7 @@ class ClusterScript:
         await self.ask("FinishPull", events.PullFinished(0, pull, True))
 
     async def ask(self, method: str, said: object) -> Any:
-        return messages.unwrap(await ask(getattr(self.stub, method), said))
+        return messages.unwrap_oneof(await ask(getattr(self.stub, method), said))
 
     async def push(self, seq: int, slaves: list[SlaveScript], slave_stub: Any, tokens: int = 100) -> Any:
         """Push, commit, and return what the round said of it."""
@@ -222,11 +222,11 @@ class ClusterScript:
 
 
 @asynccontextmanager
-async def house(config: RunFile) -> AsyncIterator[tuple[ClusterScript, list[SlaveScript], Any]]:
+async def running_master(config: RunFile) -> AsyncIterator[tuple[ClusterScript, list[SlaveScript], Any]]:
     """A master with two registered slaves and a channel for a cluster."""
     async with AsyncExitStack() as stack:
         address = await stack.enter_async_context(master(config))
-        channel = await stack.enter_async_context(control.channel(address))
+        channel = await stack.enter_async_context(control.open_channel(address))
         slaves = [await stack.enter_async_context(listening(SlaveScript(f"s{i}"))) for i in range(2)]
         stub = SlaveServiceStub(channel)
         for slave in slaves:
@@ -246,7 +246,7 @@ def config(tmp_path: Path) -> RunFile:
 
 async def test_a_push_becomes_a_version(config: RunFile) -> None:
     """From Join to FinishPull through every order: the version has its row, and the cluster its Outcome and pull."""
-    async with house(config) as (cluster, slaves, stub):
+    async with running_master(config) as (cluster, slaves, stub):
         joined = await cluster.join()
         assert (joined.inc, joined.head, joined.term) == (1, GENESIS, 1)
         await cluster.join_and_pull()
@@ -263,7 +263,7 @@ async def test_a_push_becomes_a_version(config: RunFile) -> None:
         numbers = [order.number for order in slave.orders]
         assert numbers == sorted(numbers) and {order.term for order in slave.orders} == {1}
     ledger = Ledger.open(ledger_path(config))
-    (row,) = ledger.history()
+    (row,) = ledger.read_history()
     ledger.close()
     assert (row.kind, row.version, row.tokens) == ("applied", V1, 100)
     assert [fold.push for fold in row.folds] == [PushId("a", 1, 2)]
@@ -271,12 +271,12 @@ async def test_a_push_becomes_a_version(config: RunFile) -> None:
 
 async def test_a_new_master_remembers(config: RunFile) -> None:
     """After a restart the term is higher, the head stands, and the Outcome is told again from the ledger."""
-    async with house(config) as (cluster, slaves, stub):
+    async with running_master(config) as (cluster, slaves, stub):
         await cluster.join_and_pull()
         await cluster.push(2, slaves, stub)
     async with AsyncExitStack() as stack:
         address = await stack.enter_async_context(master(config))
-        channel = await stack.enter_async_context(control.channel(address))
+        channel = await stack.enter_async_context(control.open_channel(address))
         stub = SlaveServiceStub(channel)
         for slave in slaves:
             assert (await slave.heartbeat(stub)).register
@@ -293,7 +293,7 @@ async def test_a_new_master_remembers(config: RunFile) -> None:
 
 async def test_status_shows_everybody_with_a_reason(config: RunFile) -> None:
     """The status is JSON with every cluster's and slave's state, its reason, and what its newest heartbeat told."""
-    async with house(config) as (cluster, slaves, stub):
+    async with running_master(config) as (cluster, slaves, stub):
         await cluster.join()
         said = ClusterHeartbeat(
             "a", 1, TrainerState.TRAINING, Activity.INNER, 1, 12, 300, 0, float("nan"), GENESIS, 0, 0, 0.0
@@ -302,7 +302,7 @@ async def test_status_shows_everybody_with_a_reason(config: RunFile) -> None:
         assert (answer.standing, answer.term, answer.lease_s) == ("live", 1, 4.0)
         assert not (await slaves[0].heartbeat(stub)).register
         status_stub = StatusServiceStub(cluster.channel)
-        reply = await control.call(
+        reply = await control.call_method(
             status_stub.Status,
             status_pb2.StatusRequest(),
             deadline_s=5.0,
@@ -317,7 +317,7 @@ async def test_status_shows_everybody_with_a_reason(config: RunFile) -> None:
 
 async def test_a_slave_that_refuses_breaks_the_round_not_the_run(config: RunFile) -> None:
     """An Apply that fails on one slave skips the round; the cluster hears it in the slave's words, and goes on."""
-    async with house(config) as (cluster, slaves, stub):
+    async with running_master(config) as (cluster, slaves, stub):
         await cluster.join_and_pull()
         slaves[1].raises[effects.Apply] = DipsError("out of memory")
         outcome = await cluster.push(2, slaves, stub)
@@ -328,7 +328,7 @@ async def test_a_slave_that_refuses_breaks_the_round_not_the_run(config: RunFile
 
 async def test_a_burst_of_calls_is_answered(config: RunFile) -> None:
     """Calls that come all at once, as after a stall, wait their turn; gRPC's own limit of 1,000 would cancel some."""
-    async with house(config) as (cluster, _, _):
+    async with running_master(config) as (cluster, _, _):
         await cluster.join()
         said = ClusterHeartbeat("a", 1, TrainerState.TRAINING, Activity.INNER, 1, 12, 300, 0, 2.0, GENESIS, 0, 0, 0.0)
         answers = await asyncio.gather(*[ask(cluster.stub.Heartbeat, said) for _ in range(1500)])
@@ -341,7 +341,7 @@ async def test_a_burst_of_calls_is_answered(config: RunFile) -> None:
 async def test_a_model_of_another_shape_is_told_where(config: RunFile) -> None:
     """A cluster whose manifest differs hears the first differences, by class and by name; others are not disturbed."""
     other = '{"format":1,"layers":[{"name":"layers.0","parameters":[["layers.0.w",[4,5]]]}]}'
-    async with house(config) as (cluster, _, _):
+    async with running_master(config) as (cluster, _, _):
         with pytest.raises(CorruptManifest, match=r"layers\.0\.w: expected shape \(4, 4\), got \(4, 5\)"):
             await cluster.join(manifest=other)
         with pytest.raises(ConfigError, match="digest"):
@@ -351,7 +351,7 @@ async def test_a_model_of_another_shape_is_told_where(config: RunFile) -> None:
 
 async def test_an_older_incarnation_is_fenced(config: RunFile) -> None:
     """A retried Join gets its own incarnation again; another process gets the next one, and the old one is stale."""
-    async with house(config) as (cluster, _, _):
+    async with running_master(config) as (cluster, _, _):
         assert [(await cluster.join("n1")).inc for _ in range(2)] == [1, 1]
         assert (await cluster.join("n2")).inc == 2
         with pytest.raises(StaleIncarnation, match="a/1 is fenced"):
@@ -360,7 +360,7 @@ async def test_an_older_incarnation_is_fenced(config: RunFile) -> None:
 
 async def test_a_hostile_name_changes_nothing(config: RunFile) -> None:
     """A name that could be a path is refused at the door."""
-    async with house(config) as (cluster, _, _):
+    async with running_master(config) as (cluster, _, _):
         cluster.name = "../../etc/passwd"
         with pytest.raises(DipsError, match="cluster name"):
             await cluster.join()
@@ -379,7 +379,7 @@ async def test_a_number_that_is_none_costs_its_sender(config: RunFile, field: st
         "a", 1, TrainerState.TRAINING, Activity.INNER, 1, 12, 300, 0, 2.0, GENESIS, 0, 0, 0.0, aligned_steps=64
     )
     transfer = Transfer("a", 1, 1, True, 1, 2, value)
-    async with house(config) as (cluster, slaves, stub):
+    async with running_master(config) as (cluster, slaves, stub):
         await cluster.join()
         with pytest.raises(RemoteProtocolError, match=field):
             await ask(cluster.stub.Heartbeat, replace(said, **{field: value}))
@@ -395,7 +395,7 @@ async def test_a_number_that_is_none_costs_its_sender(config: RunFile, field: st
 async def test_a_manifest_that_is_none_costs_its_sender(config: RunFile, what: str) -> None:
     """JSON nested without end, and dimensions that are none: CorruptManifest for the asker, and the next one joins."""
     text = what if what[1:2] == "[" else f'{{"format":1,"layers":[{{"name":"l","parameters":[["l.w",{what}]]}}]}}'
-    async with house(config) as (cluster, _, _):
+    async with running_master(config) as (cluster, _, _):
         with pytest.raises(CorruptManifest):
             await cluster.join(manifest=text)
         assert (await cluster.join()).inc == 1
@@ -404,7 +404,7 @@ async def test_a_manifest_that_is_none_costs_its_sender(config: RunFile, what: s
 async def test_more_tokens_than_can_be_counted(config: RunFile) -> None:
     """A push of all tokens that a run can count is its last: more are refused, and the ledger is read by the next."""
     most = (1 << 53) - 1
-    async with house(config) as (cluster, slaves, stub):
+    async with running_master(config) as (cluster, slaves, stub):
         await cluster.join_and_pull()
         with pytest.raises(RemoteProtocolError, match="tokens"):
             await cluster.push(2, slaves, stub, tokens=(1 << 63) - 1)
@@ -414,10 +414,10 @@ async def test_more_tokens_than_can_be_counted(config: RunFile) -> None:
         await cluster.ask("FinishPull", events.PullFinished(0, PullId("a", 1, 3), True))
         with pytest.raises(RemoteProtocolError, match=f"tokens: 1 more would bring the count above {most}"):
             await cluster.push(4, slaves, stub, tokens=1)
-    async with master(config) as address, control.channel(address) as channel:
+    async with master(config) as address, control.open_channel(address) as channel:
         assert (await slaves[0].heartbeat(SlaveServiceStub(channel))).register
     ledger = Ledger.open(ledger_path(config), readonly=True)
-    assert ledger.tokens()["a"]["accepted"] == most
+    assert ledger.read_tokens()["a"]["accepted"] == most
     ledger.close()
 
 
@@ -427,7 +427,7 @@ async def test_a_master_that_has_a_successor_ends(config: RunFile) -> None:
     task = asyncio.create_task(serve(config, structlog.get_logger(), ready.set_result))
     slave = SlaveScript("s0")
     slave.term, slave.address = 9, "127.0.0.1:9"
-    async with control.channel(await ready) as channel:
+    async with control.open_channel(await ready) as channel:
         with pytest.raises(StaleTerm, match=r"has seen term 9.*dips-master recover"):
             await slave.register(SlaveServiceStub(channel))
     assert await task == 75
@@ -470,7 +470,7 @@ async def test_orders_arrive_in_the_order_of_their_giving(tmp_path: Path) -> Non
     """A hundred orders given at once, before the link is up, reach the slave in their order."""
     async with listening(SlaveScript("s0")) as slave:
         link = SlaveLink("s0", slave.address)
-        answers = await asyncio.gather(*[link.execute(order(n)) for n in range(100)])
+        answers = await asyncio.gather(*[link.execute_order(order(n)) for n in range(100)])
         await link.close()
     assert [o.number for o in slave.orders] == list(range(100))
     assert all(isinstance(a, events.OrderAnswered) for a in answers)
@@ -481,8 +481,8 @@ async def test_a_refusal_and_a_stale_term_are_told_apart() -> None:
     async with listening(SlaveScript("s0")) as slave:
         slave.raises = {effects.Ping: StaleTerm("seen 5"), effects.Retire: StaleIncarnation("sinc 2")}
         link = SlaveLink("s0", slave.address)
-        stale = await link.execute(order(1))
-        refused = await link.execute(order(2, body=effects.Retire(())))
+        stale = await link.execute_order(order(1))
+        refused = await link.execute_order(order(2, body=effects.Retire(())))
         await link.close()
     assert isinstance(stale, events.OrderFailed) and (stale.error, stale.reason) == (StaleTerm, "seen 5")
     assert isinstance(refused, events.OrderFailed) and (refused.error, refused.reason) == (StaleIncarnation, "sinc 2")
@@ -493,7 +493,7 @@ async def test_a_broken_disk_is_said_at_once() -> None:
     async with listening(SlaveScript("s0")) as slave:
         slave.raises = {effects.Persist: FailedDisk("s0 cannot write: no space left")}
         link = SlaveLink("s0", slave.address)
-        failed = await link.execute(order(1, body=effects.Persist(VersionId(1, 1))))
+        failed = await link.execute_order(order(1, body=effects.Persist(VersionId(1, 1))))
         await link.close()
     assert isinstance(failed, events.OrderFailed) and failed.error is FailedDisk
     assert failed.reason == "s0 cannot write: no space left"
@@ -507,7 +507,7 @@ async def test_nobody_there_is_unresponsive_at_the_deadline() -> None:
         pass
     link = SlaveLink("s0", slave.address)
     began = asyncio.get_running_loop().time()
-    failed = await link.execute(order(1, deadline_s=0.5))
+    failed = await link.execute_order(order(1, deadline_s=0.5))
     took = asyncio.get_running_loop().time() - began
     await link.close()
     assert isinstance(failed, events.OrderFailed) and failed.error is UnresponsiveSlave
@@ -521,16 +521,16 @@ async def test_a_slot_at_a_slave_that_nobody_listens_for_is_refused_at_once() ->
     slave, open_push = SlaveScript("s0"), effects.OpenPush(PushId("a", 1, 1), (0,), 5.0)
     async with listening(slave):
         link = SlaveLink("s0", slave.address)
-        opened = await link.execute(order(1, body=open_push))
+        opened = await link.execute_order(order(1, body=open_push))
     began = asyncio.get_running_loop().time()
-    failed = await link.execute(order(2, deadline_s=20.0, body=open_push))
+    failed = await link.execute_order(order(2, deadline_s=20.0, body=open_push))
     took = asyncio.get_running_loop().time() - began
     assert isinstance(opened, events.OrderAnswered)
     assert isinstance(failed, events.OrderFailed) and failed.error is UnavailableSlave
     assert "nobody listens" in failed.reason and took < 2.0
     async with listening(slave):
         async with asyncio.timeout(10.0):
-            while not isinstance(await link.execute(order(3, body=open_push)), events.OrderAnswered):
+            while not isinstance(await link.execute_order(order(3, body=open_push)), events.OrderAnswered):
                 await asyncio.sleep(0.1)
     await link.close()
 
@@ -541,7 +541,7 @@ async def test_a_link_that_comes_back_carries_the_order() -> None:
     async with listening(slave):
         pass
     link = SlaveLink("s0", slave.address)
-    giving = asyncio.create_task(link.execute(order(1, deadline_s=20.0)))
+    giving = asyncio.create_task(link.execute_order(order(1, deadline_s=20.0)))
     done, _ = await asyncio.wait([giving], timeout=0.3)
     assert not done
     async with listening(slave):
@@ -570,7 +570,7 @@ def test_the_process_serves_and_ends_by_sigterm(tmp_path: Path, config: RunFile)
 
 
 async def health(address: str) -> int:
-    async with control.channel(address) as channel:
+    async with control.open_channel(address) as channel:
         reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
         return int(reply.status)
 

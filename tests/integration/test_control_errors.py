@@ -27,12 +27,12 @@ class Servicer(status_pb2_grpc.StatusServiceServicer):
 async def ask(handler: Handler, deadline_s: float = 5.0, reports: list[str] | None = None) -> str:
     """Serve one handler on a free port, ask it once, and stop."""
     said = [] if reports is None else reports
-    server = control.server(lambda method, error: said.append(f"{method}: {error!r}"))
+    server = control.make_server(lambda method, error: said.append(f"{method}: {error!r}"))
     status_pb2_grpc.add_StatusServiceServicer_to_server(Servicer(handler), server)
-    port = control.bind(server, "127.0.0.1:0", "master.listen")
+    port = control.bind_server(server, "127.0.0.1:0", "master.listen")
     await server.start()
     try:
-        async with control.channel(f"127.0.0.1:{port}") as channel:
+        async with control.open_channel(f"127.0.0.1:{port}") as channel:
             return await status_of(channel, deadline_s)
     finally:
         await server.stop(None)
@@ -40,7 +40,7 @@ async def ask(handler: Handler, deadline_s: float = 5.0, reports: list[str] | No
 
 async def status_of(channel: Any, deadline_s: float) -> str:
     stub = status_pb2_grpc.StatusServiceStub(channel)
-    reply = await control.call(
+    reply = await control.call_method(
         stub.Status,
         status_pb2.StatusRequest(),
         deadline_s=deadline_s,
@@ -69,7 +69,7 @@ def test_every_class_crosses(cls: type[DipsError]) -> None:
 
 
 def test_a_bug_of_the_server_is_reported_and_named() -> None:
-    """An exception that nobody meant is told to the server's log, and to the caller as a bug of that method."""
+    """An unexpected exception goes to the server's log, and to the caller as a bug of that method."""
     reports: list[str] = []
     with pytest.raises(LocalProtocolError, match="Status: KeyError"):
         asyncio.run(ask(raising(KeyError("x")), reports=reports))
@@ -94,14 +94,14 @@ def test_a_deadline_is_unavailability() -> None:
 
 
 def test_nobody_there_is_unavailability() -> None:
-    """A closed port is told as the peer that cannot be reached, within the deadline."""
+    """A closed port is reported as the peer that cannot be reached, within the deadline."""
 
     async def knock() -> str:
-        server = control.server(lambda method, error: None)
-        port = control.bind(server, "127.0.0.1:0", "master.listen")
+        server = control.make_server(lambda method, error: None)
+        port = control.bind_server(server, "127.0.0.1:0", "master.listen")
         await server.start()  # a server that never started keeps its socket
         await server.stop(None)
-        async with control.channel(f"127.0.0.1:{port}") as channel:
+        async with control.open_channel(f"127.0.0.1:{port}") as channel:
             return await status_of(channel, 5.0)
 
     with pytest.raises(UnavailableMaster, match="the master cannot be reached"):
@@ -122,11 +122,11 @@ def test_a_port_in_use_names_the_key() -> None:
     """The second server on a port refuses to start and says which key to mend; it does not share the port."""
 
     async def twice() -> None:
-        first, second = control.server(lambda m, e: None), control.server(lambda m, e: None)
-        port = control.bind(first, "127.0.0.1:0", "master.listen")
+        first, second = control.make_server(lambda m, e: None), control.make_server(lambda m, e: None)
+        port = control.bind_server(first, "127.0.0.1:0", "master.listen")
         await first.start()
         try:
-            control.bind(second, f"127.0.0.1:{port}", "master.listen")
+            control.bind_server(second, f"127.0.0.1:{port}", "master.listen")
         finally:
             await first.stop(None)
             await second.stop(None)

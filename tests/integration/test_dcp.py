@@ -37,7 +37,7 @@ def test_a_save_and_a_push_tear_nothing_and_wait_for_nothing_of_each_other(
         run.start_slaves()
         run.wait(run.start_cluster("a", command, steps=10_000, overlap=overlap, install=install), 150)
         with run.ledger() as ledger:
-            rounds = [r for r in ledger.history(1000) if r.version is not None]
+            rounds = [r for r in ledger.read_history(1000) if r.version is not None]
     found = [json.loads((tmp_path / f"found.{rank}").read_text()) for rank in range(2)]
     pushed = sum(fold.inner_steps for r in rounds for fold in r.folds)
     assert len(rounds) == SAVES and pushed <= found[0]["steps"]

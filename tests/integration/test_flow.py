@@ -23,8 +23,8 @@ from dips.client.rank.transfer import (
     TransferIdentity,
     TransferRate,
     TransferStats,
-    pull,
-    push,
+    pull_pieces,
+    push_pieces,
 )
 from dips.errors import (
     ConfigError,
@@ -39,8 +39,8 @@ from dips.protocol.effects import Grant, SlaveAddress
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.flow import ZmqFlow
 from dips.wire import codecs, streams
-from dips.wire.chunks import Range, split
-from dips.wire.frame import Dtype, Header, Kind, message, pack, run_id, unpack
+from dips.wire.chunks import Range, split_chunks
+from dips.wire.frame import Dtype, Header, Kind, make_message, pack_header, run_id, unpack_header
 from dips.wire.streams import StreamName
 
 RUN = "demo"
@@ -70,16 +70,16 @@ class FlowRecorder:
             self.all.append((kind, who, what))
             self._new.notify_all()
 
-    def staged(self, push: PushId, nbytes: int) -> None:
+    def on_push_staged(self, push: PushId, nbytes: int) -> None:
         self._add("staged", push, nbytes)
 
-    def refused(self, push: PushId, reason: str) -> None:
+    def on_push_refused(self, push: PushId, reason: str) -> None:
         self._add("refused", push, reason)
 
-    def released(self, pull: PullId, reason: str) -> None:
+    def on_pull_released(self, pull: PullId, reason: str) -> None:
         self._add("released", pull, reason)
 
-    def moved(self, pull: PullId) -> None:
+    def on_source_moved(self, pull: PullId) -> None:
         self._add("moved", pull, True)
 
     def of(self, kind: str, who: object) -> list[object]:
@@ -97,11 +97,11 @@ class FlowUnderTest:
     def __init__(self, lanes: int = 1, stall_s: float = 10.0, transit_bytes: int = 64 << 20) -> None:
         self.flow = ZmqFlow(RUN, "s0", ("127.0.0.1:0",) * lanes, CHUNK_BYTES, transit_bytes, 2, stall_s)
         self.heard = FlowRecorder()
-        self.flow.use(MANIFEST, LAYERS)
+        self.flow.set_layers(MANIFEST, LAYERS)
         self.flow.start(SINC, self.heard)
 
     def address(self, lanes: Sequence[str] | None = None, sinc: int = SINC) -> SlaveAddress:
-        return SlaveAddress("s0", sinc, tuple(lanes or self.flow.addresses()), LAYERS)
+        return SlaveAddress("s0", sinc, tuple(lanes or self.flow.lane_addresses()), LAYERS)
 
     def grant(
         self, ranks: int, lanes: Sequence[str] | None = None, deadline_s: float = 30.0, codec: str = "fp32"
@@ -119,15 +119,15 @@ class FlowUnderTest:
 
 
 @contextmanager
-def house(**options) -> Iterator[FlowUnderTest]:
+def running_flow(**options) -> Iterator[FlowUnderTest]:
     """A slave that is gone, with its threads, when the test is over; nothing stays in transit."""
     made = FlowUnderTest(**options)
     try:
         yield made
     finally:
         made.flow.close()
-        assert made.flow.transit[0] == 0
-        assert made.flow.refused["failed"] == 0
+        assert made.flow.transit_bytes[0] == 0
+        assert made.flow.refused_frames["failed"] == 0
 
 
 def blank() -> Model:
@@ -145,7 +145,7 @@ def shares(values: Model, ranks: int) -> list[list[Piece]]:
     whole = ranks * (ranks + 1) // 2
     for i in LAYERS:
         layer = MANIFEST.layers[i]
-        for k, (parameter, start) in enumerate(zip(layer.parameters, layer.offsets(), strict=True)):
+        for k, (parameter, start) in enumerate(zip(layer.parameters, layer.param_offsets(), strict=True)):
             for r in range(ranks):
                 a, b = (parameter.numel * (n * (n + 1) // 2) // whole for n in (r, r + 1))
                 if b > a:
@@ -252,20 +252,20 @@ class Raw:
         self.socket.connect(f"tcp://{address}")
         self.name = name
 
-    def say(self, kind: Kind, body: bytes) -> None:
-        self.socket.send_multipart(message(kind, run_id(RUN), self.name.id, body))
+    def send_message(self, kind: Kind, body: bytes) -> None:
+        self.socket.send_multipart(make_message(kind, run_id(RUN), self.name.stream_id, body))
 
     def hello(self, pieces: Sequence[Range]) -> None:
-        self.say(Kind.HELLO, streams.encode_hello(self.name, pieces))
+        self.send_message(Kind.HELLO, streams.encode_hello(self.name, pieces))
 
     def chunk(self, chunk: Range, body: bytes, checksum: int | None = None, dtype: Dtype = Dtype.FP32) -> None:
         checksum = xxhash.xxh3_64_intdigest(body) if checksum is None else checksum
-        header = Header(Kind.CHUNK, run_id(RUN), self.name.id, len(body), checksum, *chunk[:3], dtype)
-        self.socket.send_multipart([pack(header), body])
+        header = Header(Kind.CHUNK, run_id(RUN), self.name.stream_id, len(body), checksum, *chunk[:3], dtype)
+        self.socket.send_multipart([pack_header(header), body])
 
-    def hear(self, kind: Kind) -> bytes:
+    def read_message(self, kind: Kind) -> bytes:
         header, body = self.socket.recv_multipart()
-        assert unpack(header, run_id(RUN), len(body), CHUNK_BYTES).kind is kind, streams.decode_error(body)
+        assert unpack_header(header, run_id(RUN), len(body), CHUNK_BYTES).kind is kind, streams.decode_error(body)
         return body
 
     def close(self) -> None:
@@ -289,16 +289,16 @@ WHOLE = [Range(i, k, 0, parameter.numel) for i in LAYERS for k, parameter in enu
 
 
 def body_of(values: Model, chunk: Range) -> bytes:
-    start = MANIFEST.layers[chunk.layer].offsets()[chunk.param] + chunk.offset
+    start = MANIFEST.layers[chunk.layer].param_offsets()[chunk.param] + chunk.offset
     return values[chunk.layer][start : start + chunk.length].tobytes()
 
 
 def decoded(codec: str, theta: Model, pieces: Sequence[Piece]) -> Model:
     """θ plus the pieces' differences as the codec brings them, chunk by chunk."""
-    spelling, made = codecs.named(codec), {i: theta[i].copy() for i in LAYERS}
+    spelling, made = codecs.codec_named(codec), {i: theta[i].copy() for i in LAYERS}
     for piece in pieces:
-        start = MANIFEST.layers[piece.layer].offsets()[piece.param] + piece.offset
-        for chunk in split(spelling.ranges([piece.range]), spelling.chunk_bytes(CHUNK_BYTES)):
+        start = MANIFEST.layers[piece.layer].param_offsets()[piece.param] + piece.offset
+        for chunk in split_chunks(spelling.encoded_ranges([piece.range]), spelling.chunk_bytes(CHUNK_BYTES)):
             at = chunk.offset - piece.offset
             elements = piece.array[at : at + chunk.length]
             spelling.put(spelling.encode(elements), made[piece.layer][start + at : start + at + chunk.length])
@@ -312,7 +312,7 @@ def decoded(codec: str, theta: Model, pieces: Sequence[Piece]) -> Model:
 @pytest.mark.parametrize(("ranks", "lanes"), [(1, 1), (2, 1), (3, 1), (3, 2), (1, 4), (2, 3)])
 def test_a_push_is_staged_bit_for_bit(ranks, lanes):
     """Whatever each rank holds, the slave's buffers are the cluster's parameters [invariant 1]."""
-    with house(lanes=lanes) as slave:
+    with running_flow(lanes=lanes) as slave:
         values, push_id = model(ranks), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id, ranks)
         grant = slave.grant(ranks)
@@ -320,7 +320,7 @@ def test_a_push_is_staged_bit_for_bit(ranks, lanes):
         seen: list[TransferRate] = []
 
         def rank(r: int) -> TransferStats:
-            return push(grant, base(1, r), hands[r], progress=seen.append if r == 0 else None)
+            return push_pieces(grant, base(1, r), hands[r], progress=seen.append if r == 0 else None)
 
         stats = together(*(lambda r=r: rank(r) for r in range(ranks)))
         assert slave.heard.wait("staged", push_id) == 4 * MANIFEST.numel
@@ -328,7 +328,7 @@ def test_a_push_is_staged_bit_for_bit(ranks, lanes):
         assert sum(s.nbytes for s in stats) == slave.flow.bytes_in == 4 * MANIFEST.numel
         assert [s.connections for s in stats] == [lanes] * ranks
         assert (seen[-1].nbytes, seen[-1].total, seen[-1].remaining_s) == (stats[0].nbytes, stats[0].nbytes, 0)
-        assert not slave.flow.refused
+        assert not slave.flow.refused_frames
 
 
 @pytest.mark.usefixtures("stage_threads")
@@ -336,13 +336,16 @@ def test_a_push_is_staged_bit_for_bit(ranks, lanes):
 @pytest.mark.parametrize(("codec", "share_of_fp32"), [("bf16", 0.5), ("int8", 0.254)])
 def test_differences_are_added_to_the_base_within_the_bound(codec, share_of_fp32, ranks):
     """A lossy push is staged as θ of its base plus what the codec makes of the differences; real bytes count."""
-    with house(lanes=2) as slave:
+    with running_flow(lanes=2) as slave:
         theta, differences, push_id = model(1), model(2), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id, ranks, codec=codec, theta=theta)
         hands, grant = shares(differences, ranks), slave.grant(ranks, codec=codec)
         seen: list[TransferRate] = []
         stats = together(
-            *(lambda r=r: push(grant, base(1, r), hands[r], progress=None if r else seen.append) for r in range(ranks))
+            *(
+                lambda r=r: push_pieces(grant, base(1, r), hands[r], progress=None if r else seen.append)
+                for r in range(ranks)
+            )
         )
         moved = slave.heard.wait("staged", push_id)
         assert moved == sum(s.nbytes for s in stats) == slave.flow.bytes_in
@@ -354,16 +357,16 @@ def test_differences_are_added_to_the_base_within_the_bound(codec, share_of_fp32
             step = np.abs(differences[i]).max() / 127
             bound = np.abs(differences[i]) * 2.0**-8 if codec == "bf16" else step / 2
             assert (error <= bound + 1e-6).all()
-        assert not slave.flow.refused
+        assert not slave.flow.refused_frames
 
 
 def test_a_cut_lossy_push_is_resumed_and_nothing_is_added_twice():
     """Differences are added: each chunk exactly once, whatever connections break between [invariants 1, 5]."""
-    with house() as slave, proxy(slave.flow.addresses()[0], 60_000, cuts=3) as cut:
+    with running_flow() as slave, proxy(slave.flow.lane_addresses()[0], 60_000, cuts=3) as cut:
         theta, differences, push_id = model(1), model(2), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id, codec="int8", theta=theta)
         hand = shares(differences, 1)[0]
-        stats = push(slave.grant(1, [cut.address], codec="int8"), base(1), hand)
+        stats = push_pieces(slave.grant(1, [cut.address], codec="int8"), base(1), hand)
         slave.heard.wait("staged", push_id)
         assert stats.connections == 4
         assert same(buffers, decoded("int8", theta, hand))
@@ -371,30 +374,30 @@ def test_a_cut_lossy_push_is_resumed_and_nothing_is_added_twice():
 
 def test_a_chunk_of_another_codec_than_the_granted_is_refused():
     """Right place, right checksum, whole elements, wrong spelling: counted, nothing else; the right one counts."""
-    with house() as slave, raw(slave.flow.addresses()[0], name_of("push", 1)) as peer:
+    with running_flow() as slave, raw(slave.flow.lane_addresses()[0], name_of("push", 1)) as peer:
         theta, differences, push_id = model(1), model(2), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id, codec="bf16", theta=theta)
         peer.hello(WHOLE)
-        peer.hear(Kind.WELCOME)
-        left, refused, spelling = MANIFEST.numel, 0, codecs.named("bf16")
+        peer.read_message(Kind.WELCOME)
+        left, refused, spelling = MANIFEST.numel, 0, codecs.codec_named("bf16")
         while left:
-            for chunk in streams.decode_want(peer.hear(Kind.WANT)):
+            for chunk in streams.decode_want(peer.read_message(Kind.WANT)):
                 peer.chunk(chunk, body_of(differences, chunk))
                 elements = np.frombuffer(body_of(differences, chunk), np.float32)
                 peer.chunk(chunk, bytes(spelling.encode(elements)), dtype=Dtype.BF16)
                 left, refused = left - chunk.length, refused + 1
         slave.heard.wait("staged", push_id)
-        assert slave.flow.refused["type"] == refused
+        assert slave.flow.refused_frames["type"] == refused
         assert same(buffers, decoded("bf16", theta, shares(differences, 1)[0]))
 
 
 def test_a_rank_that_holds_nothing_is_waited_for_and_told_done():
     """Every rank says HELLO; before that nobody is asked."""
-    with house() as slave:
+    with running_flow() as slave:
         values, push_id = model(1), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id, 2)
-        with background(lambda: push(slave.grant(2), base(1, 1), shares(values, 1)[0])) as first:
-            empty = push(slave.grant(2), base(1, 0), [])
+        with background(lambda: push_pieces(slave.grant(2), base(1, 1), shares(values, 1)[0])) as first:
+            empty = push_pieces(slave.grant(2), base(1, 0), [])
             assert first.result(20).nbytes == 4 * MANIFEST.numel
         assert empty.nbytes == 0
         slave.heard.wait("staged", push_id)
@@ -414,7 +417,7 @@ def test_a_rank_that_holds_nothing_is_waited_for_and_told_done():
 )
 def test_ranks_that_do_not_fit_are_refused_by_name(change, says):
     """A gap, an overlap, a range beyond the parameter: each rank hears which, and the master does."""
-    with house() as slave:
+    with running_flow() as slave:
         push_id = PushId("fast", 1, 1)
         slave.open_push(push_id, 2)
         hands = shares(model(1), 2)
@@ -422,7 +425,7 @@ def test_ranks_that_do_not_fit_are_refused_by_name(change, says):
 
         def rank(r: int) -> str:
             with pytest.raises(LocalProtocolError) as refused:
-                push(slave.grant(2), base(1, r), hands[r])
+                push_pieces(slave.grant(2), base(1, r), hands[r])
             return str(refused.value)
 
         for text in together(lambda: rank(0), lambda: rank(1)):
@@ -436,10 +439,10 @@ def test_ranks_that_do_not_fit_are_refused_by_name(change, says):
 @pytest.mark.parametrize("after", [0, 40, 100_000, 600_000])
 def test_a_cut_push_is_resumed(after):
     """A connection that breaks anywhere costs its frames in flight, not the push."""
-    with house() as slave, proxy(slave.flow.addresses()[0], after, cuts=2) as cut:
+    with running_flow() as slave, proxy(slave.flow.lane_addresses()[0], after, cuts=2) as cut:
         values, push_id = model(2), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id)
-        stats = push(slave.grant(1, [cut.address]), base(1), shares(values, 1)[0])
+        stats = push_pieces(slave.grant(1, [cut.address]), base(1), shares(values, 1)[0])
         slave.heard.wait("staged", push_id)
         assert same(buffers, values)
         assert stats.connections == cut.connections == 3
@@ -448,13 +451,13 @@ def test_a_cut_push_is_resumed(after):
 
 def test_an_answer_that_is_lost_is_asked_again():
     """Cut in the slave's direction, DONE included: the rank says HELLO again and hears what is missing, or DONE."""
-    with house() as slave:
+    with running_flow() as slave:
         values = model(3)
         for seq, after in enumerate((0, 100, 300, 500), start=1):
             push_id = PushId("fast", 1, seq)
             buffers = slave.open_push(push_id)
-            with proxy(slave.flow.addresses()[0], after, upward=False) as cut:
-                push(slave.grant(1, [cut.address]), base(seq), shares(values, 1)[0])
+            with proxy(slave.flow.lane_addresses()[0], after, upward=False) as cut:
+                push_pieces(slave.grant(1, [cut.address]), base(seq), shares(values, 1)[0])
             slave.heard.wait("staged", push_id)
             assert same(buffers, values)
             slave.flow.drop_push(push_id)
@@ -462,17 +465,17 @@ def test_an_answer_that_is_lost_is_asked_again():
 
 def test_duplicates_and_strangers_change_nothing():
     """Unasked, repeated, corrupt, misplaced and late chunks are refused and counted; the buffers are right."""
-    with house() as slave, raw(slave.flow.addresses()[0], name_of("push", 1)) as peer:
+    with running_flow() as slave, raw(slave.flow.lane_addresses()[0], name_of("push", 1)) as peer:
         values, false, push_id = model(4), model(5), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id)
         early = Range(0, 0, 0, 100)
         peer.chunk(early, body_of(false, early))  # before HELLO
         peer.hello(WHOLE)
-        assert streams.decode_welcome(peer.hear(Kind.WELCOME)).missing == 4 * MANIFEST.numel
+        assert streams.decode_welcome(peer.read_message(Kind.WELCOME)).missing == 4 * MANIFEST.numel
         corrupt = True
         left = 4 * MANIFEST.numel
         while left:
-            for chunk in streams.decode_want(peer.hear(Kind.WANT)):
+            for chunk in streams.decode_want(peer.read_message(Kind.WANT)):
                 if corrupt:
                     corrupt = False
                     peer.chunk(chunk, body_of(values, chunk), checksum=1)
@@ -481,13 +484,13 @@ def test_duplicates_and_strangers_change_nothing():
                 peer.chunk(chunk, body_of(values, chunk))
                 peer.chunk(chunk, body_of(false, chunk))  # again, with other bytes
                 left -= chunk.nbytes
-        assert streams.decode_done(peer.hear(Kind.DONE)) == 4 * MANIFEST.numel
+        assert streams.decode_done(peer.read_message(Kind.DONE)) == 4 * MANIFEST.numel
         slave.heard.wait("staged", push_id)
         peer.chunk(early, body_of(false, early))  # after the freeze
         peer.hello(WHOLE)  # of the same epoch
-        assert streams.decode_error(peer.hear(Kind.ERROR)).code == "stale_push"
+        assert streams.decode_error(peer.read_message(Kind.ERROR)).code == "stale_push"
         assert same(buffers, values)
-        refused = slave.flow.refused
+        refused = slave.flow.refused_frames
         chunks = refused["unasked"] // 2
         assert chunks > 10
         assert {k: refused[k] for k in ("stream", "body_checksum", "hello")} == {
@@ -500,29 +503,29 @@ def test_duplicates_and_strangers_change_nothing():
 
 def test_an_older_epoch_is_refused():
     """After a new HELLO the old connection's frames change nothing [invariant 5]."""
-    address_of = lambda slave: slave.flow.addresses()[0]  # noqa: E731
-    with house() as slave, ExitStack() as stack:
+    address_of = lambda slave: slave.flow.lane_addresses()[0]  # noqa: E731
+    with running_flow() as slave, ExitStack() as stack:
         values, false, push_id = model(4), model(5), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id)
         old = stack.enter_context(raw(address_of(slave), name_of("push", 1, epoch=1)))
         old.hello(WHOLE)
-        old.hear(Kind.WELCOME)
-        wanted = streams.decode_want(old.hear(Kind.WANT))
+        old.read_message(Kind.WELCOME)
+        wanted = streams.decode_want(old.read_message(Kind.WANT))
         new = stack.enter_context(raw(address_of(slave), name_of("push", 1, epoch=2)))
         new.hello(WHOLE)
-        new.hear(Kind.WELCOME)
+        new.read_message(Kind.WELCOME)
         for chunk in wanted:
             old.chunk(chunk, body_of(false, chunk))
         old.hello(WHOLE)
         while True:  # WANTs of the first asking come before the answer
             header, body = old.socket.recv_multipart()
-            if unpack(header, run_id(RUN), len(body), CHUNK_BYTES).kind is Kind.ERROR:
+            if unpack_header(header, run_id(RUN), len(body), CHUNK_BYTES).kind is Kind.ERROR:
                 break
         assert streams.decode_error(body).code == "stale_push"
-        assert slave.flow.refused["stream"] == len(wanted)
+        assert slave.flow.refused_frames["stream"] == len(wanted)
         left = 4 * MANIFEST.numel
         while left:
-            for chunk in streams.decode_want(new.hear(Kind.WANT)):
+            for chunk in streams.decode_want(new.read_message(Kind.WANT)):
                 new.chunk(chunk, body_of(values, chunk))
                 left -= chunk.nbytes
         slave.heard.wait("staged", push_id)
@@ -531,8 +534,8 @@ def test_an_older_epoch_is_refused():
 
 def test_garbage_beside_a_push_costs_it_nothing():
     """HTTP, random ZMTP, foreign runs, endless claims: refused by name or by libzmq; the push never notices."""
-    with house() as slave, ExitStack() as stack:
-        address = slave.flow.addresses()[0]
+    with running_flow() as slave, ExitStack() as stack:
+        address = slave.flow.lane_addresses()[0]
         host, port = address.rsplit(":", 1)
         for noise in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 64, b"\xff" + b"\0" * 8 + b"\x7f"):
             plain = stack.enter_context(socket.create_connection((host, int(port))))
@@ -541,22 +544,24 @@ def test_garbage_beside_a_push_costs_it_nothing():
         rng = np.random.default_rng(0)
         for n in (1, 2, 3, 5):
             peer.socket.send_multipart([rng.bytes(64)] * n)
-        foreign = pack(Header(Kind.HELLO, run_id("other"), 1, 1, xxhash.xxh3_64_intdigest(b"x")))
+        foreign = pack_header(Header(Kind.HELLO, run_id("other"), 1, 1, xxhash.xxh3_64_intdigest(b"x")))
         peer.socket.send_multipart([foreign, b"x"])
-        peer.say(Kind.HELLO, b"\xc1")
-        peer.say(Kind.WELCOME, b"\0")
-        peer.say(Kind.WANT, streams.encode_want([Range(0, 0, 0, 1)]))
-        peer.say(Kind.DONE, streams.encode_done(1))
+        peer.send_message(Kind.HELLO, b"\xc1")
+        peer.send_message(Kind.WELCOME, b"\0")
+        peer.send_message(Kind.WANT, streams.encode_want([Range(0, 0, 0, 1)]))
+        peer.send_message(Kind.DONE, streams.encode_done(1))
         values, push_id = model(6), PushId("fast", 1, 1)
         buffers = slave.open_push(push_id)
-        push(slave.grant(1), base(1), shares(values, 1)[0])
+        push_pieces(slave.grant(1), base(1), shares(values, 1)[0])
         slave.heard.wait("staged", push_id)
         assert same(buffers, values)
-        peer.say(Kind.HELLO, streams.encode_hello(replace(name_of("push", 9), sinc=SINC), ()))  # refused, not answered
+        peer.send_message(
+            Kind.HELLO, streams.encode_hello(replace(name_of("push", 9), sinc=SINC), ())
+        )  # refused, not answered
         peer.name = name_of("push", 9)
         peer.hello([])  # its ERROR is the last answer: everything before it was read
-        assert streams.decode_error(peer.hear(Kind.ERROR)).code == "unknown"
-        assert dict(slave.flow.refused) == {
+        assert streams.decode_error(peer.read_message(Kind.ERROR)).code == "unknown"
+        assert dict(slave.flow.refused_frames) == {
             "parts": 3, "magic": 1, "run": 1, "message": 2, "kind": 1, "stream": 1, "hello": 1
         }  # fmt: skip
 
@@ -570,8 +575,8 @@ def test_two_hundred_strangers_cost_a_push_and_a_pull_nothing(lanes):
 
     Guards: invariant 11, memory within the pool. What libzmq does not refuse by itself is refused and counted.
     """
-    with house(lanes=lanes) as slave, ExitStack() as stack:
-        ports = [int(address.rsplit(":", 1)[1]) for address in slave.flow.addresses()]
+    with running_flow(lanes=lanes) as slave, ExitStack() as stack:
+        ports = [int(address.rsplit(":", 1)[1]) for address in slave.flow.lane_addresses()]
         greeting = b"\xff" + b"\0" * 8 + b"\x7f\x03\x00NULL" + b"\0" * 16 + b"\0" + b"\0" * 31
         ready = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
         ten_gib = b"\x02" + (10 << 30).to_bytes(8, "big")  # a long frame, and the first bytes of what it claims
@@ -579,38 +584,38 @@ def test_two_hundred_strangers_cost_a_push_and_a_pull_nothing(lanes):
         for k in range(IDLE + HOSTILE):
             plain = stack.enter_context(socket.create_connection(("127.0.0.1", ports[k % lanes])))
             plain.sendall(says[k % len(says)])
-        liar = stack.enter_context(raw(slave.flow.addresses()[0], name_of("push", 1)))
+        liar = stack.enter_context(raw(slave.flow.lane_addresses()[0], name_of("push", 1)))
         for claimed in (10 << 30, CHUNK_BYTES + 4):  # a right header for a body that is not there, or too long
-            header = Header(Kind.CHUNK, run_id(RUN), liar.name.id, claimed & 0xFFFFFFFF, 0)
-            liar.socket.send_multipart([pack(header), b"\0" * 64])
+            header = Header(Kind.CHUNK, run_id(RUN), liar.name.stream_id, claimed & 0xFFFFFFFF, 0)
+            liar.socket.send_multipart([pack_header(header), b"\0" * 64])
         values = model(9)
         for seq in (1, 2, 3):
             buffers = slave.open_push(PushId("fast", 1, seq))
-            pushed = push(slave.grant(1), base(seq), shares(values, 1)[0])
+            pushed = push_pieces(slave.grant(1), base(seq), shares(values, 1)[0])
             slave.heard.wait("staged", PushId("fast", 1, seq))
             assert same(buffers, values)
             slave.flow.drop_push(PushId("fast", 1, seq))
             slave.flow.open_pull(PullId("fast", 1, seq), V, values, 30.0)
             fetched = blank()
-            pulled = pull(slave.grant(1), base(seq), shares(fetched, 1)[0])
+            pulled = pull_pieces(slave.grant(1), base(seq), shares(fetched, 1)[0])
             slave.flow.close_pull(PullId("fast", 1, seq))
             slave.heard.wait("released", PullId("fast", 1, seq))
             assert same(fetched, values)
             assert pushed.connections == pulled.connections == lanes  # none was broken and resumed
         liar.hello([])  # of a push that is over: its ERROR is the last answer, everything before it was read
-        assert streams.decode_error(liar.hear(Kind.ERROR)).code == "stale_push"
-        assert dict(slave.flow.refused) == {"length": 2, "hello": 1}
+        assert streams.decode_error(liar.read_message(Kind.ERROR)).code == "stale_push"
+        assert dict(slave.flow.refused_frames) == {"length": 2, "hello": 1}
 
 
 def test_two_pushes_at_once_do_not_mix():
     """Two clusters on one lane, each in its own slot."""
-    with house(transit_bytes=4 << 20) as slave:
+    with running_flow(transit_bytes=4 << 20) as slave:
         a, b = model(7), model(8)
         ids = PushId("fast", 1, 1), PushId("slow", 1, 1)
         buffers = [slave.open_push(push_id, 2) for push_id in ids]
         together(
             *(
-                lambda values=values, push_id=push_id, r=r: push(
+                lambda values=values, push_id=push_id, r=r: push_pieces(
                     slave.grant(2), base(1, r, push_id.cluster), shares(values, 2)[r]
                 )
                 for values, push_id in zip((a, b), ids, strict=True)
@@ -625,25 +630,25 @@ def test_two_pushes_at_once_do_not_mix():
 
 def test_a_push_that_stalls_ends():
     """One rank never comes: the push ends after stall_s and says who is missing; the other rank hears it."""
-    with house(stall_s=0.3) as slave:
+    with running_flow(stall_s=0.3) as slave:
         push_id = PushId("fast", 1, 1)
         slave.open_push(push_id, 2)
         with pytest.raises(UnavailableSlave, match=r"ranks \[1\] never said HELLO"):
-            push(slave.grant(2), base(1), shares(model(1), 2)[0])
+            push_pieces(slave.grant(2), base(1), shares(model(1), 2)[0])
         assert "ranks [1] never said HELLO" in slave.heard.wait("refused", push_id)
 
 
 def test_a_rank_that_stops_sending_ends_its_push_and_no_other():
     """It was asked and is silent: its push ends after stall_s; a push beside it is staged meanwhile."""
-    with house(stall_s=0.5) as slave, raw(slave.flow.addresses()[0], name_of("push", 1)) as peer:
+    with running_flow(stall_s=0.5) as slave, raw(slave.flow.lane_addresses()[0], name_of("push", 1)) as peer:
         silent, lively = PushId("fast", 1, 1), PushId("slow", 1, 1)
         slave.open_push(silent)
         values = model(2)
         buffers = slave.open_push(lively)
         peer.hello(WHOLE)
-        peer.hear(Kind.WELCOME)
-        peer.hear(Kind.WANT)
-        push(slave.grant(1), base(1, 0, "slow"), shares(values, 1)[0])
+        peer.read_message(Kind.WELCOME)
+        peer.read_message(Kind.WANT)
+        push_pieces(slave.grant(1), base(1, 0, "slow"), shares(values, 1)[0])
         assert same(buffers, values)
         assert "rank 0 brought 0 of" in slave.heard.wait("refused", silent)
         assert not slave.heard.of("refused", lively)
@@ -651,26 +656,26 @@ def test_a_rank_that_stops_sending_ends_its_push_and_no_other():
 
 def test_a_push_past_its_deadline_ends():
     """However lively: the deadline is the end, and the rank hears it."""
-    with house() as slave, raw(slave.flow.addresses()[0], name_of("push", 1)) as peer:
+    with running_flow() as slave, raw(slave.flow.lane_addresses()[0], name_of("push", 1)) as peer:
         push_id = PushId("fast", 1, 1)
         slave.open_push(push_id, deadline_s=0.2)
         peer.hello(WHOLE)
         assert "passed its deadline" in slave.heard.wait("refused", push_id)
         while True:
             header, body = peer.socket.recv_multipart()
-            if unpack(header, run_id(RUN), len(body), CHUNK_BYTES).kind is Kind.ERROR:
+            if unpack_header(header, run_id(RUN), len(body), CHUNK_BYTES).kind is Kind.ERROR:
                 break
         assert streams.decode_error(body).code == "refused"
 
 
 def test_a_dropped_push_is_not_written_any_more():
     """On return of drop_push its buffers are somebody else's; chunks that come later are refused."""
-    with house() as slave, raw(slave.flow.addresses()[0], name_of("push", 1)) as peer:
+    with running_flow() as slave, raw(slave.flow.lane_addresses()[0], name_of("push", 1)) as peer:
         push_id = PushId("fast", 1, 1)
         buffers = slave.open_push(push_id)
         peer.hello(WHOLE)
-        peer.hear(Kind.WELCOME)
-        wanted = streams.decode_want(peer.hear(Kind.WANT))
+        peer.read_message(Kind.WELCOME)
+        wanted = streams.decode_want(peer.read_message(Kind.WANT))
         values = model(1)
         for chunk in wanted:
             peer.chunk(chunk, body_of(values, chunk))
@@ -682,19 +687,19 @@ def test_a_dropped_push_is_not_written_any_more():
         peer.hello(WHOLE)
         while True:
             header, body = peer.socket.recv_multipart()
-            if unpack(header, run_id(RUN), len(body), CHUNK_BYTES).kind is Kind.ERROR:
+            if unpack_header(header, run_id(RUN), len(body), CHUNK_BYTES).kind is Kind.ERROR:
                 break
         assert streams.decode_error(body).code == "stale_push"
         assert all((layer == -1.0).all() for layer in buffers.values())
-        assert slave.flow.transfers() == ()
+        assert slave.flow.list_transfers() == ()
 
 
 def test_a_rank_waits_for_a_push_that_is_not_open_yet():
     """Its HELLO came before OpenPush: it backs off and tries again."""
-    with house() as slave:
+    with running_flow() as slave:
         values, push_id = model(1), PushId("fast", 1, 1)
-        with background(lambda: push(slave.grant(1), base(1), shares(values, 1)[0])) as moving:
-            while not slave.flow.refused["hello"]:
+        with background(lambda: push_pieces(slave.grant(1), base(1), shares(values, 1)[0])) as moving:
+            while not slave.flow.refused_frames["hello"]:
                 assert not moving.done()
             buffers = slave.open_push(push_id)
             assert moving.result(20).connections > 1
@@ -704,21 +709,21 @@ def test_a_rank_waits_for_a_push_that_is_not_open_yet():
 
 def test_what_ends_a_push_is_named():
     """Deadline, cancel, another incarnation of the slave, a push that is over."""
-    with house() as slave:
+    with running_flow() as slave:
         pieces = shares(model(1), 1)[0]
         with pytest.raises(UnavailableSlave, match="not open yet: try again"):
-            push(slave.grant(1, deadline_s=0.3), base(1), pieces)
+            push_pieces(slave.grant(1, deadline_s=0.3), base(1), pieces)
         cancel = threading.Event()
         cancel.set()
         with pytest.raises(TransferCancelled):
-            push(slave.grant(1), base(1), pieces, cancel=cancel)
+            push_pieces(slave.grant(1), base(1), pieces, cancel=cancel)
         lives_on = Grant(V, (slave.address(sinc=SINC - 1),), ((0,),), 30.0)
         with pytest.raises(StaleIncarnation, match="incarnation 3"):
-            push(lives_on, base(1), pieces)
+            push_pieces(lives_on, base(1), pieces)
         slave.open_push(PushId("fast", 1, 2))
         slave.flow.drop_push(PushId("fast", 1, 2))
         with pytest.raises(StalePush, match="is over"):
-            push(slave.grant(1), base(2), pieces)
+            push_pieces(slave.grant(1), base(2), pieces)
 
 
 def test_an_unreachable_slave_is_tried_until_the_deadline():
@@ -727,25 +732,25 @@ def test_an_unreachable_slave_is_tried_until_the_deadline():
         address = f"127.0.0.1:{free.getsockname()[1]}"
     grant = Grant(V, (SlaveAddress("s0", SINC, (address,), LAYERS),), ((0,),), 0.5)
     with pytest.raises(UnavailableSlave, match=f"slave s0 at {address} is not connected"):
-        push(grant, base(1), shares(model(1), 1)[0])
+        push_pieces(grant, base(1), shares(model(1), 1)[0])
 
 
 def test_a_new_incarnation_drops_what_the_last_one_had_open():
     """After a new Register streams of the old incarnation are refused, and its pulls are released."""
-    with house() as slave:
+    with running_flow() as slave:
         slave.open_push(PushId("fast", 1, 1))
         slave.flow.open_pull(PullId("fast", 1, 1), V, model(1), 30.0)
         slave.flow.start(SINC + 1, slave.heard)
         assert "incarnation 4" in slave.heard.wait("released", PullId("fast", 1, 1))
-        assert slave.flow.transfers() == ()
+        assert slave.flow.list_transfers() == ()
         with pytest.raises(StaleIncarnation):
-            push(slave.grant(1), base(1), shares(model(1), 1)[0])
+            push_pieces(slave.grant(1), base(1), shares(model(1), 1)[0])
 
 
 def test_a_port_in_use_is_named():
     """Two slaves cannot share a lane's port, and the second says so."""
-    with house() as slave, pytest.raises(ConfigError, match=slave.flow.addresses()[0]):
-        ZmqFlow(RUN, "s1", slave.flow.addresses(), CHUNK_BYTES, 4 << 20, 2, 1.0)
+    with running_flow() as slave, pytest.raises(ConfigError, match=slave.flow.lane_addresses()[0]):
+        ZmqFlow(RUN, "s1", slave.flow.lane_addresses(), CHUNK_BYTES, 4 << 20, 2, 1.0)
 
 
 # ---- pulls --------------------------------------------------------------------------------------------------------
@@ -755,11 +760,11 @@ def test_a_port_in_use_is_named():
 @pytest.mark.parametrize(("ranks", "lanes"), [(1, 1), (2, 1), (3, 2)])
 def test_a_pull_is_bit_for_bit(ranks, lanes):
     """Every rank gets its own shard of the version; the source is released once, after the close."""
-    with house(lanes=lanes) as slave:
+    with running_flow(lanes=lanes) as slave:
         source, target, pull_id = model(9), blank(), PullId("fast", 1, 1)
         slave.flow.open_pull(pull_id, V, source, 30.0)
         hands = shares(target, ranks)
-        together(*(lambda r=r: pull(slave.grant(ranks), base(1, r), hands[r]) for r in range(ranks)))
+        together(*(lambda r=r: pull_pieces(slave.grant(ranks), base(1, r), hands[r]) for r in range(ranks)))
         assert same(source, target)
         assert not slave.heard.of("released", pull_id)
         slave.flow.close_pull(pull_id)
@@ -767,7 +772,7 @@ def test_a_pull_is_bit_for_bit(ranks, lanes):
         assert slave.heard.wait("released", pull_id) == "closed"
         assert slave.flow.bytes_out == 4 * MANIFEST.numel
         with pytest.raises(StalePush, match="is over"):
-            pull(slave.grant(ranks), base(1), hands[0])
+            pull_pieces(slave.grant(ranks), base(1), hands[0])
         assert slave.heard.of("released", pull_id) == ["closed"]
 
 
@@ -779,29 +784,29 @@ def test_a_rank_pulls_its_layers_from_several_slaves():
         for index, layers in enumerate(((0, 2), (1,))):
             flow = ZmqFlow(RUN, f"s{index}", ("127.0.0.1:0",), CHUNK_BYTES, 4 << 20, 2, 10.0)
             stack.callback(flow.close)
-            flow.use(MANIFEST, layers)
+            flow.set_layers(MANIFEST, layers)
             flow.start(index, FlowRecorder())
             flow.open_pull(pull_id, V, {i: source[i] for i in layers}, 30.0)
-            addresses.append(SlaveAddress(f"s{index}", index, flow.addresses(), layers))
+            addresses.append(SlaveAddress(f"s{index}", index, flow.lane_addresses(), layers))
         grant = Grant(V, tuple(addresses), ((1, 0),), 30.0)
-        pull(grant, base(1), shares(target, 1)[0])
+        pull_pieces(grant, base(1), shares(target, 1)[0])
         assert same(source, target)
 
 
 def test_a_pull_goes_on_from_another_source_with_the_same_bytes():
     """Its first source may be overwritten once `moved` is said: nothing of it is read any more
     (docs/rationale.md#8, #19)."""
-    with house() as slave:
+    with running_flow() as slave:
         source, target, pull_id = model(9), blank(), PullId("fast", 1, 1)
         file = {layer: array.copy() for layer, array in source.items()}
         hands = shares(target, 2)
         slave.flow.open_pull(pull_id, V, source, 30.0)
-        pull(slave.grant(2), base(1, 0), hands[0])
+        pull_pieces(slave.grant(2), base(1, 0), hands[0])
         slave.flow.move_pull(pull_id, file)
         slave.heard.wait("moved", pull_id)
         for array in source.values():
             array.fill(np.nan)
-        pull(slave.grant(2), base(1, 1), hands[1])
+        pull_pieces(slave.grant(2), base(1, 1), hands[1])
         assert same(file, target)
         slave.flow.close_pull(pull_id)
         assert slave.heard.wait("released", pull_id) == "closed"
@@ -812,10 +817,10 @@ def test_a_pull_goes_on_from_another_source_with_the_same_bytes():
 @pytest.mark.parametrize("after", [0, 30, 5_000, 2_000_000])
 def test_a_cut_pull_is_resumed(after):
     """What did not come is asked again on a new connection; what came is kept."""
-    with house() as slave, proxy(slave.flow.addresses()[0], after, cuts=2, upward=False) as cut:
+    with running_flow() as slave, proxy(slave.flow.lane_addresses()[0], after, cuts=2, upward=False) as cut:
         source, target, pull_id = model(9), blank(), PullId("fast", 1, 1)
         slave.flow.open_pull(pull_id, V, source, 30.0)
-        stats = pull(slave.grant(1, [cut.address]), base(1), shares(target, 1)[0])
+        stats = pull_pieces(slave.grant(1, [cut.address]), base(1), shares(target, 1)[0])
         assert same(source, target)
         assert stats.connections == cut.connections
         assert stats.connections > 1
@@ -825,14 +830,14 @@ def test_a_cut_pull_is_resumed(after):
 
 def test_a_rank_that_vanishes_leaves_no_pin():
     """It asked and is gone: close releases the source, though nobody read what was asked."""
-    with house() as slave:
+    with running_flow() as slave:
         pull_id = PullId("fast", 1, 1)
         slave.flow.open_pull(pull_id, V, model(1), 30.0)
-        with raw(slave.flow.addresses()[0], name_of("pull", 1)) as peer:
+        with raw(slave.flow.lane_addresses()[0], name_of("pull", 1)) as peer:
             peer.hello([])
-            peer.hear(Kind.WELCOME)
-            peer.say(Kind.WANT, streams.encode_want([Range(0, 0, 0, 1000)]))
-            peer.hear(Kind.CHUNK)
+            peer.read_message(Kind.WELCOME)
+            peer.send_message(Kind.WANT, streams.encode_want([Range(0, 0, 0, 1000)]))
+            peer.read_message(Kind.CHUNK)
         slave.flow.close_pull(pull_id)
         assert slave.heard.wait("released", pull_id) == "closed"
 
@@ -842,15 +847,15 @@ def test_a_rank_that_never_reads_is_released_when_its_connection_dies():
     big = Manifest((Layer("big", (Parameter("big.w", (16 << 20,)),)),))
     flow, heard = ZmqFlow(RUN, "s0", ("127.0.0.1:0",), 1 << 20, 4 << 20, 2, 0.5), FlowRecorder()
     try:
-        flow.use(big, (0,))
+        flow.set_layers(big, (0,))
         flow.start(SINC, heard)
         pull_id = PullId("fast", 1, 1)
         flow.open_pull(pull_id, V, {0: np.zeros(16 << 20, np.float32)}, 30.0)
-        with raw(flow.addresses()[0], name_of("pull", 1), rcvhwm=1) as peer:
+        with raw(flow.lane_addresses()[0], name_of("pull", 1), rcvhwm=1) as peer:
             peer.hello([])
-            assert streams.decode_welcome(peer.hear(Kind.WELCOME)).chunk_bytes == 1 << 20
+            assert streams.decode_welcome(peer.read_message(Kind.WELCOME)).chunk_bytes == 1 << 20
             chunks = [Range(0, 0, i << 18, 1 << 18) for i in range(64)]
-            peer.say(Kind.WANT, streams.encode_want(chunks))
+            peer.send_message(Kind.WANT, streams.encode_want(chunks))
             assert "nothing moved for 0.5 s" in heard.wait("released", pull_id)
         assert len(heard.of("released", pull_id)) == 1
     finally:
@@ -859,40 +864,40 @@ def test_a_rank_that_never_reads_is_released_when_its_connection_dies():
 
 def test_a_pull_that_nobody_reads_ends_at_its_stall_or_deadline():
     """A pin ends when its reader makes no progress, or passes its deadline."""
-    with house(stall_s=0.2) as slave:
+    with running_flow(stall_s=0.2) as slave:
         slave.flow.open_pull(PullId("fast", 1, 1), V, model(1), 30.0)
         assert "nothing moved" in slave.heard.wait("released", PullId("fast", 1, 1))
-    with house() as slave:
+    with running_flow() as slave:
         slave.flow.open_pull(PullId("fast", 1, 1), V, model(1), 0.1)
         assert "deadline" in slave.heard.wait("released", PullId("fast", 1, 1))
 
 
 def test_a_pull_of_another_version_is_refused():
     """v@r is in the name of every stream: a rank never fills its arrays from another version [invariant 5]."""
-    with house() as slave:
+    with running_flow() as slave:
         slave.flow.open_pull(PullId("fast", 1, 1), VersionId(4, 6), model(1), 30.0)
         target = blank()
         with pytest.raises(StaleVersion, match="v4@r6"):
-            pull(slave.grant(1), base(1), shares(target, 1)[0])
+            pull_pieces(slave.grant(1), base(1), shares(target, 1)[0])
         assert all(np.isnan(layer).all() for layer in target.values())
 
 
 def test_a_rank_asks_for_no_more_than_it_may():
     """WANTs beyond the credit, beyond a chunk, or outside the slave's layers are refused; the lane goes on."""
-    with house() as slave, raw(slave.flow.addresses()[0], name_of("pull", 1)) as peer:
+    with running_flow() as slave, raw(slave.flow.lane_addresses()[0], name_of("pull", 1)) as peer:
         slave.flow.open_pull(PullId("fast", 1, 1), V, model(1), 30.0)
         peer.hello([])
-        peer.hear(Kind.WELCOME)
+        peer.read_message(Kind.WELCOME)
         for chunks in ([Range(0, 0, 0, CHUNK_BYTES)], [Range(7, 0, 0, 1)], [Range(0, 0, i, 1) for i in range(1000)]):
-            peer.say(Kind.WANT, streams.encode_want(chunks))
-        peer.say(Kind.WANT, streams.encode_want([Range(0, 0, 5, 1)]))
-        assert len(peer.hear(Kind.CHUNK)) == 4
-        assert dict(slave.flow.refused) == {"range": 2, "credit": 1}
+            peer.send_message(Kind.WANT, streams.encode_want(chunks))
+        peer.send_message(Kind.WANT, streams.encode_want([Range(0, 0, 5, 1)]))
+        assert len(peer.read_message(Kind.CHUNK)) == 4
+        assert dict(slave.flow.refused_frames) == {"range": 2, "credit": 1}
 
 
 def test_closing_the_flow_releases_every_pull():
     """A slave that ends says so for each pull, and its threads are gone."""
-    with house() as slave:
+    with running_flow() as slave:
         slave.flow.open_pull(PullId("fast", 1, 1), V, model(1), 30.0)
         heard = slave.heard
     assert heard.of("released", PullId("fast", 1, 1)) == ["the data flow ends"]

@@ -1,4 +1,4 @@
-"""No process survives a test that was killed: not the daemons, not what they started, not what hears no SIGTERM."""
+"""No process survives a test that was killed: not the daemons, not what they started, not what ignores SIGTERM."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Nodes(harness.Run):  # type: ignore[misc, name-defined]
 
     def versions(self) -> list[Any]:
         with self.ledger() as ledger:
-            return [r for r in ledger.history(1000) if r.version is not None]
+            return [r for r in ledger.read_history(1000) if r.version is not None]
 
     def check(self) -> None:
         """Both ranks end with the number that the ledger's folds predict, and installed the same versions."""
@@ -138,7 +138,7 @@ def test_an_agent_on_a_host_of_its_own(
 def test_an_agent_that_dies_ends_the_ranks_of_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs beside rank 1, rank 0 is elsewhere, started by others; killed, it takes both along, and both come back.
 
-    Both nodes are this machine, so that the test needs no root; what torchrun of node 0 starts is told nothing of the
+    Both nodes are this machine, so that the test needs no root; what torchrun of node 0 starts knows nothing of the
     agent's process, as on another machine.
     """
     monkeypatch.setenv("DIPS_AGENT_TOKEN", TOKEN)

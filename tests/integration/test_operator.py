@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from dips.master import journal
-from dips.master.replay import replay
+from dips.master.replay import replay_journal
 from dips.slave.snapshot_manifest import THETA
 from tests.damage import flip_bit
 from tests.integration import cluster_harness as harness
@@ -60,18 +60,18 @@ def test_a_whole_run_is_decided_again(tmp_path: Path) -> None:
         master = run.start_master()
         run.start_slaves()
         west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")])
-        run.until(lambda: len(ledger.history(100)) >= 3, 60, "three rounds")
+        run.until(lambda: len(ledger.read_history(100)) >= 3, 60, "three rounds")
         assert "the same effects" in say("dips-master", "replay", str(tmp_path / "master" / "journal-1-1.jsonl"))
         master.kill()
         second, at = run.start_master(), len(made(ledger))
         run.until(lambda: len(made(ledger)) >= at + 3, 90, "three versions of the second master")
         west.terminate()
         assert second.terminate() == 0
-    done = replay(tmp_path / "master")
+    done = replay_journal(tmp_path / "master")
     assert [one.term for one in done] == [1, 2]
     assert not any(one.differs or one.other_code for one in done)
     assert not done[1].torn and min(one.events for one in done) > 20
-    shown = say("dips-master", "replay", str(journal.segments(tmp_path / "master")[1]), "--show")
+    shown = say("dips-master", "replay", str(journal.list_segments(tmp_path / "master")[1]), "--show")
     assert "VersionCommitted(" in shown and "OrderAnswered(" in shown
 
 
@@ -181,7 +181,7 @@ def test_a_restored_ledger_is_recovered(tmp_path: Path) -> None:
             at = len(made(ledger))
             run.until(lambda: len(made(ledger)) >= at + 3, 90, "three versions after the recovery")
             after = made(ledger)
-            state = ledger.state()
+            state = ledger.read_state()
         assert (tmp_path / "again").read_text().startswith(f"incarnation {newest}\n")
         assert after[: len(kept)] == kept and after[len(kept)] == newest
         assert int(after[len(kept) + 1].partition("@r")[2]) > 1000

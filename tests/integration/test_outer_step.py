@@ -41,8 +41,8 @@ from dips.protocol.effects import (
 from dips.protocol.events import Answer, Folded, Measured
 from dips.protocol.heartbeats import Transfer
 from dips.protocol.manifest import Manifest
-from dips.protocol.placement import place
-from dips.slave.export import export
+from dips.protocol.placement import place_layers
+from dips.slave.export import export_snapshot
 from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.shard import Shard
 from dips.slave.shard_registration import Followed
@@ -71,7 +71,7 @@ class ReceivedPush:
     def open_push(self, push: PushId, order: tuple[int, ...], buffers: Arrays, deadline_s: float, codec: str) -> None:
         self.buffers[push] = buffers
 
-    def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
+    def reorder_push(self, push: PushId, places: tuple[int, ...]) -> None:
         pass
 
     def drop_push(self, push: PushId) -> None:
@@ -86,7 +86,7 @@ class ReceivedPush:
     def close_pull(self, pull: object) -> None:
         raise AssertionError("no pull is opened here")
 
-    def transfers(self) -> tuple[Transfer, ...]:
+    def list_transfers(self) -> tuple[Transfer, ...]:
         return ()
 
 
@@ -101,15 +101,15 @@ class SlaveSet:
         self.number = 0
         initial = directory / "initial.safetensors"
         save_file(named(theta), initial)
-        for i, (name, layers) in enumerate(place(MANIFEST, [f"s{i}" for i in range(count)])):
+        for i, (name, layers) in enumerate(place_layers(MANIFEST, [f"s{i}" for i in range(count)])):
             disk = Snapshots(self.directories[i], "run", name, initial, structlog.get_logger())
             genesis = tuple(xxhash.xxh3_128_hexdigest(theta[layer].tobytes()) for layer in layers)
-            disk.bind(MANIFEST, layers, genesis, 1)
+            disk.bind_layers(MANIFEST, layers, genesis, 1)
             shard = Shard(name, Versions(kernel_pool, slots, 1), disk, self.flows[i])
-            shard.welcome(Registered(1, 1, LoadVersion(GENESIS), GENESIS, layers, genesis, MANIFEST.to_json()))
-            assert shard.follow(LoadVersion(GENESIS)) is Followed.DONE
+            shard.on_registered(Registered(1, 1, LoadVersion(GENESIS), GENESIS, layers, genesis, MANIFEST.to_json()))
+            assert shard.follow_order(LoadVersion(GENESIS)) is Followed.DONE
             assert shard.reason == ""
-            assert shard.follow(Hold()) is Followed.SERVES
+            assert shard.follow_order(Hold()) is Followed.SERVES
             self.disks.append(disk)
             self.shards.append(shard)
 
@@ -122,7 +122,7 @@ class SlaveSet:
 
     def order(self, body: OrderBody) -> list[Answer]:
         self.number += 1
-        return [s.execute(Order(s.name, 1, 1, self.number, body, 10.0)) for s in self.shards]
+        return [s.execute_order(Order(s.name, 1, 1, self.number, body, 10.0)) for s in self.shards]
 
     def push(self, push: PushId, theta_j: Model, rng: random.Random) -> None:
         """Stage one push, at each slave when its turn comes."""
@@ -130,7 +130,7 @@ class SlaveSet:
         for i in rng.sample(range(len(self.shards)), len(self.shards)):
             for layer, buffer in self.flows[i].buffers[push].items():
                 buffer[:] = theta_j[layer]
-            self.shards[i].transfers.staged(push, 0)
+            self.shards[i].transfers.on_push_staged(push, 0)
 
     def outer_step(self, version: VersionId, pushes: list[tuple[PushId, Model, int]], clip: float | None) -> float:
         """Push, measure and fold in the given order, apply, persist, commit; return the norm before clipping."""
@@ -156,15 +156,15 @@ class SlaveSet:
     def theta(self) -> Model:
         found: dict[int, np.ndarray] = {}
         for shard in self.shards:
-            assert shard.versions.memory is not None
-            found.update(shard.versions.theta(shard.versions.memory))
+            assert shard.versions.served_version is not None
+            found.update(shard.versions.theta(shard.versions.served_version))
         return [found[layer].copy() for layer in range(len(MANIFEST.layers))]
 
 
 def named(theta: Model) -> dict[str, np.ndarray]:
     tensors = {}
     for layer, flat in zip(MANIFEST.layers, theta, strict=True):
-        for parameter, at in zip(layer.parameters, layer.offsets(), strict=True):
+        for parameter, at in zip(layer.parameters, layer.param_offsets(), strict=True):
             tensors[parameter.name] = flat[at : at + parameter.numel].reshape(parameter.shape)
     return tensors
 
@@ -255,11 +255,11 @@ def test_what_was_committed_is_exported_and_restored(tmp_path: Path) -> None:
     with SlaveSet(tmp_path, 2, theta, KernelPool(kernels), slots=2) as run:
         run.outer_step(version, [(PushId("c", 1, 1), some_model(rng, 0.05, theta), 5)], 1.0)
         expected = run.theta()
-        assert export(run.directories, None, tmp_path / "out.safetensors") == version
+        assert export_snapshot(run.directories, None, tmp_path / "out.safetensors") == version
     with SlaveSet(tmp_path, 2, theta, KernelPool(kernels), slots=2) as again:
         for shard in again.shards:
-            assert shard.registration(0, "", "run", "", ()).complete == (version,)
-            shard.follow(LoadVersion(version))
+            assert shard.make_registration(0, "", "run", "", ()).complete == (version,)
+            shard.follow_order(LoadVersion(version))
             assert shard.reason == ""
         assert [a.tobytes() for a in again.theta()] == [a.tobytes() for a in expected]
     loaded = load_file(tmp_path / "out.safetensors")

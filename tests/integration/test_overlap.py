@@ -37,7 +37,7 @@ def test_what_is_trained_beside_a_push_is_neither_lost_nor_counted_twice(tmp_pat
         cluster = run.start_cluster("a", [*command, str(out), "0.02", str(DELTA)], steps=10, overlap="full")
         run.wait(cluster, 150)
         with run.ledger() as ledger:
-            rounds = [r for r in ledger.history(1000) if r.version is not None]
+            rounds = [r for r in ledger.read_history(1000) if r.version is not None]
 
     found = [json.loads((tmp_path / f"found.{rank}").read_text()) for rank in range(ranks)]
     assert len(rounds) == VERSIONS

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dips.data import DataSet
-from dips.data.build import BuildPlan, build, source
+from dips.data.build import BuildPlan, build_dataset, parse_source
 from tests.integration import cluster_harness as harness
 from tests.integration import train_ranges as script
 
@@ -27,7 +27,7 @@ def test_a_data_set_is_trained_to_its_end(tmp_path: Path, rest: bool) -> None:
     """
     np.save(tmp_path / "tokens.npy", np.arange(6000, dtype=np.uint16))
     np.save(tmp_path / "tokens.documents.npy", np.arange(0, 6000, 40))
-    digest = build(BuildPlan((source(f"t={tmp_path}/tokens.npy"),), tmp_path / "set", RANGES, 3)).digest
+    digest = build_dataset(BuildPlan((parse_source(f"t={tmp_path}/tokens.npy"),), tmp_path / "set", RANGES, 3)).digest
     data = DataSet(tmp_path / "set")
     taken = sum(data.steps(n, script.SEQUENCES, script.LENGTH) for n in range(RANGES))
     steps = next(h for h in range(4, taken + 1) if bool(taken % h) is rest)
@@ -39,7 +39,7 @@ def test_a_data_set_is_trained_to_its_end(tmp_path: Path, rest: bool) -> None:
         command = [sys.executable, str(HERE / "train_ranges.py"), str(tmp_path / "set"), str(tmp_path / "seen.json")]
         run.wait(run.start_cluster("west", command, steps=steps), 200)
         with run.ledger() as ledger:
-            rounds, finished = ledger.history(1000), ledger.state().finished
+            rounds, finished = ledger.read_history(1000), ledger.read_state().finished
 
     expected = [
         (number, batch[:, 0].tolist())

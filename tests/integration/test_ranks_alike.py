@@ -23,7 +23,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
         run.start_slaves()
         command = [*harness.TORCHRUN, "3", str(HERE / "train_unequal.py"), str(out)]
         run.start_cluster("a", command, steps=1, collective_s=DEADLINE_S)
-        run.until(lambda: len(list(tmp_path.glob("told.*"))) == 2, 60, "ranks 0 and 2 are told")
+        run.until(lambda: len(list(tmp_path.glob("told.*"))) == 2, 60, "ranks 0 and 2 have the error")
     said = {rank: (tmp_path / f"told.{rank}").read_text() for rank in (0, 2)}
     for text in said.values():
         assert float(text.split()[0]) < DEADLINE_S + 5

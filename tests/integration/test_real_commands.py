@@ -32,5 +32,5 @@ def test_a_run_by_its_console_scripts(tmp_path: Path) -> None:
         fast = run.start_cluster("fast", [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", *train])
         run.wait(fast, 200)
         with run.ledger() as ledger:
-            assert len([r for r in ledger.history(100) if r.version is not None]) == 3
+            assert len([r for r in ledger.read_history(100) if r.version is not None]) == 3
         assert [(tmp_path / f"out.{rank}").exists() for rank in range(2)] == [True, True]

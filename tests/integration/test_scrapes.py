@@ -55,17 +55,17 @@ def test_every_daemon_is_scraped_while_a_run_goes_on(tmp_path: Path) -> None:
 
         def pushes() -> float:
             try:
-                told = scrape(ports["slow"])[1]
+                scraped = scrape(ports["slow"])[1]
             except OSError:
                 return 0.0
-            return told.get(("dips_agent_moved_bytes_total", (("direction", "push"),)), 0.0) / nbytes
+            return scraped.get(("dips_agent_moved_bytes_total", (("direction", "push"),)), 0.0) / nbytes
 
         run.until(lambda: pushes() >= 5, 120, "five pushes of the cluster")
-        texts, told = {}, {}
+        texts, scraped = {}, {}
         for name in ("slow", "ps0", "ps1", "master"):  # later ones can only know more
-            texts[name], told[name] = scrape(ports[name])
+            texts[name], scraped[name] = scrape(ports[name])
 
-    agent = told["slow"]
+    agent = scraped["slow"]
     assert agent["dips_agent_tokens_total", ()] >= 5 * 24
     assert agent["dips_agent_inner_steps_total", ()] * 24 == agent["dips_agent_tokens_total", ()]
     assert agent["dips_agent_tokens_per_second", ()] > 0 and agent["dips_agent_devices", ()] == 1
@@ -74,7 +74,7 @@ def test_every_daemon_is_scraped_while_a_run_goes_on(tmp_path: Path) -> None:
     assert spent["failure"] == spent["ended"] == 0
     link = {
         way: sum(
-            told[ps]["dips_shard_link_bytes_total", (("cluster", "slow"), ("direction", way))] for ps in run.slaves
+            scraped[ps]["dips_shard_link_bytes_total", (("cluster", "slow"), ("direction", way))] for ps in run.slaves
         )
         for way in ("in", "out")
     }
@@ -83,11 +83,11 @@ def test_every_daemon_is_scraped_while_a_run_goes_on(tmp_path: Path) -> None:
     moved = sum(v for (name, _), v in agent.items() if name == "dips_agent_moved_bytes_total")
     assert agent["dips_agent_relayed_bytes_total", ()] >= moved, "the ranks went past the relay"
     for slave in run.slaves:
-        shard = told[slave]
+        shard = scraped[slave]
         assert 0 < shard["dips_shard_pool_bytes", ()] <= shard["dips_shard_pool_limit_bytes", ()]
         assert shard["dips_shard_orders_total", (("order", "persist"),)] >= 4
         assert shard["dips_shard_order_seconds_total", (("order", "persist"),)] > 0
         assert shard["dips_shard_snapshots", ()] >= 1 and shard["dips_shard_snapshot_bytes", ()] > 0
-    assert told["master"]["dips_cluster_accepted_total", (("cluster", "slow"),)] >= 4
+    assert scraped["master"]["dips_cluster_accepted_total", (("cluster", "slow"),)] >= 4
     for text in texts.values():
         held_by_promtool(text)

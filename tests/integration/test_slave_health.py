@@ -26,8 +26,8 @@ async def test_a_slave_without_a_master_is_healthy_and_waits(tmp_path: Path) -> 
         shared=Shared(run="test"), master=MasterSection(directory=tmp_path), slaves=(section,), insecure=True
     )
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    incarnation = asyncio.create_task(serve(config, section, logs.configure("slave", "s0"), ready.set_result))
-    channel = control.channel(await asyncio.wait_for(ready, 30))
+    incarnation = asyncio.create_task(serve(config, section, logs.configure_log("slave", "s0"), ready.set_result))
+    channel = control.open_channel(await asyncio.wait_for(ready, 30))
     try:
         stub = health_pb2_grpc.HealthStub(channel)
         answer = await stub.Check(health_pb2.HealthCheckRequest(service="dips.v1.OrderService"), timeout=5)

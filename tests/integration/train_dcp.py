@@ -2,7 +2,7 @@
 
     train_dcp.py OUT SAVES
 
-Every inner step adds one number to every element, as in train_overlap.py, so a state is told by one number. Each save
+Every inner step adds one number to every element, as in train_overlap.py, so a state is known by one number. Each save
 is begun, then a push. Of every two saves one is held until the outer step is over, so that the outer step waits for it
 if anything makes it; of every two pushes the other is held until the save is done. At its end each rank loads what was
 saved and writes to OUT.RANK the number of each save beside the one that it should be.
@@ -48,13 +48,13 @@ class Held(FileSystemWriter):
 
 def hold_pushes() -> threading.Event:
     """Let no push move before the event is set."""
-    own, go = transfer.push, threading.Event()
+    own, go = transfer.push_pieces, threading.Event()
 
     def push(*words: Any, **options: Any) -> Any:
         assert go.wait(WITHIN_S), "a checkpoint was not written while a push moved"
         return own(*words, **options)
 
-    transfer.push = push  # type: ignore[assignment]
+    transfer.push_pieces = push  # type: ignore[assignment]
     return go
 
 

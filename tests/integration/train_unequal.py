@@ -2,7 +2,7 @@
 
     train_unequal.py OUT
 
-What each rank is told lies in OUT.RANK.
+The error of each rank lies in OUT.RANK.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def coverage(results: list[Result]) -> str:
 def play_month(days: float, seed: int) -> tuple[Month, str]:
     """Play days at the failure rates of the paper; return them, and what was not as it must be."""
     month = Month(days, seed)
-    failure = Trial(month.world, MONTH_PATIENCE).run([month], month.plan).failure
+    failure = Trial(month.world, MONTH_PATIENCE).run([month], month.plan_failures).failure
     if failure is not None:
         return month, f"{failure.what}\n" + "\n".join(failure.trace)
     return month, month.too_much_lost()
@@ -94,7 +94,7 @@ def play_days(days: float, seed: int) -> int:
     """Play days instead of seeds; print the figures."""
     started = time.monotonic()
     month, wrong = play_month(days, seed)
-    print(month.figures())
+    print(month.format_figures())
     print(f"{time.monotonic() - started:.1f} s")
     if wrong:
         print(f"fails: {wrong}")

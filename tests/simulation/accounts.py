@@ -23,7 +23,7 @@ from tests.simulation.checks import Invariant
 
 
 class OnceInvariant(Invariant):
-    """Each push is in at most one row; "accepted" is told if and only if it is in that row, "dropped" if it is in none.
+    """Each push is in at most one row; "accepted" is the outcome exactly if it is there, "dropped" if it is in none.
 
     The row of an undone version counts: its clusters still carry that work in their parameters (docs/rationale.md#26).
     """
@@ -34,22 +34,22 @@ class OnceInvariant(Invariant):
         super().__init__(world)
         self.folded: dict[PushId, VersionId] = {}
 
-    def recorded(self, record: Record) -> None:
+    def record_written(self, record: Record) -> None:
         if isinstance(record, VersionCommitted):
             for fold in record.folds:
                 before = self.folded.get(fold.push)
                 self.require(before is None, f"{fold.push} is in {before} and in {record.version}")
                 self.folded[fold.push] = record.version
 
-    def dropped(self, agent: SimAgent, push: PushId) -> None:
+    def push_dropped(self, agent: SimAgent, push: PushId) -> None:
         row = self.folded.get(push)
-        self.require(row is None, f"{push} was told to be dropped, the ledger has it in {row}")
+        self.require(row is None, f"{push} was reported as dropped, the ledger has it in {row}")
 
-    def outcome(self, agent: SimAgent, frozen: Frozen, outcome: Outcome) -> None:
+    def outcome_received(self, agent: SimAgent, frozen: Frozen, outcome: Outcome) -> None:
         row = self.folded.get(frozen.push)
-        told = outcome.version if outcome.kind == "accepted" else None
+        expected = outcome.version if outcome.kind == "accepted" else None
         self.require(
-            row == told, f"{frozen.push} was told {outcome.kind} {outcome.version}, the ledger has it in {row}"
+            row == expected, f"{frozen.push} was answered {outcome.kind} {outcome.version}, the ledger has it in {row}"
         )
 
 
@@ -58,9 +58,9 @@ class WholeInstallsInvariant(Invariant):
 
     number = 6
 
-    def stepped(self, agent: SimAgent) -> None:
-        if len(set(agent.held)) != 1 or agent.held[0] is None:
-            self.fail(f"{agent.name} trains with ranks at {', '.join(map(str, agent.held))}")
+    def trainer_stepped(self, agent: SimAgent) -> None:
+        if len(set(agent.held_versions)) != 1 or agent.held_versions[0] is None:
+            self.fail(f"{agent.name} trains with ranks at {', '.join(map(str, agent.held_versions))}")
 
 
 class TokensInvariant(Invariant):
@@ -78,7 +78,7 @@ class TokensInvariant(Invariant):
         self.brought: dict[VersionId, int] = {}
         self.booked: dict[str, int] = {}  # cluster → tokens that the ledger settled or wrote off
 
-    def recorded(self, record: Record) -> None:
+    def record_written(self, record: Record) -> None:
         if isinstance(record, VersionCommitted | RoundEnded):
             for outcome in record.outcomes:
                 self._tokens_of(outcome)
@@ -92,27 +92,27 @@ class TokensInvariant(Invariant):
                 self._tokens_of(fold)
             self.brought[record.version] = sum(f.tokens for f in record.folds)
             self.accepted += self.brought[record.version]
-            told = {o.push for o in record.outcomes if o.kind == "accepted"}
+            expected = {o.push for o in record.outcomes if o.kind == "accepted"}
             self.require(
-                told == {f.push for f in record.folds}, f"{record.version}: folds and accepted Outcomes differ"
+                expected == {f.push for f in record.folds}, f"{record.version}: folds and accepted Outcomes differ"
             )
         elif isinstance(record, RolledBack):
             self.accepted -= sum(self.brought[v] for v in record.undone)
 
-    def restored(self, state: LedgerState) -> None:
+    def master_restored(self, state: LedgerState) -> None:
         total = sum(v.tokens for v in state.versions)
         self.require(
             total == self.accepted, f"the ledger's versions bring {total} tokens, {self.accepted} were accepted"
         )
 
-    def stepped(self, agent: SimAgent) -> None:
+    def trainer_stepped(self, agent: SimAgent) -> None:
         self._account(agent)
 
-    def outcome(self, agent: SimAgent, frozen: Frozen, outcome: Outcome) -> None:
+    def outcome_received(self, agent: SimAgent, frozen: Frozen, outcome: Outcome) -> None:
         self._account(agent)
 
     def at_rest(self) -> None:
-        agents = [agent for cluster in self.world.clusters.values() for agent in cluster.agents]
+        agents = [agent for cluster in self.world.clusters.values() for agent in cluster.live_agents]
         carried = {id(w) for agent in agents if agent.trainer for w in agent.trainer.in_hand.works}
         for work in self.world.books.work:
             fate = id(work) in self.settled or bool(work.lost) or id(work) in carried
@@ -126,7 +126,7 @@ class TokensInvariant(Invariant):
         if agent.inc == 0 or agent.state.sync.phase is SyncPhase.JOINING:
             return
         account = agent.state.account
-        if account.consumed != agent.consumed:
+        if account.consumed_tokens != agent.consumed:
             self.fail(f"{agent.name} consumed {agent.consumed} tokens, its account: {account}")
 
     def _tokens_of(self, row: FoldRow | OutcomeRow) -> None:
@@ -163,7 +163,7 @@ class DataInvariant(Invariant):
         self.ended: set[tuple[str, int]] = set()
         self.settled: dict[int, PushId] = {}
 
-    def recorded(self, record: Record) -> None:
+    def record_written(self, record: Record) -> None:
         if isinstance(record, RangesLeased):
             for r in record.ranges:
                 self.require(r not in self.settled, f"range {r} is leased again, {self.settled.get(r)} trained it")

@@ -38,7 +38,11 @@ def tokens_cut_at_pull() -> list[Patch]:
 
 
 def lose_what_was_settled() -> list[Patch]:
-    honest_end, honest_heartbeat, honest_leave = clusters.end_incarnation, heartbeats.build_heartbeat, membership.leave
+    honest_end, honest_heartbeat, honest_leave = (
+        clusters.end_incarnation,
+        heartbeats.build_heartbeat,
+        membership.leave_run,
+    )
 
     def end(run: RunState, cluster: Cluster, reason: str, consumed: int, reported_lost: int = 0) -> None:
         # what a heartbeat reported as unsettled counts as lost
@@ -50,7 +54,7 @@ def lose_what_was_settled() -> list[Patch]:
 
     def leave(s: AgentState) -> ClusterLeft | None:
         left = honest_leave(s)
-        return left and replace(left, tokens_consumed=s.account.unsettled + s.account.lost)
+        return left and replace(left, tokens_consumed=s.account.unsettled_tokens + s.account.lost)
 
     return [
         (clusters, "end_incarnation", end),

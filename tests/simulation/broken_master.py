@@ -23,7 +23,7 @@ Patch = tuple[Any, str, Any]  # (owner, name, what stands there instead)
 
 def announce_before_record() -> list[Patch]:
     def write(self: MasterProcess, records: Sequence[Record]) -> None:
-        self.world.later(0.1, "the ledger writes, unwaited", lambda: self.wrote(records))
+        self.world.call_later(0.1, "the ledger writes, unwaited", lambda: self.on_written(records))
         self.core.on_written()
         self._carry_out()
 
@@ -45,7 +45,7 @@ def record_before_all_persisted() -> list[Patch]:
 
 
 def reuse_round_after_restart() -> list[Patch]:
-    honest = Ledger.state
+    honest = Ledger.read_state
 
     def start_term(self: Ledger) -> int:
         return 1
@@ -74,7 +74,7 @@ def blind_leases() -> list[Patch]:
             return
         came, self.inbox = self.inbox, None
         self.core._expected_at = self.world.heap.now  # no gap is seen
-        self._look()
+        self._run_core()
         for read in came:
             read()
         self._carry_out()

@@ -27,14 +27,14 @@ def flip_on_prepared() -> list[Patch]:
 
     def apply(self: ShardRound, order: Apply, opened: tuple[int, int]) -> Answer:
         answer = honest(self, order, opened)
-        self.flip(order.version)
+        self.flip_version(order.version)
         return answer
 
     return [(ShardRound, "apply", apply)]
 
 
 def refold_on_retry() -> list[Patch]:
-    honest_admit, honest_fold = OrderFences.admit, ShardRound.fold
+    honest_admit, honest_fold = OrderFences.admit_order, ShardRound.fold
     kept: dict[tuple[int, PushId], Any] = {}
 
     def admit(self: OrderFences, order: Order) -> Answer | None:
@@ -47,7 +47,7 @@ def refold_on_retry() -> list[Patch]:
             arrays = self.versions._open[order.push].arrays if order.push in self.versions._open else {}
             kept[key] = {layer: a.copy() for layer, a in arrays.items()}
             return honest_fold(self, order, opened)
-        acc, memory = self.versions._acc, self.versions.memory
+        acc, memory = self.versions._acc, self.versions.served_version
         if acc is None or memory is None:
             return honest_fold(self, order, opened)
         theta = self.versions.theta(memory)
@@ -63,7 +63,7 @@ def unpin_at_send() -> list[Patch]:
 
     def open_pull(self: SimFlow, pull: PullId, version: VersionId, source: Arrays, deadline_s: float) -> None:
         honest(self, pull, version, source, deadline_s)
-        self._later(0.0, f"{pull} is sent", lambda: self._report().released(pull, "sent"))
+        self._call_later(0.0, f"{pull} is sent", lambda: self._listener().on_pull_released(pull, "sent"))
 
     return [(SimFlow, "open_pull", open_pull)]
 
@@ -73,23 +73,23 @@ def free_at_move() -> list[Patch]:
 
     def move_pull(self: SimFlow, pull: PullId, source: Arrays) -> None:
         honest(self, pull, source)
-        self._later(0.0, f"{pull} moves", lambda: self._report().moved(pull))
+        self._call_later(0.0, f"{pull} moves", lambda: self._listener().on_source_moved(pull))
 
     return [(SimFlow, "move_pull", move_pull)]
 
 
 def keep_local() -> list[Patch]:
-    honest = SimDisk.write
+    honest = SimDisk.write_snapshot
 
     def write(self: SimDisk, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
-        self.delete(self.complete())
+        self.delete_snapshots(self.complete_versions())
         return honest(self, version, theta, momentum)
 
     return [(SimDisk, "write", write)]
 
 
 def accept_old_stream() -> list[Patch]:
-    honest_hello, honest_claim = Receiver.hello, Receiver.claim
+    honest_hello, honest_claim = Receiver.on_hello, Receiver.claim_chunk
     kept: dict[tuple[int, int], tuple[LayerLayout, Arrays, codecs.Codec]] = {}  # what each stream once wrote into
 
     def hello(self: Receiver, lane: int, peer: bytes, name: Any, pieces: Any, now: float) -> Any:
@@ -113,14 +113,16 @@ def accept_old_stream() -> list[Patch]:
 
 
 def offers_without_ledger() -> list[Patch]:
-    honest = Shard.welcome
+    honest = Shard.on_registered
 
     def welcome(self: Shard, registered: Registered) -> None:
         honest(self, registered)
-        complete = self._disk.complete()
-        if self.versions.memory is None and complete:
+        complete = self._disk.complete_versions()
+        if self.versions.served_version is None and complete:
             newest = max(complete)
-            self.versions.load(newest, lambda theta, momentum: self._disk.read(newest, theta, momentum))
+            self.versions.load_version(
+                newest, lambda theta, momentum: self._disk.read_snapshot(newest, theta, momentum)
+            )
 
     return [(Shard, "welcome", welcome)]
 

@@ -23,7 +23,7 @@ ROWS: dict[str, str] = {
     "cluster_back": "a cluster came back under a new incarnation and pulled",
     "frame": "a frame was corrupt, repeated or not asked for, and was refused",
     "slave_before": "a slave was lost before Persisted: round skipped",
-    "slave_after": "a slave was lost after Persisted: told Commit, Abort or Load by the row",
+    "slave_after": "a slave was lost after Persisted: ordered Commit, Abort or Load by the row",
     "rollback": "a slave could not offer the head: rollback by a ledger row",
     "snapshot": "a snapshot was torn or rotten, and passed over",
     "disk_lost": "a disk was lost for good, and its slave went on with what its mirror holds",
@@ -41,15 +41,15 @@ POINTS: dict[str, str] = {
     "zombie_master": "an old master woke beside its successor, was fenced and exited",
     "old_ledger": "a restored old ledger was refused",
     "ledger_lost": "a ledger was lost for good, and the run went on with what its mirror holds",
-    "slave_in_doubt": "a slave in doubt was told Commit",
-    "slave_aborts": "a slave in doubt was told Abort",
+    "slave_in_doubt": "a slave in doubt was ordered Commit",
+    "slave_aborts": "a slave in doubt was ordered Abort",
     "slave_loads": "a slave that died after Persisted loaded the version that it had prepared",
     "push_of_the_dead": "a committed push counted after its cluster's incarnation was over",
     "push_dropped": "an uncommitted push died with its cluster",
     "rank_in_push": "a rank died in the middle of a push",
     "rank_in_pull": "a rank died in the middle of a pull",
     "hung": "a trainer hung, and no window waited for it",
-    "fenced_agent": "an agent heard that it is fenced, and exited",
+    "fenced_agent": "an agent learned that it is fenced, and exited",
     "answer_lost": "an answer was lost, and the same question got it again",
     "room": "the whole room died",
     "undone": "a cluster went on after its version was undone",
@@ -89,15 +89,15 @@ class Coverage(Observer):
     def met(self, row: str) -> None:
         self.seen[row] = None
 
-    def occurred(self, what: str) -> None:
+    def rare_event_occurred(self, what: str) -> None:
         self.met(what)
 
     # ---- records ---------------------------------------------------------------------------------------------------
 
-    def restored(self, state: LedgerState) -> None:
+    def master_restored(self, state: LedgerState) -> None:
         self._terms += 1
 
-    def recorded(self, record: Record) -> None:
+    def record_written(self, record: Record) -> None:
         if isinstance(record, VersionCommitted):
             self._version(record)
         elif isinstance(record, RolledBack):
@@ -123,7 +123,7 @@ class Coverage(Observer):
 
     # ---- what Coordinators say -------------------------------------------------------------------------------------
 
-    def noted(self, note: Note) -> None:
+    def note_logged(self, note: Note) -> None:
         fields = dict(note.fields)
         if note.kind == "round_skipped" and "was lost" in fields["reason"]:
             self.met("slave_before")
@@ -140,7 +140,7 @@ class Coverage(Observer):
         elif note.kind in ("blind", "degraded", "durable_again"):
             self.met(note.kind)
 
-    def judged(self, verdict: Event) -> None:
+    def silence_judged(self, verdict: Event) -> None:
         if isinstance(verdict, ClusterSilent):
             self.met("cluster")
         elif isinstance(verdict, TrainerChanged) and "trainer hangs" in verdict.reason:
@@ -151,10 +151,10 @@ class Coverage(Observer):
     def slave_crashed(self, process: SlaveProcess) -> None:
         """Its memory is gone; what lay prepared on its disk stays."""
         prepared = process.versions.prepared
-        if prepared is not None and prepared in process.machine.disk.good:
+        if prepared is not None and prepared in process.machine.disk.good_versions:
             self._orphans[process.name] = prepared
 
-    def registered(self, process: SlaveProcess, answer: Registered) -> None:
+    def slave_registered(self, process: SlaveProcess, answer: Registered) -> None:
         order = answer.order
         if isinstance(order, CommitVersion):
             self.met("slave_in_doubt")
@@ -178,24 +178,24 @@ class Coverage(Observer):
 
     # ---- clusters --------------------------------------------------------------------------------------------------
 
-    def granted(self, agent: SimAgent, push: PushId) -> None:
+    def push_begun(self, agent: SimAgent, push: PushId) -> None:
         self._moving[agent.name] = "push"
         if agent.meets:
             self.met("aligned")
 
-    def merged(self, agent: SimAgent, kept: bool) -> None:
+    def pull_merged(self, agent: SimAgent, kept: bool) -> None:
         if not kept:
             self.met("unmerged")
         elif agent.trainer is not None and agent.trainer.in_hand.works:
             self.met("overlap")
 
-    def pulling(self, agent: SimAgent, pull: PullId) -> None:
+    def pull_begun(self, agent: SimAgent, pull: PullId) -> None:
         self._moving[agent.name] = "pull"
 
     def push_moved(self, agent: SimAgent, push: PushId, moved: bool) -> None:
         self._moving.pop(agent.name, None)
 
-    def pulled(self, agent: SimAgent, installed: bool, attempt: int) -> None:
+    def pull_ended(self, agent: SimAgent, installed: bool, attempt: int) -> None:
         self._moving.pop(agent.name, None)
         if not installed:
             return

@@ -18,19 +18,19 @@ MORE_S = 50.0  # for a seed whose faults left no time for rounds
 def scenario_of(seed: int) -> Scenario:
     """Draw a run; everything that is drawn later has a generator of its own, so that no seed changes by it."""
     chance = Chance(seed)
-    rng = chance.of("settings")
+    rng = chance.generator_for("settings")
     slaves, clusters = rng.randint(2, 3), rng.randint(2, 3)
     layers = rng.randint(slaves, 4)
     ranks = [rng.choice((1, 1, 2, 2, 3)) for _ in range(clusters)]
     shapes = tuple(ClusterShape(n, 0.12 + 0.3 * rng.random()) for n in ranks)
     return Scenario(
-        clusters=_ways(chance.of("ways"), shapes),
+        clusters=_ways(chance.generator_for("ways"), shapes),
         slaves=slaves,
         layers=layers,
         slots=rng.randint(1, 2),
         pinned=rng.randint(0, 1),
         inner_steps=rng.randint(2, 3),
-        options=_options(chance.of("options")),
+        options=_options(chance.generator_for("options")),
         lasts_s=FAULTS_S + QUIET_S + MORE_S,
         quiet_at=FAULTS_S,
         mirrors=chance.of("mirrors").random() < 0.6,

@@ -89,17 +89,17 @@ class Faults(Observer):
 
     def plan(self, world: World) -> None:
         """Plan every fault now, so that nothing that happens moves the ones to come."""
-        rng = self.world.chance.of("faults")
+        rng = self.world.chance.generator_for("faults")
         names, weights = list(ANY_TIME), [weight for weight, _ in ANY_TIME.values()]
         at = FIRST_S * (1.0 + rng.random())
         while at < self.world.scenario.quiet_at:
             moment, name, choice = rng.random(), rng.choices(names, weights)[0], rng.choice(MOMENTS)
             if moment < AT_A_MOMENT:
-                self.world.later(at, f"a fault waits for a {choice[0]}", partial(self._arm, *choice))
+                self.world.call_later(at, f"a fault waits for a {choice[0]}", partial(self._arm, *choice))
             else:
-                self.world.later(at, f"fault {name}", partial(self._strike, ANY_TIME[name][1]))
+                self.world.call_later(at, f"fault {name}", partial(self._strike, ANY_TIME[name][1]))
             at += GAP_S * (1.0 + rng.random())
-        self.world.later(self.world.scenario.quiet_at, "the faults stop", self._stop)
+        self.world.call_later(self.world.scenario.quiet_at, "the faults stop", self._stop)
 
     def _arm(self, moment: str, within_s: float, strike: Strike) -> None:
         self._armed.setdefault(moment, []).append((within_s, strike))
@@ -109,7 +109,7 @@ class Faults(Observer):
         if waiting:
             within_s, strike = waiting.pop()
             what = f"fault {strike.__name__} at a {moment}"
-            self.world.later(within_s * self._rng("moment").random(), what, partial(self._strike, strike))
+            self.world.call_later(within_s * self._rng("moment").random(), what, partial(self._strike, strike))
 
     def _strike(self, strike: Strike) -> None:
         if self.world.heap.now < self.world.scenario.quiet_at:
@@ -117,36 +117,38 @@ class Faults(Observer):
             strike(self.world, self._rng(strike.__name__))
 
     def _rng(self, kind: str) -> Random:
-        return self.world.chance.of(f"fault/{kind}")
+        return self.world.chance.generator_for(f"fault/{kind}")
 
     # ---- the moments -----------------------------------------------------------------------------------------------
 
-    def granted(self, agent: SimAgent, push: PushId) -> None:
+    def push_begun(self, agent: SimAgent, push: PushId) -> None:
         self._at("push")
 
-    def pulling(self, agent: SimAgent, pull: PullId) -> None:
+    def pull_begun(self, agent: SimAgent, pull: PullId) -> None:
         self._at("pull")
 
-    def noted(self, note: Note) -> None:
+    def note_logged(self, note: Note) -> None:
         if note.kind == "push_committed":
             self._at("commit")
         elif note.kind == "round_persisting":
             self._at("persist")
         elif note.kind == "stopped":
-            self.world.later(OPERATOR_S, "the operator mends the disks, and starts the master again", self._mend_disks)
+            self.world.call_later(
+                OPERATOR_S, "the operator mends the disks, and starts the master again", self._mend_disks
+            )
 
-    def occurred(self, what: str) -> None:
+    def rare_event_occurred(self, what: str) -> None:
         if what == "old_ledger":
             put_back = self.world.put_newest_ledger_back
-            self.world.later(OPERATOR_S, "the operator puts the newest ledger back", put_back)
+            self.world.call_later(OPERATOR_S, "the operator puts the newest ledger back", put_back)
 
     def _mend_disks(self) -> None:
         for machine in self.world.machines.values():
-            machine.disk.mend()
+            machine.disk.repair_disk()
         self.world.crash_master()
         self.world.start_master()
 
-    def recorded(self, record: Record) -> None:
+    def record_written(self, record: Record) -> None:
         if isinstance(record, VersionCommitted):
             self._at("row")
 
@@ -154,12 +156,12 @@ class Faults(Observer):
         """Everything is mended and everybody lives."""
         self._armed.clear()
         world = self.world
-        world.network.mend()
-        world.data.mend()
-        world.master.disk.mend()
+        world.network.repair_links()
+        world.data.repair_links()
+        world.master.disk.repair_disk()
         strikes.restore_if_all_is_lost(world)
         for machine in world.machines.values():
-            machine.disk.mend()
+            machine.disk.repair_disk()
             if machine.mirror is not None:
                 machine.mirror.mend()
             machine.start()
@@ -167,12 +169,12 @@ class Faults(Observer):
                 machine.process.gate.open()
         for cluster in world.clusters.values():
             cluster.site.diverged = 0
-            for agent in cluster.agents:
+            for agent in cluster.live_agents:
                 agent.gate.open()
             cluster.start()
         for zombie in list(world.master.zombies):
-            zombie.wake()
-        if world.master.disk.old:
+            zombie.wake_process()
+        if world.master.disk.is_old_copy:
             world.put_newest_ledger_back()
         world.start_master()
         world.wake_master()

@@ -31,7 +31,7 @@ class FencingInvariant(Invariant):
         self.before: Any = None
         self.sinc: dict[str, int] = {}
 
-    def recorded(self, record: Record) -> None:
+    def record_written(self, record: Record) -> None:
         if isinstance(record, IncarnationGiven) and record.role == "slave":
             self.sinc[record.name] = max(record.inc, self.sinc.get(record.name, 0))
 
@@ -58,7 +58,7 @@ class FencingInvariant(Invariant):
         if not master.presides:
             return False  # what it changes is in itself only: nothing that leaves it changes anybody
         if master.coordinator.next_deadline() <= self.world.heap.now:
-            return False  # with it the master does what is due, whatever it hears
+            return False  # with it the master does what is due, whatever it receives
         if isinstance(event, MirrorReported | PushStaged | PushRefused | OrderAnswered | OrderFailed):
             return event.sinc < self.sinc.get(event.slave, 0)
         incarnation = getattr(event, "push", None) or getattr(event, "pull", None) or event
@@ -71,10 +71,10 @@ class FencingInvariant(Invariant):
 def _of_slave(process: SlaveProcess) -> Any:
     versions, shard = process.versions, process.shard
     return (
-        versions.memory,
+        versions.served_version,
         versions.prepared,
         versions.open_pushes,
-        versions.holders(),
+        versions.bank_holders(),
         sorted(versions.pins),
         shard.round,
         shard.poison,
@@ -82,7 +82,7 @@ def _of_slave(process: SlaveProcess) -> Any:
 
 
 def _of_master(master: MasterProcess) -> str:
-    view = master.coordinator.view(0.0)
+    view = master.coordinator.build_view(0.0)
     view["round"].pop("reason")
     return json.dumps(view, sort_keys=True)
 
@@ -100,14 +100,14 @@ class MonotoneInvariant(Invariant):
         self.above = 0  # of a restored ledger: incarnations up to here may have been given
         self.numbers: dict[tuple[int, int], Order] = {}
 
-    def restored(self, state: LedgerState) -> None:
+    def master_restored(self, state: LedgerState) -> None:
         self.require(state.term > self.term, f"a new master has term {state.term}, an earlier one had {self.term}")
         self.require(
             state.next_round > self.round, f"round {state.next_round} would be reserved again after {self.round}"
         )
         self.term = state.term
 
-    def recorded(self, record: Record) -> None:
+    def record_written(self, record: Record) -> None:
         if isinstance(record, RoundReserved):
             self.require(record.round > self.round, f"round {record.round} is reserved after round {self.round}")
             self.round = record.round
@@ -145,7 +145,7 @@ class MemoryInvariant(Invariant):
             slots = versions.open_pushes
             if len(slots) > versions.slots:
                 self.fail(f"{machine.name} has {len(slots)} slots open of {versions.slots}")
-            holders = versions.holders()
+            holders = versions.bank_holders()
             if len(holders) != len(set(holders)):
                 self.fail(f"{machine.name}: two banks for one holder in {holders}")
             self._leaks(machine.process, slots)

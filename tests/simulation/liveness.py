@@ -20,7 +20,7 @@ from tests.simulation.checks import Invariant
 
 
 class LivenessInvariant(Invariant):
-    """Once the faults have stopped, every live trainer hears an Outcome in time, the head advances, pulls succeed.
+    """Once the faults have stopped, every live trainer gets an Outcome in time, the head advances, pulls succeed.
 
     B1 and B2 hold for the deadlines of a seed: a lease of 7.6 s, orders 4 s, Apply and Persist 8 s, transfers 12 s.
     """
@@ -38,17 +38,17 @@ class LivenessInvariant(Invariant):
         self.patience = patience
         self.advanced_at = 0.0
         self.finished_at: float | None = None
-        self.heard: dict[str, int] = {}  # cluster → Outcomes since the faults stopped
+        self.received: dict[str, int] = {}  # cluster → Outcomes since the faults stopped
 
-    def outcome(self, agent: SimAgent, frozen: Frozen, outcome: Outcome) -> None:
+    def outcome_received(self, agent: SimAgent, frozen: Frozen, outcome: Outcome) -> None:
         if self.world.heap.now > self.world.scenario.quiet_at and agent is self.world.clusters[agent.name].agent:
-            self.heard[agent.name] = self.heard.get(agent.name, 0) + 1
+            self.received[agent.name] = self.received.get(agent.name, 0) + 1
 
     def healed(self) -> bool:
-        """Has every cluster heard of several pushes since the faults stopped?"""
-        return all(self.heard.get(name, 0) >= self.OUTCOMES for name in self.world.clusters)
+        """Has every cluster had the outcome of several pushes since the faults stopped?"""
+        return all(self.received.get(name, 0) >= self.OUTCOMES for name in self.world.clusters)
 
-    def recorded(self, record: Record) -> None:
+    def record_written(self, record: Record) -> None:
         if isinstance(record, VersionCommitted):
             self.advanced_at = self.world.heap.now
         elif isinstance(record, RunFinished):
@@ -67,16 +67,14 @@ class LivenessInvariant(Invariant):
         for cluster in self.world.clusters.values():
             agent = cluster.agent
             waited = now - max(agent.outcome_at, quiet) if agent else 0.0
-            self.require(
-                waited < outcome_s, f"{cluster.name} has heard no Outcome for {waited:.1f} s without any fault"
-            )
+            self.require(waited < outcome_s, f"{cluster.name} has had no Outcome for {waited:.1f} s without any fault")
 
     def _all_finish(self, since_s: float) -> None:
         for cluster in self.world.clusters.values() if since_s > self.OUTCOME_S else ():
             done = cluster.agent is not None and cluster.agent.finished is not None
             self.require(done, f"{cluster.name} has not ended {since_s:.1f} s after the run, without any fault")
 
-    def pulled(self, agent: SimAgent, installed: bool, attempt: int) -> None:
+    def pull_ended(self, agent: SimAgent, installed: bool, attempt: int) -> None:
         if not installed and self.world.heap.now > self.world.scenario.quiet_at + self.HEALED_S * self.patience:
             self.require(attempt < self.PULLS, f"{agent.name} has failed to pull {attempt} times without any fault")
 
@@ -102,11 +100,11 @@ class LeaseInvariant(Invariant):
     def heartbeat_read(self, role: str, name: str, incarnation: int) -> None:
         self.read[role, name, incarnation] = self.world.heap.now - self.world.master_asleep_s
 
-    def restored(self, state: LedgerState) -> None:
+    def master_restored(self, state: LedgerState) -> None:
         for key in self.read:
             self.read[key] = self.world.heap.now - self.world.master_asleep_s
 
-    def judged(self, verdict: Event) -> None:
+    def silence_judged(self, verdict: Event) -> None:
         if isinstance(verdict, ClusterSilent):
             self._lease("cluster", verdict.cluster, verdict.inc)
         elif isinstance(verdict, SlaveSilent):
@@ -129,7 +127,7 @@ class ReadmissionInvariant(Invariant):
 
     number = 12
 
-    def recorded(self, record: Record) -> None:
+    def record_written(self, record: Record) -> None:
         if not isinstance(record, VersionCommitted | RoundEnded):
             return
         patience = self.world.options.penalty.gate_patience

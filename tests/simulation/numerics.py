@@ -30,7 +30,7 @@ class FiniteInvariant(Invariant):
         self.statistics = PenaltyReference(world.options.penalty)
         self.lineage = {GENESIS}
 
-    def recorded(self, record: Record) -> None:
+    def record_written(self, record: Record) -> None:
         if isinstance(record, VersionCommitted):
             self._weights(record)
             self._norms(record)
@@ -44,7 +44,7 @@ class FiniteInvariant(Invariant):
                 self.require(not record.penalty, f"round {record.round} was skipped and moves statistics")
             self._same(record.penalty, "a row")
 
-    def restored(self, state: LedgerState) -> None:
+    def master_restored(self, state: LedgerState) -> None:
         self._same(state.penalty, "the ledger")
 
     def _weights(self, record: VersionCommitted) -> None:
@@ -72,8 +72,8 @@ class FiniteInvariant(Invariant):
                 abs(norm - fold.norm) <= 1e-5 * norm, f"the norm of {fold.push} is {norm}, the row says {fold.norm}"
             )
 
-    def _gated(self, outcomes: tuple[OutcomeRow, ...], told: tuple[PenaltyRow, ...]) -> None:
-        rows = {row.cluster: row for row in told}
+    def _gated(self, outcomes: tuple[OutcomeRow, ...], updated: tuple[PenaltyRow, ...]) -> None:
+        rows = {row.cluster: row for row in updated}
         for outcome in outcomes:
             if outcome.kind == "gated":
                 cluster = outcome.push.cluster

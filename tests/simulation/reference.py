@@ -122,13 +122,13 @@ class PenaltyReference:
             self.rows[row.cluster] = PenaltyRow(row.cluster, n, mu, sigma, fold.norm, warm, 0, False, row.accepted + 1)
         self.scores = [*self.scores, tuple(armed)][-self.o.history :]
 
-    def gated(self, cluster: str, told: PenaltyRow) -> None:
+    def gated(self, cluster: str, decided: PenaltyRow) -> None:
         """A gated push leaves μ and σ alone; after `gate_patience` in a row it may warm up again or be quarantined."""
         row = self.row(cluster)
         row = replace(row, gated_in_a_row=row.gated_in_a_row + 1)
         if row.gated_in_a_row >= self.o.gate_patience:
             anew = PenaltyRow(cluster, 0, row.mu, 0.0, row.last_norm, self.o.warmup_rounds, 0, False, row.accepted)
-            row = anew if told.gated_in_a_row == 0 else replace(row, quarantined=told.quarantined)
+            row = anew if decided.gated_in_a_row == 0 else replace(row, quarantined=decided.quarantined)
         self.rows[cluster] = row
 
     def row(self, cluster: str) -> PenaltyRow:

@@ -54,7 +54,7 @@ SABOTAGES: dict[str, Sabotage] = {
     ),
     "offers-without-ledger": Sabotage("only a row makes a snapshot a version", (2, 4), slave.offers_without_ledger),
     "tell-gated-as-accepted": Sabotage(
-        "what is told of a push is what the ledger has", (4,), master.tell_gated_as_accepted
+        "the outcome of a push is what the ledger has", (4,), master.tell_gated_as_accepted
     ),
     "believe-fresh-slaves": Sabotage("a run does not begin anew for an empty slave", (7,), master.believe_fresh_slaves),
     "forget-mirrors": Sabotage("what a mirror holds as its newest stays on every disk", (3, 12), master.forget_mirrors),

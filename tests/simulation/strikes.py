@@ -42,14 +42,14 @@ def crash_agent(world: World, rng: Random) -> None:
     """Agent and trainer die, and are started again."""
     cluster = _cluster(world, rng)
     cluster.crash()
-    world.later(_down_s(rng), f"{cluster.name} starts again", cluster.start)
+    world.call_later(_down_s(rng), f"{cluster.name} starts again", cluster.start)
 
 
 def leave(world: World, rng: Random) -> None:
     """SIGTERM of an agent; it joins again later."""
     cluster = _cluster(world, rng)
-    cluster.leave()
-    world.later(_down_s(rng), f"{cluster.name} starts again", cluster.start)
+    cluster.leave_run()
+    world.call_later(_down_s(rng), f"{cluster.name} starts again", cluster.start)
 
 
 def crash_trainer(world: World, rng: Random) -> None:
@@ -62,17 +62,17 @@ def crash_rank(world: World, rng: Random) -> None:
 
 def hang(world: World, rng: Random) -> None:
     """A trainer stands still, sometimes for longer than the master has patience with it."""
-    _cluster(world, rng).hang(world.options.timing.hang_s * (0.3 + rng.random()))
+    _cluster(world, rng).hang_trainer(world.options.timing.hang_s * (0.3 + rng.random()))
 
 
 def zombie_agent(world: World, rng: Random) -> None:
     """A cluster's machines are stopped and taken for dead; they wake while their successor is at work."""
     cluster = _cluster(world, rng)
-    zombie = cluster.abandon()
-    world.later(0.5 + _lease(world) * rng.random(), f"{cluster.name} starts again", cluster.start)
+    zombie = cluster.abandon_agent()
+    world.call_later(0.5 + _lease(world) * rng.random(), f"{cluster.name} starts again", cluster.start)
     if zombie is not None:
         asleep_s = _lease(world) * (0.4 + 1.6 * rng.random())
-        world.later(asleep_s, f"an old agent of {cluster.name} wakes", zombie.gate.open)
+        world.call_later(asleep_s, f"an old agent of {cluster.name} wakes", zombie.gate.open)
 
 
 def pause_agent(world: World, rng: Random) -> None:
@@ -80,7 +80,7 @@ def pause_agent(world: World, rng: Random) -> None:
     agent = _cluster(world, rng).agent
     if agent is not None:
         agent.gate.close()
-        world.later(_lease(world) * (0.2 + 1.4 * rng.random()), f"{agent.name} goes on", agent.gate.open)
+        world.call_later(_lease(world) * (0.2 + 1.4 * rng.random()), f"{agent.name} goes on", agent.gate.open)
 
 
 def diverge(world: World, rng: Random) -> None:
@@ -94,14 +94,14 @@ def diverge(world: World, rng: Random) -> None:
 def crash_slave(world: World, rng: Random) -> None:
     machine = _machine(world, rng)
     machine.crash()
-    world.later(_down_s(rng), f"{machine.name} starts again", machine.start)
+    world.call_later(_down_s(rng), f"{machine.name} starts again", machine.start)
 
 
 def pause_slave(world: World, rng: Random) -> None:
     process = _machine(world, rng).process
     if process is not None:
         process.gate.close()
-        world.later(_lease(world) * (0.2 + 1.4 * rng.random()), f"{process.name} goes on", process.gate.open)
+        world.call_later(_lease(world) * (0.2 + 1.4 * rng.random()), f"{process.name} goes on", process.gate.open)
 
 
 def full_disk(world: World, rng: Random) -> None:
@@ -111,7 +111,7 @@ def full_disk(world: World, rng: Random) -> None:
     def mend() -> None:
         disk.full = False
 
-    world.later(5.0 + 12.0 * rng.random(), "a disk has room again", mend)
+    world.call_later(5.0 + 12.0 * rng.random(), "a disk has room again", mend)
 
 
 def slow_disk(world: World, rng: Random) -> None:
@@ -121,46 +121,46 @@ def slow_disk(world: World, rng: Random) -> None:
     def mend() -> None:
         disk.slowness = 1.0
 
-    world.later(8.0 * rng.random(), "a disk is fast again", mend)
+    world.call_later(8.0 * rng.random(), "a disk is fast again", mend)
 
 
 def rot(world: World, rng: Random) -> None:
     """A bit flips in a snapshot at rest, and the machine restarts: until then its page cache hides it."""
     machine = _machine(world, rng)
-    machine.disk.rot()
+    machine.disk.flip_bit()
     machine.crash()
     _ask_operator(world)
-    world.later(_down_s(rng), f"{machine.name} starts again", machine.start)
+    world.call_later(_down_s(rng), f"{machine.name} starts again", machine.start)
 
 
 def _ask_operator(world: World) -> None:
     """With no version left that every disk holds, somebody restores a directory (docs/rationale.md#22)."""
-    world.later(OPERATOR_S, "the operator looks at the disks", partial(restore_if_all_is_lost, world))
+    world.call_later(OPERATOR_S, "the operator looks at the disks", partial(restore_if_all_is_lost, world))
 
 
 def restore_if_all_is_lost(world: World) -> None:
     """When disks rotted or were put back, and no version that is still on offer is whole on all of them."""
     disks = [machine.disk for machine in world.machines.values()]
-    common = [v for v in world.books.offered if all(v in disk.good for disk in disks)]
+    common = [v for v in world.books.offered_versions if all(v in disk.good_versions for disk in disks)]
     if not common and any(disk.harmed for disk in disks):
         world.look_everywhere()
         for disk in disks:
-            disk.restore()
+            disk.restore_copy()
 
 
 def old_snapshots(world: World, rng: Random) -> None:
     """A slave's directory is put back from a copy that was made a while ago."""
     machine = _machine(world, rng)
-    copy = machine.disk.copy()
+    copy = machine.disk.copy_directory()
 
     def put_back() -> None:
         machine.crash()
         machine.disk.put_back(copy)
         _ask_operator(world)
-        world.later(_down_s(rng), f"{machine.name} starts again", machine.start)
+        world.call_later(_down_s(rng), f"{machine.name} starts again", machine.start)
 
     if world.heap.now + 20.0 < world.scenario.quiet_at:
-        world.later(4.0 + 14.0 * rng.random(), f"old snapshots are put back on {machine.name}", put_back)
+        world.call_later(4.0 + 14.0 * rng.random(), f"old snapshots are put back on {machine.name}", put_back)
 
 
 def lose_disk(world: World, rng: Random) -> None:
@@ -207,7 +207,7 @@ def slow_mirror(world: World, rng: Random) -> None:
 
 def crash_master(world: World, rng: Random) -> None:
     world.crash_master()
-    world.later(_down_s(rng), "the master starts again", world.start_master)
+    world.call_later(_down_s(rng), "the master starts again", world.start_master)
 
 
 def lose_ledger(world: World, rng: Random) -> None:
@@ -222,15 +222,15 @@ def lose_ledger(world: World, rng: Random) -> None:
 
 def pause_master(world: World, rng: Random) -> None:
     world.pause_master()
-    world.later(_lease(world) * (0.2 + 1.5 * rng.random()), "the master wakes", world.wake_master)
+    world.call_later(_lease(world) * (0.2 + 1.5 * rng.random()), "the master wakes", world.wake_master)
 
 
 def zombie_master(world: World, rng: Random) -> None:
     """A master is stopped and taken for dead; it wakes while its successor serves."""
     zombie = world.abandon_master()
-    world.later(0.5 + 2.0 * rng.random(), "the master starts again", world.start_master)
+    world.call_later(0.5 + 2.0 * rng.random(), "the master starts again", world.start_master)
     if zombie is not None:
-        world.later(3.0 + 8.0 * rng.random(), "an old master wakes", zombie.wake)
+        world.call_later(3.0 + 8.0 * rng.random(), "an old master wakes", zombie.wake_process)
 
 
 def slow_ledger(world: World, rng: Random) -> None:
@@ -240,7 +240,7 @@ def slow_ledger(world: World, rng: Random) -> None:
     def mend() -> None:
         disk.slowness = 1.0
 
-    world.later(8.0 * rng.random(), "the ledger's disk is fast again", mend)
+    world.call_later(8.0 * rng.random(), "the ledger's disk is fast again", mend)
 
 
 def full_ledger(world: World, rng: Random) -> None:
@@ -250,7 +250,7 @@ def full_ledger(world: World, rng: Random) -> None:
     def mend() -> None:
         disk.full = False
 
-    world.later(4.0 * rng.random(), "the ledger's disk has room again", mend)
+    world.call_later(4.0 * rng.random(), "the ledger's disk has room again", mend)
 
 
 def old_ledger(world: World, rng: Random) -> None:
@@ -260,21 +260,21 @@ def old_ledger(world: World, rng: Random) -> None:
     backup that lacks no round nobody can tell from the newest (docs/rationale.md#2, #4), nor one that lacks only what
     was in memory alone, under `durability: async`, of slaves that have crashed since (seed 731).
     """
-    copy = world.master.disk.copy()
+    copy = world.master.disk.copy_file()
     (known,) = copy.execute("SELECT coalesce(max(round), 0) FROM rounds").fetchone()
 
     def put_back() -> None:
-        newest = [max((v.round for v in m.disk.complete()), default=0) for m in world.machines.values()]
-        if min(newest) <= known or world.master.disk.old:
+        newest = [max((v.round for v in m.disk.complete_versions()), default=0) for m in world.machines.values()]
+        if min(newest) <= known or world.master.disk.is_old_copy:
             return  # nobody could tell
         world.crash_master()
         world.master.disk.put_back(copy)
         for machine in world.machines.values():
             machine.start()
-        world.later(1.0 + rng.random(), "the master starts on an old ledger", world.start_master)
+        world.call_later(1.0 + rng.random(), "the master starts on an old ledger", world.start_master)
 
     if world.heap.now + 20.0 < world.scenario.quiet_at:
-        world.later(5.0 + 8.0 * rng.random(), "an old ledger is put back", put_back)
+        world.call_later(5.0 + 8.0 * rng.random(), "an old ledger is put back", put_back)
 
 
 # ---- links and rooms -----------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def cut(world: World, rng: Random) -> None:
     other = rng.choice([*world.clusters, *world.machines])
     until = world.heap.now + _lease(world) * 1.8 * rng.random()
     for sender, receiver in _ways(rng, other, "master"):
-        world.network.cut(sender, receiver, until)
+        world.network.cut_link(sender, receiver, until)
 
 
 def cut_slave(world: World, rng: Random) -> None:
@@ -297,23 +297,23 @@ def cut_slave(world: World, rng: Random) -> None:
     machine = _machine(world, rng)
     until = world.heap.now + _lease(world) * (1.1 + rng.random())
     for sender, receiver in _ways(rng, machine.name, "master"):
-        world.network.cut(sender, receiver, until)
+        world.network.cut_link(sender, receiver, until)
 
 
 def clog(world: World, rng: Random) -> None:
     """Somebody's control link passes almost nothing for a while."""
-    world.network.clog(rng.choice([*world.clusters, *world.machines]), world.heap.now + 10.0 * rng.random())
+    world.network.clog_host(rng.choice([*world.clusters, *world.machines]), world.heap.now + 10.0 * rng.random())
 
 
 def cut_data(world: World, rng: Random) -> None:
     """No bytes between a cluster and a slave, one way or both."""
     until = world.heap.now + 12.0 * rng.random()
     for sender, receiver in _ways(rng, _cluster(world, rng).name, _machine(world, rng).name):
-        world.data.part(sender, receiver, until)
+        world.data.part_link(sender, receiver, until)
 
 
 def clog_data(world: World, rng: Random) -> None:
-    world.data.clog(_cluster(world, rng).name, world.heap.now + 12.0 * rng.random())
+    world.data.clog_link(_cluster(world, rng).name, world.heap.now + 12.0 * rng.random())
 
 
 def partition(world: World, rng: Random) -> None:
@@ -321,10 +321,10 @@ def partition(world: World, rng: Random) -> None:
     cluster = _cluster(world, rng)
     until = world.heap.now + _lease(world) * (0.5 + 1.5 * rng.random())
     for sender, receiver in _ways(rng, cluster.name, "master"):
-        world.network.cut(sender, receiver, until)
+        world.network.cut_link(sender, receiver, until)
     for machine in world.machines:
-        world.data.part(cluster.name, machine, until)
-        world.data.part(machine, cluster.name, until)
+        world.data.part_link(cluster.name, machine, until)
+        world.data.part_link(machine, cluster.name, until)
 
 
 def whole_room(world: World, rng: Random) -> None:
@@ -332,5 +332,5 @@ def whole_room(world: World, rng: Random) -> None:
     crash_master(world, rng)
     for machine in world.machines.values():
         machine.crash()
-        world.later(_down_s(rng), f"{machine.name} starts again", machine.start)
-    world.monitor.occurred("room")
+        world.call_later(_down_s(rng), f"{machine.name} starts again", machine.start)
+    world.monitor.rare_event_occurred("room")

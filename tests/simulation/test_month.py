@@ -23,5 +23,5 @@ def test_a_day_costs_each_cluster_its_own_failures_only() -> None:
     assert month.notes["version_committed"] > 30
     assert month.kinds["a slave"] + month.kinds["the master"] == 2
     assert sum(month.kinds.values()) >= 6
-    assert all(month.lost(m.name) == {} for m in month.members if m.failures == 0 and m.ends >= month.lasts_s)
-    assert "availability" in month.figures()
+    assert all(month.lost_work(m.name) == {} for m in month.members if m.failures == 0 and m.ends >= month.lasts_s)
+    assert "availability" in month.format_figures()

@@ -50,11 +50,11 @@ def test_a_seed_does_not_depend_on_the_hashing_of_strings() -> None:
         "-c",
         "from tests.simulation.trial import *; t = SeedTrial(5); t.run(); print(t.digest())",
     ]
-    told = []
+    outputs = []
     for hashing in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": hashing}
-        told.append(subprocess.run(command, env=environment, capture_output=True, check=True, text=True).stdout)
-    assert told[0] == told[1] != ""
+        outputs.append(subprocess.run(command, env=environment, capture_output=True, check=True, text=True).stdout)
+    assert outputs[0] == outputs[1] != ""
 
 
 def test_a_failing_seed_says_how_to_play_it_again() -> None:

@@ -27,7 +27,7 @@ LASTS_S = 1200.0
 
 
 class Diary(Observer):
-    """When clusters heard an Outcome, at which attempt their pulls succeeded, and how many transfers failed."""
+    """When clusters got an Outcome, at which attempt their pulls succeeded, and how many transfers failed."""
 
     def __init__(self) -> None:
         self.outcomes: dict[str, list[float]] = {}
@@ -35,11 +35,11 @@ class Diary(Observer):
         self.attempts: dict[str, list[int]] = {}
         self.failed: dict[str, int] = {}
 
-    def outcome(self, agent: SimAgent, frozen: Frozen, outcome: Outcome) -> None:
+    def outcome_received(self, agent: SimAgent, frozen: Frozen, outcome: Outcome) -> None:
         self.outcomes.setdefault(agent.name, []).append(agent.world.heap.now)
         self.kinds.setdefault(agent.name, []).append(outcome.kind)
 
-    def pulled(self, agent: SimAgent, installed: bool, attempt: int) -> None:
+    def pull_ended(self, agent: SimAgent, installed: bool, attempt: int) -> None:
         if installed:
             self.attempts.setdefault(agent.name, []).append(attempt)
         else:
@@ -47,8 +47,8 @@ class Diary(Observer):
 
     def round_s(self, cluster: str) -> float:
         """Mean seconds from one Outcome to the next."""
-        heard = self.outcomes[cluster]
-        return mean(b - a for a, b in pairwise(heard))
+        times = self.outcomes[cluster]
+        return mean(b - a for a, b in pairwise(times))
 
 
 def lived(seed: int, clusters: int, slots: int, pinned: int, window_s: float | None = None) -> tuple[Diary, World]:
@@ -97,6 +97,6 @@ def test_without_a_measured_bandwidth_the_others_pay(monkeypatch: pytest.MonkeyP
     alone, _ = lived(2, 2, 2, 1, window_s=8.0)
     diary, _ = lived(2, 3, 2, 1, window_s=8.0)
     assert others_round_s(diary) <= 1.10 * others_round_s(alone)
-    monkeypatch.setattr(Bandwidth, "measure", lambda self, bytes_per_s: None)
+    monkeypatch.setattr(Bandwidth, "measure_rate", lambda self, bytes_per_s: None)
     blind, _ = lived(2, 3, 2, 1, window_s=8.0)
     assert others_round_s(blind) > 1.10 * others_round_s(alone)

@@ -62,7 +62,7 @@ class NoteCounter(Observer):
     def __init__(self, kinds: dict[str, int]) -> None:
         self._kinds = kinds
 
-    def noted(self, note: Note) -> None:
+    def note_logged(self, note: Note) -> None:
         self._kinds[note.kind] = self._kinds.get(note.kind, 0) + 1
 
 

@@ -26,7 +26,7 @@ class LineageInvariant(Invariant):
         super().__init__(world)
         self.reference = LineageReference(world.genesis)
 
-    def recorded(self, record: Record) -> None:
+    def record_written(self, record: Record) -> None:
         if isinstance(record, VersionCommitted):
             self.require(record.version not in self.reference.versions, f"a second row for {record.version}")
             self.reference.commit(record, [self.world.books.frozen[f.push].content for f in record.folds])
@@ -42,24 +42,24 @@ class LineageInvariant(Invariant):
     def after_event(self) -> None:
         for machine in self.world.looked_at:
             process = machine.process
-            if process is None or process.versions.memory is None:
+            if process is None or process.versions.served_version is None:
                 continue
-            versions, memory = process.versions, process.versions.memory
+            versions, memory = process.versions, process.versions.served_version
             theta, momentum = versions.theta(memory), versions.momentum(memory)
             for layer, expected in self._expected(memory, machine.layers):
                 if (theta[layer].tobytes(), momentum[layer].tobytes()) != expected:
                     self.fail(f"{machine.name} serves another {memory} than the reference's (layer {layer})")
-            for pull, version, sources in process.flow.sender.serving():
+            for pull, version, sources in process.flow.sender.list_sources():
                 for layer, (expected_theta, _) in self._expected(version, machine.layers):
                     for source in sources:
                         if source.views[layer].tobytes() != expected_theta:
                             self.fail(f"{machine.name}: the source of {pull} moved under it")
 
-    def installed(self, agent: SimAgent) -> None:
+    def pull_installed(self, agent: SimAgent) -> None:
         assert agent.base is not None
         for layer, (theta, _) in self._expected(agent.base, tuple(agent.theta)):
             self.require(
-                agent.received[layer].tobytes() == theta,
+                agent.pulled_theta[layer].tobytes() == theta,
                 f"{agent.name} installed another {agent.base} than the reference's",
             )
 
@@ -71,7 +71,7 @@ class LineageInvariant(Invariant):
 
 
 class CommitInvariant(Invariant):
-    """A version is served, or told to a cluster, if and only if its row is durable."""
+    """A version is served, or announced to a cluster, if and only if its row is durable."""
 
     number = 2
 
@@ -80,7 +80,7 @@ class CommitInvariant(Invariant):
         self.rows = {GENESIS}
         self.head = GENESIS
 
-    def recorded(self, record: Record) -> None:
+    def record_written(self, record: Record) -> None:
         if isinstance(record, VersionCommitted):
             self.world.look_everywhere()
             self.rows.add(record.version)
@@ -89,7 +89,7 @@ class CommitInvariant(Invariant):
             self.require(record.head in self.rows, f"rolled back to {record.head}, which has no row")
             self.head = record.head
 
-    def restored(self, state: LedgerState) -> None:
+    def master_restored(self, state: LedgerState) -> None:
         head = state.versions[-1].version
         self.require(head == self.head, f"a new master starts at {head}, the newest durable row is {self.head}")
 
@@ -98,19 +98,19 @@ class CommitInvariant(Invariant):
             process = machine.process
             if process is None:
                 continue
-            memory, rows = process.versions.memory, self.rows
+            memory, rows = process.versions.served_version, self.rows
             if memory is not None and memory not in rows:
                 self.fail(f"{machine.name} serves {memory}, which has no row")
-            for pull, version, _ in process.flow.sender.serving():
+            for pull, version, _ in process.flow.sender.list_sources():
                 if version not in rows:
                     self.fail(f"{machine.name} opened {pull} on {version}, which has no row")
             if process.holds and memory != self.head and process.versions.prepared != self.head:
                 disk = machine.disk
-                kept = self.head == GENESIS or self.head in disk.good or self.head in disk.harmed
+                kept = self.head == GENESIS or self.head in disk.good_versions or self.head in disk.harmed
                 self.require(kept, f"{machine.name} neither holds the head {self.head} nor is in doubt about it")
 
-    def told_version(self, agent: SimAgent, version: VersionId, whence: str) -> None:
-        self.require(version in self.rows, f"{agent.name} was told {version} by {whence}, which has no row")
+    def version_received(self, agent: SimAgent, version: VersionId, whence: str) -> None:
+        self.require(version in self.rows, f"{agent.name} was sent {version} by {whence}, which has no row")
 
 
 class DurableInvariant(Invariant):
@@ -130,7 +130,7 @@ class DurableInvariant(Invariant):
     def newest(self) -> VersionId:
         return self.durable[-1]
 
-    def recorded(self, record: Record) -> None:
+    def record_written(self, record: Record) -> None:
         if isinstance(record, VersionDurable) or (isinstance(record, VersionCommitted) and record.durable):
             self.durable.append(record.version)
         elif isinstance(record, VersionsRetired):
@@ -190,7 +190,7 @@ class AuthorityInvariant(Invariant):
         self.durable: set[VersionId] = set()
         self.retired: set[VersionId] = set()
 
-    def recorded(self, record: Record) -> None:
+    def record_written(self, record: Record) -> None:
         if isinstance(record, VersionCommitted):
             self.require(
                 record.parent == self.head, f"{record.version} has the parent {record.parent}, the head is {self.head}"

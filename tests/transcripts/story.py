@@ -19,7 +19,7 @@ from dips.protocol import events as ev
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Apply, Fold, Measure, Order, OrderBody, Persist, Registered, Reply
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.protocol.placement import place
+from dips.protocol.placement import place_layers
 from dips.protocol.records import Record, RunRow
 from dips.sim.master import LedgerDisk
 from tests.transcripts.spelling import spell
@@ -36,7 +36,7 @@ class Teller:
         names = [f"s{i}" for i in range(int(words.get("slaves", "2")))]
         layers = [Layer(f"l{i}", (Parameter(f"l{i}.w", (4,)),)) for i in range(len(names))]
         self.manifest, self.options = Manifest(tuple(layers)), options(words)
-        placement = place(self.manifest, names)
+        placement = place_layers(self.manifest, names)
         genesis = tuple(f"{i:032x}" for i in range(len(layers)))
         row = RunRow(RUN, CONFIG, self.manifest.to_json(), placement, genesis, (2.0,) * len(layers))
         self.slots = int(words.get("slots", "2"))
@@ -53,14 +53,14 @@ class Teller:
     def start(self) -> None:
         """A new incarnation of the master: what was durable is what it knows."""
         self.orders.clear()
-        ledger: Ledger = self.disk.open()
+        ledger: Ledger = self.disk.open_ledger()
         ledger.start_term()
-        self.ledger, self.machine = ledger, Coordinator(ledger.state(), self.manifest, self.options, self.now)
+        self.ledger, self.machine = ledger, Coordinator(ledger.read_state(), self.manifest, self.options, self.now)
 
     def settle(self) -> None:
         """What the last step recorded is durable now."""
         if self.unwritten:
-            self.ledger.write(self.unwritten)
+            self.ledger.write_records(self.unwritten)
             self.unwritten = []
 
     def step(self, event: ev.Event, asker: str = "") -> list[str]:
@@ -129,7 +129,7 @@ class Teller:
 
     def staged(self, slave: str, words: Words) -> list[str]:
         push = self._push(words["push"])
-        names = [name for name, _ in self.ledger.state().row.placement] if slave == "all" else [slave]
+        names = [name for name, _ in self.ledger.read_state().row.placement] if slave == "all" else [slave]
         return [line for n in names for line in self.step(ev.PushStaged(n, self._incarnation(n, words), push, 16))]
 
     def refuses_push(self, slave: str, words: Words) -> list[str]:
@@ -216,10 +216,10 @@ class Teller:
 
     def ready(self, _: str, words: Words) -> list[str]:
         """Every slave registers and serves the head."""
-        names = [name for name, _ in self.ledger.state().row.placement]
+        names = [name for name, _ in self.ledger.read_state().row.placement]
         for name in names:
             self.registers(
-                name, {"holds": self.machine.view(self.now)["head"], "term": str(self.machine.term), **words}
+                name, {"holds": self.machine.build_view(self.now)["head"], "term": str(self.machine.term), **words}
             )
         return [self._state("slaves", name) for name in names]
 
@@ -272,7 +272,7 @@ class Teller:
         return [f"lost: {lost}", *self.status("", {})]
 
     def status(self, _: str, words: Words) -> list[str]:
-        view = self.machine.view(self.now)
+        view = self.machine.build_view(self.now)
         r = view["round"]
         lines = [f"term {view['term']}, head {view['head']}, round {r['state']}: {r['reason']}"]
         durability = view["durability"]
@@ -281,7 +281,7 @@ class Teller:
         return lines + [self._state(role, name) for role in ("clusters", "slaves") for name in view[role]]
 
     def _state(self, role: str, name: str) -> str:
-        peer = self.machine.view(self.now)[role][name]
+        peer = self.machine.build_view(self.now)[role][name]
         return f"{name} {peer['state']}: {peer['reason']}"
 
     # ---- names -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from dips import __version__, cli
-from dips.errors import ConfigError, DipsError, UnavailableMaster, treatment
+from dips.errors import ConfigError, DipsError, UnavailableMaster, treatment_of
 
 ROOT = Path(__file__).parents[2]
 FACTORY = "torch_model_of_the_test:build"
@@ -171,7 +171,7 @@ def test_a_run_is_not_made_twice(run_file: Path, factory: str) -> None:
 
 
 def test_history_of_a_new_run(run_file: Path, factory: str) -> None:
-    """A run without rounds has an empty history; a directory without a ledger is told so."""
+    """A run without rounds has an empty history; a directory without a ledger is named so."""
     refused("history", "--config", str(run_file))
     init(run_file, "--factory", factory)
     assert "rounds" in said("history", "--config", str(run_file))
@@ -195,7 +195,7 @@ def test_status_of_nobody(run_file: Path) -> None:
     error = refused("status", "--config", str(run_file))
     assert isinstance(error, UnavailableMaster)
     assert "127.0.0.1:1" in str(error)
-    assert treatment(error).exit_code == 69
+    assert treatment_of(error).exit_code == 69
 
 
 @pytest.mark.parametrize("words", [[], ["--config", "dips.yaml", "--master", "127.0.0.1:1"]])
@@ -210,5 +210,5 @@ def test_an_error_leaves_as_message_advice_and_code(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 78
     assert done.stderr.startswith(f"error: {tmp_path}/dips.yaml: cannot be read")
-    assert treatment(ConfigError()).advice in done.stderr
+    assert treatment_of(ConfigError()).advice in done.stderr
     assert "Traceback" not in done.stderr

@@ -18,7 +18,7 @@ from dips.config import (
     load_cluster,
     load_run,
 )
-from dips.errors import ConfigError, treatment
+from dips.errors import ConfigError, treatment_of
 from dips.protocol.options import Options, TimingOptions
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -52,8 +52,8 @@ def test_the_examples_in_configs_load() -> None:
     """configs/dips.yaml and configs/cluster.yaml are right as they stand, agree, and mean the paper's."""
     run, cluster = load_run(CONFIGS / "dips.yaml"), load_cluster(CONFIGS / "cluster.yaml")
     assert run.shared.digest == cluster.shared.digest
-    assert run.options().outer == Options().outer
-    assert run.options().penalty == Options().penalty
+    assert run.make_options().outer == Options().outer
+    assert run.make_options().penalty == Options().penalty
     assert cluster.pace.steps == 64
 
 
@@ -74,14 +74,14 @@ def test_own_data_is_the_word_for_no_ranges() -> None:
 
 
 @pytest.mark.parametrize(
-    ("advertise", "told"), [(None, "0.0.0.0:7811"), ("ps0.example", "ps0.example:7811"), ("::1", "[::1]:7811")]
+    ("advertise", "reached"), [(None, "0.0.0.0:7811"), ("ps0.example", "ps0.example:7811"), ("::1", "[::1]:7811")]
 )
-def test_a_slave_is_reached_where_it_says(advertise: str | None, told: str) -> None:
+def test_a_slave_is_reached_where_it_says(advertise: str | None, reached: str) -> None:
     """The port is that on which it listens, the host may be another."""
     section = SlaveSection(
         name="s", master="127.0.0.1:1", directory=Path("d"), initial_model=Path("m"), advertise=advertise
     )
-    assert section.reached_at("0.0.0.0:7811") == told
+    assert section.reached_at("0.0.0.0:7811") == reached
 
 
 def test_a_cluster_listens_on_loopback_only(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_cluster_listens_on_loopback_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("key", "value"), [("metrics", "10.0.0.1:9"), ("advertise", "ps0.example")])
 def test_a_slave_is_on_loopback_only(tmp_path: Path, key: str, value: str) -> None:
-    """Nobody is told of an address that plain text may not go to."""
+    """No address is advertised that plain text may not go to."""
     with pytest.raises(ConfigError, match=rf"slaves.s0.{key}: plain text"):
         load_run(write(tmp_path / "dips.yaml", changed(RUN, f"slaves.0.{key}", value)))
 
@@ -143,7 +143,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, key: str, value: object, message
     with pytest.raises(ConfigError, match=message) as caught:
         load_run(path)
     assert str(path) in str(caught.value)
-    assert treatment(caught.value).exit_code == 78
+    assert treatment_of(caught.value).exit_code == 78
 
 
 @pytest.mark.parametrize("key", ["shared", "master", "slaves"])
@@ -159,7 +159,7 @@ def test_what_is_missing_is_named(tmp_path: Path, key: str) -> None:
     [("a: [", "is not YAML"), ("- a", "expected a mapping"), (None, "cannot be read: No such file")],
 )
 def test_what_is_no_configuration(tmp_path: Path, text: str | None, message: str) -> None:
-    """A file that is absent, is not YAML or is no mapping is told so."""
+    """A file that is absent, is not YAML or is no mapping is named in the error."""
     path = tmp_path / "cluster.yaml"
     if text is not None:
         path.write_text(text)
@@ -198,7 +198,7 @@ def test_the_codec_is_agreed_on_and_reaches_the_coordinator(tmp_path: Path) -> N
     """fp32 unless the run says otherwise; a cluster with another codec than the run's has another digest."""
     lossy = load_run(write(tmp_path / "dips.yaml", changed(RUN, "shared.codec", "int8")))
     plain = load_run(write(tmp_path / "plain.yaml", RUN))
-    assert (plain.options().codec, lossy.options().codec) == ("fp32", "int8")
+    assert (plain.make_options().codec, lossy.make_options().codec) == ("fp32", "int8")
     assert plain.shared.digest != lossy.shared.digest
 
 
@@ -222,15 +222,15 @@ def _fields(section: Any) -> set[str]:
 def test_an_unknown_slave_lists_the_known(tmp_path: Path) -> None:
     """Asking for a slave that the file does not name lists those that it names."""
     with pytest.raises(ConfigError, match="no slave 's9' in this run file; it names s0"):
-        load_run(write(tmp_path / "dips.yaml", RUN)).slave("s9")
+        load_run(write(tmp_path / "dips.yaml", RUN)).slave_section("s9")
 
 
 def test_paths_are_relative_to_their_file(tmp_path: Path) -> None:
     """A daemon may start anywhere: relative paths are those of the file that names them; absolute ones stay."""
     run = load_run(write(tmp_path / "dips.yaml", changed(RUN, "slaves.0.directory", "/elsewhere")))
     assert run.master.directory == tmp_path / "m"
-    assert run.slave("s0").initial_model == tmp_path / "m/i.safetensors"
-    assert run.slave("s0").directory == Path("/elsewhere")
+    assert run.slave_section("s0").initial_model == tmp_path / "m/i.safetensors"
+    assert run.slave_section("s0").directory == Path("/elsewhere")
 
 
 def test_digest_is_of_values_not_of_spelling(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What pip is told: the distribution bears a name of its own, and nothing sends a reader to PyPI's project `dips`."""
+"""What pip reads: the distribution bears a name of its own, and nothing sends a reader to PyPI's project `dips`."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_every_reference_resolves() -> None:
     ],
 )
 def test_a_wrong_reference_is_found(text: str) -> None:
-    """What does not exist is told, also as the second of several anchors."""
+    """What does not exist is reported, also as the second of several anchors."""
     assert problems(ROOT / "dips" / "ids.py", text)
 
 

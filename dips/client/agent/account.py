@@ -64,15 +64,15 @@ class Account:
     lost: int = 0
 
     @property
-    def unsettled(self) -> int:
+    def unsettled_tokens(self) -> int:
         """Tokens that a push may still bring in."""
         return self.carried.tokens + self.frozen.tokens
 
     @property
-    def consumed(self) -> int:
-        return self.unsettled + self.accepted + self.gated + self.lost
+    def consumed_tokens(self) -> int:
+        return self.unsettled_tokens + self.accepted + self.gated + self.lost
 
-    def earn(self, tokens: int, loss: float | None) -> None:
+    def record_step(self, tokens: int, loss: float | None) -> None:
         """Count one inner step."""
         self.carried += Portion(tokens, 1, (), loss or 0.0, 0 if loss is None else 1)
 
@@ -84,12 +84,12 @@ class Account:
         """Count a data range as trained by what is carried."""
         self.carried += Portion(ranges=(used,))
 
-    def freeze(self) -> Portion:
+    def freeze_portion(self) -> Portion:
         """Cut: what was carried goes with the push."""
         self.frozen, self.carried = self.frozen + self.carried, NOTHING
         return self.frozen
 
-    def settle(self, kind: OutcomeKind) -> None:
+    def settle_outcome(self, kind: OutcomeKind) -> None:
         """The push was accepted or gated: its portion never comes back."""
         if kind is OutcomeKind.ACCEPTED:
             self.accepted += self.frozen.tokens
@@ -124,29 +124,29 @@ class RangeQueue:
     asked: int = 0  # count of the present trainer's last question
 
     @property
-    def ahead(self) -> tuple[int, ...]:
+    def ranges_ahead(self) -> tuple[int, ...]:
         """Leased and not used up, in order; the first may be half trained."""
         serving = () if self.serving is None else (self.serving,)
         return (*serving, *self.waiting)
 
-    def lease(self, ranges: Iterable[int], exhausted: bool) -> None:
+    def add_leased(self, ranges: Iterable[int], exhausted: bool) -> None:
         self.waiting.extend(ranges)
         self.exhausted = exhausted
 
-    def finish(self, count: int) -> int | None:
+    def finish_range(self, count: int) -> int | None:
         """The trainer asks for its `count`-th range: return the one that is used up by that, if it had one."""
         used, self.serving, self.asked = self.serving, None, count
         return used
 
-    def serve(self) -> int | None:
+    def serve_range(self) -> int | None:
         """The range for the trainer's last question, the same however often it is asked; None if none is here."""
         if self.serving is None and self.waiting:
             self.serving = self.waiting.popleft()
         return self.serving
 
-    def resume(self, used: Iterable[int], ahead: tuple[int, ...]) -> None:
+    def resume_ranges(self, used: Iterable[int], ahead: tuple[int, ...]) -> None:
         """Resume from a checkpoint: its ranges come first, in its order; what was used up is not served again."""
-        held, self.serving = {*self.ahead}, None
+        held, self.serving = {*self.ranges_ahead}, None
         self.waiting = deque([*ahead, *sorted(held - {*ahead} - {*used})])
 
     def take_back(self, ranges: Iterable[int]) -> None:

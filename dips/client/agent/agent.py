@@ -39,7 +39,7 @@ LEAVE_S = 3.0  # to take leave of a master that may be gone
 class MasterPort(Protocol):
     """What the agent needs of a master; see master_link.py."""
 
-    async def ask(self, event: object) -> Result: ...
+    async def ask_master(self, event: object) -> Result: ...
 
     async def send_heartbeat(self, heartbeat: ClusterHeartbeat, deadline_s: float) -> ClusterHeartbeatAnswer: ...
 
@@ -67,8 +67,8 @@ class Agent:
         self._tasks = set[asyncio.Task[None]]()
         self._asking: dict[Channel, asyncio.Task[None]] = {}
         self._deadline_moved = asyncio.Event()
-        self._command = CommandRunner(core, self.perform, self._signals, log)
-        self.ranks = RankServer(core, config.poll_s / 2, self.perform, self._signals, rewrite, log)
+        self._command = CommandRunner(core, self.perform_actions, self._signals, log)
+        self.ranks = RankServer(core, config.poll_s / 2, self.perform_actions, self._signals, rewrite, log)
 
     def terminate(self) -> None:
         """SIGTERM: end the trainer, leave, return from `run`."""
@@ -79,7 +79,7 @@ class Agent:
 
         Without a command others start the trainer: it is served, as often as it begins anew, until it detaches.
         """
-        self._spawn(self._keep_time())
+        self._spawn_task(self._keep_time())
         try:
             code = await (self._command.run(command, environment) if command else self._command.serve_others())
         finally:
@@ -87,27 +87,27 @@ class Agent:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        await self._leave()
+        await self._leave_run()
         return code
 
-    def perform(self, actions: Actions) -> None:
+    def perform_actions(self, actions: Actions) -> None:
         """Do what the core ordered, in its order, and wake who waits for a change."""
         for action in actions:
             match action:
                 case AskMaster():
                     self._start_asking(action)
                 case SendHeartbeat():
-                    self._spawn(self._carry_heartbeat(action))
+                    self._spawn_task(self._carry_heartbeat(action))
                 case SaveIncarnation(past):
                     self._save(past)
                 case RecordMark(kind, fields):
-                    self._timeline.mark(kind, **fields)
+                    self._timeline.record_mark(kind, **fields)
                     if kind != "inner":
                         self._log.info(kind, **fields)
                 case StopTrainer():
                     self._signals.stopped.set()
         if actions:
-            self._signals.notify()
+            self._signals.notify_change()
 
     # ---- the master ------------------------------------------------------------------------------------------------
 
@@ -115,37 +115,37 @@ class Agent:
         older = self._asking.get(ask.channel)
         if older and older is not asyncio.current_task():
             older.cancel()  # it must not reach a master that comes back
-        self._asking[ask.channel] = self._spawn(self._carry_question(ask))
+        self._asking[ask.channel] = self._spawn_task(self._carry_question(ask))
 
     async def _carry_question(self, ask: AskMaster) -> None:
         await asyncio.sleep(ask.delay_s)
         question = type(ask.event).__name__
         try:
-            result = await self._master.ask(ask.event)
+            result = await self._master.ask_master(ask.event)
         except DipsError as error:
             what = "the master does not answer" if isinstance(error, Unavailable | Busy) else "the master refused"
             self._log.warning(what, question=question, error=str(error))
-            self.perform(self._core.on_error(ask, error, time.monotonic()))
+            self.perform_actions(self._core.on_error(ask, error, time.monotonic()))
         else:
-            self.perform(self._core.on_reply(ask, result, time.monotonic()))
-        self._signals.notify()
+            self.perform_actions(self._core.on_reply(ask, result, time.monotonic()))
+        self._signals.notify_change()
 
     async def _carry_heartbeat(self, action: SendHeartbeat) -> None:
         try:
             answer = await self._master.send_heartbeat(action.heartbeat, action.deadline_s)
         except DipsError as error:
             self._log.warning("a heartbeat was not answered", error=str(error))
-            self.perform(self._core.on_heartbeat_error(error, time.monotonic()))
+            self.perform_actions(self._core.on_heartbeat_error(error, time.monotonic()))
         else:
-            self.perform(self._core.on_heartbeat_reply(action.heartbeat.inc, answer, time.monotonic()))
+            self.perform_actions(self._core.on_heartbeat_reply(action.heartbeat.inc, answer, time.monotonic()))
         self._deadline_moved.set()
-        self._signals.notify()
+        self._signals.notify_change()
 
     async def _keep_time(self) -> None:
         """Call the core whenever something is due."""
         while True:
             self._deadline_moved.clear()
-            self.perform(self._core.tick(time.monotonic()))
+            self.perform_actions(self._core.tick(time.monotonic()))
             due = self._core.next_deadline()
             pause_s = due - time.monotonic() if isfinite(due) else None
             try:
@@ -153,18 +153,18 @@ class Agent:
             except TimeoutError:
                 pass  # it is due
 
-    async def _leave(self) -> None:
-        event = self._core.leave()
+    async def _leave_run(self) -> None:
+        event = self._core.leave_run()
         if event is None:
             return
         try:
-            await asyncio.wait_for(self._master.ask(event), LEAVE_S)
+            await asyncio.wait_for(self._master.ask_master(event), LEAVE_S)
         except (DipsError, TimeoutError) as error:
             self._log.warning("could not take leave of the master; the lease will end", error=str(error))
 
     # ---- tasks -----------------------------------------------------------------------------------------------------
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task; if it fails, which is our bug, the agent ends loudly instead of going on without it."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -175,4 +175,4 @@ class Agent:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._log.error("a task of the agent failed", exc_info=error)
-            self.perform(self._core.on_bug(error))
+            self.perform_actions(self._core.on_bug(error))

@@ -6,7 +6,7 @@ did not push is lost with it.
 
 from __future__ import annotations
 
-from dips.client.agent.membership import join
+from dips.client.agent.membership import join_run
 from dips.client.agent.phases import SyncPhase
 from dips.client.agent.pulls import close_pull
 from dips.client.agent.pushes import abort_push, give_back
@@ -15,7 +15,7 @@ from dips.client.agent.training import mark_inner_steps
 from dips.client.ipc.messages import Answer, AskAgain, Attach, Attached, Detach, ErrorReply, Noted
 
 
-def attach(s: AgentState, message: Attach) -> Answer:
+def attach_trainer(s: AgentState, message: Attach) -> Answer:
     """Rank 0 of an attempt has begun, or repeats its question until the cluster has joined."""
     trainer = s.trainer
     if message.process != trainer.process:
@@ -40,15 +40,15 @@ def _begin_attempt(s: AgentState, message: Attach) -> None:
     trainer.base, trainer.must_pull, trainer.starved, trainer.detached = None, False, False, False
     sync.question, sync.waiting, sync.verdict = 0, False, None
     sync.pull_failures, sync.frozen = 0, False
-    s.pace.cut(s.now)
+    s.pace.restart_count(s.now)
     s.ranges.exhausted, requests.ended_at, requests.rest_again_at = False, None, 0.0
-    s.mark("trainer_attached", attempt=trainer.attempt, launch=message.launch, restart=message.restart)
+    s.record_mark("trainer_attached", attempt=trainer.attempt, launch=message.launch, restart=message.restart)
     if sync.phase is SyncPhase.UNJOINED or message.manifest != s.membership.manifest:
         s.membership.manifest = message.manifest
-        join(s, "its model is not yet compared with the run's")
+        join_run(s, "its model is not yet compared with the run's")
 
 
-def detach(s: AgentState, _: Detach) -> Answer:
+def detach_trainer(s: AgentState, _: Detach) -> Answer:
     """The trainer is done with the outer loop."""
     end_attempt(s, "it is done")
     s.trainer.detached = True
@@ -61,7 +61,7 @@ def end_attempt(s: AgentState, reason: str) -> None:
     s.sync.verdict = None
     mark_inner_steps(s)
     s.ranges.take_back(s.account.lose_carried())
-    s.mark("trainer_gone", attempt=s.trainer.attempt, reason=reason, tokens_lost=s.account.lost)
+    s.record_mark("trainer_gone", attempt=s.trainer.attempt, reason=reason, tokens_lost=s.account.lost)
     if s.sync.phase in (SyncPhase.ASKING_PUSH, SyncPhase.PUSHING):
         give_back(s)
         abort_push(s, reason)

@@ -30,12 +30,12 @@ def save_progress(s: AgentState, _: SaveWanted) -> Saved:
         portion.ranges,
         portion.loss_sum,
         portion.losses,
-        s.ranges.ahead,
+        s.ranges.ranges_ahead,
         s.pace.since_push,
     )
 
 
-def resume(s: AgentState, message: Resume) -> Answer:
+def resume_checkpoint(s: AgentState, message: Resume) -> Answer:
     """Resume from a checkpoint, before the first inner step of a trainer that has its pull behind it."""
     saved, requests = message.saved, s.range_requests
     if s.sync.phase is not SyncPhase.RESTING or is_asked(s):
@@ -45,7 +45,7 @@ def resume(s: AgentState, message: Resume) -> Answer:
     if why := _why_overtaken(s, saved):
         return _pull_instead(s, why)
     claims = (*saved.ranges, *saved.ahead)
-    missing = tuple(r for r in claims if r not in s.ranges.ahead)
+    missing = tuple(r for r in claims if r not in s.ranges.ranges_ahead)
     if missing and requests.claimed != claims:
         requests.claimed = claims
         ask_ranges(s, missing)
@@ -70,7 +70,7 @@ def _why_overtaken(s: AgentState, saved: Saved) -> str:
 
 def _pull_instead(s: AgentState, why: str) -> Healed:
     s.sync.pull_due = True
-    s.mark("checkpoint_healed", reason=why)
+    s.record_mark("checkpoint_healed", reason=why)
     return Healed(why)
 
 
@@ -78,7 +78,7 @@ def _restore_progress(s: AgentState, saved: Saved) -> None:
     base = s.trainer.base = VersionId.parse(saved.base)
     s.account.lost -= min(saved.tokens, s.account.lost)  # of this very incarnation: they are not lost after all
     s.account.carried = Portion(saved.tokens, saved.inner_steps, saved.ranges, saved.loss_sum, saved.losses)
-    s.ranges.resume(saved.ranges, saved.ahead)
-    s.pace.resume(saved.since_push)
+    s.ranges.resume_ranges(saved.ranges, saved.ahead)
+    s.pace.resume_count(saved.since_push)
     s.sync.reason = f"resumed on {base} with {saved.inner_steps} inner steps since its last push"
-    s.mark("checkpoint_resumed", base=saved.base, tokens=saved.tokens, inner_steps=saved.inner_steps)
+    s.record_mark("checkpoint_resumed", base=saved.base, tokens=saved.tokens, inner_steps=saved.inner_steps)

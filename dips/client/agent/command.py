@@ -27,7 +27,7 @@ class CommandRunner:
         """Launch the command until it ends by itself, must stop, or has crashed too often; return the exit code."""
         plan: LaunchCommand | EndAgent = self._core.plan_first_launch()
         while isinstance(plan, LaunchCommand):
-            code = await self._launch(plan.launch, command, environment)
+            code = await self._launch_once(plan.launch, command, environment)
             plan = self._core.plan_next_launch(plan, code, self._signals.terminated.is_set())
             if isinstance(plan, LaunchCommand):
                 self._log.warning("trainer crashed", code=code, restarts_left=plan.launches_left + 1)
@@ -53,7 +53,7 @@ class CommandRunner:
             await asyncio.sleep(0.1)
         return stop.code
 
-    async def _launch(self, launch: int, command: Sequence[str], environment: dict[str, str]) -> int:
+    async def _launch_once(self, launch: int, command: Sequence[str], environment: dict[str, str]) -> int:
         process = await TrainerProcess.start(command, {**environment, "DIPS_ATTEMPT": str(launch)})
         self._perform([RecordMark("trainer_start", {"attempt": launch, "pid": process.pid})])
         code = await self._wait_or_end(process)
@@ -70,7 +70,7 @@ class CommandRunner:
             await asyncio.wait({ended, *must_end}, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done() and self._signals.stopped.is_set():  # it gets the reason as an answer, and reports it
                 await asyncio.wait({ended}, timeout=FAILURE_GRACE_S)
-            return ended.result() if ended.done() else await process.end(END_GRACE_S)
+            return ended.result() if ended.done() else await process.end_within(END_GRACE_S)
         finally:
             for task in (ended, *must_end):
                 task.cancel()

@@ -18,7 +18,7 @@ from dips.client.agent import attempts, checkpoints, heartbeats, membership, out
 from dips.client.agent.account import NO_INCARNATION, PastIncarnation
 from dips.client.agent.actions import SAVED_AT, Actions, AskMaster, Channel, RecordMark, SaveIncarnation, StopTrainer
 from dips.client.agent.pace import Pace
-from dips.client.agent.questions import close, is_open, repeat_after_pause
+from dips.client.agent.questions import close_channel, is_open, repeat_after_pause
 from dips.client.agent.restarts import EndAgent, LaunchCommand
 from dips.client.agent.state import AgentSettings, AgentState, Membership
 from dips.client.agent.transfers import on_transfer_progress
@@ -58,8 +58,8 @@ MESSAGES: Mapping[type, Callable[[AgentState, Any], Answer | None]] = {
     PullMoved: outer_sync.answer_question,
     RangeWanted: ranges.give_range,
     SaveWanted: checkpoints.save_progress,
-    Resume: checkpoints.resume,
-    Detach: attempts.detach,
+    Resume: checkpoints.resume_checkpoint,
+    Detach: attempts.detach_trainer,
 }
 
 # What handles each reply about data ranges; those about pushes and pulls depend on the phase: outer_sync.REPLIES.
@@ -94,7 +94,11 @@ class AgentCore:
     def on_message(self, message: Message, now: float) -> tuple[Answer | None, Actions]:
         """Answer rank 0; None for notices, AskAgain if it is to ask the same again after a change."""
         self.state.now = now
-        answer = attempts.attach(self.state, message) if isinstance(message, Attach) else self._answer(message)
+        answer = (
+            attempts.attach_trainer(self.state, message)
+            if isinstance(message, Attach)
+            else self._answer_message(message)
+        )
         return answer, self._take_actions()
 
     def on_trainer_gone(self, reason: str, now: float) -> Actions:
@@ -138,10 +142,10 @@ class AgentCore:
             if is_open(s, ask):
                 repeat_after_pause(s, ask.channel)
         elif is_open(s, ask):
-            self._refuse(ask.channel, error)
+            self._on_refusal(ask.channel, error)
         return self._take_actions()
 
-    def awaits(self, ask: AskMaster) -> bool:
+    def awaits_answer(self, ask: AskMaster) -> bool:
         """The answer to `ask` is still waited for."""
         return is_open(self.state, ask)
 
@@ -160,9 +164,9 @@ class AgentCore:
             membership.on_unreachable(self.state, str(error))
         return self._take_actions()
 
-    def leave(self) -> ClusterLeft | None:
+    def leave_run(self) -> ClusterLeft | None:
         """The last message to the master; None if the cluster has no incarnation there."""
-        return membership.leave(self.state)
+        return membership.leave_run(self.state)
 
     # ---- time and the shell itself ---------------------------------------------------------------------------------
 
@@ -177,12 +181,12 @@ class AgentCore:
 
     def on_bug(self, error: BaseException) -> Actions:
         """A part of the shell has failed, which is our fault: end loudly instead of going on without it."""
-        self.state.end(StopTrainer(EXIT_BUG, f"{type(error).__name__}: {error}"))
+        self.state.end_training(StopTrainer(EXIT_BUG, f"{type(error).__name__}: {error}"))
         return self._take_actions()
 
     # ---- helpers ---------------------------------------------------------------------------------------------------
 
-    def _answer(self, message: Message) -> Answer | None:
+    def _answer_message(self, message: Message) -> Answer | None:
         s = self.state
         attempt = getattr(message, "attempt", None)
         if attempt != s.trainer.attempt or not s.trainer.alive:
@@ -195,28 +199,28 @@ class AgentCore:
             return ErrorReply("RemoteProtocolError", f"{type(message).__name__} is not a message of rank 0")
         return handle(s, message)
 
-    def _refuse(self, channel: Channel, error: DipsError) -> None:
+    def _on_refusal(self, channel: Channel, error: DipsError) -> None:
         s = self.state
         if channel is Channel.SYNC:
             outer_sync.on_sync_error(s, error)
             return
-        close(s, channel)
+        close_channel(s, channel)
         if isinstance(error, StaleIncarnation):
             s.heartbeats.due_at = s.now  # its answer shows whether this incarnation is gone or fenced
         else:
-            s.fail(error)
+            s.fail_training(error)
 
     def _take_range_reply(self, result: Result) -> None:
         handle = RANGE_REPLIES.get(type(result))
         if handle is None:
-            self.state.fail(LocalProtocolError(f"asked for data ranges, the master answered {result!r}"))
+            self.state.fail_training(LocalProtocolError(f"asked for data ranges, the master answered {result!r}"))
         else:
             handle(self.state, result)
 
     def _take_actions(self) -> Actions:
         s = self.state
         heartbeats.send_due(s)
-        s.tally.switch(training.name_cause(s), s.now)
+        s.tally.switch_cause(training.name_cause(s), s.now)
         actions, s.out = s.out, []
         if any(isinstance(a, RecordMark) and a.kind in SAVED_AT for a in actions):
             actions.insert(0, SaveIncarnation(membership.past_incarnation(s)))

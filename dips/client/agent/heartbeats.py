@@ -8,9 +8,9 @@ from __future__ import annotations
 from math import inf
 
 from dips.client.agent.actions import SaveIncarnation, SendHeartbeat
-from dips.client.agent.membership import past_incarnation, rejoin
+from dips.client.agent.membership import past_incarnation, rejoin_run
 from dips.client.agent.phases import ACTIVITY, SyncPhase
-from dips.client.agent.pulls import rest
+from dips.client.agent.pulls import end_transfer
 from dips.client.agent.pushes import give_back
 from dips.client.agent.questions import end_pauses
 from dips.client.agent.state import AgentState, TrainerAttempt
@@ -49,7 +49,7 @@ def build_heartbeat(s: AgentState) -> ClusterHeartbeat | None:
         activity if trainer.alive else Activity.IDLE,
         trainer.attempt,
         trainer.inner_steps,
-        account.unsettled,
+        account.unsettled_tokens,
         account.lost,
         trainer.loss,
         trainer.base,
@@ -58,7 +58,7 @@ def build_heartbeat(s: AgentState) -> ClusterHeartbeat | None:
         s.pace.aligned_steps,
         s.pace.step_s,
         s.pace.since_push,
-        account.consumed,
+        account.consumed_tokens,
     )
 
 
@@ -86,9 +86,9 @@ def on_answer(s: AgentState, inc: int, answer: ClusterHeartbeatAnswer) -> None:
     if answer.standing is ClusterStanding.LIVE:
         halt_dropped(s, (answer.push, answer.pull))
     if answer.standing is ClusterStanding.FENCED:
-        s.fail(StaleIncarnation(f"{s.cluster}/{inc} is fenced by a newer incarnation of the cluster"))
+        s.fail_training(StaleIncarnation(f"{s.cluster}/{inc} is fenced by a newer incarnation of the cluster"))
     elif answer.standing is ClusterStanding.GONE:
-        rejoin(s)
+        rejoin_run(s)
     elif s.sync.phase is SyncPhase.UNSURE:
         give_back(s)
-        rest(s, "the master took up this incarnation again")
+        end_transfer(s, "the master took up this incarnation again")

@@ -24,7 +24,7 @@ class IncarnationFile:
         self._saved: PastIncarnation | None = None
         self._fails = False
 
-    def former(self) -> PastIncarnation:
+    def read_former(self) -> PastIncarnation:
         """What the last agent here left; NO_INCARNATION if there was none, or if it was another run's or cluster's."""
         try:
             found = json.loads(self._path.read_text())
@@ -37,7 +37,7 @@ class IncarnationFile:
             self._log.warning("incarnation_not_read", path=str(self._path), error=str(error), done=done)
             return NO_INCARNATION
 
-    def save(self, past: PastIncarnation) -> None:
+    def save_incarnation(self, past: PastIncarnation) -> None:
         """Leave this behind; a disk that is full costs no training."""
         if past == self._saved:
             return

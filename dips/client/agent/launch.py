@@ -15,7 +15,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def prctl(option: int, value: int) -> None:
+def set_process_attribute(option: int, value: int) -> None:
     """Set one attribute of this process; raise OSError if the kernel refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
@@ -25,7 +25,7 @@ def prctl(option: int, value: int) -> None:
 def main(argv: list[str]) -> None:
     agent, dashes, command = int(argv[1]), argv[2], argv[3:]
     assert dashes == "--" and command
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    set_process_attribute(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != agent:  # it died before prctl
         raise SystemExit(128 + signal.SIGTERM)
     try:

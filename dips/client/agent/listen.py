@@ -21,7 +21,7 @@ AGAIN_S = 1.0
 
 
 @asynccontextmanager
-async def listening(config: ClusterFile, ranks: RankServer, log: Log) -> AsyncIterator[dict[str, str]]:
+async def listen_for_ranks(config: ClusterFile, ranks: RankServer, log: Log) -> AsyncIterator[dict[str, str]]:
     """Serve ranks; the value is what a rank must find in its environment, to find the agent."""
     path, remote = socket_path(config), over_network(config)
     servers = [await _on_this_host(path, ranks)]
@@ -46,7 +46,7 @@ async def _on_this_host(path: Path, ranks: RankServer) -> asyncio.Server:
     path.unlink(missing_ok=True)  # of an agent that was killed; the pid file's lock says that none runs
     mask = os.umask(0o177)
     try:
-        return await asyncio.start_unix_server(ranks.serve, path)
+        return await asyncio.start_unix_server(ranks.serve_local, path)
     except OSError as error:
         raise ConfigError(f"socket: cannot listen on {path}: {error.strerror or error}") from error
     finally:
@@ -57,12 +57,12 @@ async def _on_any_host(remote: tuple[str, int, str], ranks: RankServer, token: b
     """The port on the one address that `remote` names, and how ranks write its host."""
     host, port, named_by = remote
     try:
-        family, *_, address = await _resolved(host, port)
+        family, *_, address = await _resolve_host(host, port)
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-            return await asyncio.start_server(ranks.serve_with(token), sock=listener), _bracketed(host)
+            return await asyncio.start_server(ranks.serve_with(token), sock=listener), _bracket_host(host)
         except OSError:
             listener.close()
             raise
@@ -73,7 +73,7 @@ async def _on_any_host(remote: tuple[str, int, str], ranks: RankServer, token: b
         ) from error
 
 
-async def _resolved(host: str, port: int) -> tuple[int, int, int, str, tuple[object, ...]]:
+async def _resolve_host(host: str, port: int) -> tuple[int, int, int, str, tuple[object, ...]]:
     loop, until = asyncio.get_running_loop(), asyncio.get_running_loop().time() + RESOLVE_S
     while True:
         try:
@@ -84,5 +84,5 @@ async def _resolved(host: str, port: int) -> tuple[int, int, int, str, tuple[obj
             await asyncio.sleep(AGAIN_S)
 
 
-def _bracketed(host: str) -> str:
+def _bracket_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host

@@ -27,7 +27,7 @@ from dips.protocol.events import (
 from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
 from dips.transport import control
 from dips.wire.generated.cluster_pb2_grpc import ClusterServiceStub
-from dips.wire.messages import from_proto, to_proto, unwrap
+from dips.wire.messages import from_proto, to_proto, unwrap_oneof
 
 CALL_S = 10.0  # a question that the master answers at once
 POLL_S = 30.0  # a question that the master may hold open for about 10 s
@@ -51,24 +51,26 @@ class MasterLink:
 
     def __init__(self, address: str) -> None:
         self._peer = f"the master at {address}"
-        self._channels: tuple[aio.Channel, aio.Channel] = (control.channel(address), control.channel(address))
+        self._channels: tuple[aio.Channel, aio.Channel] = (control.open_channel(address), control.open_channel(address))
         self._questions, self._heartbeats = (ClusterServiceStub(channel) for channel in self._channels)
 
-    async def ask(self, event: object) -> Result:
+    async def ask_master(self, event: object) -> Result:
         """Ask; raise UnavailableMaster if nobody answers in time, else what the master raised."""
         method, deadline_s = CALLS[type(event)]
-        reply = await self._call(getattr(self._questions, method), event, deadline_s)
-        return cast(Result, unwrap(reply))
+        reply = await self._call_method(getattr(self._questions, method), event, deadline_s)
+        return cast(Result, unwrap_oneof(reply))
 
     async def send_heartbeat(self, heartbeat: ClusterHeartbeat, deadline_s: float) -> ClusterHeartbeatAnswer:
-        """Keep the lease; raise as `ask` does."""
-        return from_proto(await self._call(self._heartbeats.Heartbeat, heartbeat, deadline_s), ClusterHeartbeatAnswer)
+        """Keep the lease; raise as `ask_master` does."""
+        return from_proto(
+            await self._call_method(self._heartbeats.Heartbeat, heartbeat, deadline_s), ClusterHeartbeatAnswer
+        )
 
     async def close(self) -> None:
         for channel in self._channels:
             await channel.close()
 
-    async def _call(self, method: Any, event: object, deadline_s: float) -> Any:
-        return await control.call(
+    async def _call_method(self, method: Any, event: object, deadline_s: float) -> Any:
+        return await control.call_method(
             method, to_proto(event), deadline_s=deadline_s, peer=self._peer, unavailable=UnavailableMaster
         )

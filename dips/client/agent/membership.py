@@ -9,45 +9,45 @@ from __future__ import annotations
 from dips.client.agent.account import NO_INCARNATION, Account, PastIncarnation, RangeQueue
 from dips.client.agent.actions import Channel
 from dips.client.agent.phases import SyncPhase
-from dips.client.agent.pulls import rest
-from dips.client.agent.questions import ask, close
+from dips.client.agent.pulls import end_transfer
+from dips.client.agent.questions import ask_master, close_channel
 from dips.client.agent.state import AgentState
 from dips.client.agent.verdicts import give_verdict, train_on
 from dips.protocol.effects import Joined
 from dips.protocol.events import ClusterJoined, ClusterLeft
 
 
-def join(s: AgentState, reason: str) -> None:
+def join_run(s: AgentState, reason: str) -> None:
     """Begin a new incarnation; the one before, if there was one, ends by this."""
     member = s.membership
     if s.joined:
-        member.former, s.account = PastIncarnation(member.inc, s.account.consumed), Account()
+        member.former, s.account = PastIncarnation(member.inc, s.account.consumed_tokens), Account()
     member.nonce = s.new_nonce()
     s.sync.phase, s.sync.reason, s.sync.grant = SyncPhase.JOINING, reason, None
     who = s.settings.identity
     event = ClusterJoined(0, who.cluster, member.nonce, who.run, member.manifest, who.config_digest)
-    ask(s, Channel.SYNC, event)
+    ask_master(s, Channel.SYNC, event)
 
 
 def on_joined(s: AgentState, result: Joined) -> None:
     """The master has a new incarnation for us: everything that is counted in one begins anew."""
     member, sync = s.membership, s.sync
     if result.term < member.term:
-        join(s, "a master answered that has a successor")
+        join_run(s, "a master answered that has a successor")
         return
     s.account.lose_carried()
     s.account = Account(lost=s.account.lost + _take_unreported(s, result))
     s.ranges = RangeQueue()
-    s.ranges.lease(result.ranges, False)
+    s.ranges.add_leased(result.ranges, False)
     s.range_requests.seq, s.range_requests.claimed = 0, ()
-    close(s, Channel.RANGES)
+    close_channel(s, Channel.RANGES)
     member.term, member.inc, member.settled = result.term, result.inc, result.settled
     sync.seq = sync.accepted_seq = 0
     sync.pull_due = True
     s.trainer.must_pull = s.trainer.base is not None  # what it trained under its former incarnation is overwritten
     s.update_progress(result.progress)
-    s.mark("joined", inc=result.inc, head=str(result.head))
-    rest(s, f"joined as {s.cluster}/{member.inc}")
+    s.record_mark("joined", inc=result.inc, head=str(result.head))
+    end_transfer(s, f"joined as {s.cluster}/{member.inc}")
 
 
 def _take_unreported(s: AgentState, result: Joined) -> int:
@@ -64,25 +64,25 @@ def _take_unreported(s: AgentState, result: Joined) -> int:
     return max(0, former.consumed - result.accounted) if ours else 0
 
 
-def rejoin(s: AgentState) -> None:
+def rejoin_run(s: AgentState) -> None:
     """The lease ran out: what was unsettled is lost, since the master has freed its ranges."""
     s.account.lose_carried()
     s.account.lose_frozen()
-    s.mark("incarnation_ended", inc=s.membership.inc, tokens_lost=s.account.lost)
-    join(s, "its lease at the master ran out: it joins again")
+    s.record_mark("incarnation_ended", inc=s.membership.inc, tokens_lost=s.account.lost)
+    join_run(s, "its lease at the master ran out: it joins again")
 
 
-def leave(s: AgentState) -> ClusterLeft | None:
+def leave_run(s: AgentState) -> ClusterLeft | None:
     """The last message to the master; None if the cluster has no incarnation there."""
-    return ClusterLeft(0, s.cluster, s.membership.inc, s.account.consumed) if s.joined else None
+    return ClusterLeft(0, s.cluster, s.membership.inc, s.account.consumed_tokens) if s.joined else None
 
 
 def past_incarnation(s: AgentState) -> PastIncarnation:
     """What the next agent must know if this one dies now."""
     if s.joined:
-        return PastIncarnation(s.membership.inc, s.account.consumed)
+        return PastIncarnation(s.membership.inc, s.account.consumed_tokens)
     former = s.membership.former
-    return PastIncarnation(former.inc, former.consumed + s.account.consumed)
+    return PastIncarnation(former.inc, former.consumed + s.account.consumed_tokens)
 
 
 def on_unreachable(s: AgentState, reason: str) -> None:

@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 
 from dips.client.agent.relay import Relay
 from dips.client.agent.state import AgentState
-from dips.telemetry.metrics import MetricRow, Status, families
+from dips.telemetry.metrics import MetricRow, Status, make_families
 
 SELF = (
     MetricRow("dips_agent_incarnation", "inc", "Incarnations of this cluster so far, as its master counts."),
@@ -35,10 +35,10 @@ FATE = (MetricRow("dips_agent_tokens_by_fate", "tokens", "Tokens of this incarna
 MOVED = (MetricRow("dips_agent_moved_bytes", "nbytes", "Of pushes and pulls that were carried through.", counter=True),)
 
 
-def read(state: AgentState, now: float) -> dict[str, Any]:
+def read_metrics(state: AgentState, now: float) -> dict[str, Any]:
     """Gather the numbers; on the thread that owns the core."""
     trainer, member, tally, account = state.trainer, state.membership, state.tally, state.account
-    rate, silent_since = tally.rate(now), member.unreachable_since
+    rate, silent_since = tally.token_rate(now), member.unreachable_since
     return {
         "inc": member.inc,
         "attempt": trainer.attempt,
@@ -52,7 +52,7 @@ def read(state: AgentState, now: float) -> dict[str, Any]:
         "base": trainer.base.version if trainer.base else None,
         "progress": state.fraction,
         "silent_s": 0.0 if silent_since is None else max(0.0, now - silent_since),
-        "spent": tally.spent(now),
+        "spent": tally.seconds_by_cause(now),
         "moved": dict(tally.moved),
         "fates": {
             "carried": account.carried.tokens,
@@ -68,15 +68,15 @@ def read_relay(relay: Relay | None) -> dict[str, Any]:
     """The relay's numbers; nothing without one."""
     if relay is None:
         return {}
-    return {"relayed": relay.passed_bytes, "relay_open": relay.connections, "relay_refused": relay.refused}
+    return {"relayed": relay.passed_bytes, "relay_open": relay.open_connections, "relay_refused": relay.refused}
 
 
 def collect(status: Status) -> Iterator[Metric]:
-    """Turn what `read` gathered into metric families."""
-    yield from families(SELF, [((), status)], ())
+    """Turn what `read_metrics` gathered into metric families."""
+    yield from make_families(SELF, [((), status)], ())
     spent = [((cause,), {"seconds": seconds}) for cause, seconds in status["spent"].items()]
-    yield from families(SPENT, spent, ("cause",))
+    yield from make_families(SPENT, spent, ("cause",))
     fates = [((fate,), {"tokens": tokens}) for fate, tokens in status["fates"].items()]
-    yield from families(FATE, fates, ("fate",))
+    yield from make_families(FATE, fates, ("fate",))
     moved = [((direction,), {"nbytes": nbytes}) for direction, nbytes in status["moved"].items()]
-    yield from families(MOVED, moved, ("direction",))
+    yield from make_families(MOVED, moved, ("direction",))

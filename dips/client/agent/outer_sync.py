@@ -13,7 +13,7 @@ from typing import Any
 from dips.client.agent import membership, pulls, pushes
 from dips.client.agent.actions import Channel
 from dips.client.agent.phases import SyncPhase
-from dips.client.agent.questions import close, repeat
+from dips.client.agent.questions import close_channel, repeat_question
 from dips.client.agent.state import AgentState
 from dips.client.agent.verdicts import give_verdict, train_on
 from dips.client.ipc.messages import (
@@ -59,11 +59,11 @@ def answer_question(s: AgentState, q: SyncQuestion) -> Answer:
         else:
             _take_question(s, q.number)
             sync.waits_since = s.now
-            _open(s, q)
+            _open_question(s, q)
     verdict = _find_verdict(s)
     if isinstance(verdict, AskAgain) and sync.phase is SyncPhase.ASKING_PUSH and _stands_too_long(s):
         sync.waiting = False  # the master is asked on: what it grants is taken at the next look
-        return TrainOn(sync.reason, s.pace.soon, s.fraction)
+        return TrainOn(sync.reason, s.pace.steps_until_ask, s.fraction)
     return verdict
 
 
@@ -82,7 +82,7 @@ def _stands_too_long(s: AgentState) -> bool:
     return not s.settings.overlap and in_vain
 
 
-def _open(s: AgentState, q: SyncQuestion) -> None:
+def _open_question(s: AgentState, q: SyncQuestion) -> None:
     """Begin what a new question asks for, if it is still the time for it."""
     sync = s.sync
     if isinstance(q, PushMoved) and sync.phase is SyncPhase.PUSHING and q.seq == sync.seq:
@@ -94,7 +94,7 @@ def _open(s: AgentState, q: SyncQuestion) -> None:
     elif sync.phase is not SyncPhase.RESTING:
         pass  # what was moved belongs to a transfer that is over; the verdict on the present one is to come
     elif isinstance(q, PushMoved | PullMoved) or sync.pull_due or s.membership.progress.finished:
-        pulls.rest(s, "the transfer was ended meanwhile")
+        pulls.end_transfer(s, "the transfer was ended meanwhile")
     elif s.now < sync.backoff_until:
         give_verdict(s, train_on(s, sync.reason, again=True))
     elif (steps := s.pace.look_in(s.now)) and not q.demanded:
@@ -113,26 +113,26 @@ def _find_verdict(s: AgentState) -> Answer:
         return PushNow(inc, sync.seq, sync.grant, sync.accepted_seq)
     if sync.phase is SyncPhase.PULLING and sync.grant:
         return PullNow(inc, sync.seq, sync.grant, s.fraction, sync.accepted_seq, sync.merge)
-    return AskAgain(sync.reason, s.pace.soon)
+    return AskAgain(sync.reason, s.pace.steps_until_ask)
 
 
 def on_sync_reply(s: AgentState, result: Result) -> None:
     """Take the master's reply to the open question."""
     if isinstance(result, Pending):
         s.sync.reason = result.reason
-        repeat(s, Channel.SYNC)
+        repeat_question(s, Channel.SYNC)
         return
-    close(s, Channel.SYNC)
+    close_channel(s, Channel.SYNC)
     handle = REPLIES.get((s.sync.phase, type(result)))
     if handle is None:
-        s.fail(LocalProtocolError(f"while {s.sync.phase} the master answered {result!r}"))
+        s.fail_training(LocalProtocolError(f"while {s.sync.phase} the master answered {result!r}"))
     else:
         handle(s, result)
 
 
 def on_sync_error(s: AgentState, error: DipsError) -> None:
     """The master refused the open question. Why an incarnation is stale, the next heartbeat's answer shows."""
-    close(s, Channel.SYNC)
+    close_channel(s, Channel.SYNC)
     if isinstance(error, StaleIncarnation):
         s.sync.phase, s.sync.reason = SyncPhase.UNSURE, str(error)
         s.heartbeats.due_at = s.now
@@ -140,7 +140,7 @@ def on_sync_error(s: AgentState, error: DipsError) -> None:
         drop = pulls.on_pull_dropped if s.sync.phase is SyncPhase.ASKING_PULL else pushes.on_push_dropped
         drop(s, Dropped(str(error)))
     else:
-        s.fail(error)
+        s.fail_training(error)
 
 
 # Which reply is legal in which phase, and what handles it. Pending is legal everywhere: the same is asked again.

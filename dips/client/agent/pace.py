@@ -46,7 +46,7 @@ class Pace:
         return median(self._took) if self._took else 0.0
 
     @property
-    def soon(self) -> int:
+    def steps_until_ask(self) -> int:
         """Inner steps after which a trainer that trains on while it waits should ask again.
 
         A few times as many as were seen at most: a trainer's first steps may be far faster than those that follow.
@@ -62,16 +62,16 @@ class Pace:
             self._took.append(now - self._last)
         self._last = now
 
-    def pause(self) -> None:
+    def pause_timing(self) -> None:
         """The trainer waited for a transfer or a window: the next step's time is no measure of its speed."""
         self._last = None
 
-    def cut(self, now: float) -> None:
+    def restart_count(self, now: float) -> None:
         """A push is over, whatever came of it, or a trainer begins: count anew."""
         self.since_push, self._since, self._due = 0, now, None
-        self.pause()
+        self.pause_timing()
 
-    def resume(self, since_push: int) -> None:
+    def resume_count(self, since_push: int) -> None:
         """Resume from a checkpoint: so many steps were taken since the last push."""
         self.since_push = since_push
 
@@ -83,16 +83,16 @@ class Pace:
     def look_in(self, now: float) -> int:
         """Inner steps until the ranks should look again; 0: a push is due."""
         if self._seconds is not None:
-            return self._until(self._since + self._seconds, now)
+            return self._steps_until(self._since + self._seconds, now)
         if self._aligned is None:
             return max(0, (self._steps or 0) - self.since_push)
         if self._due is None or now - self._set_at > BELIEVED_S:
             return self._by_itself(self._aligned)
         if self.since_push >= self._aligned * MOST_TIMES:
             return 0
-        return self._until(self._due, now)
+        return self._steps_until(self._due, now)
 
-    def _until(self, due: float, now: float) -> int:
+    def _steps_until(self, due: float, now: float) -> int:
         if self.since_push == 0:
             return 1  # a push without a step is nothing
         left = (due - now) / self.step_s if self.step_s > 0 else 1.0 if due > now else 0.0

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from dips.client.agent.actions import Channel
 from dips.client.agent.phases import SyncPhase
-from dips.client.agent.questions import ask
+from dips.client.agent.questions import ask_master
 from dips.client.agent.state import AgentState
 from dips.client.agent.transfers import begin_transfer, record_moved
-from dips.client.agent.verdicts import conclude
+from dips.client.agent.verdicts import conclude_question
 from dips.client.ipc.messages import PullMoved, PullWanted
 from dips.protocol.effects import Acknowledged, Dropped, Finished, Grant, Refused
 from dips.protocol.events import PullFinished, PullRequested
@@ -18,7 +18,7 @@ PULL_TRIES = 3  # a pull that fails so often in a row is given up, unless the tr
 RETRY_S = 0.5  # before a failed pull is asked for anew
 
 
-def rest(s: AgentState, reason: str, again: bool = False, delay_s: float = 0.0) -> None:
+def end_transfer(s: AgentState, reason: str, again: bool = False, delay_s: float = 0.0) -> None:
     """The transfer is over: ask for the pull that a waiting trainer needs, or give it its verdict."""
     sync = s.sync
     sync.phase, sync.reason, sync.grant = SyncPhase.RESTING, reason, None
@@ -26,7 +26,7 @@ def rest(s: AgentState, reason: str, again: bool = False, delay_s: float = 0.0) 
     if sync.waiting and sync.pull_due:
         ask_pull(s, delay_s)
     elif sync.waiting:
-        conclude(s, reason, again)
+        conclude_question(s, reason, again)
 
 
 def want_final_pull(s: AgentState) -> None:
@@ -39,14 +39,14 @@ def want_final_pull(s: AgentState) -> None:
 def want_pull(s: AgentState, _: PullWanted) -> None:
     """A trainer that begins has no parameters of the run."""
     s.sync.pull_due = True
-    rest(s, "a pull is wanted")
+    end_transfer(s, "a pull is wanted")
 
 
 def ask_pull(s: AgentState, delay_s: float = 0.0) -> None:
     sync = s.sync
     sync.seq, sync.moved = sync.seq + 1, (0, 0)
     sync.phase, sync.reason = SyncPhase.ASKING_PULL, sync.reason or "it asks for a pull"
-    ask(s, Channel.SYNC, PullRequested(0, s.pull_id, s.trainer.pull_ranks), delay_s)
+    ask_master(s, Channel.SYNC, PullRequested(0, s.pull_id, s.trainer.pull_ranks), delay_s)
 
 
 def on_pull_granted(s: AgentState, grant: Grant, after_push: bool = False) -> None:
@@ -59,7 +59,7 @@ def on_pull_granted(s: AgentState, grant: Grant, after_push: bool = False) -> No
     finished = s.membership.progress.finished
     sync.merge = s.settings.overlap and after_push and not s.trainer.must_pull and not finished
     begin_transfer(s)
-    s.mark("pull_begin", seq=sync.seq, version=str(grant.version))
+    s.record_mark("pull_begin", seq=sync.seq, version=str(grant.version))
 
 
 def on_pull_moved(s: AgentState, moved: PullMoved) -> None:
@@ -67,7 +67,7 @@ def on_pull_moved(s: AgentState, moved: PullMoved) -> None:
     sync, trainer = s.sync, s.trainer
     assert sync.grant
     version = sync.grant.version
-    s.mark(
+    s.record_mark(
         "pull_end", seq=moved.seq, version=str(version), installed=moved.installed, nbytes=moved.nbytes,
         reason=moved.reason,
     )  # fmt: skip
@@ -78,12 +78,12 @@ def on_pull_moved(s: AgentState, moved: PullMoved) -> None:
     else:
         if moved.torn:
             trainer.base = None  # it has no parameters of the run, until a pull succeeds
-            s.mark("torn", seq=moved.seq)
+            s.record_mark("torn", seq=moved.seq)
         record_pull_failure(s, f"its pull failed: {moved.reason}")
     close_pull(s, moved.installed)
     want_final_pull(s)
     if not sync.pull_due:  # it need not stand still while the pull is being closed
-        conclude(s, sync.reason)
+        conclude_question(s, sync.reason)
 
 
 def _record_install(s: AgentState, moved: PullMoved) -> None:
@@ -105,26 +105,26 @@ def record_pull_failure(s: AgentState, reason: str) -> None:
 def close_pull(s: AgentState, installed: bool) -> None:
     """Tell the master that the slaves need not keep the version for this cluster any longer."""
     s.sync.phase, s.sync.grant = SyncPhase.CLOSING, None
-    ask(s, Channel.SYNC, PullFinished(0, s.pull_id, installed))
+    ask_master(s, Channel.SYNC, PullFinished(0, s.pull_id, installed))
 
 
 def on_pull_refused(s: AgentState, result: Refused) -> None:
     record_pull_failure(s, f"its pull was refused: {result.reason}")
-    rest(s, s.sync.reason, delay_s=result.retry_after_s)
+    end_transfer(s, s.sync.reason, delay_s=result.retry_after_s)
 
 
 def on_pull_dropped(s: AgentState, result: Dropped) -> None:
     record_pull_failure(s, f"its pull was dropped: {result.reason}")
-    rest(s, result.reason, delay_s=RETRY_S)
+    end_transfer(s, result.reason, delay_s=RETRY_S)
 
 
 def on_pull_after_end(s: AgentState, result: Finished) -> None:
     """The run is finished, and its last version is not to be had any more."""
     s.membership.progress = replace(s.membership.progress, finished=result.version)
     s.sync.pull_due, s.sync.final_pull_tried = False, True
-    rest(s, "the run is finished")
+    end_transfer(s, "the run is finished")
 
 
 def on_closed(s: AgentState, _: Acknowledged | Dropped) -> None:
     """The master has closed the pull, or the push that was aborted."""
-    rest(s, s.sync.reason, delay_s=RETRY_S)
+    end_transfer(s, s.sync.reason, delay_s=RETRY_S)

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from dips.client.agent.actions import Channel
 from dips.client.agent.phases import SyncPhase
-from dips.client.agent.pulls import RETRY_S, close_pull, on_pull_granted, rest
-from dips.client.agent.questions import ask
+from dips.client.agent.pulls import RETRY_S, close_pull, end_transfer, on_pull_granted
+from dips.client.agent.questions import ask_master
 from dips.client.agent.state import AgentState
 from dips.client.agent.training import mark_inner_steps, name_cause
 from dips.client.agent.transfers import begin_transfer, record_moved
@@ -27,10 +27,10 @@ def ask_push(s: AgentState) -> None:
     sync = s.sync
     assert s.trainer.base is not None
     if not s.settings.overlap:
-        s.pace.pause()
+        s.pace.pause_timing()
     sync.seq, sync.moved = sync.seq + 1, (0, 0)
     sync.phase, sync.reason = SyncPhase.ASKING_PUSH, "it asks for a push"
-    ask(s, Channel.SYNC, PushRequested(0, s.push_id, s.trainer.base, s.trainer.push_ranks))
+    ask_master(s, Channel.SYNC, PushRequested(0, s.push_id, s.trainer.base, s.trainer.push_ranks))
 
 
 def on_push_granted(s: AgentState, grant: Grant) -> None:
@@ -47,17 +47,17 @@ def freeze_push(s: AgentState) -> None:
     if sync.frozen:
         return
     sync.frozen, sync.frozen_by, s.trainer.loss_not_finite = True, s.trainer.attempt, False
-    s.account.freeze()
+    s.account.freeze_portion()
     if s.settings.overlap:
-        s.pace.cut(s.now)
+        s.pace.restart_count(s.now)
     begin_transfer(s)
-    s.mark("push_begin", seq=sync.seq, base=str(s.trainer.base), tokens=s.account.frozen.tokens)
+    s.record_mark("push_begin", seq=sync.seq, base=str(s.trainer.base), tokens=s.account.frozen.tokens)
 
 
 def on_push_moved(s: AgentState, moved: PushMoved) -> None:
     """All bytes are at the slaves: have the push committed. If some are not, abort it; the trainer trains on."""
     sync = s.sync
-    s.mark("push_end", seq=moved.seq, ok=moved.ok, nbytes=moved.nbytes, reason=moved.reason)
+    s.record_mark("push_end", seq=moved.seq, ok=moved.ok, nbytes=moved.nbytes, reason=moved.reason)
     if not moved.ok:
         give_back(s)
         abort_push(s, f"its push failed: {moved.reason}")
@@ -67,37 +67,37 @@ def on_push_moved(s: AgentState, moved: PushMoved) -> None:
     s.tally.moved["push"] += moved.nbytes
     sync.phase, sync.reason = SyncPhase.FINISHING, "its push waits to be committed"
     p = s.account.frozen
-    ask(s, Channel.SYNC, PushFinished(0, s.push_id, p.tokens, p.inner_steps, p.ranges, p.loss))
+    ask_master(s, Channel.SYNC, PushFinished(0, s.push_id, p.tokens, p.inner_steps, p.ranges, p.loss))
 
 
 def on_push_refused(s: AgentState, result: Refused) -> None:
     s.sync.backoff_until = s.now + result.retry_after_s
-    rest(s, result.reason, again=True)
+    end_transfer(s, result.reason, again=True)
 
 
 def on_committed(s: AgentState, _: Committed) -> None:
     s.sync.phase, s.sync.reason = SyncPhase.AWAITING, "its push is committed, the window is open"
-    s.mark("window_begin", seq=s.sync.seq)
-    ask(s, Channel.SYNC, RoundAwaited(0, s.push_id))
+    s.record_mark("window_begin", seq=s.sync.seq)
+    ask_master(s, Channel.SYNC, RoundAwaited(0, s.push_id))
 
 
 def on_outcome(s: AgentState, result: Outcome) -> None:
     """The round is over: settle what was pushed, and pull the new version if the trainer waits for it."""
     sync = s.sync
     _mark_outcome(s, result.kind, str(result.version), result.reason)
-    s.tally.switch(name_cause(s), s.now)
+    s.tally.switch_cause(name_cause(s), s.now)
     s.tally.count_update(result.update_s)
     s.update_progress(result.progress)
     if result.kind is OutcomeKind.SKIPPED:
         give_back(s)
-        rest(s, f"its round was skipped: {result.reason}")
+        end_transfer(s, f"its round was skipped: {result.reason}")
         return
-    s.account.settle(result.kind)
+    s.account.settle_outcome(result.kind)
     s.membership.settled += 1
     sync.accepted_seq = sync.seq if result.kind is OutcomeKind.ACCEPTED else sync.accepted_seq
     sync.pull_due = sync.waiting
     if result.pull is None:
-        rest(s, f"its push was {result.kind}")
+        end_transfer(s, f"its push was {result.kind}")
     elif sync.waiting:
         on_pull_granted(s, result.pull, after_push=True)
     else:
@@ -113,14 +113,14 @@ def on_push_dropped(s: AgentState, result: Dropped) -> None:
     give_back(s)
     if asking:
         sync.backoff_until = s.now + AGAIN_S
-    rest(s, result.reason, again=asking, delay_s=RETRY_S)
+    end_transfer(s, result.reason, again=asking, delay_s=RETRY_S)
 
 
 def on_push_after_end(s: AgentState, result: Finished) -> None:
     """The run was finished before this push could be part of it."""
     s.membership.progress = replace(s.membership.progress, finished=result.version)
     give_back(s)
-    rest(s, "the run is finished")
+    end_transfer(s, "the run is finished")
 
 
 def give_back(s: AgentState) -> None:
@@ -134,10 +134,10 @@ def give_back(s: AgentState) -> None:
 
 def abort_push(s: AgentState, reason: str) -> None:
     s.sync.phase, s.sync.reason, s.sync.grant = SyncPhase.ABORTING, reason, None
-    ask(s, Channel.SYNC, PushAborted(0, s.push_id, reason))
+    ask_master(s, Channel.SYNC, PushAborted(0, s.push_id, reason))
 
 
 def _mark_outcome(s: AgentState, outcome: str, version: str, reason: str) -> None:
     if s.sync.phase is SyncPhase.AWAITING:
-        s.mark("window_end", seq=s.sync.seq)
-    s.mark("outcome", outcome=outcome, version=version, seq=s.sync.seq, reason=reason)
+        s.record_mark("window_end", seq=s.sync.seq)
+    s.record_mark("outcome", outcome=outcome, version=version, seq=s.sync.seq, reason=reason)

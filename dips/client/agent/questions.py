@@ -14,18 +14,18 @@ ASK_AGAIN_S = 0.05  # after Pending; the master holds the question open itself
 FIRST_PAUSE_S = 0.2  # before the second try to reach the master
 
 
-def ask(s: AgentState, channel: Channel, event: object, delay_s: float = 0.0) -> None:
+def ask_master(s: AgentState, channel: Channel, event: object, delay_s: float = 0.0) -> None:
     """Ask a new question; what was asked in the channel before no longer stands."""
     s.questions_asked += 1
     backoff = Backoff(FIRST_PAUSE_S, s.settings.retry_s, s.rng)
     s.questions[channel] = OpenQuestion(s.questions_asked, event, backoff)
-    _send(s, channel, delay_s)
+    _send_question(s, channel, delay_s)
 
 
-def repeat(s: AgentState, channel: Channel, delay_s: float = ASK_AGAIN_S) -> None:
+def repeat_question(s: AgentState, channel: Channel, delay_s: float = ASK_AGAIN_S) -> None:
     """The master answered that it cannot answer yet."""
     s.questions[channel].backoff.reset()
-    _send(s, channel, delay_s)
+    _send_question(s, channel, delay_s)
 
 
 def repeat_after_pause(s: AgentState, channel: Channel) -> None:
@@ -39,21 +39,21 @@ def end_pauses(s: AgentState) -> None:
     """The master can be reached: repeat at once what waits for that."""
     for channel, question in s.questions.items():
         if question.pausing:
-            _send(s, channel, 0.0)
+            _send_question(s, channel, 0.0)
 
 
 def is_open(s: AgentState, ask: AskMaster) -> bool:
-    """The answer to `ask` is still waited for."""
+    """The answer to this question is still waited for."""
     question = s.questions.get(ask.channel)
     return question is not None and question.number == ask.number
 
 
-def close(s: AgentState, channel: Channel) -> None:
+def close_channel(s: AgentState, channel: Channel) -> None:
     """Whatever is answered in this channel from now on is passed over, until the next question."""
     s.questions.pop(channel, None)
 
 
-def _send(s: AgentState, channel: Channel, delay_s: float) -> None:
+def _send_question(s: AgentState, channel: Channel, delay_s: float) -> None:
     question = s.questions[channel]
     question.pausing = False
     s.out.append(AskMaster(channel, question.number, question.event, delay_s))

@@ -11,7 +11,7 @@ from dips.client.agent.account import NOTHING
 from dips.client.agent.actions import Channel
 from dips.client.agent.phases import SyncPhase
 from dips.client.agent.pushes import AGAIN_S
-from dips.client.agent.questions import ask, close, repeat
+from dips.client.agent.questions import ask_master, close_channel, repeat_question
 from dips.client.agent.state import AgentState
 from dips.client.ipc.messages import Answer, AskAgain, RangeGiven, RangesEnded, RangeWanted
 from dips.protocol.effects import Finished, Pending, Ranges, Refused
@@ -28,23 +28,23 @@ def give_range(s: AgentState, message: RangeWanted) -> Answer:
     if message.count != s.ranges.asked:
         _use_up(s, message.count)
     finished = s.membership.progress.finished
-    given = None if finished else s.ranges.serve()
+    given = None if finished else s.ranges.serve_range()
     if not s.ranges.waiting and not s.ranges.exhausted and not is_asked(s) and s.joined:
         ask_ranges(s)
-    answer = _answer(s, given)
+    answer = _make_answer(s, given)
     s.trainer.starved = isinstance(answer, AskAgain)
     return answer
 
 
 def _use_up(s: AgentState, count: int) -> None:
-    used = s.ranges.finish(count)
+    used = s.ranges.finish_range(count)
     if used is not None and s.trainer.must_pull:
         s.ranges.take_back_unserved((used,))  # what was trained on it will be overwritten
     elif used is not None:
         s.account.use_up(used)
 
 
-def _answer(s: AgentState, given: int | None) -> Answer:
+def _make_answer(s: AgentState, given: int | None) -> Answer:
     finished = s.membership.progress.finished
     if given is not None:
         s.range_requests.ended_at = None
@@ -77,8 +77,8 @@ def _end_data(s: AgentState) -> Answer:
 
 
 def _give_up_rest(s: AgentState) -> Answer:
-    tokens, reason = s.account.unsettled, s.sync.reason
-    s.mark("rest_given_up", attempt=s.trainer.attempt, tokens=tokens, reason=reason)
+    tokens, reason = s.account.unsettled_tokens, s.sync.reason
+    s.record_mark("rest_given_up", attempt=s.trainer.attempt, tokens=tokens, reason=reason)
     rest = f"{tokens} tokens since the last push could not be settled in {END_S:g} s"
     return RangesEnded(f"{NONE_LEFT}; {rest}: {reason}", False)
 
@@ -88,7 +88,7 @@ def ask_ranges(s: AgentState, claims: tuple[int, ...] = ()) -> None:
     s.range_requests.seq += 1
     count = len(claims) or RANGES_AT_ONCE
     event = RangesRequested(0, s.cluster, s.membership.inc, s.range_requests.seq, count, claims)
-    ask(s, Channel.RANGES, event)
+    ask_master(s, Channel.RANGES, event)
 
 
 def is_asked(s: AgentState) -> bool:
@@ -97,19 +97,19 @@ def is_asked(s: AgentState) -> bool:
 
 
 def on_leased(s: AgentState, result: Ranges) -> None:
-    close(s, Channel.RANGES)
+    close_channel(s, Channel.RANGES)
     # named ranges that are not to be had say nothing about those that are
-    s.ranges.lease(result.ranges, result.exhausted and not s.range_requests.claimed)
+    s.ranges.add_leased(result.ranges, result.exhausted and not s.range_requests.claimed)
 
 
 def on_no_more_ranges(s: AgentState, result: Finished) -> None:
-    close(s, Channel.RANGES)
+    close_channel(s, Channel.RANGES)
     s.membership.progress = replace(s.membership.progress, finished=result.version)
 
 
 def on_ranges_refused(s: AgentState, result: Refused) -> None:
-    repeat(s, Channel.RANGES, result.retry_after_s)
+    repeat_question(s, Channel.RANGES, result.retry_after_s)
 
 
 def on_ranges_pending(s: AgentState, _: Pending) -> None:
-    repeat(s, Channel.RANGES)
+    repeat_question(s, Channel.RANGES)

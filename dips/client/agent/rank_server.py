@@ -47,21 +47,21 @@ class RankServer:
         self._signals, self._rewrite, self._log = signals, rewrite, log
         self._remote = 0  # connections over the network
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve_local(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a rank on this host."""
-        await self._converse(Connection(reader, writer))
+        await self._serve_connection(Connection(reader, writer))
 
     def serve_with(self, token: bytes) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
         """What serves ranks that dial over the network, if they know the token."""
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def serve_remote(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             if self._remote >= MOST_REMOTE:
                 self._log.warning("agent_line_full", connections=self._remote)
                 writer.close()
                 return
             self._remote += 1
             try:
-                await self._converse(await Connection.admit(reader, writer, token))
+                await self._serve_connection(await Connection.admit_rank(reader, writer, token))
             except (Denied, TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
                 peer = writer.get_extra_info("peername")
                 self._log.warning("agent_line_refused", peer=str(peer), error=str(error) or type(error).__name__)
@@ -69,9 +69,9 @@ class RankServer:
             finally:
                 self._remote -= 1
 
-        return serve
+        return serve_remote
 
-    async def _converse(self, rank: Connection) -> None:
+    async def _serve_connection(self, rank: Connection) -> None:
         """Answer one connection until it ends; the end of rank 0's without Detach is the end of its attempt.
 
         Ranks of other hosts that are not rank 0 send nothing: they hold the connection to notice our end (orphan.py).
@@ -79,12 +79,12 @@ class RankServer:
         attempt = 0
         try:
             while True:
-                message = await rank.read()
-                answer = await self._answer(message)
+                message = await rank.read_message()
+                answer = await self._await_answer(message)
                 if isinstance(answer, Attached):
                     attempt = answer.attempt
                 if answer is not None:
-                    await rank.write(answer)
+                    await rank.write_message(answer)
                 if isinstance(message, Detach) and isinstance(answer, Noted):
                     attempt = 0
                     self._signals.detached.set()
@@ -98,7 +98,7 @@ class RankServer:
                 self._perform(self._core.on_hang_up(attempt, time.monotonic()))
             rank.close()
 
-    async def _answer(self, message: Message) -> Answer | None:
+    async def _await_answer(self, message: Message) -> Answer | None:
         """Ask the core again after each change, until it has an answer or `hold_s` is over."""
         until = time.monotonic() + self._hold_s
         while True:
@@ -107,13 +107,13 @@ class RankServer:
             self._perform(actions)
             left_s = until - time.monotonic()
             if isinstance(answer, PushNow | PullNow):
-                return self._route(answer)
+                return self._route_lanes(answer)
             if not isinstance(answer, AskAgain) or left_s <= 0 or getattr(message, "at_once", False):
                 return answer
             with suppress(TimeoutError):
                 await asyncio.wait_for(change.wait(), left_s)
 
-    def _route(self, answer: PushNow | PullNow) -> Answer:
+    def _route_lanes(self, answer: PushNow | PullNow) -> Answer:
         try:
             return replace(answer, grant=self._rewrite(answer.grant))
         except DipsError as error:

@@ -42,7 +42,7 @@ class Port:
 
 
 class Relay:
-    """Passes connections on; `rewrite` is called from the agent's loop, the rest happens on the relay's thread."""
+    """Passes connections on; `rewrite_grant` is called from the agent's loop, the rest runs on the relay's thread."""
 
     def __init__(self, host: str, log: Log, most_connections: int = MOST_CONNECTIONS) -> None:
         """Take ports on `host`, an address of this machine; raise ConfigError if it is not one."""
@@ -51,17 +51,17 @@ class Relay:
         self._connections = 0  # this and what follows: the relay's thread alone writes
         self.passed_bytes = 0
         self.refused = 0  # connections beyond the most
-        self._listen().close()  # a wrong host is an error now, not in the middle of the first push
+        self._open_listener().close()  # a wrong host is an error now, not in the middle of the first push
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="relay", daemon=True)
         self._thread.start()
 
     @property
-    def connections(self) -> int:
+    def open_connections(self) -> int:
         """Connections that are open now."""
         return self._connections
 
-    def rewrite(self, grant: Grant) -> Grant:
+    def rewrite_grant(self, grant: Grant) -> Grant:
         """Return the grant with every lane's address replaced by one of ours.
 
         Raise Busy if there are too many, ConfigError if a lane's plain text would leave this machine.
@@ -75,14 +75,14 @@ class Relay:
         wanted = {lane for slave in grant.slaves for lane in slave.lanes}
         if len(wanted) > MOST_LANES:
             raise Busy(f"the grant names {len(wanted)} lanes, the relay has at most {MOST_LANES} ports")
-        self._forget(target for target in list(self._ports) if target not in wanted)
+        self._forget_targets(target for target in list(self._ports) if target not in wanted)
         slaves = tuple(replace(s, lanes=tuple(self._stands_for(lane) for lane in s.lanes)) for s in grant.slaves)
         return replace(grant, slaves=slaves)
 
     def close(self) -> None:
         """End every connection and the thread."""
-        self._forget(list(self._ports))
-        asyncio.run_coroutine_threadsafe(self._drained(), self._loop).result()
+        self._forget_targets(list(self._ports))
+        asyncio.run_coroutine_threadsafe(self._is_drained(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -92,20 +92,20 @@ class Relay:
     def _stands_for(self, target: str) -> str:
         port = self._ports.get(target)
         if port is None:
-            listener = self._listen()
+            listener = self._open_listener()
             number = listener.getsockname()[1]
             host = f"[{self._host}]" if ":" in self._host else self._host
             port = self._ports[target] = Port(target, listener, f"{host}:{number}")
-            self._loop.call_soon_threadsafe(self._begin, port)
+            self._loop.call_soon_threadsafe(self._begin_accepting, port)
             self._log.info("relay_port", address=port.address, target=target)
         return port.address
 
-    def _forget(self, targets: Iterable[str]) -> None:
+    def _forget_targets(self, targets: Iterable[str]) -> None:
         for target in targets:
             port = self._ports.pop(target)
-            self._loop.call_soon_threadsafe(self._end, port)
+            self._loop.call_soon_threadsafe(self._end_port, port)
 
-    def _listen(self) -> socket.socket:
+    def _open_listener(self) -> socket.socket:
         try:
             family = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0][0]
             listener = socket.socket(family, socket.SOCK_STREAM)
@@ -122,21 +122,21 @@ class Relay:
 
     # ---- on the relay's thread -------------------------------------------------------------------------------------
 
-    def _begin(self, port: Port) -> None:
-        port.task = self._loop.create_task(self._accept(port))
+    def _begin_accepting(self, port: Port) -> None:
+        port.task = self._loop.create_task(self._accept_ranks(port))
 
-    def _end(self, port: Port) -> None:
+    def _end_port(self, port: Port) -> None:
         """The grant is over: so is what still moves for it."""
         for task in (port.task, *port.connections):
             if task is not None:
                 task.cancel()
         port.listener.close()
 
-    async def _drained(self) -> None:
+    async def _is_drained(self) -> None:
         while len(left := asyncio.all_tasks()) > 1:
             await asyncio.wait(left - {asyncio.current_task()})
 
-    async def _accept(self, port: Port) -> None:
+    async def _accept_ranks(self, port: Port) -> None:
         while True:
             inner, _ = await self._loop.sock_accept(port.listener)
             if self._connections >= self._most:
@@ -145,17 +145,17 @@ class Relay:
                 self._log.warning("relay_full", connections=self._connections, target=port.target)
                 continue
             self._connections += 1
-            task = self._loop.create_task(self._serve(port, inner))
+            task = self._loop.create_task(self._serve_connection(port, inner))
             port.connections.add(task)
             task.add_done_callback(port.connections.discard)
 
-    async def _serve(self, port: Port, inner: socket.socket) -> None:
+    async def _serve_connection(self, port: Port, inner: socket.socket) -> None:
         """One connection of a rank, until either side ends it."""
         outer: socket.socket | None = None
         try:
-            _prepare(inner)
-            outer = await self._reach(port.target)
-            ways = [self._loop.create_task(self._pass(a, b)) for a, b in ((inner, outer), (outer, inner))]
+            _set_socket_options(inner)
+            outer = await self._connect_slave(port.target)
+            ways = [self._loop.create_task(self._copy_bytes(a, b)) for a, b in ((inner, outer), (outer, inner))]
             try:
                 await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -170,7 +170,7 @@ class Relay:
             if outer is not None:
                 outer.close()
 
-    async def _reach(self, target: str) -> socket.socket:
+    async def _connect_slave(self, target: str) -> socket.socket:
         host, number = host_port(target)
         found = await self._loop.getaddrinfo(host, number, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = found[0]
@@ -178,13 +178,13 @@ class Relay:
         try:
             outer.setblocking(False)
             await asyncio.wait_for(self._loop.sock_connect(outer, address), CONNECT_S)
-            _prepare(outer)
+            _set_socket_options(outer)
         except BaseException:
             outer.close()
             raise
         return outer
 
-    async def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+    async def _copy_bytes(self, source: socket.socket, sink: socket.socket) -> None:
         """Pass bytes on in one direction until it ends; what is not taken yet is not read on."""
         buffer = bytearray(BUFFER_BYTES)
         view = memoryview(buffer)
@@ -194,7 +194,7 @@ class Relay:
                 self.passed_bytes += count
 
 
-def _prepare(connection: socket.socket) -> None:
+def _set_socket_options(connection: socket.socket) -> None:
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

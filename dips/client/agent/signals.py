@@ -15,13 +15,13 @@ class AgentSignals:
         self.detached = asyncio.Event()  # a trainer that others started is done
         self._change = asyncio.Event()
 
-    def notify(self) -> None:
+    def notify_change(self) -> None:
         """The core may have another answer now."""
         self._change.set()
         self._change = asyncio.Event()
 
     def next_change(self) -> asyncio.Event:
-        """An event that the next `notify` sets; taken before a look at the core, it misses none."""
+        """An event that the next `notify_change` sets; taken before a look at the core, it misses none."""
         return self._change
 
     async def wait_terminated(self, seconds: float) -> bool:

@@ -19,7 +19,7 @@ from dips.client.agent.pace import Pace
 from dips.client.agent.phases import SyncPhase
 from dips.client.agent.tally import Tally
 from dips.client.ipc.messages import Answer, ErrorReply
-from dips.errors import DipsError, treatment
+from dips.errors import DipsError, treatment_of
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant, Progress
 from dips.transport.backoff import Backoff
@@ -200,16 +200,16 @@ class AgentState:
     def pull_id(self) -> PullId:
         return PullId(self.cluster, self.membership.inc, self.sync.seq)
 
-    def mark(self, kind: str, **fields: object) -> None:
+    def record_mark(self, kind: str, **fields: object) -> None:
         """Record an event of the timeline."""
         self.out.append(RecordMark(kind, fields))
 
-    def fail(self, error: DipsError) -> None:
+    def fail_training(self, error: DipsError) -> None:
         """End trainer and agent: going on cannot help."""
         self.failure = ErrorReply(type(error).__name__, str(error))
-        self.end(StopTrainer(treatment(error).exit_code, f"{type(error).__name__}: {error}"))
+        self.end_training(StopTrainer(treatment_of(error).exit_code, f"{type(error).__name__}: {error}"))
 
-    def end(self, stop: StopTrainer) -> None:
+    def end_training(self, stop: StopTrainer) -> None:
         """The first reason to stop is the agent's exit code."""
         self.stop = self.stop or stop
         self.out.append(stop)

@@ -36,7 +36,7 @@ class Tally:
     def cause(self) -> str:
         return self._cause
 
-    def switch(self, cause: str, now: float) -> None:
+    def switch_cause(self, cause: str, now: float) -> None:
         """From now on time goes to `cause`."""
         if self._since >= 0:
             passed = max(0.0, now - self._since)
@@ -53,22 +53,22 @@ class Tally:
         self.seconds["update"] += share
         self._waited = 0.0
 
-    def earn(self, tokens: int, now: float) -> None:
+    def record_step(self, tokens: int, now: float) -> None:
         """One inner step is done."""
         self.tokens += tokens
         self._earned.append((now, tokens))
-        self._forget(now)
+        self._forget_old(now)
 
-    def rate(self, now: float) -> float:
+    def token_rate(self, now: float) -> float:
         """Tokens in a second over the last RATE_S seconds, pauses included."""
-        self._forget(now)
+        self._forget_old(now)
         return sum(tokens for _, tokens in self._earned) / RATE_S
 
-    def spent(self, now: float) -> dict[str, float]:
+    def seconds_by_cause(self, now: float) -> dict[str, float]:
         """Seconds by cause until now."""
         passed = max(0.0, now - self._since) if self._since >= 0 else 0.0
         return {**self.seconds, self._cause: self.seconds[self._cause] + passed}
 
-    def _forget(self, now: float) -> None:
+    def _forget_old(self, now: float) -> None:
         while self._earned and self._earned[0][0] < now - RATE_S:
             self._earned.popleft()

@@ -40,23 +40,23 @@ class TrainerProcess:
         code = await self._process.wait()
         return code if code >= 0 else 128 - code
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to its process group; nothing if it has ended."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
-    async def end(self, grace_s: float) -> int:
+    async def end_within(self, grace_s: float) -> int:
         """Ask it to end; kill it after `grace_s`. Return its exit code."""
-        self.signal(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
         try:
             return await asyncio.wait_for(self.wait(), grace_s)
         except TimeoutError:
-            self.signal(signal.SIGKILL)
+            self.send_signal(signal.SIGKILL)
             return await self.wait()
 
 
-def descendants(root: int) -> list[int]:
+def list_descendants(root: int) -> list[int]:
     """Processes below `root`, children first; those that end meanwhile are passed over."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
@@ -78,7 +78,7 @@ def kill_leftovers() -> list[int]:
     Only right when no child of ours may stay: the agent starts nothing but the trainer.
     """
     killed: list[int] = []
-    while left := [pid for pid in descendants(os.getpid()) if pid not in killed]:
+    while left := [pid for pid in list_descendants(os.getpid()) if pid not in killed]:
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

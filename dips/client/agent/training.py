@@ -15,9 +15,9 @@ def record_step(s: AgentState, notice: Stepped) -> None:
     trainer.inner_steps += 1
     s.pace.record_step(s.now)
     trainer.tokens += notice.tokens
-    s.tally.earn(notice.tokens, s.now)
+    s.tally.record_step(notice.tokens, s.now)
     trainer.loss = trainer.loss if notice.loss is None else notice.loss
-    s.account.earn(notice.tokens, notice.loss)
+    s.account.record_step(notice.tokens, notice.loss)
     _check_loss(s, notice.finite)
     if trainer.must_pull:  # its pull will overwrite this work
         s.account.lose_carried()
@@ -36,14 +36,14 @@ def record_losses(s: AgentState, notice: LossReported) -> None:
 def _check_loss(s: AgentState, finite: bool) -> None:
     if not finite and not s.trainer.loss_not_finite:
         s.trainer.loss_not_finite = True
-        s.mark("loss_not_finite", attempt=s.trainer.attempt, inner_steps=s.trainer.inner_steps)
+        s.record_mark("loss_not_finite", attempt=s.trainer.attempt, inner_steps=s.trainer.inner_steps)
 
 
 def mark_inner_steps(s: AgentState) -> None:
     """Write the counters to the timeline."""
     t = s.trainer
     t.marked_at = s.now
-    s.mark("inner", attempt=t.attempt, inner_steps=t.inner_steps, tokens=t.tokens, loss=t.loss)
+    s.record_mark("inner", attempt=t.attempt, inner_steps=t.inner_steps, tokens=t.tokens, loss=t.loss)
 
 
 def name_cause(s: AgentState) -> str:

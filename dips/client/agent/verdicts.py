@@ -11,7 +11,7 @@ def give_verdict(s: AgentState, verdict: Answer) -> None:
     s.sync.verdict, s.sync.waiting = verdict, False
 
 
-def conclude(s: AgentState, reason: str, again: bool = False) -> None:
+def conclude_question(s: AgentState, reason: str, again: bool = False) -> None:
     """Have the trainer train on, or end if the run is finished."""
     finished = s.membership.progress.finished
     if finished:
@@ -25,5 +25,5 @@ def train_on(s: AgentState, reason: str, again: bool = False) -> TrainOn:
     if again:
         return TrainOn(reason, 1, s.fraction)
     if not s.settings.overlap:  # there the pace began anew when the push was frozen
-        s.pace.cut(s.now)
+        s.pace.restart_count(s.now)
     return TrainOn(reason, max(1, s.pace.look_in(s.now)), s.fraction)

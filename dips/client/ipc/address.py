@@ -54,7 +54,7 @@ class OnAnyHost:
 Address = OnThisHost | OnAnyHost
 
 
-def find(config: ClusterFile, environment: Mapping[str, str] = os.environ) -> Address:
+def find_address(config: ClusterFile, environment: Mapping[str, str] = os.environ) -> Address:
     """Where a rank dials its agent; raise ConfigError if what names it cannot be used."""
     remote = over_network(config, environment)
     if remote is not None:

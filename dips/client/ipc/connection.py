@@ -19,13 +19,13 @@ class Connection:
         self._reader, self._writer, self._seal = reader, writer, seal
 
     @classmethod
-    async def admit(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes) -> Connection:
+    async def admit_rank(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes) -> Connection:
         """Let in who proves the token; raise Denied, TimeoutError, or what a broken connection raises."""
         keep_alive(writer.get_extra_info("socket"))
         host = TokenServer(token)
         writer.write(host.greeting)
         answer = await asyncio.wait_for(reader.readexactly(ANSWER), ADMIT_S)
-        proof, seal = host.admit(answer)
+        proof, seal = host.admit_rank(answer)
         writer.write(proof)
         return cls(reader, writer, seal)
 
@@ -35,17 +35,17 @@ class Connection:
         name = self._writer.get_extra_info("peername")
         return str(name[0]) if name else "this host"
 
-    async def read(self) -> Message:
+    async def read_message(self) -> Message:
         """The next message; raise IncompleteReadError at the end, RemoteProtocolError on anything that is none."""
         head = await self._reader.readexactly(encoding.LENGTH.size)
         body = await self._reader.readexactly(encoding.body_length(head))
         if self._seal:
-            self._seal.check(head + body, await self._reader.readexactly(TAG))
-        return encoding.decode(body)
+            self._seal.check_frame(head + body, await self._reader.readexactly(TAG))
+        return encoding.decode_message(body)
 
-    async def write(self, message: Message) -> None:
-        frame = encoding.encode(message)
-        self._writer.write(frame + self._seal.tag(frame) if self._seal else frame)
+    async def write_message(self, message: Message) -> None:
+        frame = encoding.encode_message(message)
+        self._writer.write(frame + self._seal.tag_frame(frame) if self._seal else frame)
         await self._writer.drain()
 
     def close(self) -> None:

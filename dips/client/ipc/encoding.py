@@ -25,7 +25,7 @@ MESSAGES: dict[str, type[Message]] = {
 }
 
 
-def encode(message: Message) -> bytes:
+def encode_message(message: Message) -> bytes:
     """Encode a message, with its length in front; raise LocalProtocolError if it is too long."""
     body: bytes = msgpack.packb({"kind": type(message).__name__, **dataclasses.asdict(message)})
     if len(body) > MOST_BYTES:
@@ -43,38 +43,38 @@ def body_length(head: bytes) -> int:
     return length
 
 
-def decode(body: bytes) -> Message:
-    """Read a message's body; raise RemoteProtocolError on anything that `encode` did not write."""
+def decode_message(body: bytes) -> Message:
+    """Read a message's body; raise RemoteProtocolError on anything that `encode_message` did not write."""
     try:
         fields = msgpack.unpackb(body)
         kind = fields.pop("kind")
-        message: Message = _build(MESSAGES[kind], fields)
+        message: Message = _to_msgpack(MESSAGES[kind], fields)
     except (ValueError, KeyError, TypeError, AttributeError, msgpack.UnpackException) as error:
         raise RemoteProtocolError(f"not a local message: {error!r} in {body[:80]!r}") from error
     return message
 
 
 @cache
-def _hints(cls: type) -> dict[str, Any]:
+def _field_types(cls: type) -> dict[str, Any]:
     return get_type_hints(cls)
 
 
-def _build(cls: Any, fields: Any) -> Any:
-    hints = _hints(cls)
+def _to_msgpack(cls: Any, fields: Any) -> Any:
+    hints = _field_types(cls)
     if set(fields) != set(hints):
         raise ValueError(f"{cls.__name__} has {sorted(hints)}, got {sorted(fields)}")
-    return cls(**{name: _read(hint, fields[name]) for name, hint in hints.items()})
+    return cls(**{name: _from_msgpack(hint, fields[name]) for name, hint in hints.items()})
 
 
-def _read(hint: Any, value: Any) -> Any:
+def _from_msgpack(hint: Any, value: Any) -> Any:
     """Turn what msgpack gives into what the annotation names; raise TypeError if it is something else."""
     if get_origin(hint) in (Union, UnionType):
         options = [h for h in get_args(hint) if h is not NoneType]
-        return None if value is None else _read(options[0], value)
+        return None if value is None else _from_msgpack(options[0], value)
     if get_origin(hint) is tuple:
-        return tuple(_read(get_args(hint)[0], item) for item in value)
+        return tuple(_from_msgpack(get_args(hint)[0], item) for item in value)
     if dataclasses.is_dataclass(hint):
-        return _build(hint, value)
+        return _to_msgpack(hint, value)
     if issubclass(hint, Enum):
         return hint(value)
     if hint is float and type(value) is int:

@@ -8,7 +8,7 @@ from pathlib import Path
 AGENT_PID, AGENT_HOME = "DIPS_AGENT_PID", "DIPS_AGENT_HOME"
 
 
-def home() -> str:
+def process_home() -> str:
     """Where process ids mean what they mean here: this boot of this machine, this namespace of processes."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
 
@@ -16,4 +16,4 @@ def home() -> str:
 def process_name() -> str:
     """A name of this process that no other has or had: process ids come again, in containers soon."""
     began = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # ticks since boot
-    return f"{home()}/{os.getpid()}/{began}"
+    return f"{process_home()}/{os.getpid()}/{began}"

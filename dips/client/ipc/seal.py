@@ -31,15 +31,17 @@ class Seal:
         self._key, self._names = key, (sends, receives)
         self._sent = self._received = 0
 
-    def tag(self, frame: bytes) -> bytes:
+    def tag_frame(self, frame: bytes) -> bytes:
         """What goes behind the next frame."""
         self._sent += 1
-        return _mac(self._key, self._names[0], self._sent.to_bytes(8, "big"), frame)
+        return _compute_mac(self._key, self._names[0], self._sent.to_bytes(8, "big"), frame)
 
-    def check(self, frame: bytes, tag: bytes) -> None:
+    def check_frame(self, frame: bytes, tag: bytes) -> None:
         """Raise RemoteProtocolError unless this is the next frame of the other end."""
         self._received += 1
-        if not hmac.compare_digest(tag, _mac(self._key, self._names[1], self._received.to_bytes(8, "big"), frame)):
+        if not hmac.compare_digest(
+            tag, _compute_mac(self._key, self._names[1], self._received.to_bytes(8, "big"), frame)
+        ):
             raise RemoteProtocolError("a message on the line between rank and agent bears a wrong tag: it was altered")
 
 
@@ -50,12 +52,14 @@ class TokenServer:
         self._token, self._nonce = token, secrets.token_bytes(NONCE)
         self.greeting = MAGIC + self._nonce
 
-    def admit(self, answer: bytes) -> tuple[bytes, Seal]:
+    def admit_rank(self, answer: bytes) -> tuple[bytes, Seal]:
         """Return the last message of the handshake, and the seal; raise Denied if the rank does not know the token."""
         both = self._nonce + answer[:NONCE]
-        if not hmac.compare_digest(answer[NONCE:], _mac(self._token, b"rank", both)):
+        if not hmac.compare_digest(answer[NONCE:], _compute_mac(self._token, b"rank", both)):
             raise Denied("whoever dialled the agent does not know the job's token")
-        return _mac(self._token, b"agent", both), Seal(_mac(self._token, b"key", both), b"agent", b"rank")
+        return _compute_mac(self._token, b"agent", both), Seal(
+            _compute_mac(self._token, b"key", both), b"agent", b"rank"
+        )
 
 
 class TokenClient:
@@ -67,15 +71,15 @@ class TokenClient:
             raise RemoteProtocolError(f"expected a greeting that begins with {MAGIC!r}, got {greeting[:16]!r}")
         nonce = secrets.token_bytes(NONCE)
         self._token, self._both = token, greeting[len(MAGIC) :] + nonce
-        self.answer = nonce + _mac(token, b"rank", self._both)
+        self.answer = nonce + _compute_mac(token, b"rank", self._both)
 
-    def admitted(self, proof: bytes) -> Seal:
+    def accept_proof(self, proof: bytes) -> Seal:
         """Return the seal; raise Denied if it is not our agent."""
-        if not hmac.compare_digest(proof, _mac(self._token, b"agent", self._both)):
+        if not hmac.compare_digest(proof, _compute_mac(self._token, b"agent", self._both)):
             raise Denied("whoever answers does not know the job's token: it is not this job's agent")
-        return Seal(_mac(self._token, b"key", self._both), b"rank", b"agent")
+        return Seal(_compute_mac(self._token, b"key", self._both), b"rank", b"agent")
 
 
-def _mac(key: bytes, *parts: bytes) -> bytes:
+def _compute_mac(key: bytes, *parts: bytes) -> bytes:
     """Parts of fixed lengths but for the last."""
     return hmac.digest(key, b"\0".join(parts), "sha256")

@@ -57,7 +57,7 @@ class HostMemory:
         names = [[p.name for p in layer.parameters] for layer in plan.manifest.layers]
         self._held = [[by_name.get(name) for name in layer] for layer in names]
         self._device = Device([b.view for h in held for b in (*h.reads, *h.writes)])
-        self._allocate()
+        self._allocate_layers()
         self._params = [list(self._parameter_copies(layer)) for layer in range(len(names))]
         self._masters = [list(self._master_copies(layer)) for layer in range(len(names))]
         self._kept = KeptShard(self._device)
@@ -100,17 +100,19 @@ class HostMemory:
         """Freeze what this rank moves: afterwards the pieces hold it and the model may change."""
         with self._device.ordered_copies():
             for layer, moves in enumerate(self._plan.gather):
-                sends = {p: self._pack([self._read(layer, r) for r in rects]) for p, rects in moves.sends.items()}
+                sends = {
+                    p: self._pack_views([self._read_rect(layer, r) for r in rects]) for p, rects in moves.sends.items()
+                }
                 for source, target in moves.local:
-                    if (frozen := self._frozen(target)) is not None:
-                        frozen.copy_(self._read(layer, source), non_blocking=True)
+                    if (frozen := self._frozen_tensor(target)) is not None:
+                        frozen.copy_(self._read_rect(layer, source), non_blocking=True)
                 self._device.synchronize()
-                self._receive(moves, sends, lambda _, rect: self._frozen(rect), layer)
+                self._exchange_layer(moves, sends, lambda _, rect: self._frozen_tensor(rect), layer)
 
     @torch.no_grad()
     def keep_pushed_shard(self) -> None:
         """Keep this rank's whole shard as it is now, for a `merge_shard`; allocated once, in host memory."""
-        self._kept.keep(chain(*self._params, *self._masters))
+        self._kept.keep_copies(chain(*self._params, *self._masters))
 
     # ---- pull --------------------------------------------------------------------------------------------------------
 
@@ -119,19 +121,22 @@ class HostMemory:
         """Turn the pieces, all of which were pulled, into this rank's whole shard; afterwards they are not valid."""
         for layer in self.layers if layers is None else layers:
             moves = self._plan.spread[layer]
-            sends = {peer: self._pack([self._piece(rect) for rect in rects]) for peer, rects in moves.sends.items()}
-            moved = [(self._piece(s).clone(), t) for s, t in moves.local if not self._is_in_place(layer, s, t)]
+            sends = {
+                peer: self._pack_views([self._piece_tensor(rect) for rect in rects])
+                for peer, rects in moves.sends.items()
+            }
+            moved = [(self._piece_tensor(s).clone(), t) for s, t in moves.local if not self._is_in_place(layer, s, t)]
             for values, target in moved:
-                self._shard(layer, target).copy_(values)
-            self._receive(moves, sends, self._shard, layer)
+                self._shard_tensor(layer, target).copy_(values)
+            self._exchange_layer(moves, sends, self._shard_tensor, layer)
 
     @torch.no_grad()
     def install_shard(self) -> None:
         """Copy the shard into the model's own memory, and into the optimizer's masters."""
         self._adapter.reshard()
-        self._copy(self._params)
+        self._copy_shards(self._params)
         self._adapter.reload_masters()
-        self._copy(self._masters)
+        self._copy_shards(self._masters)
 
     @torch.no_grad()
     def is_merge_finite(self) -> bool:
@@ -142,9 +147,9 @@ class HostMemory:
     def merge_shard(self) -> None:
         """Add to the model what the shard differs in from what was kept: θ_local ← θ_shard + (θ_local − θ_kept)."""
         self._adapter.reshard()
-        masters = [(copy, copy.view + self._kept.difference(copy)) for copy in chain(*self._masters)]
+        masters = [(copy, copy.view + self._kept.pulled_difference(copy)) for copy in chain(*self._masters)]
         for copy in chain(*self._params):
-            copy.view.add_(self._kept.difference(copy))
+            copy.view.add_(self._kept.pulled_difference(copy))
         self._adapter.reload_masters()
         for copy, master in masters:
             copy.view.copy_(master)
@@ -155,7 +160,7 @@ class HostMemory:
     def on_inner_step(self) -> None:
         """An inner step was taken."""
 
-    def _copy(self, layers: Iterable[Iterable[ShardCopy]]) -> None:
+    def _copy_shards(self, layers: Iterable[Iterable[ShardCopy]]) -> None:
         with self._device.ordered_copies():
             for copies in layers:
                 for copy in copies:
@@ -164,7 +169,7 @@ class HostMemory:
 
     # ---- blocks and pieces in memory ---------------------------------------------------------------------------------
 
-    def _allocate(self) -> None:
+    def _allocate_layers(self) -> None:
         written = [[[b.rect for b in held.writes] if held else [] for held in layer] for layer in self._held]
         places = map_memory(written, self._plan.pieces, one_layer=self.ONE_LAYER)
         self._block_at = places.block_at
@@ -174,45 +179,45 @@ class HostMemory:
         ]
         self._pieces = [Piece(*p, memory.numpy()) for p, memory in zip(self._plan.pieces, self._memory, strict=True)]
 
-    def _block(self, layer: int, param: int, index: int) -> tuple[TensorBlock, torch.Tensor]:
+    def _host_block(self, layer: int, param: int, index: int) -> tuple[TensorBlock, torch.Tensor]:
         """A block that is written, and its host memory of the same shape."""
         held = self._held[layer][param]
         assert held is not None
         block, at = held.writes[index], self._block_at[layer, param, index]
         return block, self._host[at : at + block.rect.numel].view(block.rect.rows, block.rect.cols)
 
-    def _read(self, layer: int, rect: LocalRect) -> torch.Tensor:
+    def _read_rect(self, layer: int, rect: LocalRect) -> torch.Tensor:
         held = self._held[layer][rect.param]
         assert held is not None
         block = held.reads[rect.index]
         return _part_of(block.view, block.rect, rect.rect)
 
-    def _piece(self, rect: LocalRect) -> torch.Tensor:
+    def _piece_tensor(self, rect: LocalRect) -> torch.Tensor:
         piece, memory, part = self._plan.pieces[rect.index], self._memory[rect.index], rect.rect
         at = memory.storage_offset() + part.first - piece.offset
         return memory.as_strided((part.rows, part.cols), (part.width, 1), at)
 
-    def _frozen(self, rect: LocalRect) -> torch.Tensor | None:
+    def _frozen_tensor(self, rect: LocalRect) -> torch.Tensor | None:
         """Where `gather_pieces` copies a rectangle of a piece to; None if it is read from the model as it travels."""
-        return self._piece(rect)
+        return self._piece_tensor(rect)
 
-    def _shard(self, layer: int, rect: LocalRect) -> torch.Tensor:
-        block, host = self._block(layer, rect.param, rect.index)
+    def _shard_tensor(self, layer: int, rect: LocalRect) -> torch.Tensor:
+        block, host = self._host_block(layer, rect.param, rect.index)
         return _part_of(host, block.rect, rect.rect)
 
     def _is_in_place(self, layer: int, source: LocalRect, target: LocalRect) -> bool:
-        piece, shard = self._piece(source), self._shard(layer, target)
+        piece, shard = self._piece_tensor(source), self._shard_tensor(layer, target)
         return piece.data_ptr() == shard.data_ptr() and piece.is_contiguous() and shard.is_contiguous()
 
     # ---- between the ranks of the cluster ----------------------------------------------------------------------------
 
-    def _pack(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _pack_views(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
         packed = self._device.allocate_host(sum(view.numel() for view in views))
-        for part, view in zip(_split(packed, views), views, strict=True):
+        for part, view in zip(_split_packed(packed, views), views, strict=True):
             part.copy_(view, non_blocking=True)
         return packed
 
-    def _receive(
+    def _exchange_layer(
         self,
         moves: Redistribution,
         sends: dict[int, torch.Tensor],
@@ -226,7 +231,7 @@ class HostMemory:
         receives = {peer: torch.empty(sum(v.numel() for v in views)) for peer, views in targets.items()}
         self._exchange.exchange_tensors(sends, receives)
         for peer, views in targets.items():
-            for part, view in zip(_split(receives[peer], views), views, strict=True):
+            for part, view in zip(_split_packed(receives[peer], views), views, strict=True):
                 view.copy_(part)
 
     # ---- copies into the model ---------------------------------------------------------------------------------------
@@ -234,7 +239,7 @@ class HostMemory:
     def _parameter_copies(self, layer: int) -> Iterator[ShardCopy]:
         for l, k, b in self._block_at:
             if l == layer:
-                block, host = self._block(l, k, b)
+                block, host = self._host_block(l, k, b)
                 yield ShardCopy(self._plan.manifest.layers[l].parameters[k].name, block.view, host)
 
     def _master_copies(self, layer: int) -> Iterator[ShardCopy]:
@@ -246,19 +251,19 @@ class HostMemory:
         held = self._held[layer][param]
         assert held is not None
         for b in range(len(held.writes)):
-            block, host = self._block(layer, param, b)
-            for part in block.rect.within(master.rect.first, master.rect.end):
-                for shared in master.rect.within(part.first, part.end):
+            block, host = self._host_block(layer, param, b)
+            for part in block.rect.cut_between(master.rect.first, master.rect.end):
+                for shared in master.rect.cut_between(part.first, part.end):
                     view, source = _part_of(master.view, master.rect, shared), _part_of(host, block.rect, shared)
                     yield ShardCopy(held.name, view, source)
 
 
 def _part_of(view: torch.Tensor, rect: Rect, part: Rect) -> torch.Tensor:
     """The part of a rectangle's memory, [part.rows, part.cols]."""
-    row, col = rect.place(part)
+    row, col = rect.place_of(part)
     return view[row : row + part.rows, col : col + part.cols]
 
 
-def _split(packed: torch.Tensor, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _split_packed(packed: torch.Tensor, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     parts = packed.split([view.numel() for view in views])
     return [part.view(view.shape) for part, view in zip(parts, views, strict=True)]

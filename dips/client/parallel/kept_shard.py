@@ -20,13 +20,13 @@ class ShardCopy:
 
 
 class KeptShard:
-    """Copies of the framework's tensors in host memory, allocated at the first `keep` and reused."""
+    """Copies of the framework's tensors in host memory, allocated at the first `keep_copies` and reused."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._kept: dict[ShardCopy, torch.Tensor] = {}
 
-    def keep(self, copies: Iterable[ShardCopy]) -> None:
+    def keep_copies(self, copies: Iterable[ShardCopy]) -> None:
         """Copy what the tensors of `copies` hold now."""
         if not self._kept:
             self._kept = {copy: self._device.allocate_host(copy.view.numel()) for copy in copies}
@@ -42,12 +42,12 @@ class KeptShard:
             for copy, kept in self._kept.items()
         )
 
-    def difference(self, copy: ShardCopy) -> torch.Tensor:
+    def pulled_difference(self, copy: ShardCopy) -> torch.Tensor:
         """What was pulled less what was kept, on the device of the framework's tensor."""
         kept = self._kept[copy].view(copy.view.shape)
         return (copy.host - kept).to(copy.view.device)
 
     def difference_on_device(self, copy: ShardCopy) -> torch.Tensor:
-        """As `difference`, subtracted on the device so that the calling thread does not wait for the copies."""
+        """As `pulled_difference`, subtracted on the device so that the calling thread does not wait for the copies."""
         kept, device = self._kept[copy].view(copy.view.shape), copy.view.device
         return copy.host.to(device, non_blocking=True) - kept.to(device, non_blocking=True)

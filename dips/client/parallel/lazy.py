@@ -75,7 +75,7 @@ class LazyMemory(HostMemory):
         if not self._handles:
             return
         self._check_not_torn()
-        self._complete(list(self._pending))
+        self._install_parameters(list(self._pending))
         self._device.synchronize()
         self._remove_hooks()
 
@@ -127,10 +127,10 @@ class LazyMemory(HostMemory):
             if names:
                 self._check_not_torn()
                 check_sharded(read)
-                self._complete(names, all_streams=read.state is not None)
+                self._install_parameters(names, all_streams=read.state is not None)
 
     @torch.no_grad()
-    def _complete(self, names: list[str], *, all_streams: bool = True) -> None:
+    def _install_parameters(self, names: list[str], *, all_streams: bool = True) -> None:
         """Install these parameters; for those whose copies are enqueued, have training wait for the copies."""
         self._write_parameters([name for name in names if self._pending[name] is None])
         for event in {id(event): event for name in names if (event := self._pending[name]) is not None}.values():
@@ -160,7 +160,7 @@ class LazyMemory(HostMemory):
         The hooks are plain functions, which a deep copy of the model shares: calls of the copy's modules are ignored.
         """
 
-        def finish(*_: Any) -> None:
+        def install_rest(*_: Any) -> None:
             self.finish_install()
 
         def before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -178,8 +178,8 @@ class LazyMemory(HostMemory):
                 # prepend: otherwise fully_shard's own hook would gather the old shards first
                 hook = before_forward(group, module)
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
-                self._handles.append(module.register_state_dict_pre_hook(finish))
-                self._handles.append(module.register_load_state_dict_pre_hook(finish))
+                self._handles.append(module.register_state_dict_pre_hook(install_rest))
+                self._handles.append(module.register_load_state_dict_pre_hook(install_rest))
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:

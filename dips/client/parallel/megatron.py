@@ -26,8 +26,8 @@ import torch
 from megatron.core import parallel_state
 from torch import nn
 
-from dips.client.parallel.rect import Rect, cut_flat, rects
-from dips.client.parallel.seam import Adapter, HeldParameter, TensorBlock, blocks, check_dtype
+from dips.client.parallel.rect import Rect, box_rects, cut_flat
+from dips.client.parallel.seam import Adapter, HeldParameter, TensorBlock, check_dtype, pair_blocks
 from dips.errors import ConfigError
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -43,12 +43,12 @@ class MegatronAdapter(Adapter):
 
     def __init__(self, chunks: Sequence[nn.Module], optimizer: Any = None) -> None:
         """`chunks`: one model, or the chunks of virtual pipeline stages, wrapped or not."""
-        self._chunks = [_unwrapped(chunk) for chunk in chunks]
+        self._chunks = [_unwrap_module(chunk) for chunk in chunks]
         self._optimizer = optimizer
         self._ranges = dict(_optimizer_ranges(optimizer))
 
     def held_parameters(self) -> list[HeldParameter]:
-        return list(self._describe())
+        return list(self._held_parameters())
 
     def local_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for chunk in self._chunks:
@@ -60,7 +60,7 @@ class MegatronAdapter(Adapter):
         if self._optimizer is not None and hasattr(self._optimizer, "reload_model_params"):
             self._optimizer.reload_model_params()
 
-    def _describe(self) -> Iterator[HeldParameter]:
+    def _held_parameters(self) -> Iterator[HeldParameter]:
         for chunk in self._chunks:
             names = dict(_global_names(chunk))
             gated = bool(getattr(getattr(chunk, "config", None), "gated_linear_unit", False))
@@ -72,14 +72,14 @@ class MegatronAdapter(Adapter):
         check_dtype(name, parameter.dtype)
         if type(parameter.data) is not torch.Tensor:
             raise ConfigError(f"{name}: a parameter held as {type(parameter.data).__name__} is not supported")
-        shape, parts = _partition(name, parameter, gated)
-        writes = blocks(name, parameter, parts)
-        masters = self._masters(name, parameter, parts)
+        shape, parts = _partition_parameter(name, parameter, gated)
+        writes = pair_blocks(name, parameter, parts)
+        masters = self._master_blocks(name, parameter, parts)
         if masters is None:
             return HeldParameter(name, shape, writes, writes)
         return HeldParameter(name, shape, masters, writes, masters if parameter.dtype is not torch.float32 else ())
 
-    def _masters(self, name: str, parameter: nn.Parameter, parts: list[Rect]) -> tuple[TensorBlock, ...] | None:
+    def _master_blocks(self, name: str, parameter: nn.Parameter, parts: list[Rect]) -> tuple[TensorBlock, ...] | None:
         """What the optimizer holds of this parameter on this rank; None if it works on the parameter itself."""
         master = getattr(parameter, "main_param", None)
         if self._optimizer is None:
@@ -90,7 +90,7 @@ class MegatronAdapter(Adapter):
                 )
             return None
         if not self._ranges:
-            return None if master is None else blocks(name, master, parts)
+            return None if master is None else pair_blocks(name, master, parts)
         begin, end = self._ranges.get(parameter, (0, 0))
         if parameter.dtype is torch.float32:
             master = parameter.detach().view(-1)[begin:end]
@@ -98,10 +98,10 @@ class MegatronAdapter(Adapter):
             raise ConfigError(f"{name}: its fp32 master is not held as main_param (use_precision_aware_optimizer?)")
         if master is None:
             return ()
-        return blocks(name, master, [part for _, part in cut_flat(parts, begin, end)])
+        return pair_blocks(name, master, [part for _, part in cut_flat(parts, begin, end)])
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
+def _unwrap_module(module: nn.Module) -> nn.Module:
     """The model in DistributedDataParallel, Float16Module and the like."""
     while isinstance(inner := getattr(module, "module", None), nn.Module):
         module = inner
@@ -121,14 +121,14 @@ def _global_names(chunk: nn.Module) -> Iterator[tuple[str, str]]:
         yield path, EMBEDDING if tied and name == TIED else name
 
 
-def _partition(name: str, parameter: nn.Parameter, gated: bool) -> tuple[tuple[int, ...], list[Rect]]:
+def _partition_parameter(name: str, parameter: nn.Parameter, gated: bool) -> tuple[tuple[int, ...], list[Rect]]:
     """Full shape of a parameter, and where this rank's part of it lies."""
     shape = tuple(parameter.shape)
     size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     if getattr(parameter, "allreduce", True) is False:
         _check_experts(name, size)
     if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
-        return shape, rects(shape, (0,) * len(shape), shape)
+        return shape, box_rects(shape, (0,) * len(shape), shape)
     dim = parameter.partition_dim  # type: ignore[attr-defined]
     # Transformer Engine's linear layers have stride 1 for a gated fc1 too.
     stride = 2 if gated and GATED.search(name) else parameter.partition_stride  # type: ignore[attr-defined]
@@ -141,7 +141,7 @@ def _partition(name: str, parameter: nn.Parameter, gated: bool) -> tuple[tuple[i
     for i in range(stride):
         starts = [0] * len(shape)
         starts[dim] = (i * size + rank) * block
-        parts += rects(full, starts, sizes)
+        parts += box_rects(full, starts, sizes)
     return full, parts
 
 

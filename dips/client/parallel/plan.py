@@ -90,7 +90,7 @@ def make_plan(
     if not held:
         raise ConfigError("the model has no parameter with requires_grad: nothing would be trained")
     manifest = Manifest.from_shapes(held.items())
-    return _Planner(ranks, me, manifest, max_transfer_ranks, spread_items).make()
+    return _Planner(ranks, me, manifest, max_transfer_ranks, spread_items).make_plan()
 
 
 def choose_transfer_ranks(hosts: Sequence[str], most: int) -> dict[int, None]:
@@ -150,7 +150,7 @@ class _Planner:
         if rank == self._me:
             self._own_writes.setdefault(claim.name, []).extend(writes)
 
-    def make(self) -> TransferPlan:
+    def make_plan(self) -> TransferPlan:
         for l, layer in enumerate(self._manifest.layers):
             for k, parameter in enumerate(layer.parameters):
                 reads = self._reads[parameter.name]
@@ -162,7 +162,7 @@ class _Planner:
 
     def _deal_slab(self, slab: Slab, holders: list[int]) -> Iterator[tuple[int, int, int]]:
         """Cut a slab among as few transfer ranks as `spread_items` asks for, those with the least load first."""
-        candidates = self._candidates(holders)
+        candidates = self._candidate_ranks(holders)
         length = slab.end - slab.begin
         count = min(len(candidates), -(-length // self._spread_items))
         chosen = sorted(candidates, key=lambda rank: (self._load[rank], rank))[:count]
@@ -174,7 +174,7 @@ class _Planner:
             self._load[mover] += end - begin
             yield begin, end, mover
 
-    def _candidates(self, holders: list[int]) -> list[int]:
+    def _candidate_ranks(self, holders: list[int]) -> list[int]:
         """The transfer ranks for what these ranks hold: among themselves, else on their hosts, else any."""
         among = [rank for rank in holders if rank in self._transfer_ranks]
         if among:
@@ -189,14 +189,14 @@ class _Planner:
         begin, end = piece.offset, piece.offset + piece.length
         gather, spread = self._gather[piece.layer], self._spread[piece.layer]
         for rect in slab.rects:
-            parts = rect.within(begin, end)
+            parts = rect.cut_between(begin, end)
             source, block = self._nearest_copy(self._reads[name][rect], mover)
             if me in (source, mover):
                 for part in parts:
                     held, moved = LocalRect(piece.param, block, part), LocalRect(piece.param, number, part)
                     _add_exchange(gather, me, source, held, mover, moved)
         for target, block, rect in self._writes[name] if me == mover else self._own_writes.get(name, ()):
-            for part in rect.within(begin, end):
+            for part in rect.cut_between(begin, end):
                 moved, held = LocalRect(piece.param, number, part), LocalRect(piece.param, block, part)
                 _add_exchange(spread, me, mover, moved, target, held)
         if me == mover:

@@ -23,12 +23,12 @@ class Rect:
     width: int
 
     @classmethod
-    def of(cls, first: int, rows: int, cols: int, width: int) -> Rect:
+    def make_canonical(cls, first: int, rows: int, cols: int, width: int) -> Rect:
         """Spell a rectangle the one way there is: what is one run has one row."""
-        return cls.run(first, rows * cols) if rows == 1 or cols == width else cls(first, rows, cols, width)
+        return cls.flat_run(first, rows * cols) if rows == 1 or cols == width else cls(first, rows, cols, width)
 
     @classmethod
-    def run(cls, first: int, length: int) -> Rect:
+    def flat_run(cls, first: int, length: int) -> Rect:
         """`length` elements in a row."""
         return cls(first, 1, length, length)
 
@@ -45,43 +45,43 @@ class Rect:
     def is_run(self) -> bool:
         return self.rows == 1
 
-    def within(self, begin: int, end: int) -> list[Rect]:
+    def cut_between(self, begin: int, end: int) -> list[Rect]:
         """What of this lies in elements [begin, end) of the parameter: at most three rectangles, in order."""
         begin, end = max(begin, self.first), min(end, self.end)
         if begin >= end:
             return []
         if self.is_run:
-            return [Rect.run(begin, end - begin)]
+            return [Rect.flat_run(begin, end - begin)]
         top, left = divmod(begin - self.first, self.width)
         bottom, right = divmod(end - self.first, self.width)
         if top == bottom:
-            return self._part(top, 1, left, right)
-        head = self._part(top, 1, left, self.cols) if left else []
-        body = self._part(top + bool(left), bottom - top - bool(left), 0, self.cols)
-        return [*head, *body, *self._part(bottom, 1, 0, right)]
+            return self._row_parts(top, 1, left, right)
+        head = self._row_parts(top, 1, left, self.cols) if left else []
+        body = self._row_parts(top + bool(left), bottom - top - bool(left), 0, self.cols)
+        return [*head, *body, *self._row_parts(bottom, 1, 0, right)]
 
-    def _part(self, row: int, rows: int, left: int, right: int) -> list[Rect]:
+    def _row_parts(self, row: int, rows: int, left: int, right: int) -> list[Rect]:
         left, right = min(left, self.cols), min(right, self.cols)
         if rows < 1 or left >= right:
             return []
-        return [Rect.of(self.first + row * self.width + left, rows, right - left, self.width)]
+        return [Rect.make_canonical(self.first + row * self.width + left, rows, right - left, self.width)]
 
-    def meets(self, other: Rect) -> bool:
+    def overlaps_with(self, other: Rect) -> bool:
         """Whether the two share an element. Rectangles of several rows must have one width."""
         if other.is_run:
-            return bool(self.within(other.first, other.end))
+            return bool(self.cut_between(other.first, other.end))
         if self.is_run:
-            return bool(other.within(self.first, self.end))
+            return bool(other.cut_between(self.first, self.end))
         (a, x), (b, y) = divmod(self.first, self.width), divmod(other.first, other.width)
         assert self.width == other.width, (self, other)
         return a < b + other.rows and b < a + self.rows and x < y + other.cols and y < x + self.cols
 
-    def place(self, part: Rect) -> tuple[int, int]:
+    def place_of(self, part: Rect) -> tuple[int, int]:
         """Row and column of a part's first element in this rectangle."""
         return divmod(part.first - self.first, self.width)
 
 
-def rects(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int]) -> list[Rect]:
+def box_rects(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int]) -> list[Rect]:
     """The box of `sizes` at `starts` of a tensor of `shape`, in the order of the box's own memory.
 
     One rectangle for a tensor cut along one dim, or along two of which the outer is the first; one for each index of
@@ -95,12 +95,13 @@ def rects(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int]) -> 
     strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
     first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
     if not shape:
-        return [Rect.run(0, 1)]
+        return [Rect.flat_run(0, 1)]
     cols, width = sizes[inner] * strides[inner], shape[inner] * strides[inner]
     rows = prod(sizes[outer:inner])
     steps = product(*(range(size) for size in sizes[:outer]))
     return [
-        Rect.of(first + sum(i * s for i, s in zip(step, strides, strict=False)), rows, cols, width) for step in steps
+        Rect.make_canonical(first + sum(i * s for i, s in zip(step, strides, strict=False)), rows, cols, width)
+        for step in steps
     ]
 
 
@@ -118,5 +119,5 @@ def cut_flat(parts: Sequence[Rect], begin: int, end: int) -> Iterator[tuple[int,
         (top, left), (bottom, right) = divmod(low, part.cols), divmod(high, part.cols)
         lowest = part.first + top * part.width + left
         highest = part.first + (bottom * part.width + right if right else (bottom - 1) * part.width + part.cols)
-        for piece in part.within(lowest, highest):
+        for piece in part.cut_between(lowest, highest):
             yield index, piece

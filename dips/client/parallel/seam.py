@@ -71,7 +71,7 @@ class Adapter(ABC):
         """Have the framework make its masters from the parameters, which were written."""
 
 
-def blocks(name: str, memory: torch.Tensor, parts: list[Rect]) -> tuple[TensorBlock, ...]:
+def pair_blocks(name: str, memory: torch.Tensor, parts: list[Rect]) -> tuple[TensorBlock, ...]:
     """Pair rectangles with the contiguous memory in which they lie one behind the other."""
     if not memory.is_contiguous():
         raise ConfigError(

@@ -43,7 +43,7 @@ def _check_slab(name: str, slab: Slab) -> Slab:
     if len({rect.width for rect in slab.rects if not rect.is_run}) > 1:
         raise ConfigError(f"{name}: ranks hold it cut along different dims")
     for i, rect in enumerate(slab.rects):
-        if any(rect.meets(other) for other in slab.rects[:i]):
+        if any(rect.overlaps_with(other) for other in slab.rects[:i]):
             raise ConfigError(f"{name}: ranks hold shards that overlap without being equal")
     if sum(rect.numel for rect in slab.rects) != slab.end - slab.begin:
         raise ConfigError(f"{name}: not all of its elements {slab.begin} to {slab.end} are held by a rank")

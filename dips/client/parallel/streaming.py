@@ -65,15 +65,15 @@ class StreamedMemory(HostMemory):
         """Scatter and install one layer that was pulled on all ranks; collective."""
         self.scatter_pieces((layer,))
         self._adapter.reshard()
-        self._copy((self._params[layer], self._masters[layer]))
+        self._copy_shards((self._params[layer], self._masters[layer]))
 
     def _find_in_model(self) -> list[tuple[int, torch.Tensor]]:
         """The pieces that lie in one run of the model's own memory, and that memory, flat."""
         pairs = [(l, *pair) for l, moves in enumerate(self._plan.gather) for pair in moves.local]
         whole = [(l, s, t) for l, s, t in pairs if t.rect.is_run and t.rect.numel == self._plan.pieces[t.index].length]
-        return [(target.index, self._read(layer, source).view(-1)) for layer, source, target in whole]
+        return [(target.index, self._read_rect(layer, source).view(-1)) for layer, source, target in whole]
 
-    def _frozen(self, rect: LocalRect) -> torch.Tensor | None:
+    def _frozen_tensor(self, rect: LocalRect) -> torch.Tensor | None:
         if rect.index in self._in_model:
             return None
         memory, part = self._staged[rect.index], rect.rect

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from dips.client.parallel.read_groups import INSTEAD, ReadGroup, find_read_groups
-from dips.client.parallel.rect import Rect, rects
-from dips.client.parallel.seam import Adapter, HeldParameter, blocks, check_dtype
+from dips.client.parallel.rect import Rect, box_rects
+from dips.client.parallel.seam import Adapter, HeldParameter, check_dtype, pair_blocks
 from dips.client.parallel.torch_types import is_dtensor, is_fsdp
 from dips.errors import ConfigError
 
@@ -37,11 +37,11 @@ class TorchAdapter(Adapter):
 
     def __init__(self, parts: Sequence[nn.Module], staged: bool) -> None:
         """`staged`: the ranks hold different parts, under the names of the whole model (torch's pipelining)."""
-        self._wrapped, self._parts, self.staged = parts, [_unwrapped(part) for part in parts], staged
+        self._wrapped, self._parts, self.staged = parts, [_unwrap_module(part) for part in parts], staged
 
     def held_parameters(self) -> list[HeldParameter]:
         self.reshard()  # otherwise the parameters of a module that was evaluated are still gathered
-        return list(self._describe())
+        return list(self._held_parameters())
 
     def local_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.reshard()
@@ -67,7 +67,7 @@ class TorchAdapter(Adapter):
             )
         return find_read_groups(model, {p: plain_name(path) for path, p in model.named_parameters() if p.requires_grad})
 
-    def _describe(self) -> Iterator[HeldParameter]:
+    def _held_parameters(self) -> Iterator[HeldParameter]:
         for part in self._parts:
             for path, parameter in part.named_parameters():
                 if parameter.requires_grad:
@@ -79,7 +79,7 @@ def plain_name(path: str) -> str:
     return ".".join(part for part in path.split(".") if part not in WRAPPERS)
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
+def _unwrap_module(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
 
 
@@ -89,8 +89,8 @@ def _describe_parameter(name: str, parameter: nn.Parameter) -> HeldParameter:
     if is_dtensor(parameter):
         parts, local = _local_shard(name, parameter)
     else:
-        parts, local = rects(shape, (0,) * len(shape), shape), parameter.detach()
-    made = blocks(name, local, parts)
+        parts, local = box_rects(shape, (0,) * len(shape), shape), parameter.detach()
+    made = pair_blocks(name, local, parts)
     return HeldParameter(name, shape, made, made)
 
 
@@ -108,4 +108,4 @@ def _local_shard(name: str, parameter: DTensor) -> tuple[list[Rect], torch.Tenso
     shape, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     if tuple(local.shape) != tuple(shape):
         raise ConfigError(f"{name}: expected a local shard of shape {tuple(shape)}, got {tuple(local.shape)}")
-    return rects(parameter.shape, start, shape), local
+    return box_rects(parameter.shape, start, shape), local

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """Whether a tensor is distributed: it knows where its local part lies."""
-    return _is(tensor, "torch.distributed.tensor", "DTensor")
+    return _is_instance(tensor, "torch.distributed.tensor", "DTensor")
 
 
 def is_fsdp(module: object) -> bool:
     """Whether `fully_shard` wraps a module."""
-    return _is(module, "torch.distributed.fsdp", "FSDPModule")
+    return _is_instance(module, "torch.distributed.fsdp", "FSDPModule")
 
 
-def _is(thing: object, module: str, name: str) -> bool:
+def _is_instance(thing: object, module: str, name: str) -> bool:
     defined: Any = getattr(sys.modules.get(module), name, None)
     return defined is not None and isinstance(thing, defined)

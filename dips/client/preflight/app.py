@@ -60,33 +60,33 @@ def check(
         ours = lambda: manifest_of_factory(factory)  # noqa: E731 (a name of its own would add nothing)
     elif model:
         ours = lambda: manifest_of_file(model)  # noqa: E731
-    rows = examine(load_cluster(config), ours, most_mib * MIB, seconds)
+    rows = make_rows(load_cluster(config), ours, most_mib * MIB, seconds)
     if as_json:
         fields = ("what", "verdict", "seen", "todo")
         print(json.dumps([{key: getattr(row, key) for key in fields} for row in rows], indent=1))
     else:
-        Console().print(_table(rows))
+        Console().print(_rows_table(rows))
     raise typer.Exit(checks.exit_code(rows))
 
 
-def examine(
+def make_rows(
     config: ClusterFile, ours: Callable[[], Manifest] | None, most_bytes: int, seconds: float
 ) -> list[CheckRow]:
     """Make all rows; what depends on the master is left out if it does not answer."""
     rows = checks.check_host(config)
     try:
-        described = asyncio.run(describe(config.master))
+        described = asyncio.run(describe_run(config.master))
     except DipsError as error:
         return [*rows, checks.failed_row("master", error, "start the master, or correct the key `master`")]
     rows += [*checks.check_run(config, described), checks.check_model(ours, described)]
     return rows + checks.check_lanes(described, most_bytes, seconds)
 
 
-async def describe(address: str) -> dict[str, Any]:
+async def describe_run(address: str) -> dict[str, Any]:
     """Ask the master to describe the run; raise UnavailableMaster if it does not answer in time."""
-    channel = control.channel(address)
+    channel = control.open_channel(address)
     try:
-        reply = await control.call(
+        reply = await control.call_method(
             StatusServiceStub(channel).Describe,
             DescribeRequest(),
             deadline_s=MASTER_S,
@@ -99,7 +99,7 @@ async def describe(address: str) -> dict[str, Any]:
     return described
 
 
-def _table(rows: list[CheckRow]) -> Table:
+def _rows_table(rows: list[CheckRow]) -> Table:
     table = Table("what", "", "seen", "to do", title_justify="left")
     for row in rows:
         table.add_row(row.what, Text(row.verdict, STYLES[row.verdict]), Text(row.seen), Text(row.todo))

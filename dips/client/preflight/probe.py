@@ -13,7 +13,7 @@ import zmq
 from dips.errors import UnavailableSlave
 from dips.transport.lane import HANDSHAKE_MS
 from dips.wire import streams
-from dips.wire.frame import FRAME_LIMIT, MESSAGE_LIMIT, BadFrame, Kind, message, run_id, unpack
+from dips.wire.frame import FRAME_LIMIT, MESSAGE_LIMIT, BadFrame, Kind, make_message, run_id, unpack_header
 
 ANSWER_S = 5.0  # for one probe to be answered
 ROUND_TRIPS = 5  # the shortest counts
@@ -49,34 +49,34 @@ class Prober:
         times = []
         for _ in range(ROUND_TRIPS):
             begun = time.monotonic()
-            self._ask(0)
-            self._answer(0)
+            self._send_probe(0)
+            self._await_answer(0)
             times.append(time.monotonic() - begun)
         return min(times)
 
-    def rate(self, answer: int, padding: int, most_bytes: int, seconds: float) -> float:
+    def measure_rate(self, answer: int, padding: int, most_bytes: int, seconds: float) -> float:
         """Bytes in a second when each probe carries `padding` there and asks for `answer` back."""
         each = max(answer, padding)
         begun, flying, moved, asked = time.monotonic(), 0, 0, 0
         while True:
             while flying < IN_FLIGHT and asked < most_bytes and time.monotonic() - begun < seconds:
-                self._ask(answer, padding)
+                self._send_probe(answer, padding)
                 flying, asked = flying + 1, asked + each
             if flying == 0:
                 return moved / max(time.monotonic() - begun, 1e-9)
-            self._answer(answer)
+            self._await_answer(answer)
             flying, moved = flying - 1, moved + each
 
     def close(self) -> None:
         self._socket.close(linger=0)
 
-    def _ask(self, answer: int, padding: int = 0) -> None:
+    def _send_probe(self, answer: int, padding: int = 0) -> None:
         if not self._socket.poll(int(ANSWER_S * 1000), zmq.POLLOUT):
             raise UnavailableSlave(f"{self._address}: no connection within {ANSWER_S:g} s")
-        parts = message(Kind.PROBE, self._run, STREAM, streams.encode_probe(answer, padding))
+        parts = make_message(Kind.PROBE, self._run, STREAM, streams.encode_probe(answer, padding))
         self._socket.send_multipart(parts, zmq.NOBLOCK)
 
-    def _answer(self, expected: int) -> None:
+    def _await_answer(self, expected: int) -> None:
         if not self._socket.poll(int(ANSWER_S * 1000), zmq.POLLIN):
             raise UnavailableSlave(
                 f"{self._address}: a probe was not answered within {ANSWER_S:g} s: another run's slave, an older "
@@ -86,27 +86,27 @@ class Prober:
         try:
             if len(parts) != 2:
                 raise BadFrame("parts", f"{len(parts)} parts came")
-            header = unpack(parts[0].buffer, self._run, len(parts[1].buffer), MESSAGE_LIMIT)
+            header = unpack_header(parts[0].buffer, self._run, len(parts[1].buffer), MESSAGE_LIMIT)
         except BadFrame as bad:
             raise UnavailableSlave(f"{self._address}: what answers is no slave of this run: {bad}") from bad
         if (header.kind, header.length) != (Kind.PROBE, expected):
             raise UnavailableSlave(f"{self._address}: expected {expected} bytes, got {header.length}")
 
 
-def measure(address: str, run: str, most_bytes: int, seconds: float) -> ProbeResult:
+def measure_lane(address: str, run: str, most_bytes: int, seconds: float) -> ProbeResult:
     """Measure the way to `address`; raise UnavailableSlave saying what did not happen."""
     with zmq.Context(io_threads=1) as context:
         prober = Prober(context, address, run)
         try:
             trip = prober.round_trip()
-            up = prober.rate(0, PADDING, most_bytes, seconds)
-            return ProbeResult(trip, up, prober.rate(PADDING, 0, most_bytes, seconds))
+            up = prober.measure_rate(0, PADDING, most_bytes, seconds)
+            return ProbeResult(trip, up, prober.measure_rate(PADDING, 0, most_bytes, seconds))
         finally:
             prober.close()
 
 
 def measure_round_trip(address: str, run: str) -> float:
-    """Round trip to a lane without a measured transfer; raise as `measure` does."""
+    """Round trip to a lane without a measured transfer; raise as `measure_lane` does."""
     with zmq.Context(io_threads=1) as context:
         prober = Prober(context, address, run)
         try:

@@ -1,7 +1,7 @@
 """Requests of a training job to its agent: rank 0 sends them, and every answer is broadcast to all ranks
 (docs/rationale.md#25).
 
-`ask` and `ask_until_answered` are collective. Each AskAgain reaches all ranks: no collective lasts longer than a poll.
+`ask_agent` and `ask_until_answered` are collective. Each AskAgain reaches all ranks: no collective outlasts a poll.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ class AgentClient:
 
     def ask_until_answered(self, question: Question) -> Answer:
         """Ask again as long as the agent answers AskAgain."""
-        while isinstance(answer := self.ask(question), AskAgain):
+        while isinstance(answer := self.ask_agent(question), AskAgain):
             pass
         return answer
 
-    def ask(self, question: Question) -> Answer:
+    def ask_agent(self, question: Question) -> Answer:
         """Return the agent's answer to rank 0's question on all ranks; raise the same error on all if it is one."""
-        message = encoding.encode(self._ask_agent(question)) if self._collectives.rank == 0 else None
-        answer = cast(Answer, encoding.decode(self._collectives.broadcast(message)[encoding.LENGTH.size :]))
+        message = encoding.encode_message(self._ask_agent(question)) if self._collectives.rank == 0 else None
+        answer = cast(Answer, encoding.decode_message(self._collectives.broadcast(message)[encoding.LENGTH.size :]))
         if isinstance(answer, ErrorReply):
             raise (class_named(answer.error) or DipsError)(answer.message)
         return answer
 
-    def notify(self, notice: Notice) -> None:
+    def notify_agent(self, notice: Notice) -> None:
         """Send a message that has no answer; does nothing on other ranks than 0."""
         if self._connection:
-            self._connection.send(notice)
+            self._connection.send_message(notice)
 
     def report_progress(self, attempt: int, moved: int, total: int) -> str:
         """Tell the agent how far a transfer is; return why to end it, or "" to go on. "" on other ranks than 0."""
         if not self._connection:
             return ""
         try:
-            answer = self._connection.ask(TransferProgress(attempt, moved, total))
+            answer = self._connection.ask_agent(TransferProgress(attempt, moved, total))
         except DipsError as error:  # the other ranks wait in a collective: the transfer must fail there, on all of them
             return str(error)
         return "" if isinstance(answer, Noted) else getattr(answer, "reason", str(answer))
@@ -61,6 +61,6 @@ class AgentClient:
         try:
             if self._connection is None:
                 self._connection = AgentConnection(self._agent, self._poll_s)
-            return self._connection.ask(question)
+            return self._connection.ask_agent(question)
         except DipsError as error:
             return ErrorReply(type(error).__name__, str(error))

@@ -36,7 +36,7 @@ class AgentConnection:
             ) from error
         if not isinstance(address, OnThisHost):
             try:
-                self._seal = self._authenticate(address.token)
+                self._seal = self._prove_token(address.token)
             except Unavailable as error:  # a peer with another token closes the connection without a message
                 self._socket.close()
                 raise Denied(
@@ -62,26 +62,26 @@ class AgentConnection:
                     raise Unavailable(f"{error} (tried for {within_s:g} s)") from error
                 time.sleep(RETRY_S)
 
-    def ask(self, question: messages.Question) -> messages.Answer:
+    def ask_agent(self, question: messages.Question) -> messages.Answer:
         """Send a question and wait for its answer, which may be AskAgain. Raise Unavailable if the agent is gone."""
-        self.send(question)
+        self.send_message(question)
         try:
-            head = self._receive(encoding.LENGTH.size)
-            body = self._receive(encoding.body_length(head))
+            head = self._receive_bytes(encoding.LENGTH.size)
+            body = self._receive_bytes(encoding.body_length(head))
             if self._seal:
-                self._seal.check(head + body, self._receive(TAG))
+                self._seal.check_frame(head + body, self._receive_bytes(TAG))
         except OSError as error:
             raise Unavailable(f"the agent at {self._address} does not answer: {error}") from error
-        answer = encoding.decode(body)
+        answer = encoding.decode_message(body)
         if not isinstance(answer, messages.Answer):
             raise RemoteProtocolError(f"the agent answered {type(answer).__name__} to {type(question).__name__}")
         return answer
 
-    def send(self, message: messages.Question | messages.Notice) -> None:
+    def send_message(self, message: messages.Question | messages.Notice) -> None:
         """Send a message without waiting for an answer; raise Unavailable if the agent is gone."""
-        frame = encoding.encode(message)
+        frame = encoding.encode_message(message)
         try:
-            self._socket.sendall(frame + self._seal.tag(frame) if self._seal else frame)
+            self._socket.sendall(frame + self._seal.tag_frame(frame) if self._seal else frame)
         except OSError as error:
             raise Unavailable(f"the agent at {self._address} is gone: {error}") from error
 
@@ -101,13 +101,13 @@ class AgentConnection:
             pass
         self._socket.close()
 
-    def _authenticate(self, token: bytes) -> Seal:
+    def _prove_token(self, token: bytes) -> Seal:
         keep_alive(self._socket)
-        client = TokenClient(token, self._receive(GREETING))
+        client = TokenClient(token, self._receive_bytes(GREETING))
         self._socket.sendall(client.answer)
-        return client.admitted(self._receive(PROOF))
+        return client.accept_proof(self._receive_bytes(PROOF))
 
-    def _receive(self, length: int) -> bytes:
+    def _receive_bytes(self, length: int) -> bytes:
         parts = bytearray()
         while len(parts) < length:
             part = self._socket.recv(length - len(parts))

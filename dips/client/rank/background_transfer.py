@@ -80,17 +80,17 @@ class ThreadedTransfer(BackgroundTransfer):
         self._report_progress, self._on_end = report_progress, on_end
 
     def wait(self, poll_s: float) -> TransferResult:
-        while (result := self._agree(poll_s)) is None:
+        while (result := self._agree_on_result(poll_s)) is None:
             pass
         return result
 
     def poll(self) -> TransferResult | None:
-        return self._agree(0.0)
+        return self._agree_on_result(0.0)
 
     def cancel(self) -> None:
         self._thread.cancel()
 
-    def _agree(self, wait_s: float) -> TransferResult | None:
+    def _agree_on_result(self, wait_s: float) -> TransferResult | None:
         """Find out with the other ranks whether the transfer is over."""
         thread = self._thread
         thread.join(wait_s)
@@ -116,7 +116,7 @@ class TransferThread:
         self._cancel = threading.Event()
         self._thread: threading.Thread | None = None
         if work is not None:
-            self._thread = threading.Thread(target=self._run, args=(work,), name="dips-transfer", daemon=True)
+            self._thread = threading.Thread(target=self._run_work, args=(work,), name="dips-transfer", daemon=True)
             self._thread.start()
 
     @property
@@ -146,7 +146,7 @@ class TransferThread:
             raise own
         self.error = own  # TransferCancelled, raised by this call, is no reason
 
-    def _run(self, work: Callable[[threading.Event], TransferStats]) -> None:
+    def _run_work(self, work: Callable[[threading.Event], TransferStats]) -> None:
         try:
             work(self._cancel)
         except BaseException as error:  # noqa: BLE001 (raised by cancel(), in the training thread)

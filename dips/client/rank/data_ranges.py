@@ -28,16 +28,16 @@ class DataRanges:
                 return answer.range
             if not isinstance(answer, RangesEnded):
                 raise LocalProtocolError(f"expected RangeGiven or RangesEnded from the agent, got {answer!r}")
-            if self._settle(answer):
+            if self._settle_ranges(answer):
                 return None
 
-    def _settle(self, ended: RangesEnded) -> bool:
+    def _settle_ranges(self, ended: RangesEnded) -> bool:
         """Push what was trained since the last push; return whether nothing is left to settle."""
         was_in_flight = self._outer_steps.in_flight
-        self._outer_steps.settle()
+        self._outer_steps.settle_transfers()
         if was_in_flight and not self._state.finished:
             return False  # its outcome may have settled everything, or given ranges back: ask again
         if not self._state.finished and (ended.finished or ended.unsettled):
             # Of a finished run nothing is pushed: the final version is pulled.
-            self._outer_steps.push(demanded=ended.unsettled)
+            self._outer_steps.run_outer_step(demanded=ended.unsettled)
         return self._state.finished or not ended.unsettled

@@ -69,7 +69,7 @@ class Feedback:
         """Turn θ_local in the host buffer into what push `seq` carries in `codec`. Reads 3 floats an element."""
         if self._contained:
             self._clear_owed()
-        self._seq, self._sent, self._codec = seq, {}, codecs.named(codec)
+        self._seq, self._sent, self._codec = seq, {}, codecs.codec_named(codec)
         with np.errstate(all="ignore"):  # a diverged model is left to the gate
             for host, base, owed in zip(self._host, self._base, self._owed, strict=True):
                 if self._codec.lossy:
@@ -93,7 +93,7 @@ class Feedback:
         """(base, owed) for a checkpoint: this rank's own arrays, to be copied before the next transfer."""
         return self._base, self._owed
 
-    def restore(self, version: VersionId, base: Sequence[F32], owed: Sequence[F32]) -> None:
+    def restore_debt(self, version: VersionId, base: Sequence[F32], owed: Sequence[F32]) -> None:
         """Take what a checkpoint owed as owed by the present incarnation, whichever that is."""
         for mine, theirs in zip((*self._base, *self._owed), (*base, *owed), strict=True):
             np.copyto(mine, theirs)
@@ -106,12 +106,12 @@ class Feedback:
             self._clear_owed()
             return
         for chunk in self._sent:
-            difference, owed = self._elements(self._frozen_at, chunk), self._elements(self._owed_at, chunk)
+            difference, owed = self._chunk_elements(self._frozen_at, chunk), self._chunk_elements(self._owed_at, chunk)
             np.subtract(difference, self._codec.decode(self._codec.encode(difference), chunk.length), out=owed)
 
     @staticmethod
-    def _elements(share: Share, chunk: Range) -> F32:
-        view = share.view(chunk)
+    def _chunk_elements(share: Share, chunk: Range) -> F32:
+        view = share.view_chunk(chunk)
         assert view is not None, f"{chunk} was sent and is not held here"
         return np.frombuffer(view, np.float32)
 

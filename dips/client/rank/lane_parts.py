@@ -13,7 +13,7 @@ from dips.errors import LocalProtocolError
 from dips.protocol.effects import SlaveAddress
 from dips.transport import curve
 from dips.transport.intake import Intake
-from dips.transport.shares import Share, check, deal
+from dips.transport.shares import Share, check_piece, deal_pieces
 from dips.transport.stream import Stream
 from dips.wire.codecs import Codec
 from dips.wire.streams import StreamName
@@ -36,7 +36,7 @@ def check_order(order: LayerOrder, name: str) -> None:
     """Raise LocalProtocolError unless the grant has a slave for each piece, and an order of slaves for the rank."""
     grant, rank = order.grant, order.base.rank
     for piece in order.pieces:
-        check(piece)
+        check_piece(piece)
     strays = sorted({p.layer for p in order.pieces} - {layer for slave in grant.slaves for layer in slave.layers})
     if strays:
         raise LocalProtocolError(f"{name}: no slave of the grant holds layers {strays}")
@@ -51,10 +51,10 @@ def open_parts(
     """Open the streams of a transfer, in the order of the grant; a push has one to every lane, even without pieces."""
     grant, base, rng = order.grant, order.base, random.Random()
     version = str(grant.version) if kind == "pull" else ""
-    own_keys = curve.new()  # anonymous, for this transfer only
+    own_keys = curve.new_keys()  # anonymous, for this transfer only
     for index in grant.order[base.rank]:
         slave = grant.slaves[index]
-        hands = deal((p for p in order.pieces if p.layer in slave.layers and p.length), len(slave.lanes))
+        hands = deal_pieces((p for p in order.pieces if p.layer in slave.layers and p.length), len(slave.lanes))
         for lane, pieces in enumerate(hands):
             share = Share(pieces)
             name = StreamName(
@@ -65,5 +65,5 @@ def open_parts(
             stream = Stream(context, slave.lanes[lane], name, share.ranges, order.stall_s, rng, keys)
             stream.waits = False
             if share.nbytes or kind == "push":
-                nbytes = sum(piece.nbytes for piece in codec.ranges(share.ranges))
+                nbytes = sum(piece.nbytes for piece in codec.encoded_ranges(share.ranges))
                 yield LanePart(slave, share, nbytes, stream)

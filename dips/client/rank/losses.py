@@ -18,9 +18,9 @@ class LossChannel:
 
     def __init__(self, collectives: JobCollectives) -> None:
         self._collectives = collectives
-        self._reset()
+        self._reset_sum()
 
-    def _reset(self) -> None:
+    def _reset_sum(self) -> None:
         self._sum, self._count, self._finite = 0.0, 0, True
 
     def add_loss(self, loss: float | None, finite: bool) -> None:
@@ -35,7 +35,7 @@ class LossChannel:
         Collective; starts over on every rank.
         """
         gathered = self._collectives.all_gather(json.dumps([self._sum, self._count, self._finite]).encode())
-        self._reset()
+        self._reset_sum()
         for rank, (total, count, finite) in enumerate(map(json.loads, gathered)):
             if count or not finite:
                 return (total, count, finite) if rank else None

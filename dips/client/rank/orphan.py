@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 from dips.client.ipc.address import Address, OnThisHost
-from dips.client.ipc.process import AGENT_HOME, AGENT_PID, home
+from dips.client.ipc.process import AGENT_HOME, AGENT_PID, process_home
 from dips.client.rank.agent_connection import AgentConnection
 
 FIND_S = 60.0  # hosts of one job do not start at the same moment
@@ -32,24 +32,24 @@ def watch_agent(address: Address, poll_s: float) -> Callable[[], None]:
     On another host than the agent's, raise Unavailable if it cannot be reached within FIND_S, Denied if it is not this
     job's.
     """
-    if os.environ.get(AGENT_HOME) == home():
+    if os.environ.get(AGENT_HOME) == process_home():
         _watch_process(int(os.environ[AGENT_PID]))
         return lambda: None  # the agent waits for the ranks' launcher, so it ends after them
     if isinstance(address, OnThisHost):
         return lambda: None  # its process is unknown here; rank 0 will find its connection closed
     connection, done = AgentConnection.connect_within(address, poll_s, FIND_S), threading.Event()
 
-    def wait() -> None:
+    def wait_for_end() -> None:
         connection.wait_until_closed()
         if not done.is_set():
             _end_process(f"at {address}")
 
-    def stop() -> None:
+    def stop_watching() -> None:
         done.set()
         connection.close()
 
-    threading.Thread(target=wait, name="agent-watch", daemon=True).start()
-    return stop
+    threading.Thread(target=wait_for_end, name="agent-watch", daemon=True).start()
+    return stop_watching
 
 
 def _watch_process(pid: int) -> None:
@@ -64,11 +64,11 @@ def _watch_process(pid: int) -> None:
         _end_process(f"(process {pid})")
         return
 
-    def wait() -> None:
+    def wait_for_exit() -> None:
         select.select([agent], [], [])
         _end_process(f"(process {pid})")
 
-    threading.Thread(target=wait, name="agent-watch", daemon=True).start()
+    threading.Thread(target=wait_for_exit, name="agent-watch", daemon=True).start()
 
 
 def _end_process(which: str) -> None:

@@ -65,14 +65,14 @@ class OuterLoop:
                    differences are listed.
         """
         self._config = _load_config(config)
-        agent = address.find(self._config)
+        agent = address.find_address(self._config)
         self._unwatch = watch_agent(agent, self._config.poll_s)
         self._collectives = JobCollectives(self._config.collective_s)
         layout = lay_out(model, self._collectives, optimizer, self._config.max_transfer_ranks)
         memory = MEMORY[self._config.install](layout.adapter, layout.held, layout.plan, self._collectives)
         self._shard_transfer = ShardTransfer(memory, self._collectives, self._config.stall_s, self._config.shared.codec)
         self._agent_client = AgentClient(self._collectives, agent, self._config.poll_s)
-        self._state = _attach(self._agent_client, layout.plan.manifest.to_json(), self._shard_transfer.ranks)
+        self._state = _attach_trainer(self._agent_client, layout.plan.manifest.to_json(), self._shard_transfer.ranks)
         self._inner = InnerState()
         self._outer_steps = OuterSteps(self._config, self._state, self._agent_client, self._shard_transfer)
         self._data_ranges = DataRanges(self._state, self._agent_client, self._outer_steps)
@@ -147,14 +147,14 @@ class OuterLoop:
         self._state.steps_until_poll -= 1
         self._step_reports.report_step(tokens, loss)
         if self._state.steps_until_poll <= 0:
-            self._poll(demanded=False)
+            self._poll_outer_step(demanded=False)
 
     def push(self) -> None:
         """Take part in an outer step now, whatever the pace; all inner steps since the last push count."""
         self._check_usable()
         if not self._state.finished:
-            self._outer_steps.settle()
-            self._poll(demanded=True)
+            self._outer_steps.settle_transfers()
+            self._poll_outer_step(demanded=True)
 
     def install(self) -> None:
         """Have the present version in the model, all of it; only `install: lazy` ever leaves something to do.
@@ -185,11 +185,11 @@ class OuterLoop:
                 return
             yield number
 
-    def _poll(self, demanded: bool) -> None:
+    def _poll_outer_step(self, demanded: bool) -> None:
         if not self.moving:
             self._collectives.barrier("OuterLoop.step")
         self._step_reports.report_pipeline_losses()
-        self._outer_steps.poll(demanded)
+        self._outer_steps.poll_outer_step(demanded)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class OuterLoop:
         self._check_usable()
         self._collectives.barrier("OuterLoop.state_dict")
         self._shard_transfer.finish_install()
-        saved = self._agent_client.ask(SaveWanted(self._state.attempt))
+        saved = self._agent_client.ask_agent(SaveWanted(self._state.attempt))
         if not isinstance(saved, Saved):
             raise LocalProtocolError(f"expected Saved from the agent, got {saved!r}")
         return make_state(saved, self.inner_steps, self._collectives.rank, self._shard_transfer.feedback_state())
@@ -241,8 +241,8 @@ class OuterLoop:
         self._unwatch()  # the agent may end as soon as it gets Detach, while other ranks still have work to do
         self._collectives.barrier("OuterLoop.close")
         self._shard_transfer.finish_install()
-        self._outer_steps.cancel()
-        self._agent_client.ask(Detach(self._state.attempt))
+        self._outer_steps.cancel_transfers()
+        self._agent_client.ask_agent(Detach(self._state.attempt))
         self._closed = True
         self._agent_client.disconnect()
         self._collectives.close()
@@ -274,7 +274,7 @@ def _load_config(config: str | os.PathLike[str] | None) -> ClusterFile:
     return load_cluster(Path(path))
 
 
-def _attach(agent_client: AgentClient, manifest: str, transfer_ranks: int) -> OuterState:
+def _attach_trainer(agent_client: AgentClient, manifest: str, transfer_ranks: int) -> OuterState:
     """Announce this start of the trainer to the agent; raise CorruptManifest if the model is not the run's."""
     incarnation, restart = (int(os.environ.get(key, "0")) for key in ("DIPS_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
     question = Attach(incarnation, restart, process_name(), manifest, transfer_ranks, transfer_ranks)

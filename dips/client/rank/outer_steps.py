@@ -68,42 +68,42 @@ class OuterSteps:
 
     def pull_newest(self) -> None:
         """Pull the run's newest version and install all of it."""
-        self._run(PullWanted(self._state.attempt, self._state.next_request()))
+        self._run_request(PullWanted(self._state.attempt, self._state.next_request()))
         self._shard_transfer.finish_install()
 
-    def push(self, demanded: bool) -> None:
+    def run_outer_step(self, demanded: bool) -> None:
         """Take part in an outer step if one is due or `demanded`; training is paused until it is over."""
-        self._run(PushWanted(self._state.attempt, self._state.next_request(), demanded))
+        self._run_request(PushWanted(self._state.attempt, self._state.next_request(), demanded))
 
-    def poll(self, demanded: bool) -> None:
+    def poll_outer_step(self, demanded: bool) -> None:
         """Take part in an outer step if one is due or `demanded`, or go on with the one that is in flight."""
         if self._overlaps:
             self._poll_in_flight(demanded)
         else:
-            self.push(demanded)
+            self.run_outer_step(demanded)
 
-    def settle(self) -> None:
+    def settle_transfers(self) -> None:
         """Wait until nothing is in flight."""
         if isinstance(self._in_flight, OpenTransfer):
-            self._in_flight = self._wait(self._in_flight)
+            self._in_flight = self._wait_transfer(self._in_flight)
         if self._in_flight is not None:
             request, self._in_flight = self._in_flight, None
-            self._run(request)
+            self._run_request(request)
 
-    def cancel(self) -> None:
+    def cancel_transfers(self) -> None:
         """End what is in flight on this rank, whatever the others do."""
         if isinstance(self._in_flight, OpenTransfer):
             self._in_flight.transfer.cancel()
 
     # ---- with training paused, and beside it -------------------------------------------------------------------------
 
-    def _run(self, request: OuterRequest) -> None:
+    def _run_request(self, request: OuterRequest) -> None:
         """Carry out what the agent orders until it answers to train on."""
-        while (begun := self._begin(self._agent_client.ask_until_answered(request))) is not None:
-            request = self._wait(begun)
+        while (begun := self._begin_transfer(self._agent_client.ask_until_answered(request))) is not None:
+            request = self._wait_transfer(begun)
 
-    def _wait(self, begun: OpenTransfer) -> OuterRequest:
-        return self._complete(begun, begun.transfer.wait(self._config.poll_s))
+    def _wait_transfer(self, begun: OpenTransfer) -> OuterRequest:
+        return self._complete_transfer(begun, begun.transfer.wait(self._config.poll_s))
 
     def _poll_in_flight(self, demanded: bool) -> None:
         """Go on with what is in flight, or ask the agent what is due; wait for neither."""
@@ -112,25 +112,25 @@ class OuterSteps:
             if result is None:
                 self._state.steps_until_poll = self._poll_steps
                 return
-            self._in_flight = self._complete(self._in_flight, result)
+            self._in_flight = self._complete_transfer(self._in_flight, result)
         if self._in_flight is None:
             self._in_flight = PushWanted(self._state.attempt, self._state.next_request(), demanded)
-        answer = self._agent_client.ask(replace(self._in_flight, at_once=True))
+        answer = self._agent_client.ask_agent(replace(self._in_flight, at_once=True))
         if isinstance(answer, AskAgain):
             self._state.steps_until_poll = self._poll_steps = answer.steps
             return
         self._in_flight = None
-        begun = self._begin(answer)
+        begun = self._begin_transfer(answer)
         if begun is None:
             return
         if isinstance(begun.order, PullNow) and not begun.order.merge:  # an inner step before it would be lost
-            self._run(self._wait(begun))
+            self._run_request(self._wait_transfer(begun))
         else:
             self._in_flight, self._state.steps_until_poll = begun, self._poll_steps
 
     # ---- by the agent's answer ---------------------------------------------------------------------------------------
 
-    def _begin(self, answer: Answer) -> OpenTransfer | None:
+    def _begin_transfer(self, answer: Answer) -> OpenTransfer | None:
         """Begin the transfer that the agent ordered; None if training goes on, or the run is over."""
         on_answer = self._on_answer.get(type(answer))
         if on_answer is None:
@@ -158,7 +158,7 @@ class OuterSteps:
 
     # ---- by the order that was carried out ---------------------------------------------------------------------------
 
-    def _complete(self, begun: OpenTransfer, result: TransferResult) -> OuterRequest:
+    def _complete_transfer(self, begun: OpenTransfer, result: TransferResult) -> OuterRequest:
         """Install what was pulled on all ranks, and return the request that reports the result."""
         return self._on_result[type(begun.order)](begun.order, result)
 

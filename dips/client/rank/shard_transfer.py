@@ -78,7 +78,9 @@ class ShardTransfer:
         if feedback is not None:
             feedback.settle_last_push(request.base.inc, request.accepted)
         if grant.codec != "fp32" and (feedback is None or not feedback.has_base(grant.base)):
-            return self._fail(request, f"{grant.codec} was granted for differences to {grant.base}, not held here")
+            return self._failed_transfer(
+                request, f"{grant.codec} was granted for differences to {grant.base}, not held here"
+            )
         self._memory.gather_pieces()
         if keep:
             self._memory.keep_pushed_shard()
@@ -87,8 +89,8 @@ class ShardTransfer:
             feedback.freeze_push(request.base.seq, grant.codec)
             encode = feedback.encode_chunk
         release = self._memory.release_staged if isinstance(self._memory, StreamedMemory) else do_nothing
-        total, move = self._total["push", grant.codec], partial(transfer.push, encode=encode)
-        return self._begin(move, self._memory.pieces, total, request, release)
+        total, move = self._total["push", grant.codec], partial(transfer.push_pieces, encode=encode)
+        return self._begin_move(move, self._memory.pieces, total, request, release)
 
     def _check_parameters(self) -> None:
         by_rank = self._collectives.all_gather(self._memory.find_replaced_parameter().encode())
@@ -100,7 +102,7 @@ class ShardTransfer:
                 "load_state_dict(assign=True))"
             )
 
-    def _fail(self, request: TransferRequest, reason: str) -> BackgroundTransfer:
+    def _failed_transfer(self, request: TransferRequest, reason: str) -> BackgroundTransfer:
         """A transfer that has failed on this rank, and will on the others when they meet."""
         thread = TransferThread(None)
         thread.mark_failed(reason)
@@ -118,7 +120,7 @@ class ShardTransfer:
             return StreamedTransfer(partial(self._pull_layers, self._memory, request))
         if self._feedback is not None:
             self._feedback.settle_last_push(request.base.inc, request.accepted)
-        return self._begin(transfer.pull, self._memory.pieces, self._total["pull", "fp32"], request)
+        return self._begin_move(transfer.pull_pieces, self._memory.pieces, self._total["pull", "fp32"], request)
 
     def install_version(self, version: VersionId) -> None:
         """Copy what was pulled on all ranks into the model's own memory; optimizer moments stay as they are.
@@ -168,12 +170,12 @@ class ShardTransfer:
 
     def feedback_state(self) -> dict[str, torch.Tensor]:
         """What this rank owes after lossy pushes, and the base of its differences; empty in fp32 runs."""
-        return feedback_checkpoint.save(self._feedback) if self._feedback is not None else {}
+        return feedback_checkpoint.save_feedback(self._feedback) if self._feedback is not None else {}
 
     def restore_feedback(self, version: VersionId, saved: Mapping[str, torch.Tensor]) -> None:
         """Restore what `feedback_state` saved; raise LocalProtocolError if layout or codec were others."""
         if self._feedback is not None:
-            feedback_checkpoint.restore(self._feedback, version, saved)
+            feedback_checkpoint.restore_feedback(self._feedback, version, saved)
 
     # ---- the transfer itself -----------------------------------------------------------------------------------------
 
@@ -182,8 +184,8 @@ class ShardTransfer:
         total, before, epoch = self._total["pull", "fp32"], 0, [1]
         ends_at = time.monotonic() + request.grant.deadline_s
 
-        def move(*args: Any, **options: Any) -> TransferStats:
-            stats = transfer.pull(*args, first_epoch=epoch[0], **options)
+        def move_pieces(*args: Any, **options: Any) -> TransferStats:
+            stats = transfer.pull_pieces(*args, first_epoch=epoch[0], **options)
             epoch[0] = stats.last_epoch + 1
             return stats
 
@@ -192,14 +194,14 @@ class ShardTransfer:
             report_progress = partial(_report_layer, request.report_progress, before, total)
             part = replace(request, grant=grant, report_progress=report_progress)
             pieces, nbytes = memory.pieces_of_layer(layer), BYTES_PER_PARAMETER * memory.layer_numel(layer)
-            result = self._begin(move, pieces, nbytes, part).wait(poll_s)
+            result = self._begin_move(move_pieces, pieces, nbytes, part).wait(poll_s)
             if not result.ok:
                 return replace(result, nbytes=total, torn=layer > 0)
             memory.install_layer(layer)
             before += nbytes
         return TransferResult(True, "", total)
 
-    def _begin(
+    def _begin_move(
         self,
         move: Move,
         pieces: Sequence[Piece],
@@ -215,7 +217,7 @@ class ShardTransfer:
         own = max(1, _wire_bytes(grant.codec, pieces))
         moved = [0]
 
-        def work(cancel: threading.Event) -> TransferStats:
+        def run_move(cancel: threading.Event) -> TransferStats:
             return move(
                 grant,
                 base,
@@ -228,7 +230,7 @@ class ShardTransfer:
         def report_progress() -> str:
             return request.report_progress(moved[0] * total // own, total)
 
-        thread = TransferThread(work if pieces else None)
+        thread = TransferThread(run_move if pieces else None)
         return ThreadedTransfer(thread, base.seq, total, self._collectives, report_progress, on_end)
 
 
@@ -238,4 +240,4 @@ def _report_layer(report_progress: ReportProgress, before: int, total: int, move
 
 
 def _wire_bytes(codec: str, pieces: Sequence[Piece]) -> int:
-    return sum(codecs.named(codec).range(*piece.range).nbytes for piece in pieces)
+    return sum(codecs.codec_named(codec).range(*piece.range).nbytes for piece in pieces)

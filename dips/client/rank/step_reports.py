@@ -28,7 +28,7 @@ class StepReports:
         if self._losses:
             self._losses.add_loss(shown, finite)
         if self._is_first:
-            self._agent_client.notify(Stepped(self._state.attempt, int(tokens), shown, finite))
+            self._agent_client.notify_agent(Stepped(self._state.attempt, int(tokens), shown, finite))
 
     def report_pipeline_losses(self) -> None:
         """In a pipeline, report the losses that another rank has computed since the last call; collective."""
@@ -36,4 +36,4 @@ class StepReports:
             return
         gathered = self._losses.gather_losses()
         if gathered is not None:
-            self._agent_client.notify(LossReported(self._state.attempt, *gathered))
+            self._agent_client.notify_agent(LossReported(self._state.attempt, *gathered))

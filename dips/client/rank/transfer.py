@@ -35,7 +35,7 @@ from dips.transport.shares import Piece
 from dips.transport.stream import Arrived
 from dips.wire import streams
 from dips.wire.chunks import Range
-from dips.wire.frame import BadFrame, Buffer, Kind, check_body, pack
+from dips.wire.frame import BadFrame, Buffer, Kind, check_body, pack_header
 
 __all__ = [
     "EncodeChunk",
@@ -45,15 +45,15 @@ __all__ = [
     "TransferIdentity",
     "TransferRate",
     "TransferStats",
-    "pull",
-    "push",
+    "pull_pieces",
+    "push_pieces",
 ]
 
 CONCURRENT_STREAMS = 2  # that a rank pulls from at once: the next begins while the last one drains
 SLOW_S = 1.0  # without a chunk for so long, a stream does not count as one of them
 
 
-def push(
+def push_pieces(
     grant: Grant,
     base: TransferIdentity,
     pieces: Sequence[Piece],
@@ -80,7 +80,7 @@ def push(
     )
 
 
-def pull(
+def pull_pieces(
     grant: Grant,
     base: TransferIdentity,
     pieces: Sequence[Piece],
@@ -116,7 +116,7 @@ class PushTransfer(TransferLoop):
 
     def on_want(self, part: LanePart, chunks: tuple[Range, ...]) -> None:
         for chunk in chunks:
-            view = part.share.view(chunk)
+            view = part.share.view_chunk(chunk)
             if view is None:
                 raise RemoteProtocolError(f"{self._name}: slave {part.slave.name} asks for {chunk}, not held here")
             if not self._put(StagedChunk(part, chunk, view, part.stream.id)):
@@ -129,8 +129,8 @@ class PushTransfer(TransferLoop):
     def on_processed(self, staged: StagedChunk, value: int) -> None:
         stream = staged.part.stream
         if staged.stream == stream.id and not staged.part.done:
-            stream.post(pack(stream.header(self._codec.range(*staged.chunk), value)), staged.body)
-            stream.flush()
+            stream.post_frame(pack_header(stream.chunk_header(self._codec.range(*staged.chunk), value)), staged.body)
+            stream.flush_outbox()
             staged.part.posted += len(staged.body)
 
     def _moved_bytes(self) -> int:
@@ -157,17 +157,17 @@ class PullTransfer(TransferLoop):
             intake = part.intake
             if part.done or intake is None or not part.stream.welcomed or asking == CONCURRENT_STREAMS:
                 continue
-            if not (intake.in_flight and now - intake.heard_at > SLOW_S):
+            if not (intake.in_flight and now - intake.last_byte_at > SLOW_S):
                 asking += 1
-            for unit in intake.ask(now, self._total):
-                part.stream.say(Kind.WANT, streams.encode_want(unit))
+            for unit in intake.ask_chunks(now, self._total):
+                part.stream.send_message(Kind.WANT, streams.encode_want(unit))
             part.stream.waits = intake.in_flight > 0
 
     def on_chunk(self, part: LanePart, frame: Arrived, now: float) -> None:
-        chunk = part.intake.claim(frame.header, now) if part.intake is not None else None
+        chunk = part.intake.claim_chunk(frame.header, now) if part.intake is not None else None
         if chunk is None:
             return  # it was asked for on a former connection, or never: ignored
-        view = part.share.view(chunk)
+        view = part.share.view_chunk(chunk)
         assert view is not None, chunk
         assert self._put(StagedChunk(part, chunk, view, part.stream.id, frame)), "the queue is as deep as the pool"
 
@@ -184,18 +184,18 @@ class PullTransfer(TransferLoop):
         intake = staged.part.intake
         assert intake is not None
         if not value:
-            intake.wrong(staged.chunk)
+            intake.mark_wrong(staged.chunk)
             return
-        intake.here(staged.chunk)
+        intake.mark_received(staged.chunk)
         if intake.complete:
-            staged.part.stream.say(Kind.DONE, streams.encode_done(intake.total))
-            staged.part.stream.flush()
+            staged.part.stream.send_message(Kind.DONE, streams.encode_done(intake.total))
+            staged.part.stream.flush_outbox()
             self.finish_part(staged.part)
 
     def on_stream_lost(self, part: LanePart) -> None:
         part.stream.waits = False
         if part.intake is not None:
-            part.intake.lost()
+            part.intake.on_connection_lost()
 
     def _moved_bytes(self) -> int:
         return sum(p.intake.total - p.intake.left for p in self._parts if p.intake is not None)

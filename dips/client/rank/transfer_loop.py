@@ -20,7 +20,7 @@ from dips.errors import RemoteProtocolError, UnavailableSlave
 from dips.protocol.effects import Grant
 from dips.transport.lane import Waker
 from dips.transport.memory import keep_message_memory
-from dips.transport.pipeline import Stage, cores, spare_threads
+from dips.transport.pipeline import Stage, available_cores, spare_threads
 from dips.transport.rate import Rate
 from dips.transport.stream import Arrived
 from dips.wire import codecs, streams
@@ -59,7 +59,7 @@ class TransferLoop(ABC):
         self._order, self._grant, self._pieces, self._clock = order, order.grant, order.pieces, order.clock
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=_io_threads(order.grant))
         self._waker = Waker()
-        self._codec = codecs.named(order.grant.codec) if self.kind == "push" else codecs.FP32
+        self._codec = codecs.codec_named(order.grant.codec) if self.kind == "push" else codecs.FP32
         # What the stage returned: a chunk, and its checksum (push) or whether it is intact (pull).
         self._results: deque[tuple[StagedChunk, int]] = deque()
         self._parts = list(open_parts(order, self.kind, self._codec, self._context))
@@ -72,9 +72,11 @@ class TransferLoop(ABC):
         """Move everything, or raise."""
         began, reported = self._clock(), -1
         rate = Rate(began)
-        stage = Stage(f"{self.kind}-{self._order.base.rank}", DEPTH, self._process, spare_threads(cores()))
+        stage = Stage(
+            f"{self.kind}-{self._order.base.rank}", DEPTH, self._process_chunk, spare_threads(available_cores())
+        )
         self._in_place = stage.in_place
-        self._put = stage.put
+        self._put = stage.put_item
         try:
             while not all(part.done for part in self._parts):
                 now = self._clock()
@@ -85,10 +87,10 @@ class TransferLoop(ABC):
                 self._run_once(now)
                 if progress is not None and reported != (moved := self._moved_bytes()):
                     reported = moved
-                    rate.saw(moved, now)
+                    rate.record_bytes(moved, now)
                     progress(TransferRate(moved, self._total, rate.bytes_per_s))
         finally:
-            self._close(stage)
+            self._close_streams(stage)
         connections = sum(part.stream.name.epoch for part in self._parts)
         last_epoch = max((part.stream.name.epoch for part in self._parts), default=self._order.first_epoch)
         return TransferStats(self._total, self._clock() - began, connections, last_epoch)
@@ -96,7 +98,7 @@ class TransferLoop(ABC):
     def _run_once(self, now: float) -> None:
         """Reconnect, poll, handle the frames that arrived and what the stage returned."""
         for part in self._parts:
-            if not part.done and part.stream.step(now):
+            if not part.done and part.stream.advance_connection(now):
                 self.on_stream_lost(part)
         if not self._more:
             self._poll_sockets()
@@ -113,14 +115,14 @@ class TransferLoop(ABC):
         poller = zmq.Poller()
         poller.register(self._waker.theirs, zmq.POLLIN)
         for part in self._parts:
-            part.stream.register(poller)
+            part.stream.register_poll(poller)
         if self._waker.theirs.fileno() in dict(poller.poll(POLL_MS)):
             self._waker.drain()
 
     def _read_frames(self, part: LanePart, now: float) -> bool:
         """Handle at most BATCH frames of one stream; return whether there may be more."""
         count = 0
-        for frame in part.stream.arrived(now, BATCH):
+        for frame in part.stream.read_frames(now, BATCH):
             count += 1
             self._on_frame(part, frame, now)
             if part.done:
@@ -135,7 +137,7 @@ class TransferLoop(ABC):
             check_body(frame.header, frame.body)
             match frame.header.kind:
                 case Kind.WELCOME:
-                    part.stream.settled()
+                    part.stream.on_welcome()
                     self.on_welcome(part, streams.decode_welcome(frame.body), now)
                 case Kind.WANT:
                     self.on_want(part, streams.decode_want(frame.body))
@@ -145,14 +147,14 @@ class TransferLoop(ABC):
                 case Kind.ERROR:
                     self._on_error(part, streams.decode_error(frame.body), now)
         except BadFrame as bad:
-            part.stream.again(f"slave {part.slave.name} sent a bad frame: {bad}", now)
+            part.stream.reconnect_later(f"slave {part.slave.name} sent a bad frame: {bad}", now)
             self.on_stream_lost(part)
 
     def _on_error(self, part: LanePart, error: streams.ErrorMessage, now: float) -> None:
         cls = streams.CODES[error.code]
         if cls is not None:
             raise cls(f"{self._name}: slave {part.slave.name} answered: {error.message}")
-        part.stream.again(error.message, now)
+        part.stream.reconnect_later(error.message, now)
         self.on_stream_lost(part)
 
     def _describe_waiting(self) -> str:
@@ -168,7 +170,7 @@ class TransferLoop(ABC):
         part.done = True
         part.stream.close(FLUSH_MS if self.kind == "pull" else 0)
 
-    def _close(self, stage: Stage[StagedChunk]) -> None:
+    def _close_streams(self, stage: Stage[StagedChunk]) -> None:
         for part in self._parts:
             part.stream.close()
         stage.close()
@@ -176,7 +178,7 @@ class TransferLoop(ABC):
         self._context.term()  # when it returns, libzmq reads none of the caller's arrays any more
         self._waker.close()
 
-    def _process(self, staged: StagedChunk) -> None:
+    def _process_chunk(self, staged: StagedChunk) -> None:
         """Process a chunk; on the stage's thread, if it has one."""
         try:
             value = self.process_chunk(staged)
@@ -220,4 +222,4 @@ class TransferLoop(ABC):
 def _io_threads(grant: Grant) -> int:
     """A core for each lane that encrypts: CURVE works in libzmq's I/O threads, a connection in one of them."""
     lanes = max((len(slave.lanes) for slave in grant.slaves if slave.key), default=1)
-    return max(1, min(lanes, cores()))
+    return max(1, min(lanes, available_cores()))

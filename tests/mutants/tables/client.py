@@ -19,7 +19,7 @@ MUTANTS = (
         "except BadFrame:\n            pass",
         TRANSFER,
     ),
-    Mutant("a wrong chunk of a pull is never asked again", RANK, "intake.wrong(", "intake.drop(", TRANSFER),
+    Mutant("a wrong chunk of a pull is never asked again", RANK, "intake.mark_wrong(", "intake.drop_claim(", TRANSFER),
     # ---- error feedback
     Mutant(
         "error feedback is never settled", RANK, "elif self._seq and accepted == self._seq:", "elif False:", FEEDBACK
@@ -40,4 +40,12 @@ MUTANTS = (
     Mutant("a torn model is whole after the next failure", RANK, "torn and not ", "torn and False and not ", RANKS),
     Mutant("an old term's answer is believed by the agent", AGENT, " or answer.term < ", " or None is ", HEARTBEATS),
     Mutant("an answer to an old incarnation is believed by the agent", AGENT, "if inc != ", "if None is ", HEARTBEATS),
+    Mutant("an old term's Join is believed by the agent", AGENT, "if result.term < ", "if None is ", HEARTBEATS),
+    Mutant(
+        "claims that are not to be had end the data",
+        AGENT,
+        "result.exhausted and not s.range_requests.claimed",
+        "result.exhausted",
+        "tests/unit/client/agent/test_checkpoints.py",
+    ),
 )

@@ -23,22 +23,22 @@ MUTANTS = (
         CORE,
     ),
     Mutant("a gap is judged before what arrived", ROOM, "if now < self._judging_from:", "if False:", CORE),
-    Mutant("a gap does not move the leases", ROOM, "self._judge.shift(gap_s)", "pass", CORE),
+    Mutant("a gap does not move the leases", ROOM, "self._judge.skip_gap(gap_s)", "pass", CORE),
     Mutant(
         "a gap does not move the alignment",
         ROOM,
-        "self._alignment.shift(gap_s)",
+        "self._alignment.skip_gap(gap_s)",
         "pass",
-        "equivalent: the grid moves by whole periods, and a cluster is told the next of its points",
+        "equivalent: the grid moves by whole periods, and a cluster gets the next of its points",
     ),
-    Mutant("a gap is not told to the Coordinator", ROOM, "self._step(Blind(gap_s), now)", "pass", CORE),
+    Mutant("a gap is not reported to the Coordinator", ROOM, "self._step_event(Blind(gap_s), now)", "pass", CORE),
     Mutant("no last words before a Join", ROOM, "if isinstance(event, ClusterJoined):", "if False:", CORE),
     Mutant(
         "a heartbeat of an old term is believed", ROOM, "register or heartbeat.term != ", "register or None is ", CORE
     ),
     Mutant("a stranger's heartbeat is kept", ROOM, "if standing is ClusterStanding.LIVE:", "if True:", CORE),
     Mutant("who has gone is judged silent", ROOM, "self._judge.forget_cluster(effect.cluster)", "pass", CORE),
-    Mutant("who has gone is waited for", ROOM, "self._alignment.forget(effect.cluster)", "pass", CORE),
+    Mutant("who has gone is waited for", ROOM, "self._alignment.forget_cluster(effect.cluster)", "pass", CORE),
     Mutant("a question is held beyond its patience", ROOM, "now < question.until and", "True and", CORE),
     # ---- the outbox and held questions
     Mutant(
@@ -66,7 +66,7 @@ MUTANTS = (
         "the ledger has no write-ahead log", ROOM, "PRAGMA journal_mode = WAL", "PRAGMA journal_mode = DELETE", LEDGER
     ),
     Mutant("rows may refer to nothing", ROOM, "PRAGMA foreign_keys = ON", "PRAGMA foreign_keys = OFF", LEDGER),
-    Mutant("a new ledger's name is not fsynced", ROOM, "sync(Path(path).parent)", "pass", LEDGER),
+    Mutant("a new ledger's name is not fsynced", ROOM, "sync_path(Path(path).parent)", "pass", LEDGER),
     Mutant("a master writes over its successor", ROOM, "if newest != self._term:", "if False:", LEDGER),
     Mutant(
         "a term is given twice", ROOM, "max(coalesce(max(term), 0), ?) + 1", "max(coalesce(max(term), 0), ?)", LEDGER
@@ -90,14 +90,14 @@ MUTANTS = (
     Mutant(
         "the initial model is not fsynced",
         ROOM,
-        "sync(aside)\n    aside.replace(model)",
+        "sync_path(aside)\n    aside.replace(model)",
         "aside.replace(model)",
         GENESIS,
     ),
     Mutant(
         "the initial manifest is not fsynced",
         ROOM,
-        "sync(aside)\n    aside.replace(listing)",
+        "sync_path(aside)\n    aside.replace(listing)",
         "aside.replace(listing)",
         GENESIS,
     ),

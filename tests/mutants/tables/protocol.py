@@ -59,7 +59,7 @@ MUTANTS = (
     Mutant("a push without tokens is folded", ROOM, "if push.tokens <= 0:", "if push.tokens < 0:", ROUND),
     Mutant("a slave's NaN is not believed", ROOM, "answer.finite and len(", "len(", ROUND),
     Mutant("ancestors are exempt, strangers scored", ROOM, "exempt = not ", "exempt = ", ROUND),
-    Mutant("a cluster's pace is forgotten", ROOM, "+ cluster.pace +", "+ 0 *", ROUND),
+    Mutant("a cluster's pace is forgotten", ROOM, "+ cluster.push_interval_s +", "+ 0 *", ROUND),
     Mutant("windows wait for whoever comes after them", ROOM, "push.due <= r.closes and", "True and", ROUND),
     Mutant("late is waited for", ROOM, "LATE_SHARE = 0.1 ", "LATE_SHARE = 5.0 ", ROUND),
     Mutant("windows are half of a pace", ROOM, "WINDOW_SHARE = 0.05", "WINDOW_SHARE = 0.5", ROUND),

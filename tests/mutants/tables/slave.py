@@ -95,7 +95,7 @@ MUTANTS = (
     Mutant(
         "a push is measured against another version",
         ROOM,
-        "if self.versions.memory != order.version:",
+        "if self.versions.served_version != order.version:",
         "if False:",
         SHARD,
     ),
@@ -132,8 +132,8 @@ MUTANTS = (
     Mutant(
         "a wrong chunk is never asked again",
         ROOM,
-        "stream.intake.wrong(claim.chunk)",
-        "stream.intake.drop(claim.chunk)",
+        "stream.intake.mark_wrong(claim.chunk)",
+        "stream.intake.drop_claim(claim.chunk)",
         RECEIVER,
     ),
     Mutant("drop does not wait for a copy", ROOM, "while push.copying:", "while False:", RECEIVER),
@@ -171,8 +171,8 @@ MUTANTS = (
     Mutant(
         "a fused multiply-add",
         OUTER,
-        "@_compiled()\ndef _apply(",
-        '@_compiled(fastmath={"contract"})\ndef _apply(',
+        "@_compile_nogil()\ndef _apply_loop(",
+        '@_compile_nogil(fastmath={"contract"})\ndef _apply_loop(',
         KERNELS,
     ),
     Mutant(
@@ -180,13 +180,19 @@ MUTANTS = (
         OUTER,
         "BLOCK = 4096",
         "BLOCK = 8192",
-        "equivalent: a bound of the cache; sums of squares are told to 1e-12 and no bit of θ depends on it",
+        "equivalent: a bound of the cache; sums of squares are compared to 1e-12 and no bit of θ depends on it",
     ),
     # ---- memory
     Mutant(
         "one slot more than the sum", OUTER, "len(self._open) >= self.slots", "len(self._open) > self.slots", VERSIONS
     ),
-    Mutant("every older version is in excess", OUTER, "len(self.older) - self._pinned)", "len(self.older))", VERSIONS),
+    Mutant(
+        "every older version is in excess",
+        OUTER,
+        "len(self.older_versions) - self._pinned)",
+        "len(self.older_versions))",
+        VERSIONS,
+    ),
     Mutant(
         "any prepared version is flipped to",
         OUTER,

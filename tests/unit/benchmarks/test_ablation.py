@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.cast import Cast
 from benchmarks.slow_cluster import SlowClusterRun, attempts, transfers
-from dips.wire.chunks import LayerLayout, uncovered
+from dips.wire.chunks import LayerLayout, describe_uncovered
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
@@ -18,7 +18,7 @@ def test_the_ranks_of_a_cast_hold_everything_once(codec: str) -> None:
     for slave in range(2):
         held = cast.held_by(slave)
         claims = {str(r): [p.range for p in cast.pieces(r, 0.0) if p.layer in held] for r in range(4)}
-        assert uncovered(LayerLayout(cast.manifest, held), claims) == []
+        assert describe_uncovered(LayerLayout(cast.manifest, held), claims) == []
     share = 1.0 if codec == "fp32" else 0.25
     assert share * cast.nbytes <= cast.wire_bytes <= 1.1 * share * cast.nbytes
 

@@ -123,7 +123,7 @@ def test_numbers_are_shown_as_a_person_reads_them(value: float, unit: str, text:
 
 
 def test_sigterm_unwinds_what_is_under_way() -> None:
-    """A benchmark that is told to end, twice, takes down what it made, and says by its code that it was told."""
+    """A benchmark that gets SIGTERM, twice, takes down what it made, and says so by its exit code."""
     program = """
         import os, signal, time
         from contextlib import contextmanager

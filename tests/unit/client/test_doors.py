@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from dips.client.data import Feed, RangeDataset, RowBatches, TokenBatches
 from dips.config import Shared
 from dips.data import DataSet
-from dips.data.build import BuildPlan, build, source
+from dips.data.build import BuildPlan, build_dataset, parse_source
 from dips.errors import ConfigError
 from dips.protocol.options import DataOptions
 
@@ -38,7 +38,7 @@ def made_data(tmp_path: Path) -> DataSet:
     """Six ranges of about 500 tokens."""
     np.save(tmp_path / "t.npy", np.arange(3000, dtype=np.uint16))
     np.save(tmp_path / "t.documents.npy", np.arange(0, 3000, 50))
-    build(BuildPlan((source(f"t={tmp_path}/t.npy"),), tmp_path / "set", 6, 0))
+    build_dataset(BuildPlan((parse_source(f"t={tmp_path}/t.npy"),), tmp_path / "set", 6, 0))
     return DataSet(tmp_path / "set")
 
 

@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from dips.data import DataSet, app
-from dips.data.build import BuildPlan, build, source
-from dips.data.text import Tokenizer, tokenizer
+from dips.data.build import BuildPlan, build_dataset, parse_source
+from dips.data.text import Tokenizer, make_tokenizer
 from dips.errors import ConfigError, Corrupt
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "naïve", "café", "résumé"]
@@ -45,8 +45,8 @@ def sources(corpus: Path) -> tuple[str, ...]:
 
 
 def plan(corpus: Path, output: str = "set", ranges: int = 20, seed: int = 1, tolerance: float = 0.04) -> BuildPlan:
-    made = tokenizer("bytes", None)
-    chosen = tuple(source(spec) for spec in sources(corpus))
+    made = make_tokenizer("bytes", None)
+    chosen = tuple(parse_source(spec) for spec in sources(corpus))
     return BuildPlan(chosen, corpus / output, ranges, seed, made, tolerance=tolerance)
 
 
@@ -56,7 +56,7 @@ def all_tokens(data: DataSet) -> Counter[int]:
 
 def test_every_token_is_there_once(corpus: Path) -> None:
     """Over all ranges the tokens are those of the sources, with an end after each document of text."""
-    build(plan(corpus))
+    build_dataset(plan(corpus))
     expected: Counter[int] = Counter(np.load(corpus / "books.npy").tolist())
     for i in range(300):
         expected.update([*text(i, 40 + i % 100).encode(), 256])
@@ -67,7 +67,7 @@ def test_every_token_is_there_once(corpus: Path) -> None:
 
 def test_the_balance_holds_for_what_is_read(corpus: Path) -> None:
     """The printed lengths are those of what a reader gets, and ends of text are in every range."""
-    built = build(plan(corpus))
+    built = build_dataset(plan(corpus))
     assert built.balance.deviation <= 0.04
     data = DataSet(corpus / "set")
     lengths = [len(data.tokens(number)) for number in range(data.ranges)]
@@ -78,7 +78,7 @@ def test_the_balance_holds_for_what_is_read(corpus: Path) -> None:
 
 def test_the_same_seed_gives_the_same_bytes_elsewhere(corpus: Path) -> None:
     """Same sources and seed: same digest and batches in another directory; another seed: another data set."""
-    digests = [build(plan(corpus, name, seed=seed)).digest for name, seed in (("x", 1), ("y", 1), ("z", 2))]
+    digests = [build_dataset(plan(corpus, name, seed=seed)).digest for name, seed in (("x", 1), ("y", 1), ("z", 2))]
     assert digests[0] == digests[1] != digests[2]
     one, two = (list(DataSet(corpus / name).batches(3, 2, 64)) for name in ("x", "y"))
     assert all((a == b).all() for a, b in zip(one, two, strict=True))
@@ -86,7 +86,7 @@ def test_the_same_seed_gives_the_same_bytes_elsewhere(corpus: Path) -> None:
 
 def test_ranks_share_a_range_and_a_cursor_goes_on(corpus: Path) -> None:
     """The ranks' sequences are disjoint and together those of one rank; `start` skips exactly what was trained."""
-    build(plan(corpus))
+    build_dataset(plan(corpus))
     data = pickle.loads(pickle.dumps(DataSet(corpus / "set")))
     whole = list(data.batches(7, 4, 32))
     assert len(whole) == data.steps(7, 4, 32) > 10
@@ -99,7 +99,7 @@ def test_ranks_share_a_range_and_a_cursor_goes_on(corpus: Path) -> None:
 
 def test_an_epoch_has_the_same_tokens_in_another_order(corpus: Path) -> None:
     """Range ranges + 7 is range 7 in the second epoch."""
-    build(plan(corpus))
+    build_dataset(plan(corpus))
     data = DataSet(corpus / "set")
     first, second = (np.concatenate(list(data.batches(n, 1, 32))) for n in (7, 7 + data.ranges))
     assert not np.array_equal(first, second)
@@ -108,7 +108,7 @@ def test_an_epoch_has_the_same_tokens_in_another_order(corpus: Path) -> None:
 
 def test_what_was_changed_is_found(corpus: Path) -> None:
     """A token file of another size, of other bytes, an edited manifest, a missing file: each is named."""
-    build(plan(corpus))
+    build_dataset(plan(corpus))
     directory, web = corpus / "set", corpus / "set" / "tokens" / "web.bin"
     good = web.read_bytes()
     web.write_bytes(good[:-2])
@@ -142,19 +142,21 @@ def test_bad_sources_are_refused(corpus: Path) -> None:
         (f"x={corpus}/few.npy", "few.documents.npy beside it, or --eos"),
     ):
         with pytest.raises(ConfigError, match=words):
-            build(BuildPlan((source(spec),), corpus / "bad", 2, 0, tokenizer("bytes", None)))
+            build_dataset(BuildPlan((parse_source(spec),), corpus / "bad", 2, 0, make_tokenizer("bytes", None)))
     with pytest.raises(ConfigError, match="give --tokenizer"):
-        build(BuildPlan((source(f"x={corpus}/code"),), corpus / "bad", 2, 0))
+        build_dataset(BuildPlan((parse_source(f"x={corpus}/code"),), corpus / "bad", 2, 0))
     liar = Tokenizer("liar", lambda texts: [[7] for _ in texts], 5, 0)
     with pytest.raises(ConfigError, match="token 7, expected below 5"):
-        build(BuildPlan((source(f"x={corpus}/code"),), corpus / "bad", 2, 0, liar))
+        build_dataset(BuildPlan((parse_source(f"x={corpus}/code"),), corpus / "bad", 2, 0, liar))
 
 
 def test_documents_that_end_with_a_token(corpus: Path) -> None:
     """Without boundaries beside it, a raw file is split after each end token; nothing of it is copied."""
     rows = [*[[5, 6, 0]] * 50, *[[7, 0]] * 50]
     (corpus / "raw.bin").write_bytes(np.concatenate(rows).astype("<u4").tobytes())
-    built = build(BuildPlan((source(f"x={corpus}/raw.bin"),), corpus / "raw", 5, 0, dtype="uint32", eos=0))
+    built = build_dataset(
+        BuildPlan((parse_source(f"x={corpus}/raw.bin"),), corpus / "raw", 5, 0, dtype="uint32", eos=0)
+    )
     assert (built.documents, built.tokens) == ((100,), 250)
     assert not (corpus / "raw" / "tokens").exists()
     assert all_tokens(DataSet(corpus / "raw")) == Counter({0: 100, 5: 50, 6: 50, 7: 50})

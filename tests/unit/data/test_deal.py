@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dips.data.balance import balance
-from dips.data.deal import Documents, cut_of, deal, deal_rows
-from dips.data.order import shuffled
+from dips.data.balance import weigh_sources
+from dips.data.deal import Documents, cut_of, deal_documents, deal_rows
+from dips.data.order import shuffle_numbers
 from dips.errors import ConfigError
 
 
@@ -20,9 +20,13 @@ def documents(*tokens: int, file: int = 0) -> Documents:
 
 def test_an_order_is_a_permutation_and_never_changes() -> None:
     """These numbers are what data sets of released versions were dealt by: they stay."""
-    assert shuffled(8, 1).tolist() == GOLDEN
-    assert sorted(shuffled(1000, 7, 3)) == list(range(1000))
-    assert shuffled(1000, 7, 3).tolist() != shuffled(1000, 7, 4).tolist() != shuffled(1000, 3, 7).tolist()
+    assert shuffle_numbers(8, 1).tolist() == GOLDEN
+    assert sorted(shuffle_numbers(1000, 7, 3)) == list(range(1000))
+    assert (
+        shuffle_numbers(1000, 7, 3).tolist()
+        != shuffle_numbers(1000, 7, 4).tolist()
+        != shuffle_numbers(1000, 3, 7).tolist()
+    )
 
 
 GOLDEN = [6, 0, 7, 3, 5, 2, 4, 1]
@@ -36,7 +40,7 @@ GOLDEN = [6, 0, 7, 3, 5, 2, 4, 1]
 def test_every_token_is_in_one_range(sizes: list[list[int]], ranges: int, seed: int) -> None:
     """However it is cut and dealt, each token of each source is in exactly one range."""
     sources = [documents(*lengths, file=i) for i, lengths in enumerate(sizes)]
-    dealt = deal(sources, ranges, seed, cut=64)
+    dealt = deal_documents(sources, ranges, seed, cut=64)
     assert int(dealt.bounds[-1]) == len(dealt.documents) and (np.diff(dealt.bounds) >= 0).all()
     for i, lengths in enumerate(sizes):
         seen = np.zeros(sum(lengths), np.int64)
@@ -53,21 +57,21 @@ def test_ranges_are_fair_samples() -> None:
     lengths = [rng.integers(10, 2000, n) for n in (20_000, 5_000, 800)]
     sources = [documents(*map(int, l), file=i) for i, l in enumerate(lengths)]
     total, ranges = sum(int(l.sum()) for l in lengths), 64
-    fair = balance(deal(sources, ranges, 1, cut_of(total, ranges, 0.01)).shares)
+    fair = weigh_sources(deal_documents(sources, ranges, 1, cut_of(total, ranges, 0.01)).shares)
     assert fair.deviation < 0.01
     assert fair.longest - fair.shortest < 0.03 * fair.mean
     one_after_another = np.array_split(
         np.concatenate([np.full(int(l.sum()), i) for i, l in enumerate(lengths)]), ranges
     )
-    unfair = balance(np.array([np.bincount(part, minlength=3) for part in one_after_another]))
+    unfair = weigh_sources(np.array([np.bincount(part, minlength=3) for part in one_after_another]))
     assert unfair.deviation > 0.5  # the check bites
 
 
 def test_one_long_document_is_cut() -> None:
     """A source of one document is in all ranges, if it may be cut; else it is in one, and the balance says so."""
     sources = [documents(*[100] * 400), documents(10_000, file=1)]
-    assert balance(deal(sources, 8, 0, cut_of(50_000, 8, 0.05)).shares).deviation < 0.05
-    assert balance(deal(sources, 8, 0).shares).deviation > 0.4
+    assert weigh_sources(deal_documents(sources, 8, 0, cut_of(50_000, 8, 0.05)).shares).deviation < 0.05
+    assert weigh_sources(deal_documents(sources, 8, 0).shares).deviation > 0.4
 
 
 def test_rows_of_a_table_are_dealt_by_source() -> None:
@@ -82,13 +86,13 @@ def test_rows_of_a_table_are_dealt_by_source() -> None:
 def test_too_few_tokens_or_ranges(ranges: int) -> None:
     """An empty range would be a lie."""
     with pytest.raises(ConfigError, match="ranges: expected 1 to 400"):
-        deal([documents(*[10] * 40)], ranges, 0)
+        deal_documents([documents(*[10] * 40)], ranges, 0)
 
 
 def test_what_is_empty_is_named() -> None:
     """A source without a token, and a table without a row."""
     with pytest.raises(ConfigError, match="source number 2 has no token"):
-        deal([documents(5, 5), documents()], 2, 0)
+        deal_documents([documents(5, 5), documents()], 2, 0)
     with pytest.raises(ConfigError, match="ranges"):
         deal_rows(0, 4, 0)
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dips.data import DataSet
-from dips.data.build import BuildPlan, build, source
-from dips.data.text import tokenizer
-from dips.data.tokenfile import find
+from dips.data.build import BuildPlan, build_dataset, parse_source
+from dips.data.text import make_tokenizer
+from dips.data.tokenfile import find_tokens
 from dips.errors import ConfigError
 
 SEQUENCES = [np.arange(10 * i, 10 * i + 3 + i, dtype=np.uint16) for i in range(40)]
@@ -32,9 +32,9 @@ def megatron(path: Path) -> Path:
 
 def test_a_megatron_data_set_is_read_where_it_lies(tmp_path: Path) -> None:
     """Its documents are dealt whole, and over all ranges every token is there once."""
-    found = find(megatron(tmp_path / "corpus").with_suffix(".bin"), None, None)
+    found = find_tokens(megatron(tmp_path / "corpus").with_suffix(".bin"), None, None)
     assert found.tokens.tolist() == [len(SEQUENCES[i]) + len(SEQUENCES[i + 1]) for i in range(0, 40, 2)]
-    build(BuildPlan((source(f"m={tmp_path}/corpus.*"),), tmp_path / "set", 4, 0, cut=0))
+    build_dataset(BuildPlan((parse_source(f"m={tmp_path}/corpus.*"),), tmp_path / "set", 4, 0, cut=0))
     data = DataSet(tmp_path / "set")
     read = np.concatenate([data.tokens(number) for number in range(4)])
     assert sorted(read) == sorted(np.concatenate(SEQUENCES))
@@ -52,7 +52,7 @@ def test_megatron_itself_wrote_it(tmp_path: Path) -> None:
             torch.from_numpy(np.concatenate([first, second]).astype(np.int32)), [len(first), len(second)]
         )
     builder.finalize(str(tmp_path / "real.idx"))
-    found = find(tmp_path / "real.bin", None, None)
+    found = find_tokens(tmp_path / "real.bin", None, None)
     assert found.tokens.tolist() == [len(SEQUENCES[i]) + len(SEQUENCES[i + 1]) for i in range(0, 40, 2)]
     assert found.open()[int(found.starts[3]) :][:4].tolist() == SEQUENCES[6][:4].tolist()
 
@@ -65,7 +65,7 @@ def test_a_megatron_index_that_is_wrong(tmp_path: Path, at: int) -> None:
     raw[at] ^= 0xFF
     path.write_bytes(raw)
     with pytest.raises(ConfigError, match=r"corpus.idx"):
-        find(path, None, None)
+        find_tokens(path, None, None)
 
 
 def test_a_tokenizer_of_hugging_face(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_tokenizer_of_hugging_face(tmp_path: Path) -> None:
     made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "t.txt").write_text("a b x " * 30)
     with pytest.raises(ConfigError, match="--eos-token"):
-        tokenizer(str(tmp_path / "tokenizer.json"), None)
-    reader = tokenizer(str(tmp_path / "tokenizer.json"), "</s>")
-    build(BuildPlan((source(f"x={tmp_path}/t.txt"),), tmp_path / "set", 1, 0, reader))
+        make_tokenizer(str(tmp_path / "tokenizer.json"), None)
+    reader = make_tokenizer(str(tmp_path / "tokenizer.json"), "</s>")
+    build_dataset(BuildPlan((parse_source(f"x={tmp_path}/t.txt"),), tmp_path / "set", 1, 0, reader))
     assert DataSet(tmp_path / "set").tokens(0).tolist() == [0, 1, 2] * 30 + [3]

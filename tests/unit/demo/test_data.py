@@ -77,7 +77,7 @@ def test_no_target_is_predicted_twice() -> None:
 def test_sample_is_evenly_spaced() -> None:
     """The validation sample has first and last bytes of the text, and its rows are as asked."""
     corpus = numbered()
-    sample = corpus.sample(10, 99)
+    sample = corpus.validation_sample(10, 99)
     assert sample.shape == (10, 100)
     assert np.array_equal(sample[0], corpus.validation[:100])
     assert np.array_equal(sample[-1], corpus.validation[-100:])
@@ -102,6 +102,6 @@ def test_a_text_without_surprise_has_no_entropy() -> None:
 
 def test_this_machine_has_text_enough() -> None:
     """The standard library gives many more ranges than clusters, and its bigrams about 2.4 nats."""
-    corpus = data.load(1)
+    corpus = data.load_corpus(1)
     assert corpus.ranges > 50
-    assert 2.0 < bigram_entropy(corpus.sample(256, 256)) < 2.8
+    assert 2.0 < bigram_entropy(corpus.validation_sample(256, 256)) < 2.8

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from dips.demo.model import BYTES, Decoder, Shape, build, loss_of, rotary, rotate
+from dips.demo.model import BYTES, Decoder, Shape, build, loss_of, rotary_angles, rotate_pairs
 from dips.protocol.manifest import Manifest
 
 SMALL = Shape(width=16, layers=2, heads=2, hidden=24, context=32)
@@ -50,9 +50,9 @@ def test_no_byte_sees_the_future() -> None:
 
 def test_rotation_is_relative() -> None:
     """The product of a turned query and a turned key depends on their distance alone."""
-    rotation = rotary(10, 8, torch.device("cpu"))
+    rotation = rotary_angles(10, 8, torch.device("cpu"))
     query, key = torch.randn(1, 1, 1, 8).expand(1, 1, 10, 8), torch.randn(1, 1, 1, 8).expand(1, 1, 10, 8)
-    products = rotate(query, rotation)[0, 0] @ rotate(key, rotation)[0, 0].T
+    products = rotate_pairs(query, rotation)[0, 0] @ rotate_pairs(key, rotation)[0, 0].T
     for distance in range(10):
         diagonal = products.diagonal(-distance)
         assert torch.allclose(diagonal, diagonal[0].expand_as(diagonal), atol=1e-4)

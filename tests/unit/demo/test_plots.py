@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from dips.demo.plots import cluster_spans, draw, master_spans, slave_spans, slaves_in
+from dips.demo.plots import cluster_spans, draw_plots, master_spans, slave_spans, slaves_in
 from dips.demo.verdict import Losses
 
 
@@ -28,8 +28,8 @@ def test_a_round_of_a_cluster() -> None:
 
 def test_an_outage() -> None:
     """From the trainer's death to the end of its successor's first pull the cluster is down."""
-    told = marks("trainer_start", "pull_end", "inner", "trainer_gone", "inner", "trainer_start", "pull_end", "inner")
-    assert list(cluster_spans(told)) == [
+    given = marks("trainer_start", "pull_end", "inner", "trainer_gone", "inner", "trainer_start", "pull_end", "inner")
+    assert list(cluster_spans(given)) == [
         ("down", 100.0, 101.0),
         ("inner", 101.0, 103.0),
         ("down", 103.0, 106.0),
@@ -39,17 +39,17 @@ def test_an_outage() -> None:
 
 def test_after_the_last_trainer_nothing_is_missing() -> None:
     """The end of the run is no outage; an empty timeline has no spans."""
-    told = marks("trainer_start", "pull_end", "inner", "trainer_gone", "trainer_end")
-    assert list(cluster_spans(told))[-1] == ("inner", 101.0, 103.0)
+    given = marks("trainer_start", "pull_end", "inner", "trainer_gone", "trainer_end")
+    assert list(cluster_spans(given))[-1] == ("inner", 101.0, 103.0)
     assert list(cluster_spans([])) == []
 
 
 def test_rounds_of_the_master() -> None:
     """A round takes commits, is applied and persisted, and ends, in whatever way."""
-    told = marks(
+    given = marks(
         "round_opened", "round_applying", "round_persisting", "version_committed", "round_opened", "round_skipped"
     )
-    assert list(master_spans(told)) == [
+    assert list(master_spans(given)) == [
         ("collecting", 100.0, 101.0),
         ("updating", 101.0, 103.0),
         ("collecting", 104.0, 105.0),
@@ -58,16 +58,16 @@ def test_rounds_of_the_master() -> None:
 
 def test_slaves_as_the_master_saw_them() -> None:
     """A slave is ready until it is lost and again when it is back; others have their own rows."""
-    told = [
+    given = [
         {"at": 1.0, "kind": "slave_ready", "slave": "s0"},
         {"at": 2.0, "kind": "slave_ready", "slave": "s1"},
         {"at": 5.0, "kind": "slave_lost", "slave": "s1"},
         {"at": 7.0, "kind": "slave_ready", "slave": "s1"},
         {"at": 9.0, "kind": "run_finished"},
     ]
-    assert slaves_in(told) == ["s0", "s1"]
-    assert list(slave_spans(told, "s0")) == [("ready", 1.0, 9.0)]
-    assert list(slave_spans(told, "s1")) == [("ready", 2.0, 5.0), ("down", 5.0, 7.0), ("ready", 7.0, 9.0)]
+    assert slaves_in(given) == ["s0", "s1"]
+    assert list(slave_spans(given, "s0")) == [("ready", 1.0, 9.0)]
+    assert list(slave_spans(given, "s1")) == [("ready", 2.0, 5.0), ("down", 5.0, 7.0), ("ready", 7.0, 9.0)]
 
 
 def test_pictures_are_written(tmp_path: Path) -> None:
@@ -79,6 +79,6 @@ def test_pictures_are_written(tmp_path: Path) -> None:
     }
     empty: dict[str, list[dict[str, Any]]] = {"fast": [], "slow": [], "master": []}
     for lines in (full, empty):
-        paths = draw(lines, Losses(5.5, 1.9, 1.9, 2.4), "v1@r1", tmp_path)
+        paths = draw_plots(lines, Losses(5.5, 1.9, 1.9, 2.4), "v1@r1", tmp_path)
         assert [path.name for path in paths] == ["loss.png", "timeline.png"]
         assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)

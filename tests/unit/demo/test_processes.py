@@ -1,4 +1,4 @@
-"""The demo's processes: killed as told, and none is left."""
+"""The demo's processes: killed as ordered, and none is left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dips.client.agent.trainer import descendants
+from dips.client.agent.trainer import list_descendants
 from dips.demo.processes import DemoProcesses, ProcessEnded
 
 SLEEP = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
@@ -41,47 +41,47 @@ def alive(pid: int) -> bool:
 
 def test_leaving_the_house_ends_everything(tmp_path: Path) -> None:
     """When the block is left, by an error too, every process has ended."""
-    house = DemoProcesses()
-    processes = [house.start(name, SLEEP, tmp_path / name) for name in ("a", "b")]
-    with pytest.raises(RuntimeError, match="in the middle"), house:
+    running = DemoProcesses()
+    processes = [running.start(name, SLEEP, tmp_path / name) for name in ("a", "b")]
+    with pytest.raises(RuntimeError, match="in the middle"), running:
         raise RuntimeError("in the middle")
-    assert all(process.code() is not None for process in processes)
+    assert all(process.exit_code() is not None for process in processes)
 
 
 def test_children_are_killed_and_the_parent_incarnations(tmp_path: Path) -> None:
     """kill_children takes what a process started, and leaves it to notice."""
-    before = set(descendants(os.getpid()))  # of other tests: Python's own tracker of shared memory, say
-    with DemoProcesses() as house:
-        process = house.start("a", PARENT, tmp_path / "a")
+    before = set(list_descendants(os.getpid()))  # of other tests: Python's own tracker of shared memory, say
+    with DemoProcesses() as running:
+        process = running.start("a", PARENT, tmp_path / "a")
         until_told(tmp_path / "a", "here")
         killed = process.kill_children()
         until_told(tmp_path / "a", "child gone")
         assert len(killed) == 1
-        assert process.code() is None
+        assert process.exit_code() is None
         assert not alive(killed[0])
-    assert not [pid for pid in set(descendants(os.getpid())) - before if alive(pid)]
+    assert not [pid for pid in set(list_descendants(os.getpid())) - before if alive(pid)]
 
 
 def test_a_process_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
     """check names who ended, how, and what it said last; one that may end well may."""
-    with DemoProcesses() as house:
-        house.start("good", [sys.executable, "-c", ""], tmp_path / "good", may_end=True).wait(20)
-        house.check()
-        bad = house.start(
+    with DemoProcesses() as running:
+        running.start("good", [sys.executable, "-c", ""], tmp_path / "good", may_end=True).wait(20)
+        running.check_alive()
+        bad = running.start(
             "bad", [sys.executable, "-c", "print('no such thing'); raise SystemExit(78)"], tmp_path / "bad"
         )
         assert bad.wait(20) == 78
         with pytest.raises(ProcessEnded, match=r"bad ended with exit code 78.*\n.*no such thing"):
-            house.check()
-        house.start("bad", [sys.executable, "-c", ""], tmp_path / "bad").wait(20)
+            running.check_alive()
+        running.start("bad", [sys.executable, "-c", ""], tmp_path / "bad").wait(20)
         with pytest.raises(ProcessEnded, match=r"bad ended with exit code 0"):
-            house.check()
+            running.check_alive()
 
 
 def test_waiting_has_an_end(tmp_path: Path) -> None:
     """A process that does not end in time is named, with its log."""
-    with DemoProcesses() as house:
-        process = house.start("a", SLEEP, tmp_path / "a")
+    with DemoProcesses() as running:
+        process = running.start("a", SLEEP, tmp_path / "a")
         until_told(tmp_path / "a", "here")
         with pytest.raises(ProcessEnded, match=r"a did not end within 0 s.*\n.*here"):
             process.wait(0.1)

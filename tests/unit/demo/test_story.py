@@ -17,8 +17,8 @@ from dips.errors import ConfigError
 
 def test_the_files_are_right(tmp_path: Path) -> None:
     """What the demo writes loads as what an operator writes, and all parties agree."""
-    files = layout.make(tmp_path / "out")
-    address = layout.write(files, ranges=10, tokens=1000, wall_s=60)
+    files = layout.make_layout(tmp_path / "out")
+    address = layout.write_configs(files, ranges=10, tokens=1000, wall_s=60)
     run = load_run(files.run_file)
     assert [s.name for s in run.slaves] == list(layout.SLAVES)
     assert run.master.listen == address
@@ -27,7 +27,7 @@ def test_the_files_are_right(tmp_path: Path) -> None:
     for name in layout.CLUSTERS:
         cluster = load_cluster(files.cluster_file(name))
         assert cluster.shared.digest == run.shared.digest
-        assert (cluster.cluster, cluster.master, cluster.directory) == (name, address, files.cluster(name))
+        assert (cluster.cluster, cluster.master, cluster.directory) == (name, address, files.cluster_directory(name))
         assert cluster.socket is not None
         assert len(str(cluster.socket)) < 100
     files.sockets.rmdir()
@@ -37,7 +37,7 @@ def test_a_used_directory_is_refused(tmp_path: Path) -> None:
     """A run never writes into another's directory."""
     (tmp_path / "x").touch()
     with pytest.raises(ConfigError, match="is not empty"):
-        layout.make(tmp_path)
+        layout.make_layout(tmp_path)
 
 
 def test_the_schedule() -> None:
@@ -57,10 +57,10 @@ def test_without_a_terminal_lines_are_plain() -> None:
     """News come at once, the status now and then, neither with an escape sequence."""
     out = io.StringIO()
     with Watch(60, Console(file=out, width=80)) as watch:
-        watch.say("killed slave-1")
-        watch.show(STATUS)
-        watch.show(STATUS)
-        watch.show(None)
+        watch.print_event("killed slave-1")
+        watch.show_status(STATUS)
+        watch.show_status(STATUS)
+        watch.show_status(None)
     text = out.getvalue()
     assert "killed slave-1" in text
     assert text.count("v7@r9") == 1
@@ -71,9 +71,9 @@ def test_on_a_terminal_all_is_drawn() -> None:
     """The picture has the status and the news; a master that does not answer leaves the last one standing."""
     out = io.StringIO()
     with Watch(60, Console(file=out, force_terminal=True, width=120, height=50)) as watch:
-        watch.say("killed slave-1")
-        watch.show(STATUS)
-        watch.show(None)
+        watch.print_event("killed slave-1")
+        watch.show_status(STATUS)
+        watch.show_status(None)
     last = out.getvalue().rpartition("▱")[2]
     assert "v7@r9" in last
     assert "killed slave-1" in last

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from dips.demo.model import build, loss_of
-from dips.demo.verdict import Check, Kill, Losses, checks, losses, validation_loss
+from dips.demo.verdict import Check, Kill, Losses, check_claims, evaluate_losses, validation_loss
 from dips.ids import PushId, VersionId
 from dips.master.ledger_history import RoundHistory
 from dips.protocol.records import FoldRow
@@ -49,14 +49,14 @@ def failed(
     timelines: dict[str, list[dict[str, Any]]] = TIMELINES,
     seconds: float = 200.0,
 ) -> list[str]:
-    listed: list[Check] = checks(found, rounds, status, kill, timelines, seconds)
+    listed: list[Check] = check_claims(found, rounds, status, kill, timelines, seconds)
     return [check.claim for check in listed if not check.holds]
 
 
 def test_a_good_run_passes() -> None:
     """Every claim holds for a run that keeps them all."""
     assert failed() == []
-    assert len(checks(GOOD, ROUNDS, STATUS, KILL, TIMELINES, 200.0)) == 7
+    assert len(check_claims(GOOD, ROUNDS, STATUS, KILL, TIMELINES, 200.0)) == 7
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_losses_come_from_the_files(tmp_path: Path) -> None:
     save_file(first.state_dict(), tmp_path / "first")
     save_file(head.state_dict(), tmp_path / "head")
     sample = np.random.default_rng(0).integers(0, 256, (3, 17), dtype=np.uint8)
-    found = losses(tmp_path / "first", [tmp_path / "0", tmp_path / "1"], tmp_path / "head", sample)
+    found = evaluate_losses(tmp_path / "first", [tmp_path / "0", tmp_path / "1"], tmp_path / "head", sample)
     assert found.head == found.exported != found.first
     with torch.no_grad():
         assert found.head == pytest.approx(loss_of(head, torch.from_numpy(sample.astype(np.int64))).item(), rel=1e-5)

@@ -68,8 +68,8 @@ def test_systemd_understands_the_units(tmp_path: Path) -> None:
         ["systemd-analyze", "verify", *(f"./{u.name}" for u in UNITS)],
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    told = [line for line in done.stderr.splitlines() if any(u.name.partition("@")[0] in line for u in UNITS)]
-    assert not told, told
+    complaints = [line for line in done.stderr.splitlines() if any(u.name.partition("@")[0] in line for u in UNITS)]
+    assert not complaints, complaints
 
 
 @pytest.mark.parametrize("script", ["slurm/cluster.sbatch", "slurm/torchrun.sh", "nodes.sh", "kubernetes/check"])

@@ -146,11 +146,11 @@ def test_the_base_fits_its_run_file(tmp_path: Path) -> None:
     slaves, master = by_name["dips-slave"], by_name["dips-master"]
     assert [s.name for s in run.slaves] == [f"dips-slave-{i}" for i in range(slaves["spec"]["replicas"])]
     ports = {p["name"]: p["containerPort"] for c in containers(slaves) for p in c.get("ports", [])}
-    for section, told in zip(run.slaves, raw["slaves"], strict=True):
+    for section, declared in zip(run.slaves, raw["slaves"], strict=True):
         used = [host_port(section.listen)[1], *(host_port(lane)[1] for lane in section.lanes)]
         assert sorted(ports.values()) == used
-        assert told["advertise"] == f"{section.name}.{slaves['spec']['serviceName']}"
-        assert told["master"] == f"dips-master:{host_port(run.master.listen)[1]}"
+        assert declared["advertise"] == f"{section.name}.{slaves['spec']['serviceName']}"
+        assert declared["master"] == f"dips-master:{host_port(run.master.listen)[1]}"
         assert mounted(slaves, section.directory) and mounted(slaves, section.initial_model)
     assert [p["containerPort"] for c in containers(master) for p in c.get("ports", [])] == [7800]
     assert mounted(master, run.master.directory)

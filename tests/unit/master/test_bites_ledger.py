@@ -1,4 +1,4 @@
-"""What the ledger promises: a row is on the disk when `write` returns, and SQLite is told so."""
+"""What the ledger promises: a row is on the disk when `write_records` returns, and SQLite is configured so."""
 
 from __future__ import annotations
 
@@ -79,6 +79,6 @@ def test_a_master_does_not_write_over_its_successor(tmp_path: Path) -> None:
     successor.commit()
     successor.close()
     with pytest.raises(StaleTerm):
-        first.write([RoundReserved(1, 0.0)])
-    assert first.state().next_round == 1
+        first.write_records([RoundReserved(1, 0.0)])
+    assert first.read_state().next_round == 1
     first.close()

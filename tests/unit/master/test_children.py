@@ -26,7 +26,7 @@ async def up(child: Child, log: Path) -> None:
 
 
 async def test_a_child_is_ended_and_reaped(tmp_path: Path) -> None:
-    """SIGTERM is enough for one that hears; its exit code is known and no zombie stays."""
+    """SIGTERM is enough for one that handles it; its exit code is known and no zombie stays."""
     child = Child.start(SLEEP, tmp_path / "log")
     await up(child, tmp_path / "log")
     await child.end(10.0)
@@ -34,7 +34,7 @@ async def test_a_child_is_ended_and_reaped(tmp_path: Path) -> None:
     assert child.code == -signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         os.kill(child.pid, 0)
-    child.signal(signal.SIGKILL)  # to a dead one: nothing
+    child.send_signal(signal.SIGKILL)  # to a dead one: nothing
 
 
 async def test_one_that_does_not_hear_is_killed(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ async def test_another_ones_child_is_adopted(tmp_path: Path) -> None:
     other = subprocess.Popen(SLEEP, stdout=subprocess.DEVNULL)
     child = Child(other.pid, None)
     assert child.adopted and not await child.wait(0.05)
-    child.signal(signal.SIGKILL)
+    child.send_signal(signal.SIGKILL)
     assert await child.wait(10.0)
     assert child.code is None
     assert other.wait() == -signal.SIGKILL

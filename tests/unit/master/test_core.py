@@ -59,7 +59,7 @@ class Shell:
         self.now, self.req = 0.0, 0
         self.coordinator = Coordinator(state, MANIFEST, Options(timing=TIMING), self.now)
         self.events: list[Event] = []
-        judge = Judge.restored(TIMING, state, self.now)
+        judge = Judge.from_state(TIMING, state, self.now)
         self.core = MasterCore(self.coordinator, judge, TIMING, self.now, polls=PollOptions(), step=self._step)
         self.disk_works = True
         self.unwritten = False
@@ -90,9 +90,9 @@ class Shell:
         self._look(*arrived)
 
     def _look(self, *arrived: Event) -> None:
-        self.core.wake(self.now)
+        self.core.on_wake(self.now)
         for event in arrived:
-            self.core.handle(event, self.now)
+            self.core.take_event(event, self.now)
         self.core.tick(self.now)
         self._carry_out()
 
@@ -291,7 +291,7 @@ def test_a_caller_that_has_gone_is_not_asked_for(shell: Shell) -> None:
     """A withdrawn question is neither asked again nor answered."""
     shell.join()
     pull = shell.ask_pull()
-    shell.core.withdraw(pull)
+    shell.core.withdraw_question(pull)
     shell.events.clear()
     shell.answer_orders(OpenPull)
     shell.run_to(15.0, "a")
@@ -306,7 +306,7 @@ def test_what_changes_nothing_wakes_no_question(shell: Shell) -> None:
     before = shell.core.next_deadline()
     shell.join()  # the same nonce: answered from what is known
     assert shell.core.next_deadline() == before
-    shell.core._step(Ticked(), shell.now)
+    shell.core._step_event(Ticked(), shell.now)
     assert shell.core.next_deadline() == before
 
 
@@ -353,7 +353,7 @@ def test_who_is_silent_is_forgotten(shell: Shell) -> None:
 
 
 def test_aligned_clusters_are_told_when_to_push(shell: Shell) -> None:
-    """Those that align hear in how many seconds their push begins, the others that they keep their own pace."""
+    """Those that align learn in how many seconds their push begins, the others that they keep their own pace."""
     for name in ("a", "b", "c"):
         shell.join(name)
     first = shell.heartbeat("a", aligned_steps=10, step_s=1.0, since_push=0)
@@ -361,7 +361,7 @@ def test_aligned_clusters_are_told_when_to_push(shell: Shell) -> None:
     alone = shell.heartbeat("c")
     assert isinstance(first, ClusterHeartbeatAnswer)
     assert (first.push_in_s, other.push_in_s, alone.push_in_s) == (10.0, 10.0, OWN_PACE)
-    paces = {name: cluster["pace"] for name, cluster in shell.core.view(shell.now)["clusters"].items()}
+    paces = {name: cluster["pace"] for name, cluster in shell.core.build_view(shell.now)["clusters"].items()}
     assert paces["a"].startswith("aligned: H 10") and paces["b"].startswith("aligned: H 14") and paces["c"] == ""
 
 

@@ -51,7 +51,7 @@ def test_version_0_is_what_was_given(tmp_path: Path) -> None:
     assert row.genesis_norms[2] == pytest.approx(float(np.linalg.norm(flat.astype(np.float64))), rel=1e-12)
     assert sorted(layer for _, layers in row.placement for layer in layers) == [0, 1, 2, 3]
     ledger = Ledger.open(ledger_path(config))
-    assert ledger.state().row == row
+    assert ledger.read_state().row == row
     assert row.config_digest == config.shared.digest
     ledger.close()
 
@@ -73,7 +73,7 @@ def test_a_run_is_made_once(tmp_path: Path) -> None:
     second = make_run(config, other, force=True)
     assert second.genesis != first.genesis
     ledger = Ledger.open(ledger_path(config))
-    assert ledger.state().row == second
+    assert ledger.read_state().row == second
     ledger.close()
 
 
@@ -84,7 +84,7 @@ def test_force_spares_a_living_run(tmp_path: Path) -> None:
     ledger = Ledger.open(ledger_path(config))
     with pytest.raises(ConfigError, match="in use by another master"):
         make_run(config, model(), force=True)
-    assert ledger.state().row == row
+    assert ledger.read_state().row == row
     ledger.close()
 
 
@@ -121,7 +121,7 @@ def test_a_model_without_parameters(tmp_path: Path) -> None:
 def test_version_0_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Model and manifest are synced before their renames, and their directories after: a crash leaves both or none."""
     calls: list[str] = []
-    sync, replace = genesis.sync, Path.replace
+    sync, replace = genesis.sync_path, Path.replace
 
     def recorded_sync(path: Path) -> None:
         calls.append(f"sync {path.name}")
@@ -131,7 +131,7 @@ def test_version_0_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeyp
         calls.append(f"rename {path.name}")
         return replace(path, target)
 
-    monkeypatch.setattr(genesis, "sync", recorded_sync)
+    monkeypatch.setattr(genesis, "sync_path", recorded_sync)
     monkeypatch.setattr(Path, "replace", recorded_replace)
     make_run(run_file(tmp_path), model())
     model_aside, manifest_aside = (f.with_suffix(".tmp").name for f in (INITIAL_MODEL, INITIAL_MANIFEST))

@@ -14,7 +14,7 @@ def holding(count: int, at: float = 0.0) -> HeldQuestions:
     """So many questions, asked at this time."""
     held = HeldQuestions(OPTIONS)
     for req in range(count):
-        held.hold(req, HeldQuestion(Ticked(), at + OPTIONS.patience_s), at)
+        held.hold_question(req, HeldQuestion(Ticked(), at + OPTIONS.patience_s), at)
     return held
 
 
@@ -22,7 +22,7 @@ def ask_again(held: HeldQuestions, now: float) -> int:
     """Ask all that is due; every answer is Pending again. Return how many were asked."""
     due = held.take_due(now)
     for req, question in enumerate(due):
-        held.hold(req, question, now)
+        held.hold_question(req, question, now)
     return len(due)
 
 
@@ -55,9 +55,9 @@ def test_only_who_loses_patience_is_asked_at_the_end() -> None:
     """Questions whose patience ends one by one cost one step each, and not one for every other."""
     held = HeldQuestions(PollOptions(patience_s=10.0, again_s=100.0))
     for req, at in enumerate((0.0, 1.0, 2.0)):
-        held.hold(req, HeldQuestion(Ticked(), at + 10.0), at)
+        held.hold_question(req, HeldQuestion(Ticked(), at + 10.0), at)
     assert held.next_deadline() == 10.0
     assert len(held.take_due(10.0)) == 1
     assert held.next_deadline() == 11.0
-    held.withdraw(1)
+    held.withdraw_question(1)
     assert held.next_deadline() == 12.0

@@ -22,8 +22,8 @@ from dips.config import JournalSection
 from dips.errors import ConfigError, Corrupt
 from dips.master import journal as journal_module
 from dips.master.app import cli
-from dips.master.journal import Journal, newest_term, segments
-from dips.master.replay import gaps, replay
+from dips.master.journal import Journal, list_segments, newest_term
+from dips.master.replay import find_gaps, replay_journal
 from dips.protocol import pushes
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Effect
@@ -45,11 +45,11 @@ class Journalled(Coordinator):
     def step(self, event: Event, now: float) -> list[Effect]:
         journal = self._journal()
         if journal.is_segment_due():
-            journal.begin_segment(self.state())
+            journal.begin_segment(self.capture_state())
         effects = super().step(event, now)
         journal.record_step(event, now, effects)
         if self.options is not LARGE:  # the simulated master is faster than the thread that writes
-            until(lambda: journal.snapshot()["waiting"] == 0)
+            until(lambda: journal.read_status()["waiting"] == 0)
         return effects
 
     def _journal(self) -> Journal:
@@ -77,7 +77,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]
 
 def test_the_same_effects_again(play: Callable[..., Path]) -> None:
     """A run full of faults, with restarts of its master, is decided again from its journals, event for event."""
-    done = replay(play())
+    done = replay_journal(play())
     assert [one.differs for one in done] == [""] * len(done)
     assert len({one.term for one in done}) > 1
     assert sum(one.events for one in done) > 400
@@ -87,21 +87,21 @@ def test_the_same_effects_again(play: Callable[..., Path]) -> None:
 def test_segments_rotate_and_each_begins_with_the_whole_state(play: Callable[..., Path]) -> None:
     """A full segment is followed by another that can be replayed alone, and that begins where the first ended."""
     directory = play(segment_bytes=8192, segments=1000)
-    done = replay(directory)
+    done = replay_journal(directory)
     assert len(done) > 3
     assert not any(one.differs for one in done)
-    assert list(gaps(done)) == []
-    middle = segments(directory)[len(done) // 2]
-    (alone,) = replay(middle)
+    assert list(find_gaps(done)) == []
+    middle = list_segments(directory)[len(done) // 2]
+    (alone,) = replay_journal(middle)
     assert alone.events > 0 and not alone.differs
 
 
 def test_old_segments_go(play: Callable[..., Path]) -> None:
     """Only the newest are kept, whatever the term, and they are whole."""
     directory = play(segment_bytes=8192, segments=3)
-    assert len(segments(directory)) == 3
+    assert len(list_segments(directory)) == 3
     assert newest_term(directory) == len(Journalled.made)
-    assert not any(one.differs for one in replay(directory))
+    assert not any(one.differs for one in replay_journal(directory))
 
 
 def in_another_process(directory: Path, seed: str) -> subprocess.CompletedProcess[str]:
@@ -122,20 +122,20 @@ def test_the_same_under_another_hash_seed(play: Callable[..., Path], hash_seed: 
 def test_a_walk_over_a_set_is_found(play: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The check bites: code that tells a set in its own order is found by another process, where it did."""
 
-    def told(run: Any, event: Any) -> None:
+    def note_set(run: Any, event: Any) -> None:
         staged(run, event)
-        run.note("staged", on=",".join({f"{event.slave}-{i}" for i in range(30)}))
+        run.emit_note("staged", on=",".join({f"{event.slave}-{i}" for i in range(30)}))
 
     staged = pushes.on_push_staged
-    monkeypatch.setitem(sys.modules["dips.protocol.coordinator"].HANDLERS, pushes.PushStaged, told)
+    monkeypatch.setitem(sys.modules["dips.protocol.coordinator"].HANDLERS, pushes.PushStaged, note_set)
     directory = play()
-    assert not any(one.differs for one in replay(directory))
+    assert not any(one.differs for one in replay_journal(directory))
     script = "import sys; from dips.protocol import coordinator, pushes\nstaged = pushes.on_push_staged\n"
-    script += "def told(w, event):\n    staged(w, event)\n"
-    script += "    w.note('staged', on=','.join({f'{event.slave}-{i}' for i in range(30)}))\n"
-    script += "coordinator.HANDLERS[pushes.PushStaged] = told\n"
-    script += "from dips.master.replay import replay; from pathlib import Path\n"
-    script += "print(replay(Path(sys.argv[1]))[-1].differs)"
+    script += "def note_set(w, event):\n    staged(w, event)\n"
+    script += "    w.emit_note('staged', on=','.join({f'{event.slave}-{i}' for i in range(30)}))\n"
+    script += "coordinator.HANDLERS[pushes.PushStaged] = note_set\n"
+    script += "from dips.master.replay import replay_journal; from pathlib import Path\n"
+    script += "print(replay_journal(Path(sys.argv[1]))[-1].differs)"
     said = {
         subprocess.run(
             [sys.executable, "-c", script, str(directory)], cwd=ROOT, check=True, capture_output=True, text=True,
@@ -159,19 +159,19 @@ def test_where_it_differs_is_said(play: Callable[..., Path], monkeypatch: pytest
 
 def test_a_torn_end_is_no_difference(play: Callable[..., Path]) -> None:
     """A master that was killed in the middle of a line leaves a journal that is good up to there."""
-    last = segments(play())[-1]
+    last = list_segments(play())[-1]
     last.write_bytes(last.read_bytes()[:-7])
-    (one,) = replay(last)
+    (one,) = replay_journal(last)
     assert one.torn and not one.differs and one.events > 0
 
 
 def test_what_ended_the_master_is_in_its_journal(play: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The event at which the deciding code raised is the last line, and a replay raises the same."""
     directory = play()
-    path = segments(directory)[-1]
+    path = list_segments(directory)[-1]
     line = [1e6, ["Ticked"], "raised", ["KeyError('x')"]]
     path.write_text(path.read_text() + json.dumps(line) + "\n")
-    (one,) = replay(path)
+    (one,) = replay_journal(path)
     assert "raised KeyError('x'); now it raises nothing" in one.differs
 
     def broken(w: Any, event: Any) -> None:
@@ -179,7 +179,7 @@ def test_what_ended_the_master_is_in_its_journal(play: Callable[..., Path], monk
 
     monkeypatch.setitem(sys.modules["dips.protocol.coordinator"].HANDLERS, Ticked, broken)
     path.write_text("\n".join([path.read_text().splitlines()[0], json.dumps(line), ""]))
-    (one,) = replay(path)
+    (one,) = replay_journal(path)
     assert "raises KeyError('x')" in one.raised and not one.differs
 
 
@@ -193,18 +193,18 @@ def test_what_is_no_journal_is_refused(tmp_path: Path, content: bytes | None, er
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(error, match="journal"):
-        replay(path)
+        replay_journal(path)
 
 
 def test_a_journal_of_another_version_is_refused(play: Callable[..., Path]) -> None:
     """A state whose classes had other fields is not guessed at."""
-    path = segments(play())[0]
+    path = list_segments(play())[0]
     head, _, rest = path.read_text().partition("\n")
     raw = json.loads(head)
     raw["shapes"]["Options"].append("colour")
     path.write_text(json.dumps(raw) + "\n" + rest)
     with pytest.raises(Corrupt, match=r"Options: has lost \['colour'\]"):
-        replay(path)
+        replay_journal(path)
 
 
 # ---- a disk that fails ----------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def test_a_full_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkey
     """It says so once and takes no more; after a while it begins anew with a segment of its own."""
     monkeypatch.setattr(journal_module, "RETRY_S", 0.05)
     journal = bare(tmp_path)
-    until(lambda: journal.snapshot()["bytes"] > 0)
+    until(lambda: journal.read_status()["bytes"] > 0)
 
     def full() -> None:
         raise OSError(errno.ENOSPC, "no space left on device")
@@ -256,20 +256,20 @@ def test_a_full_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkey
             journal.record_step(Ticked(), 2.0, [])
     assert [line["event"] for line in logs] == ["journal stopped; the run goes on without it"]
     assert "no space left" in logs[0]["why"]
-    assert journal.snapshot()["writing"] == 0
+    assert journal.read_status()["writing"] == 0
     until(journal.is_segment_due)
     journal.begin_segment((3,))
     journal.record_step(Ticked(), 3.0, [])
     journal.close()
-    assert [path.name for path in segments(tmp_path)] == ["journal-1-1.jsonl", "journal-1-2.jsonl"]
-    assert segments(tmp_path)[1].read_text().count("\n") == 2
+    assert [path.name for path in list_segments(tmp_path)] == ["journal-1-1.jsonl", "journal-1-2.jsonl"]
+    assert list_segments(tmp_path)[1].read_text().count("\n") == 2
 
 
 def test_a_slow_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a write hangs, taking steps costs nothing and what waits is bounded; what was written stays good."""
     monkeypatch.setattr(journal_module, "MOST_WAITING", 100)
     journal = bare(tmp_path)
-    until(lambda: journal.snapshot()["bytes"] > 0)
+    until(lambda: journal.read_status()["bytes"] > 0)
     hangs = True
 
     def hang() -> None:
@@ -280,12 +280,12 @@ def test_a_slow_disk_stops_the_journal_and_not_the_master(tmp_path: Path, monkey
         journal._log = structlog.get_logger()
         for at in range(1000):
             journal.record_step(Ticked(), float(at), [])
-            assert journal.snapshot()["waiting"] <= 100
+            assert journal.read_status()["waiting"] <= 100
     assert "a disk that does not keep up" in logs[0]["why"] and len(logs) == 1
     assert not journal.is_segment_due()
     hangs = False
     journal.close()
-    lines = segments(tmp_path)[0].read_text().splitlines()[1:]
+    lines = list_segments(tmp_path)[0].read_text().splitlines()[1:]
     assert [json.loads(line)[0] for line in lines] == [float(at) for at in range(len(lines))]
     assert 90 <= len(lines) < 500
 
@@ -296,5 +296,5 @@ def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     journal.begin_segment((1,))
     until(lambda: journal._writer.failed)
     journal.record_step(Ticked(), 1.0, [])
-    assert journal.snapshot()["writing"] == 0
+    assert journal.read_status()["writing"] == 0
     journal.close()

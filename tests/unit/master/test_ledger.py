@@ -70,7 +70,7 @@ def ledger() -> Iterator[Ledger]:
 
 def test_a_new_run(ledger: Ledger) -> None:
     """A new ledger knows the run as given, version 0, and nobody."""
-    state = ledger.state()
+    state = ledger.read_state()
     assert state.row == ROW
     assert (state.term, state.next_round, state.finished) == (0, 1, None)
     assert [v.version for v in state.versions] == [GENESIS]
@@ -81,19 +81,21 @@ def test_a_new_run(ledger: Ledger) -> None:
 def test_terms_rise(ledger: Ledger) -> None:
     """Every start of a master gets a term above all earlier ones."""
     assert [ledger.start_term() for _ in range(3)] == [1, 2, 3]
-    assert ledger.state().term == 3
+    assert ledger.read_state().term == 3
 
 
 def test_the_story_of_two_versions(ledger: Ledger) -> None:
     """What two committed rounds and a skipped one between them left is what a new master starts from."""
-    ledger.write([IncarnationGiven(Role.CLUSTER, "a", 1, "na"), IncarnationGiven(Role.SLAVE, "s0", 1, "ns")])
-    ledger.write([IncarnationGiven(Role.CLUSTER, "b", 1, "nb"), RangesLeased("a", 1, 1, (0, 1)), RoundReserved(1, 1.0)])
-    ledger.write([committed(V1, GENESIS, A1, B1, ranges=(0,))])
-    ledger.write(
+    ledger.write_records([IncarnationGiven(Role.CLUSTER, "a", 1, "na"), IncarnationGiven(Role.SLAVE, "s0", 1, "ns")])
+    ledger.write_records(
+        [IncarnationGiven(Role.CLUSTER, "b", 1, "nb"), RangesLeased("a", 1, 1, (0, 1)), RoundReserved(1, 1.0)]
+    )
+    ledger.write_records([committed(V1, GENESIS, A1, B1, ranges=(0,))])
+    ledger.write_records(
         [RoundReserved(2, 2.0), RoundEnded(2, RoundResult.SKIPPED, "s0 was lost", (outcome(A2, "skipped"),), (), 3.0)]
     )
-    ledger.write([RoundReserved(3, 4.0), committed(V2, V1, PushId("b", 1, 5)), VersionsRetired((V1,))])
-    state = ledger.state()
+    ledger.write_records([RoundReserved(3, 4.0), committed(V2, V1, PushId("b", 1, 5)), VersionsRetired((V1,))])
+    state = ledger.read_state()
     assert [(v.version, v.parent, v.tokens, v.retired) for v in state.versions] == [
         (GENESIS, GENESIS, 0, False),
         (V1, GENESIS, 20, True),
@@ -113,23 +115,25 @@ def test_the_story_of_two_versions(ledger: Ledger) -> None:
 
 def test_ranges_of_a_incarnation(ledger: Ledger) -> None:
     """Each lease is one entry; skipped pushes settle nothing; the dead hold nothing."""
-    ledger.write([IncarnationGiven(Role.CLUSTER, "a", 1, "n"), IncarnationGiven(Role.CLUSTER, "b", 1, "n")])
-    ledger.write([RangesLeased("a", 1, 1, (0, 1)), RangesLeased("b", 1, 1, (2,)), RangesLeased("a", 1, 2, (3,))])
-    ledger.write(
+    ledger.write_records([IncarnationGiven(Role.CLUSTER, "a", 1, "n"), IncarnationGiven(Role.CLUSTER, "b", 1, "n")])
+    ledger.write_records(
+        [RangesLeased("a", 1, 1, (0, 1)), RangesLeased("b", 1, 1, (2,)), RangesLeased("a", 1, 2, (3,))]
+    )
+    ledger.write_records(
         [RoundReserved(1, 0.0), RoundEnded(1, RoundResult.SKIPPED, "x", (outcome(A1, "skipped", (0,)),), (), 0.0)]
     )
-    ledger.write(
+    ledger.write_records(
         [RoundReserved(2, 0.0), RoundEnded(2, RoundResult.UNCHANGED, "x", (outcome(A2, "gated", (1,)),), (), 0.0)]
     )
-    assert ledger.state().leased == (("a", 1, 1, (0,)), ("b", 1, 1, (2,)), ("a", 1, 2, (3,)))
-    ledger.write([ClusterEnded("a", 1, "silent", 7, 1.0)])
-    state = ledger.state()
+    assert ledger.read_state().leased == (("a", 1, 1, (0,)), ("b", 1, 1, (2,)), ("a", 1, 2, (3,)))
+    ledger.write_records([ClusterEnded("a", 1, "silent", 7, 1.0)])
+    state = ledger.read_state()
     assert state.leased == (("b", 1, 1, (2,)),)
     assert state.settled == (1,)
     assert state.clusters[0] == PeerRow("a", 1, "n", True, 10, 17)
-    ledger.write([IncarnationGiven(Role.CLUSTER, "a", 2, "m")])
-    assert ledger.state().clusters[0] == PeerRow("a", 2, "m", False, 0, 17)
-    assert ledger.tokens() == {
+    ledger.write_records([IncarnationGiven(Role.CLUSTER, "a", 2, "m")])
+    assert ledger.read_state().clusters[0] == PeerRow("a", 2, "m", False, 0, 17)
+    assert ledger.read_tokens() == {
         "a": {"accepted": 0, "gated": 10, "lost": 7, "undone": 0},
         "b": {"accepted": 0, "gated": 0, "lost": 0, "undone": 0},
     }
@@ -138,30 +142,30 @@ def test_ranges_of_a_incarnation(ledger: Ledger) -> None:
 def test_a_push_that_its_incarnation_left_open(ledger: Ledger) -> None:
     """Its tokens are lost, unless an Outcome settles it: one that is skipped, or that never comes, does not."""
     clusters = [PushId("a", 1, 1), PushId("b", 1, 1), PushId("c", 1, 1)]
-    ledger.write([IncarnationGiven(Role.CLUSTER, p.cluster, 1, "n") for p in clusters])
-    ledger.write([RoundReserved(1, 0.0), *(ClusterEnded(p.cluster, 1, "x", 3, 1.0, 1, 10) for p in clusters)])
-    ledger.write([RoundEnded(1, RoundResult.SKIPPED, "x", (outcome(clusters[0], "skipped"),), (), 0.0)])
-    ledger.write(
+    ledger.write_records([IncarnationGiven(Role.CLUSTER, p.cluster, 1, "n") for p in clusters])
+    ledger.write_records([RoundReserved(1, 0.0), *(ClusterEnded(p.cluster, 1, "x", 3, 1.0, 1, 10) for p in clusters)])
+    ledger.write_records([RoundEnded(1, RoundResult.SKIPPED, "x", (outcome(clusters[0], "skipped"),), (), 0.0)])
+    ledger.write_records(
         [RoundReserved(2, 0.0), RoundEnded(2, RoundResult.UNCHANGED, "x", (outcome(clusters[1], "gated"),), (), 0.0)]
     )
-    told = {name: (t["gated"], t["lost"]) for name, t in ledger.tokens().items()}
-    assert told == {"a": (0, 13), "b": (10, 3), "c": (0, 13)}
-    assert [peer.tokens_accounted for peer in ledger.state().clusters] == [13, 13, 13]
-    ledger.write([IncarnationGiven(Role.CLUSTER, "a", 2, "m")])
-    assert ledger.state().clusters[0].tokens_accounted == 13
+    counts = {name: (t["gated"], t["lost"]) for name, t in ledger.read_tokens().items()}
+    assert counts == {"a": (0, 13), "b": (10, 3), "c": (0, 13)}
+    assert [peer.tokens_accounted for peer in ledger.read_state().clusters] == [13, 13, 13]
+    ledger.write_records([IncarnationGiven(Role.CLUSTER, "a", 2, "m")])
+    assert ledger.read_state().clusters[0].tokens_accounted == 13
 
 
 def test_skipped_tokens_are_not_added_up(ledger: Ledger) -> None:
     """They come again with the next push, so however often the largest push is skipped, the ledger can be read."""
-    ledger.write([IncarnationGiven(Role.CLUSTER, "a", 1, "n")])
+    ledger.write_records([IncarnationGiven(Role.CLUSTER, "a", 1, "n")])
     largest = (1 << 53) - 1
     rounds = [
         RoundEnded(n, RoundResult.SKIPPED, "x", (outcome(PushId("a", 1, n), "skipped", tokens=largest),) * 200, (), 0.0)
         for n in range(1, 8)
     ]
-    ledger.write([record for r in rounds for record in (RoundReserved(r.round, 0.0), r)])
-    assert ledger.tokens() == {"a": {"accepted": 0, "gated": 0, "lost": 0, "undone": 0}}
-    assert ledger.state().totals[0].skipped == 1400
+    ledger.write_records([record for r in rounds for record in (RoundReserved(r.round, 0.0), r)])
+    assert ledger.read_tokens() == {"a": {"accepted": 0, "gated": 0, "lost": 0, "undone": 0}}
+    assert ledger.read_state().totals[0].skipped == 1400
 
 
 V3, V2B = VersionId(3, 4), VersionId(2, 5)
@@ -170,27 +174,27 @@ A3, A4 = PushId("a", 1, 3), PushId("a", 1, 4)
 
 def rolled_back(ledger: Ledger) -> None:
     """v1 keeps range 0; v2 and v3 with ranges 1 and 2 are undone; a gated push in v3's round brought range 3."""
-    ledger.write([IncarnationGiven(Role.CLUSTER, "a", 1, "n"), IncarnationGiven(Role.CLUSTER, "b", 1, "n")])
-    ledger.write([RangesLeased("a", 1, 1, (0, 1, 2)), RangesLeased("b", 1, 1, (3, 4))])
-    ledger.write([RoundReserved(1, 0.0), committed(V1, GENESIS, A1, ranges=(0,))])
-    ledger.write([RoundReserved(3, 0.0), committed(V2, V1, A2, ranges=(1,)), RoundReserved(4, 0.0)])
+    ledger.write_records([IncarnationGiven(Role.CLUSTER, "a", 1, "n"), IncarnationGiven(Role.CLUSTER, "b", 1, "n")])
+    ledger.write_records([RangesLeased("a", 1, 1, (0, 1, 2)), RangesLeased("b", 1, 1, (3, 4))])
+    ledger.write_records([RoundReserved(1, 0.0), committed(V1, GENESIS, A1, ranges=(0,))])
+    ledger.write_records([RoundReserved(3, 0.0), committed(V2, V1, A2, ranges=(1,)), RoundReserved(4, 0.0)])
     third = committed(V3, V2, A3, ranges=(2,))
-    ledger.write([replace(third, outcomes=(*third.outcomes, outcome(B1, "gated", (3,))))])
-    ledger.write([RunFinished(V3, "3 outer steps are made", 1.0)])
-    ledger.write([RolledBack(V1, (V2, V3), "s0 cannot offer v3@r4", 2.0), VersionsRetired((V2, V3))])
+    ledger.write_records([replace(third, outcomes=(*third.outcomes, outcome(B1, "gated", (3,))))])
+    ledger.write_records([RunFinished(V3, "3 outer steps are made", 1.0)])
+    ledger.write_records([RolledBack(V1, (V2, V3), "s0 cannot offer v3@r4", 2.0), VersionsRetired((V2, V3))])
 
 
 def test_after_a_rollback(ledger: Ledger) -> None:
     """The lineage ends at the row's head; tokens, ranges, the run's end go back; names and rounds do not."""
     rolled_back(ledger)
-    state = ledger.state()
+    state = ledger.read_state()
     assert [v.version for v in state.versions] == [GENESIS, V1]
     assert [(v.version, v.retired) for v in state.undone] == [(V2, True), (V3, True)]
     assert (state.next_round, state.finished) == (5, None)
     assert (state.settled, state.undone_ranges) == ((0, 3), (1, 2))
     assert state.leased == (("a", 1, 1, ()), ("b", 1, 1, (4,)))
-    assert ledger.tokens()["a"] == {"accepted": 10, "gated": 0, "lost": 0, "undone": 20}
-    assert ledger.tokens()["b"]["gated"] == 10
+    assert ledger.read_tokens()["a"] == {"accepted": 10, "gated": 0, "lost": 0, "undone": 20}
+    assert ledger.read_tokens()["b"]["gated"] == 10
     totals = {t.cluster: t for t in state.totals}
     assert (totals["a"].accepted, totals["a"].undone) == (1, 2)
     assert state.penalty[0] == penalty("a", 3)
@@ -200,36 +204,38 @@ def test_after_a_rollback(ledger: Ledger) -> None:
 def test_what_follows_a_rollback(ledger: Ledger) -> None:
     """The next version has the head as its parent and a number that was used, under a round that was not."""
     rolled_back(ledger)
-    ledger.write([RoundReserved(5, 3.0), committed(V2B, V1, A4), RunFinished(V2B, "2 outer steps are made", 4.0)])
-    state = ledger.state()
+    ledger.write_records(
+        [RoundReserved(5, 3.0), committed(V2B, V1, A4), RunFinished(V2B, "2 outer steps are made", 4.0)]
+    )
+    state = ledger.read_state()
     assert [v.version for v in state.versions] == [GENESIS, V1, V2B]
     assert state.finished == V2B
-    history = {h.round: h for h in ledger.history()}
+    history = {h.round: h for h in ledger.read_history()}
     assert (history[3].undone, history[5].undone) == ("s0 cannot offer v3@r4", None)
     with pytest.raises(sqlite3.IntegrityError):
-        ledger.write([RoundReserved(3, 5.0)])
+        ledger.write_records([RoundReserved(3, 5.0)])
 
 
 def test_undone_ranges_are_leased_again(ledger: Ledger) -> None:
     """A range that is leased anew is held by that lease alone, also by the incarnation that trained it before."""
     rolled_back(ledger)
-    ledger.write([RangesLeased("a", 1, 2, (1,)), RangesLeased("b", 1, 2, (2,))])
-    state = ledger.state()
+    ledger.write_records([RangesLeased("a", 1, 2, (1,)), RangesLeased("b", 1, 2, (2,))])
+    state = ledger.read_state()
     assert state.leased == (("a", 1, 1, ()), ("b", 1, 1, (4,)), ("a", 1, 2, (1,)), ("b", 1, 2, (2,)))
     assert state.undone_ranges == ()
-    ledger.write([RoundReserved(5, 3.0), committed(V2B, V1, A4, ranges=(1,))])
-    state = ledger.state()
+    ledger.write_records([RoundReserved(5, 3.0), committed(V2B, V1, A4, ranges=(1,))])
+    state = ledger.read_state()
     assert state.settled == (0, 1, 3)
     assert state.leased[2] == ("a", 1, 2, ())
 
 
 def test_durable_afterwards(ledger: Ledger) -> None:
     """A version that was committed before its snapshots is durable when a later row says so, with their digests."""
-    ledger.write([RoundReserved(1, 0.0), replace(committed(V1, GENESIS, A1), durable=False, digests=())])
-    assert ledger.state().versions[-1].durable is False
-    ledger.write([VersionDurable(V1, (("s0", "d0"), ("s1", "d1")), 1.0)])
-    assert ledger.state().versions[-1].durable is True
-    assert ledger.history()[-1].durable is True
+    ledger.write_records([RoundReserved(1, 0.0), replace(committed(V1, GENESIS, A1), durable=False, digests=())])
+    assert ledger.read_state().versions[-1].durable is False
+    ledger.write_records([VersionDurable(V1, (("s0", "d0"), ("s1", "d1")), 1.0)])
+    assert ledger.read_state().versions[-1].durable is True
+    assert ledger.read_history()[-1].durable is True
 
 
 def test_a_ledger_of_another_format_is_refused(tmp_path: Path) -> None:
@@ -247,19 +253,19 @@ def test_a_ledger_of_another_format_is_refused(tmp_path: Path) -> None:
 
 def test_one_write_is_all_or_nothing(ledger: Ledger) -> None:
     """A transaction whose last record is impossible leaves no trace of the first."""
-    ledger.write([RoundReserved(1, 0.0)])
+    ledger.write_records([RoundReserved(1, 0.0)])
     with pytest.raises(sqlite3.IntegrityError):
-        ledger.write([RoundReserved(2, 0.0), RoundReserved(1, 0.0)])
-    assert ledger.state().next_round == 2
-    ledger.write([RoundReserved(2, 0.0)])
+        ledger.write_records([RoundReserved(2, 0.0), RoundReserved(1, 0.0)])
+    assert ledger.read_state().next_round == 2
+    ledger.write_records([RoundReserved(2, 0.0)])
 
 
 def test_a_push_is_in_one_version_only(ledger: Ledger) -> None:
     """The ledger itself refuses to fold a push twice (docs/architecture.md#invariant-4)."""
-    ledger.write([RoundReserved(1, 0.0), committed(V1, GENESIS, A1), RoundReserved(3, 0.0)])
+    ledger.write_records([RoundReserved(1, 0.0), committed(V1, GENESIS, A1), RoundReserved(3, 0.0)])
     with pytest.raises(sqlite3.IntegrityError, match=r"folds\.cluster"):
-        ledger.write([committed(V2, V1, A1)])
-    assert ledger.state().versions[-1].version == V1
+        ledger.write_records([committed(V2, V1, A1)])
+    assert ledger.read_state().versions[-1].version == V1
 
 
 def test_numbers_that_are_not_finite(ledger: Ledger) -> None:
@@ -267,8 +273,8 @@ def test_numbers_that_are_not_finite(ledger: Ledger) -> None:
     fold = FoldRow(A1, GENESIS, 10, 4, 1.0, inf, nan, nan, ())
     version = committed(V1, GENESIS)
     row = VersionCommitted(V1, GENESIS, True, (fold,), (), 1.0, 0.7, 0.8, inf, False, (), (), version.history, 0.0)
-    ledger.write([RoundReserved(1, 0.0), row])
-    (found,) = ledger.history()
+    ledger.write_records([RoundReserved(1, 0.0), row])
+    (found,) = ledger.read_history()
     assert (found.folds[0].norm, found.delta_norm) == (inf, inf)
     assert isnan(found.folds[0].loss) and isnan(found.folds[0].score)
 
@@ -277,39 +283,39 @@ def test_history_tells_each_round() -> None:
     """`dips history` sees how each round ended, what it made and of what; times are wall-clock."""
     times = iter(range(100, 200))
     ledger = Ledger.create(MEMORY, ROW, wall=lambda: float(next(times)))
-    ledger.write([RoundReserved(1, 0.0)])
-    ledger.write([committed(V1, GENESIS, A1, B1)])
-    ledger.write([RoundReserved(2, 0.0)])
-    ledger.write([RoundEnded(2, RoundResult.SKIPPED, "s0 was lost", (outcome(A2, "skipped"),), (), 3.0)])
-    ledger.write([RoundReserved(3, 0.0)])
-    applied, skipped, open_round = ledger.history()
+    ledger.write_records([RoundReserved(1, 0.0)])
+    ledger.write_records([committed(V1, GENESIS, A1, B1)])
+    ledger.write_records([RoundReserved(2, 0.0)])
+    ledger.write_records([RoundEnded(2, RoundResult.SKIPPED, "s0 was lost", (outcome(A2, "skipped"),), (), 3.0)])
+    ledger.write_records([RoundReserved(3, 0.0)])
+    applied, skipped, open_round = ledger.read_history()
     assert (applied.kind, applied.version, applied.parent, applied.tokens) == ("applied", V1, GENESIS, 20)
     assert [f.push for f in applied.folds] == [A1, B1]
     assert (applied.opened, applied.ended) == (100.0, 101.0)
     assert (skipped.kind, skipped.reason, skipped.version) == ("skipped", "s0 was lost", None)
     assert skipped.outcomes == (outcome(A2, "skipped"),)
     assert (open_round.kind, open_round.ended) == ("unfinished", None)
-    assert [r.round for r in ledger.history(limit=2)] == [2, 3]
+    assert [r.round for r in ledger.read_history(limit=2)] == [2, 3]
     ledger.close()
 
 
 def test_a_finished_run_stays_finished(ledger: Ledger) -> None:
     """The end of a run is a row like any other."""
-    ledger.write([RunFinished(GENESIS, "0 outer steps", 1.0)])
-    assert ledger.state().finished == GENESIS
+    ledger.write_records([RunFinished(GENESIS, "0 outer steps", 1.0)])
+    assert ledger.read_state().finished == GENESIS
 
 
 def test_it_is_on_disk(tmp_path: Path) -> None:
     """What was written is there after the process is gone, and a reader may look while a master holds it."""
     path = tmp_path / "deep" / "ledger.sqlite"
     ledger = Ledger.create(path, ROW)
-    ledger.write([RoundReserved(1, 0.0)])
+    ledger.write_records([RoundReserved(1, 0.0)])
     reader = Ledger.open(path, readonly=True)
-    assert reader.state() == ledger.state()
+    assert reader.read_state() == ledger.read_state()
     reader.close()
     ledger.close()
     again = Ledger.open(path)
-    assert again.state().next_round == 2
+    assert again.read_state().next_round == 2
     (mode,) = again._db.execute("PRAGMA journal_mode").fetchone()
     (synchronous,) = again._db.execute("PRAGMA synchronous").fetchone()
     assert (mode, synchronous) == ("wal", 2)
@@ -317,7 +323,7 @@ def test_it_is_on_disk(tmp_path: Path) -> None:
 
 
 def test_a_second_master_is_refused(tmp_path: Path) -> None:
-    """Two masters never share a ledger; the second is told which process holds it."""
+    """Two masters never share a ledger; the second learns which process holds it."""
     first = Ledger.create(tmp_path / "ledger.sqlite", ROW)
     with pytest.raises(ConfigError, match=r"in use by another master \(pid \d+\)"):
         Ledger.open(tmp_path / "ledger.sqlite")
@@ -351,26 +357,26 @@ def test_what_is_no_ledger_is_named(tmp_path: Path) -> None:
 
 def test_a_broken_lineage_is_corrupt(ledger: Ledger) -> None:
     """A version whose parent has no row cannot be started from."""
-    ledger.write([RoundReserved(3, 0.0), committed(V2, V1, A1)])
+    ledger.write_records([RoundReserved(3, 0.0), committed(V2, V1, A1)])
     with pytest.raises(Corrupt, match="v2@r3 names v1@r1, which has no row"):
-        ledger.state()
+        ledger.read_state()
 
 
 def test_a_reader_sees_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round that is committed while the history is read is in it whole, or not at all."""
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger.create(path, ROW)
-    ledger.write([RoundReserved(1, 0.0)])
+    ledger.write_records([RoundReserved(1, 0.0)])
     reader = Ledger.open(path, readonly=True)
 
     def commits_meanwhile(db: sqlite3.Connection, row: Any) -> Any:
         monkeypatch.undo()
-        ledger.write([RoundEnded(1, RoundResult.SKIPPED, "x", (outcome(A1, "skipped", (0,)),), (), 0.0)])
-        return ledger_history._round(db, row)
+        ledger.write_records([RoundEnded(1, RoundResult.SKIPPED, "x", (outcome(A1, "skipped", (0,)),), (), 0.0)])
+        return ledger_history._read_round(db, row)
 
-    monkeypatch.setattr(ledger_history, "_round", commits_meanwhile)
-    (seen,) = reader.history()
+    monkeypatch.setattr(ledger_history, "_read_round", commits_meanwhile)
+    (seen,) = reader.read_history()
     assert (seen.kind, seen.outcomes) == ("unfinished", ())
-    assert [(r.kind, len(r.outcomes)) for r in reader.history()] == [("skipped", 1)]
+    assert [(r.kind, len(r.outcomes)) for r in reader.read_history()] == [("skipped", 1)]
     reader.close()
     ledger.close()

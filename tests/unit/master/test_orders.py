@@ -17,7 +17,7 @@ def sent(body: OrderBody | None = None) -> SentOrder:
 
 
 def test_an_answer_bears_the_number_of_its_order() -> None:
-    """The event names the slave, its incarnation and the order, so that a late one can be told apart."""
+    """The event names the slave, its incarnation and the order, so that a late one can be recognised."""
     assert sent().on_answer(Done()) == OrderAnswered("s", 2, 7, Done())
 
 

@@ -18,7 +18,7 @@ def note(text: str) -> Note:
 def filled(*items: Note | RoundReserved) -> Outbox:
     outbox = Outbox()
     for item in items:
-        outbox.put(item)
+        outbox.put_item(item)
     return outbox
 
 
@@ -44,7 +44,7 @@ def test_what_comes_while_the_disk_is_busy_waits_its_turn() -> None:
     outbox = filled(row(1))
     assert outbox.take_actions() == [WriteRecords((row(1),))]
     for item in (note("a"), row(2), note("b")):
-        outbox.put(item)
+        outbox.put_item(item)
     assert outbox.take_actions() == []
     outbox.on_written()
     assert outbox.take_actions() == [note("a"), WriteRecords((row(2),))]

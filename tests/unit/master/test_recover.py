@@ -1,4 +1,4 @@
-"""`dips-master recover`: a restored ledger is brought above every name that was told since."""
+"""`dips-master recover`: a restored ledger is brought above every name that was given since."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def config(tmp_path: Path) -> RunFile:
         ledger.start_term()
         ledger.start_term()
         names = [("slave", "s0", 3), ("slave", "s1", 4), ("cluster", "west", 7)]
-        ledger.write([RoundReserved(5, 0.0), *(IncarnationGiven(role, name, inc, "n") for role, name, inc in names)])
+        ledger.write_records(
+            [RoundReserved(5, 0.0), *(IncarnationGiven(role, name, inc, "n") for role, name, inc in names)]
+        )
     return config
 
 
@@ -70,7 +72,7 @@ def test_the_next_master_uses_no_name_twice(config: RunFile) -> None:
     for times in (1, 2):
         carry_out(config)
         with recover.open_ledger(config) as ledger:
-            state = ledger.state()
+            state = ledger.read_state()
         assert state.term == 2 + times * SPARE
         assert state.next_round == 5 + times * SPARE + 1
         assert {p.name: p.inc for p in state.slaves} == {"s0": 3 + times * SPARE, "s1": 4 + times * SPARE}
@@ -81,11 +83,11 @@ def test_the_next_master_uses_no_name_twice(config: RunFile) -> None:
 
 
 def test_a_directory_elsewhere_is_said(config: RunFile) -> None:
-    """What lies on other machines cannot be looked at: the operator is told which, and what to say."""
+    """What lies on other machines cannot be looked at: the operator learns which, and what to say."""
     (config.master.directory.parent / "s0").mkdir()
-    told = plan(config).describe()
-    assert "not on this machine" in told and "s1" in told and "--round-above" in told
-    assert "that all slaves offer" in told
+    lines = plan(config).describe_lines()
+    assert "not on this machine" in lines and "s1" in lines and "--round-above" in lines
+    assert "that all slaves offer" in lines
 
 
 def test_a_version_that_was_made_since_is_adopted(config: RunFile) -> None:
@@ -95,7 +97,7 @@ def test_a_version_that_was_made_since_is_adopted(config: RunFile) -> None:
         for version in ("v3@r8", "v4@r9"):
             (here / name / version).mkdir(parents=True)
             (here / name / version / "manifest.json").write_text(name + version)
-    assert "v4@r9 with --adopt v4@r9" in plan(config).describe()
+    assert "v4@r9 with --adopt v4@r9" in plan(config).describe_lines()
     (here / "s1" / "v4@r9" / "manifest.json").unlink()
     (here / "s1" / "v4@r9").rmdir()
     with pytest.raises(ConfigError, match="is not in the directory of s1"):
@@ -104,7 +106,7 @@ def test_a_version_that_was_made_since_is_adopted(config: RunFile) -> None:
         plan(config, adopt=VersionId(3, 5))
     carry_out(config, adopt=VersionId(3, 8))
     with recover.open_ledger(config) as ledger:
-        state, digests = ledger.state(), ledger.digests()
+        state, digests = ledger.read_state(), ledger.read_digests()
     assert [v.version for v in state.versions] == [VersionId(0, 0), VersionId(3, 8)]
     assert state.next_round == 9 + SPARE + 1
     assert digests[8, "s0"] == xxhash.xxh3_128_hexdigest(b"s0v3@r8")
@@ -116,12 +118,12 @@ def test_it_asks(config: RunFile, tmp_path: Path) -> None:
     refused = CliRunner().invoke(cli, words, input="n\n")
     assert refused.exit_code == 1 and "abandoned" in refused.stdout
     with recover.open_ledger(config) as ledger:
-        assert ledger.state().term == 2
+        assert ledger.read_state().term == 2
         held = CliRunner().invoke(cli, [*words, "--yes"])
         assert isinstance(held.exception, ConfigError) and "in use" in str(held.exception)
     assert CliRunner().invoke(cli, words, input="y\n").exit_code == 0
     with recover.open_ledger(config) as ledger:
-        assert ledger.state().term == 2 + SPARE
+        assert ledger.read_state().term == 2 + SPARE
     (tmp_path / "dips.yaml").write_text((tmp_path / "dips.yaml").read_text().replace("run: r", "run: other"))
     other = CliRunner().invoke(cli, [*words, "--yes"])
     assert "ledger of run 'r'" in str(other.exception)
@@ -135,7 +137,7 @@ def test_help_teaches(word: str) -> None:
 
 
 def test_which_run_must_be_said() -> None:
-    """dips-master without a word and without --config is told what is missing."""
+    """dips-master without a word and without --config names what is missing."""
     result = CliRunner().invoke(cli, [])
     assert result.exit_code == 2 and "--config" in result.output
 

@@ -45,7 +45,7 @@ from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.membership import Judge
 from dips.protocol.options import TimingOptions
 from dips.protocol.records import IncarnationGiven, Record
-from dips.telemetry.timeline import Timeline, read
+from dips.telemetry.timeline import Timeline, read_marks
 
 HEARTBEAT_S = 0.05
 TIMING = TimingOptions(heartbeat_s=HEARTBEAT_S, lease_heartbeats=4)
@@ -87,7 +87,7 @@ class ScriptedCoordinator:
     def window_timing(self) -> WindowTiming:
         return WindowTiming(None, 1, 0)
 
-    def view(self, now: float) -> dict[str, Any]:
+    def build_view(self, now: float) -> dict[str, Any]:
         return {"seen": len(self.seen)}
 
     def kinds(self) -> list[str]:
@@ -105,7 +105,7 @@ class RecordingOutside:
         self.disk.set()
         self.fails = False
 
-    async def write(self, records: Sequence[Record]) -> None:
+    async def write_records(self, records: Sequence[Record]) -> None:
         await self.disk.wait()
         if self.fails:
             raise OSError("disk full")
@@ -114,7 +114,7 @@ class RecordingOutside:
     def learn_address(self, slave: str, address: str) -> None:
         self.addresses[slave] = address
 
-    async def execute(self, order: Order) -> OrderAnswered | OrderFailed:
+    async def execute_order(self, order: Order) -> OrderAnswered | OrderFailed:
         self.executed.append(order.number)
         return OrderAnswered(order.slave, order.sinc, order.number, Done())
 
@@ -170,11 +170,11 @@ def joins(event: ClusterJoined) -> list[Effect]:
 
 
 async def test_an_answer_waits_for_its_record(tmp_path: Path) -> None:
-    """Joined is told when its incarnation is on disk, not before (docs/rationale.md#29)."""
+    """Joined is sent when its incarnation is on disk, not before (docs/rationale.md#29)."""
     async with running(tmp_path) as h:
         h.coordinator.script[ClusterJoined] = joins
         h.outside.disk.clear()
-        asking = asyncio.create_task(h.runtime.ask(lambda req: ClusterJoined(req, *JOIN)))
+        asking = asyncio.create_task(h.runtime.ask_core(lambda req: ClusterJoined(req, *JOIN)))
         await h.heard(ClusterJoined)
         done, _ = await asyncio.wait([asking], timeout=0.1)
         assert not done and h.outside.written == []
@@ -188,9 +188,9 @@ async def test_a_heartbeat_tells_nothing_that_is_not_durable(tmp_path: Path) -> 
     async with running(tmp_path) as h:
         h.coordinator.script[ClusterJoined] = joins
         h.outside.disk.clear()
-        asking = asyncio.create_task(h.runtime.ask(lambda req: ClusterJoined(req, *JOIN)))
+        asking = asyncio.create_task(h.runtime.ask_core(lambda req: ClusterJoined(req, *JOIN)))
         await h.heard(ClusterJoined)
-        heartbeating = asyncio.create_task(h.runtime.heartbeat(heartbeat()))
+        heartbeating = asyncio.create_task(h.runtime.take_heartbeat(heartbeat()))
         done, _ = await asyncio.wait([heartbeating], timeout=0.1)
         assert not done
         h.outside.disk.set()
@@ -221,16 +221,16 @@ async def test_orders_leave_in_order_behind_their_record(tmp_path: Path) -> None
 
 
 async def test_a_record_that_cannot_be_written_ends_the_master(tmp_path: Path) -> None:
-    """Exit 74, nothing told, and the asker hears that this master is unavailable."""
+    """Exit 74, nothing answered, and the asker learns that this master is unavailable."""
     made = RunningMaster(tmp_path)
     made.coordinator.script[ClusterJoined] = joins
     made.outside.fails = True
     ending = asyncio.create_task(made.runtime.run())
     with pytest.raises(UnavailableMaster, match="stopping"):
-        await made.runtime.ask(lambda req: ClusterJoined(req, *JOIN))
+        await made.runtime.ask_core(lambda req: ClusterJoined(req, *JOIN))
     assert await ending == EXIT_LEDGER
     with pytest.raises(UnavailableMaster):
-        await made.runtime.heartbeat(heartbeat())
+        await made.runtime.take_heartbeat(heartbeat())
     made.timeline.close()
 
 
@@ -242,7 +242,7 @@ async def test_exit_is_obeyed(tmp_path: Path) -> None:
     made.runtime.put_event(PushStaged("s", 1, PUSH, 4))
     assert await ending == 75
     made.timeline.close()
-    (line,) = read(made.path)
+    (line,) = read_marks(made.path)
     assert (line["kind"], line["round"]) == ("round_skipped", "4")
 
 
@@ -266,12 +266,12 @@ async def test_nobody_dies_of_our_absence(tmp_path: Path) -> None:
     """
     async with running(tmp_path) as h:
         h.coordinator.script[ClusterJoined] = joins
-        await h.runtime.ask(lambda req: ClusterJoined(req, *JOIN))
+        await h.runtime.ask_core(lambda req: ClusterJoined(req, *JOIN))
         h.clock.added += 60.0
         blind = await h.heard(Blind)
         assert blind.gap_s == pytest.approx(60.0, abs=1.0)
         for _ in range(8):
-            await h.runtime.heartbeat(heartbeat())
+            await h.runtime.take_heartbeat(heartbeat())
             await asyncio.sleep(HEARTBEAT_S / 2)
         assert "ClusterSilent" not in h.coordinator.kinds()
         await h.heard(ClusterSilent)  # and when it does fall silent, it is judged as ever
@@ -301,7 +301,7 @@ async def test_stop_refuses_those_who_wait(tmp_path: Path) -> None:
     """A graceful stop answers open questions with UnavailableMaster instead of leaving them to their deadline."""
     made = RunningMaster(tmp_path)
     ending = asyncio.create_task(made.runtime.run())
-    asking = asyncio.create_task(made.runtime.ask(lambda req: RoundAwaited(req, PUSH)))
+    asking = asyncio.create_task(made.runtime.ask_core(lambda req: RoundAwaited(req, PUSH)))
     await made.heard(RoundAwaited)
     made.runtime.stop()
     assert await ending == 0

@@ -1,4 +1,4 @@
-"""The status merges what the Coordinator knows with what the newest heartbeats told."""
+"""The status merges what the Coordinator knows with what the newest heartbeats reported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import inf, nan
 
 from dips.ids import PushId, VersionId
-from dips.master.status import status, to_json
+from dips.master.status import build_status, to_json
 from dips.protocol.enums import Activity, TrainerState
 from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat, Transfer
 
@@ -24,7 +24,7 @@ def test_heartbeats_stand_beside_the_view() -> None:
     heartbeat.
     """
     view = {"term": 3, "clusters": {"a": {"state": "training"}}, "slaves": {"s": {"state": "ready", "slots": 2}}}
-    merged = status(view, {("cluster", "a"): (CLUSTER, 10.0), ("slave", "s"): (SLAVE, 11.0)}, 12.0)
+    merged = build_status(view, {("cluster", "a"): (CLUSTER, 10.0), ("slave", "s"): (SLAVE, 11.0)}, 12.0)
     assert merged["term"] == 3
     cluster, slave = merged["clusters"]["a"], merged["slaves"]["s"]
     assert (cluster["state"], cluster["inner_steps"], cluster["loss"], cluster["heard_s"]) == (
@@ -41,14 +41,14 @@ def test_heartbeats_stand_beside_the_view() -> None:
 def test_tokens_lost_add_up_over_incarnations() -> None:
     """What earlier incarnations lost is the Coordinator's to tell, what the present one lost its heartbeat's."""
     view = {"clusters": {"a": {"tokens_lost": 7}}}
-    merged = status(view, {("cluster", "a"): (replace(CLUSTER, tokens_lost=5), 0.0)}, 1.0)
+    merged = build_status(view, {("cluster", "a"): (replace(CLUSTER, tokens_lost=5), 0.0)}, 1.0)
     assert merged["clusters"]["a"]["tokens_lost"] == 12
 
 
 def test_a_peer_without_a_heartbeat_and_a_heartbeat_without_a_peer() -> None:
-    """A known peer that was not heard shows its view alone; a cluster and a slave of one name are two."""
+    """A known peer without a heartbeat shows its view alone; a cluster and a slave of one name are two."""
     view = {"clusters": {"s": {"state": "gone"}}, "slaves": {}}
-    merged = status(view, {("slave", "s"): (SLAVE, 1.0)}, 2.0)
+    merged = build_status(view, {("slave", "s"): (SLAVE, 1.0)}, 2.0)
     assert merged["clusters"] == {"s": {"state": "gone"}} and merged["slaves"] == {}
 
 

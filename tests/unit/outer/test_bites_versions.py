@@ -19,17 +19,17 @@ def fill(arrays: dict, value: float) -> None:
 
 def made(pinned: int) -> Versions:
     versions = Versions(KernelPool(reference), 2, pinned)
-    versions.allocate({0: 4})
-    versions.load(GENESIS, lambda theta, m: fill(theta, 1.0) or fill(m, 0.0))
+    versions.allocate_banks({0: 4})
+    versions.load_version(GENESIS, lambda theta, m: fill(theta, 1.0) or fill(m, 0.0))
     return versions
 
 
 def prepared(versions: Versions, number: int) -> VersionId:
-    assert versions.memory is not None
-    push, version = PushId("a", 1, number), VersionId(versions.memory.version + 1, number)
+    assert versions.served_version is not None
+    push, version = PushId("a", 1, number), VersionId(versions.served_version.version + 1, number)
     fill(versions.open_slot(push), 0.5)
-    versions.fold(push, 1.0)
-    versions.prepare(version, 1.0, 1.0, 0.0)
+    versions.fold_push(push, 1.0)
+    versions.prepare_version(version, 1.0, 1.0, 0.0)
     return version
 
 
@@ -39,10 +39,10 @@ def test_a_flip_is_to_what_was_prepared() -> None:
     version = prepared(versions, 1)
     for other in (VersionId(1, 2), VersionId(2, 1)):
         with pytest.raises(LocalProtocolError):
-            versions.flip(other)
-    assert (versions.memory, versions.prepared) == (GENESIS, version)
-    versions.flip(version)
-    assert versions.memory == version
+            versions.flip_version(other)
+    assert (versions.served_version, versions.prepared) == (GENESIS, version)
+    versions.flip_version(version)
+    assert versions.served_version == version
 
 
 def test_pinned_older_versions_are_no_excess() -> None:
@@ -50,17 +50,17 @@ def test_pinned_older_versions_are_no_excess() -> None:
     versions = made(pinned=1)
     excess = []
     for number in (1, 2):
-        assert versions.memory is not None
-        versions.pin(PullId("a", 1, number), versions.memory)
-        versions.flip(prepared(versions, number))
-        excess.append(versions.excess)
+        assert versions.served_version is not None
+        versions.pin_version(PullId("a", 1, number), versions.served_version)
+        versions.flip_version(prepared(versions, number))
+        excess.append(versions.excess_versions)
     assert excess == [0, 1]
 
 
 def test_a_bank_is_given_back_once() -> None:
     """A second time somebody else may hold it already."""
     pool = Pool({0: 4}, 2)
-    bank = pool.take("slot")
+    bank = pool.take_bank("slot")
     pool.give_back(bank)
     with pytest.raises(LocalProtocolError, match="given back twice"):
         pool.give_back(bank)

@@ -122,7 +122,7 @@ def test_no_fastmath_true_anywhere() -> None:
 def test_warm_up_compiles_every_kernel() -> None:
     """After warm_up no kernel is compiled again for the arrays of a slave."""
     kernels.warm_up()
-    compiled = [kernels._sum_sq_difference, kernels._fold_first, kernels._fold, kernels._apply]
+    compiled = [kernels._sum_sq_difference, kernels._fold_first, kernels._fold_loop, kernels._apply_loop]
     before = [len(f.signatures) for f in compiled]
     theta, acc, theta_j, m = arrays(100, 4)
     theta_view = theta[3:50]

@@ -20,8 +20,8 @@ LAYERS = {0: 3, 4: 2}
 
 def made(slots: int = 2, pinned: int = 1) -> Versions:
     versions = Versions(KernelPool(reference), slots, pinned)
-    versions.allocate(LAYERS)
-    versions.load(GENESIS, lambda theta, m: fill(theta, 1.0) or fill(m, 0.0))
+    versions.allocate_banks(LAYERS)
+    versions.load_version(GENESIS, lambda theta, m: fill(theta, 1.0) or fill(m, 0.0))
     return versions
 
 
@@ -40,12 +40,12 @@ def pull(seq: int) -> PullId:
 
 def outer_step(versions: Versions, seq: int, value: float) -> VersionId:
     """Stage one push of `value`, fold it, prepare and flip."""
-    assert versions.memory is not None
-    version = VersionId(versions.memory.version + 1, seq)
+    assert versions.served_version is not None
+    version = VersionId(versions.served_version.version + 1, seq)
     fill(versions.open_slot(push(seq)), value)
-    versions.fold(push(seq), 1.0)
-    versions.prepare(version, 1.0, 1.0, 0.0)
-    versions.flip(version)
+    versions.fold_push(push(seq), 1.0)
+    versions.prepare_version(version, 1.0, 1.0, 0.0)
+    versions.flip_version(version)
     return version
 
 
@@ -54,17 +54,17 @@ def test_the_sum_is_16_and_4_a_slot_and_4_a_pin(slots: int, pinned: int, per_par
     """The pool holds 16 + 4·slots + 4·pinned bytes a parameter, as printed; 28 by default, 20 at least."""
     memory = MemorySum(numel=5, slots=slots, pinned=pinned, transit_bytes=1 << 20)
     assert memory.per_parameter == per_parameter
-    assert made(slots, pinned).limit_bytes == memory.pool == 5 * per_parameter
-    assert f"{per_parameter} B" in memory.line()
-    assert memory.total == memory.pool + (1 << 20) + (8 << 20) + 150_000_000
+    assert made(slots, pinned).limit_bytes == memory.pool_bytes == 5 * per_parameter
+    assert f"{per_parameter} B" in memory.describe_sum()
+    assert memory.total_bytes == memory.pool_bytes + (1 << 20) + (8 << 20) + 150_000_000
 
 
 def test_a_machine_that_is_too_small_is_refused_with_the_sum() -> None:
     """Start is refused, naming the options and both numbers, when the machine has less than the sum."""
     memory = MemorySum(numel=10**9, slots=2, pinned=1, transit_bytes=1 << 28)
-    memory.require(memory.total)
+    memory.require_memory(memory.total_bytes)
     with pytest.raises(ConfigError, match=r"slots, pinned, transit_bytes.*28 B.*the machine has 1\.0 GiB"):
-        memory.require(1 << 30)
+        memory.require_memory(1 << 30)
 
 
 def test_layers_begin_on_cache_lines() -> None:
@@ -79,13 +79,13 @@ def test_a_round_moves_roles_not_bytes() -> None:
     versions = made()
     buffers = versions.open_slot(push(1))
     fill(buffers, 0.5)
-    versions.fold(push(1), 1.0)
-    versions.prepare(VersionId(1, 1), 1.0, 1.0, 0.5)
+    versions.fold_push(push(1), 1.0)
+    versions.prepare_version(VersionId(1, 1), 1.0, 1.0, 0.5)
     assert versions.momentum(VersionId(1, 1))[0] is buffers[0]
     np.testing.assert_array_equal(buffers[0], [0.5] * 3)
     np.testing.assert_array_equal(versions.theta(VersionId(1, 1))[4], [1 - (0.5 + 0.25)] * 2)
-    versions.flip(VersionId(1, 1))
-    assert versions.memory == VersionId(1, 1)
+    versions.flip_version(VersionId(1, 1))
+    assert versions.served_version == VersionId(1, 1)
     assert versions.used_bytes == 2 * 4 * 5
 
 
@@ -94,9 +94,9 @@ def test_abort_leaves_theta_and_momentum_bit_for_bit() -> None:
     versions = made()
     before = versions.theta(GENESIS)[0].tobytes(), versions.momentum(GENESIS)[0].tobytes()
     fill(versions.open_slot(push(1)), 7.0)
-    versions.fold(push(1), 1.0)
-    versions.prepare(VersionId(1, 1), 0.3, 0.7, 0.8)
-    versions.abort()
+    versions.fold_push(push(1), 1.0)
+    versions.prepare_version(VersionId(1, 1), 0.3, 0.7, 0.8)
+    versions.abort_round()
     assert (versions.theta(GENESIS)[0].tobytes(), versions.momentum(GENESIS)[0].tobytes()) == before
     assert versions.prepared is None
     assert versions.used_bytes == 2 * 4 * 5
@@ -109,80 +109,80 @@ def test_moving_and_staged_pushes_survive_flip_and_abort() -> None:
     fill(moving, 3.0)
     outer_step(versions, 1, 0.5)
     fill(versions.open_slot(push(2)), 0.1)
-    versions.fold(push(2), 1.0)
-    versions.abort()
+    versions.fold_push(push(2), 1.0)
+    versions.abort_round()
     assert versions.open_pushes == (push(9),)
-    assert versions.measure(push(9)) == pytest.approx((3 * 2.5**2, 2 * 2.5**2))
+    assert versions.measure_push(push(9)) == pytest.approx((3 * 2.5**2, 2 * 2.5**2))
 
 
 def test_all_slots_in_use_is_busy() -> None:
-    """A push beyond the slots is told Busy with the names of those that hold them; folding frees a slot."""
+    """A push beyond the slots raises Busy with the names of those that hold them; folding frees a slot."""
     versions = made(slots=1)
     fill(versions.open_slot(push(1)), 0.5)
     with pytest.raises(Busy, match="all 1 slots are in use by a/1#1"):
         versions.open_slot(push(2))
-    versions.fold(push(1), 1.0)
+    versions.fold_push(push(1), 1.0)
     versions.open_slot(push(2))
 
 
 def test_a_pinned_version_outlives_the_flip() -> None:
     """A pull that began before a flip goes on reading the same bytes (guards invariant 11)."""
     versions = made()
-    source = versions.pin(pull(1), GENESIS)
+    source = versions.pin_version(pull(1), GENESIS)
     copy = source[0].copy()
     outer_step(versions, 1, 0.5)
     outer_step(versions, 2, 0.25)
     np.testing.assert_array_equal(source[0], copy)
     assert versions.pins == {pull(1): GENESIS}
-    versions.unpin(pull(1))
+    versions.unpin_version(pull(1))
     with pytest.raises(StaleVersion, match="v0@r0 is not held; held: v2@r2"):
-        versions.pin(pull(2), GENESIS)
+        versions.pin_version(pull(2), GENESIS)
 
 
 def test_apply_waits_while_readers_hold_the_bank_of_theta_next() -> None:
     """With more old readers than pins, prepare is Busy and changes nothing; it works when one is done."""
     versions = made(slots=1, pinned=0)
-    versions.pin(pull(1), GENESIS)
+    versions.pin_version(pull(1), GENESIS)
     outer_step(versions, 1, 0.5)
     fill(versions.open_slot(push(2)), 0.25)
-    versions.fold(push(2), 1.0)
+    versions.fold_push(push(2), 1.0)
     versions.open_slot(push(3))
     with pytest.raises(Busy, match="older θ v0@r0"):
-        versions.prepare(VersionId(2, 2), 1.0, 1.0, 0.0)
+        versions.prepare_version(VersionId(2, 2), 1.0, 1.0, 0.0)
     assert versions.folded
-    versions.unpin(pull(1))
-    versions.prepare(VersionId(2, 2), 1.0, 1.0, 0.0)
+    versions.unpin_version(pull(1))
+    versions.prepare_version(VersionId(2, 2), 1.0, 1.0, 0.0)
 
 
 def test_a_bank_is_free_when_its_last_reader_has_moved() -> None:
     """Readers leave a bank one by one; a version that is being left takes no new one, and the pins stay known."""
     versions = made(slots=1, pinned=0)
-    versions.pin(pull(1), GENESIS)
-    versions.pin(pull(2), GENESIS)
+    versions.pin_version(pull(1), GENESIS)
+    versions.pin_version(pull(2), GENESIS)
     outer_step(versions, 1, 0.5)
-    assert (versions.excess, versions.older) == (1, (GENESIS,))
-    assert versions.move(GENESIS) == (pull(1), pull(2))
-    assert (versions.excess, versions.older) == (0, ())
+    assert (versions.excess_versions, versions.older_versions) == (1, (GENESIS,))
+    assert versions.move_readers(GENESIS) == (pull(1), pull(2))
+    assert (versions.excess_versions, versions.older_versions) == (0, ())
     with pytest.raises(StaleVersion):
-        versions.pin(pull(3), GENESIS)
-    versions.moved(pull(1))
-    assert "older θ v0@r0" in versions.holders()
-    versions.moved(pull(2))
-    versions.moved(pull(2))
-    assert "older θ v0@r0" not in versions.holders()
+        versions.pin_version(pull(3), GENESIS)
+    versions.on_reader_moved(pull(1))
+    assert "older θ v0@r0" in versions.bank_holders()
+    versions.on_reader_moved(pull(2))
+    versions.on_reader_moved(pull(2))
+    assert "older θ v0@r0" not in versions.bank_holders()
     assert versions.pins == {pull(1): GENESIS, pull(2): GENESIS}
-    versions.unpin(pull(1))
+    versions.unpin_version(pull(1))
     assert versions.pins == {pull(2): GENESIS}
 
 
 def test_a_reader_that_ends_while_it_moves_is_over() -> None:
     """`released` before `moved` frees the bank too, and leaves nothing behind."""
     versions = made(slots=1, pinned=0)
-    versions.pin(pull(1), GENESIS)
+    versions.pin_version(pull(1), GENESIS)
     outer_step(versions, 1, 0.5)
-    versions.move(GENESIS)
-    versions.unpin(pull(1))
-    versions.moved(pull(1))
+    versions.move_readers(GENESIS)
+    versions.unpin_version(pull(1))
+    versions.on_reader_moved(pull(1))
     assert versions.pins == {}
     assert versions.used_bytes == 2 * 4 * 5
 
@@ -190,15 +190,15 @@ def test_a_reader_that_ends_while_it_moves_is_over() -> None:
 def test_a_failed_load_keeps_what_was_served() -> None:
     """A snapshot that turns out corrupt half-way leaves θ and m of the present version as they are."""
     versions = made()
-    versions.pin(pull(1), GENESIS)
+    versions.pin_version(pull(1), GENESIS)
 
     def broken(theta: dict[int, np.ndarray], momentum: dict[int, np.ndarray]) -> None:
         fill(theta, 9.0)
         raise OSError("bad sector")
 
     with pytest.raises(OSError, match="bad sector"):
-        versions.load(VersionId(3, 3), broken)
-    assert versions.memory == GENESIS
+        versions.load_version(VersionId(3, 3), broken)
+    assert versions.served_version == GENESIS
     np.testing.assert_array_equal(versions.theta(GENESIS)[0], [1.0] * 3)
     assert versions.used_bytes == 2 * 4 * 5
 
@@ -206,27 +206,27 @@ def test_a_failed_load_keeps_what_was_served() -> None:
 @pytest.mark.parametrize(
     ("what", "error"),
     [
-        (lambda v: v.flip(VersionId(1, 1)), LocalProtocolError),
-        (lambda v: v.prepare(VersionId(1, 1), 1.0, 1.0, 0.0), LocalProtocolError),
-        (lambda v: v.fold(push(5), 1.0), StalePush),
+        (lambda v: v.flip_version(VersionId(1, 1)), LocalProtocolError),
+        (lambda v: v.prepare_version(VersionId(1, 1), 1.0, 1.0, 0.0), LocalProtocolError),
+        (lambda v: v.fold_push(push(5), 1.0), StalePush),
         (lambda v: v.free_slot(push(5)), StalePush),
-        (lambda v: v.measure(push(5)), StalePush),
+        (lambda v: v.measure_push(push(5)), StalePush),
         (lambda v: v.open_slot(push(1)), LocalProtocolError),
-        (lambda v: v.fold(push(1), 0.5), LocalProtocolError),
-        (lambda v: v.allocate({0: 99}), LocalProtocolError),
-        (lambda v: v.load(VersionId(1, 1), lambda theta, m: None), LocalProtocolError),
+        (lambda v: v.fold_push(push(1), 0.5), LocalProtocolError),
+        (lambda v: v.allocate_banks({0: 99}), LocalProtocolError),
+        (lambda v: v.load_version(VersionId(1, 1), lambda theta, m: None), LocalProtocolError),
         (lambda v: v.momentum(VersionId(1, 1)), StaleVersion),
-        (lambda v: v.move(GENESIS), LocalProtocolError),
+        (lambda v: v.move_readers(GENESIS), LocalProtocolError),
     ],
 )
 def test_what_is_illegal_is_refused(what: object, error: type[Exception]) -> None:
     """Moves out of order raise and change nothing that is held."""
     versions = made()
     versions.open_slot(push(1))
-    before = versions.holders()
+    before = versions.bank_holders()
     with pytest.raises(error):
         what(versions)  # type: ignore[operator]
-    assert versions.holders() == before
+    assert versions.bank_holders() == before
 
 
 class Life(RuleBasedStateMachine):
@@ -257,41 +257,43 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.versions.open_pushes and self.versions.prepared is None)
     @rule()
     def fold(self) -> None:
-        self.versions.fold(self.versions.open_pushes[-1], 0.5 if self.versions.folded else 1.0)
+        self.versions.fold_push(self.versions.open_pushes[-1], 0.5 if self.versions.folded else 1.0)
 
     @precondition(lambda self: self.versions.folded)
     @rule()
     def prepare(self) -> None:
         self.seq += 1
-        older = {v for v in self.versions.pins.values() if v != self.versions.memory}
+        older = {v for v in self.versions.pins.values() if v != self.versions.served_version}
         try:
-            self.versions.prepare(VersionId(self.versions.memory.version + 1, self.seq), 0.5, 0.7, 0.8)
+            self.versions.prepare_version(VersionId(self.versions.served_version.version + 1, self.seq), 0.5, 0.7, 0.8)
         except Busy:
             assert len(older) > self.pinned
 
     @precondition(lambda self: self.versions.prepared is not None)
     @rule()
     def flip(self) -> None:
-        self.versions.flip(self.versions.prepared)
+        self.versions.flip_version(self.versions.prepared)
 
     @rule()
     def abort(self) -> None:
-        self.versions.abort()
+        self.versions.abort_round()
 
     @precondition(lambda self: not self.versions.open_pushes)
     @rule(value=st.floats(-4, 4, width=32))
     def load(self, value: float) -> None:
         self.seq += 1
-        older = {v for v in self.versions.pins.values() if v != self.versions.memory}
+        older = {v for v in self.versions.pins.values() if v != self.versions.served_version}
         try:
-            self.versions.load(VersionId(self.seq, self.seq), lambda theta, m: fill(theta, value) or fill(m, 0.0))
+            self.versions.load_version(
+                VersionId(self.seq, self.seq), lambda theta, m: fill(theta, value) or fill(m, 0.0)
+            )
         except Busy:
             assert len(older) > self.pinned
 
     @rule()
     def pin(self) -> None:
         self.seq += 1
-        source = self.versions.pin(pull(self.seq), self.versions.memory)
+        source = self.versions.pin_version(pull(self.seq), self.versions.served_version)
         self.readers[pull(self.seq)] = (dict(source), {i: a.tobytes() for i, a in source.items()})
 
     @precondition(lambda self: self.readers)
@@ -299,19 +301,19 @@ class Life(RuleBasedStateMachine):
     def unpin(self, data: st.DataObject) -> None:
         reader = data.draw(st.sampled_from(sorted(self.readers)))
         del self.readers[reader]
-        self.versions.unpin(reader)
+        self.versions.unpin_version(reader)
 
-    @precondition(lambda self: self.versions.older)
+    @precondition(lambda self: self.versions.older_versions)
     @rule()
     def move(self) -> None:
         """The readers of the oldest version leave for copies; until each has `moved`, its bank must not change."""
-        self.moving += self.versions.move(self.versions.older[0])
+        self.moving += self.versions.move_readers(self.versions.older_versions[0])
 
     @precondition(lambda self: self.moving)
     @rule()
     def moved(self) -> None:
         reader = self.moving.pop()
-        self.versions.moved(reader)
+        self.versions.on_reader_moved(reader)
         if reader in self.readers:
             _, content = self.readers[reader]
             self.readers[reader] = ({i: np.frombuffer(raw, np.float32) for i, raw in content.items()}, content)
@@ -325,10 +327,10 @@ class Life(RuleBasedStateMachine):
     def every_bank_in_use_has_a_reason(self) -> None:
         v = self.versions
         in_memory = {p: version for p, version in v.pins.items() if p not in v._from_file}
-        older = {version for version in in_memory.values() if version != v.memory}
+        older = {version for version in in_memory.values() if version != v.served_version}
         expected = 2 + len(v.open_pushes) + v.folded + 2 * (v.prepared is not None) + len(older)
-        assert len(v.holders()) == expected == v.used_bytes // 20
-        assert len(set(v.holders())) == expected
+        assert len(v.bank_holders()) == expected == v.used_bytes // 20
+        assert len(set(v.bank_holders())) == expected
         assert v.used_bytes <= v.limit_bytes
 
 

@@ -1,4 +1,4 @@
-"""A whole run in one process: a Coordinator, and slaves that answer every order at once. Time moves when told to."""
+"""A whole run in one process: a Coordinator, and slaves that answer every order at once. Tests move its time."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class ScriptedRun:
 
     @property
     def view(self) -> dict[str, Any]:
-        return self.machine.view(self.now)
+        return self.machine.build_view(self.now)
 
     @property
     def head(self) -> VersionId:

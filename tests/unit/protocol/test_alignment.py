@@ -34,10 +34,10 @@ def test_who_keeps_its_own_pace_is_told_nothing() -> None:
     assert alignment.push_in_s("a", gathering(), 0.0) == OWN_PACE
     alignment.record_heartbeat(heartbeat("a", 0.1))
     assert alignment.push_in_s("a", gathering(), 0.0) == pytest.approx(6.4)
-    assert "H 64 (by itself 64)" in alignment.explain("a", gathering(), 0.0)
+    assert "H 64 (by itself 64)" in alignment.explain_pace("a", gathering(), 0.0)
     alignment.record_heartbeat(heartbeat("a", 0.1, wanted=0))
     assert alignment.push_in_s("a", gathering(), 0.0) == OWN_PACE
-    assert alignment.explain("a", gathering(), 0.0) == ""
+    assert alignment.explain_pace("a", gathering(), 0.0) == ""
 
 
 def test_the_late_come_and_the_early_wait_for_the_next() -> None:
@@ -66,8 +66,8 @@ def test_pushes_that_share_a_slot_begin_one_after_the_other() -> None:
     alignment = Alignment()
     for name in "abcd":
         alignment.record_heartbeat(heartbeat(name, 0.1, bytes_per_s=100.0))
-    told = sorted(alignment.push_in_s(name, gathering(nbytes=100), 0.0) for name in "abcd")
-    assert told == pytest.approx([4.4, 4.4, 5.4, 5.4])
+    delays = sorted(alignment.push_in_s(name, gathering(nbytes=100), 0.0) for name in "abcd")
+    assert delays == pytest.approx([4.4, 4.4, 5.4, 5.4])
 
 
 REALS = st.sampled_from([0.0, 5e-324, 1e-300, 1e-6, 1.0, 1e6, float(1 << 53)])
@@ -89,7 +89,7 @@ def test_no_heartbeat_that_the_wire_lets_in_is_too_much(
     for i in range(len(members)):
         left = alignment.push_in_s(f"c{i}", found, 10.0)
         assert left == OWN_PACE or 0 <= left <= NEVER_S
-        alignment.explain(f"c{i}", found, 10.0)
+        alignment.explain_pace(f"c{i}", found, 10.0)
 
 
 def test_one_absurd_speed_leaves_the_others_a_number() -> None:
@@ -102,7 +102,7 @@ def test_one_absurd_speed_leaves_the_others_a_number() -> None:
 
 @dataclass
 class Trainee:
-    """A cluster that takes inner steps and pushes when it was told to."""
+    """A cluster that takes inner steps and pushes when it was ordered to."""
 
     name: str
     step_s: float
@@ -124,12 +124,12 @@ def rounds_of(seed: int, jitter: float, dies_at: float = 1e9, lasts_s: float = 1
         now, _, what, t = heapq.heappop(heap)
         number += 1
         if t.name == "b" and now > dies_at:
-            alignment.forget("b")
+            alignment.forget_cluster("b")
             continue
         if what == "heartbeat":
             alignment.record_heartbeat(heartbeat(t.name, t.step_s, t.since))
-            told = alignment.push_in_s(t.name, gathering(opened), now)
-            t.due = now + told
+            delays = alignment.push_in_s(t.name, gathering(opened), now)
+            t.due = now + delays
             heapq.heappush(heap, (now + HEARTBEAT_S, number, "heartbeat", t))
             continue
         t.since += 1

@@ -8,7 +8,7 @@ from dips.protocol.effects import Grant, OpenPush, Reorder, Reply
 from tests.transcripts.story import Teller
 
 
-def told() -> Teller:
+def make_teller() -> Teller:
     """Two slaves that serve, two clusters that have joined."""
     teller = Teller({"slots": "4"})
     teller.ready("all", {})
@@ -25,7 +25,7 @@ def granted(teller: Teller, question: ev.Event) -> Grant:
 
 def test_clusters_that_pull_at_once_begin_at_different_slaves() -> None:
     """The second walks behind the first, so their first turns meet nowhere; a repetition gets the same order."""
-    teller = told()
+    teller = make_teller()
     for cluster in "ab":
         teller.asks_pull(cluster, {"pull": f"{cluster}/1^1", "ranks": "1"})
     teller.answers("all", {"only": "OpenPull"})
@@ -42,9 +42,9 @@ def reorders(teller: Teller) -> dict[tuple[str, PushId], tuple[int, ...]]:
 def test_a_push_that_joins_is_lined_up_with_the_first() -> None:
     """Every rank of both pushes has its own place in each slave's line, and nobody is first in two lines.
 
-    One push alone is told nothing beyond its OpenPush.
+    One push alone gets nothing beyond its OpenPush.
     """
-    teller = told()
+    teller = make_teller()
     for cluster in "ab":
         teller.trains(cluster, {})
     teller.asks_push("a", {"push": "a/1#2", "ranks": "2"})
@@ -63,7 +63,7 @@ def test_a_push_that_joins_is_lined_up_with_the_first() -> None:
 
 def test_what_is_left_of_the_first_is_guessed_from_its_bandwidth() -> None:
     """A push that should be nearly here gives the first place to one that has all before it, and begins elsewhere."""
-    teller = told()
+    teller = make_teller()
     for cluster in "ab":
         teller.trains(cluster, {})
         teller.step(ev.BandwidthMeasured(cluster, 1, 1.0))

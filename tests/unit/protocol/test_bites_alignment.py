@@ -19,12 +19,12 @@ def heartbeat(since_push: int) -> ClusterHeartbeat:
 
 @pytest.mark.parametrize("gap_s", [1.0, PERIOD_S, 10.0, 1000.0])
 def test_the_grid_is_the_same_after_a_gap(gap_s: float) -> None:
-    """Whoever worked on meets at the next point of the grid that was told before."""
+    """Whoever worked on meets at the next point of the grid that was announced before."""
     alignment, timing = Alignment(), WindowTiming(None, 2, 0)
     alignment.record_heartbeat(heartbeat(0))
     first_s = alignment.push_in_s("a", timing, 0.0)
     assert first_s == pytest.approx(PERIOD_S)
-    alignment.shift(gap_s)
+    alignment.skip_gap(gap_s)
     alignment.record_heartbeat(heartbeat(16))
     meets_at = gap_s + alignment.push_in_s("a", timing, gap_s)
     periods = (meets_at - first_s) / PERIOD_S

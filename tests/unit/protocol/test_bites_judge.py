@@ -36,37 +36,37 @@ def test_a_heartbeat_of_an_old_incarnation_of_a_cluster_keeps_no_lease() -> None
     """A process that was thought dead and speaks again does not speak for its successor."""
     judge = known()
     assert judge.on_cluster_heartbeat(of_cluster(1, inner_steps=5), LEASE_S - 1) == []
-    assert ClusterSilent in [type(e) for e in judge.verdicts(LEASE_S)]
+    assert ClusterSilent in [type(e) for e in judge.judge_silence(LEASE_S)]
 
 
 def test_a_heartbeat_of_an_old_incarnation_of_a_slave_keeps_no_lease() -> None:
     """And what lies staged there lies nowhere."""
     judge = known()
     assert judge.on_slave_heartbeat(of_slave(1), LEASE_S - 1) == []
-    assert SlaveSilent in [type(e) for e in judge.verdicts(LEASE_S)]
+    assert SlaveSilent in [type(e) for e in judge.judge_silence(LEASE_S)]
 
 
 def test_one_of_the_present_incarnation_does() -> None:
     judge = known()
     judge.on_cluster_heartbeat(of_cluster(2, inner_steps=5), LEASE_S - 1)
     assert judge.on_slave_heartbeat(of_slave(2), LEASE_S - 1) == [PushStaged("s", 2, PUSH, 0)]
-    assert not [e for e in judge.verdicts(LEASE_S) if not isinstance(e, TrainerChanged)]
+    assert not [e for e in judge.judge_silence(LEASE_S) if not isinstance(e, TrainerChanged)]
 
 
 def test_silence_is_judged_when_the_lease_ends() -> None:
     """At `next_deadline` there is a verdict: a shell that sleeps until then must not find nothing and spin."""
     judge = known()
-    assert judge.verdicts(TIMING.hang_s - 0.01) == []
+    assert judge.judge_silence(TIMING.hang_s - 0.01) == []
     assert judge.next_deadline() == TIMING.hang_s
-    assert [type(e) for e in judge.verdicts(TIMING.hang_s)] == [TrainerChanged]
+    assert [type(e) for e in judge.judge_silence(TIMING.hang_s)] == [TrainerChanged]
     assert judge.next_deadline() == LEASE_S
-    assert [type(e) for e in judge.verdicts(LEASE_S)] == [ClusterSilent, SlaveSilent]
+    assert [type(e) for e in judge.judge_silence(LEASE_S)] == [ClusterSilent, SlaveSilent]
 
 
 def test_a_gap_moves_every_lease_and_every_hang() -> None:
     """Nobody was listening for an hour: everybody has what was left before."""
     judge = known()
-    judge.shift(3600.0)
-    assert judge.verdicts(3600.0 + TIMING.hang_s - 0.01) == []
-    assert [type(e) for e in judge.verdicts(3600.0 + TIMING.hang_s)] == [TrainerChanged]
-    assert [type(e) for e in judge.verdicts(3600.0 + LEASE_S)] == [ClusterSilent, SlaveSilent]
+    judge.skip_gap(3600.0)
+    assert judge.judge_silence(3600.0 + TIMING.hang_s - 0.01) == []
+    assert [type(e) for e in judge.judge_silence(3600.0 + TIMING.hang_s)] == [TrainerChanged]
+    assert [type(e) for e in judge.judge_silence(3600.0 + LEASE_S)] == [ClusterSilent, SlaveSilent]

@@ -14,7 +14,7 @@ OPTIONS = PenaltyOptions()
 
 
 def row(cluster: str, *, n: int = 40, mu: float = 1.0, sigma: float = 0.1, **other: float) -> PenaltyRow:
-    """Statistics of a cluster that was heard often."""
+    """Statistics of a cluster that was measured often."""
     values = {"last_norm": mu, "warm_left": 0, "gated_in_a_row": 0, "quarantined": False, "accepted": n} | other
     return PenaltyRow(cluster, n, mu, sigma, **values)  # type: ignore[arg-type]
 
@@ -34,7 +34,7 @@ def test_the_threshold_is_beta_times_the_largest_score_within_its_bounds(
 ) -> None:
     """β·min(E_cap, max(1, max E)): a quiet history does not gate everybody, a loud one gates still."""
     penalty = Penalty(OPTIONS, history=ScoreHistory((scores,), ()))
-    assert penalty.threshold() == pytest.approx(OPTIONS.beta * largest)
+    assert penalty.gate_threshold() == pytest.approx(OPTIONS.beta * largest)
 
 
 def test_a_score_at_the_threshold_enters_and_one_above_it_does_not() -> None:

@@ -173,7 +173,7 @@ def test_data_is_not_used_up_while_some_of_it_is_leased() -> None:
 
 
 def test_there_are_as_many_pushes_as_slots() -> None:
-    """The next hears when the first of them is due, at least a moment and at most the usual pause from now."""
+    """The next learns when the first of them is due, at least a moment and at most the usual pause from now."""
     run = make("abc", slots=2, busy_retry_s=5.0)
     run.step(ev.BandwidthMeasured("a", 1, MANIFEST.numel * 4 / 3.0))  # its push takes 3 s
     run.open_push("a")
@@ -217,7 +217,7 @@ def test_pulls_at_the_same_time_begin_at_different_slaves() -> None:
 
 
 def _pulls(run: ScriptedRun) -> list[object]:
-    return list(run.machine.state().open_pulls())  # type: ignore[attr-defined]
+    return list(run.machine.capture_state().open_pulls())  # type: ignore[attr-defined]
 
 
 def test_a_slave_is_drained_when_it_has_answered_everything() -> None:

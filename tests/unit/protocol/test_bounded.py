@@ -64,7 +64,7 @@ class BoundedRun:
 
     def round(self) -> None:
         """Both push and one pull follows each Outcome."""
-        head = VersionId.parse(self.machine.view(self.now)["head"])
+        head = VersionId.parse(self.machine.build_view(self.now)["head"])
         pushes = [PushId(name, 1, self.next(name)) for name in CLUSTERS]
         for push in pushes:
             for _ in range(2):
@@ -114,7 +114,9 @@ def test_the_state_of_a_long_run_is_bounded() -> None:
     for number in range(1, ROUNDS + 1):
         run.round()
         if number in (ROUNDS // 10, ROUNDS):
-            sizes.append(len(codec.text(run.machine.state())))
-            print(number, sizes[-1], sorted(largest(codec.spell(run.machine.state())[1]), reverse=True)[:4])
-    assert run.machine.view(run.now)["rounds"]["applied"] == ROUNDS
+            sizes.append(len(codec.encode_text(run.machine.capture_state())))
+            print(
+                number, sizes[-1], sorted(largest(codec.encode_value(run.machine.capture_state())[1]), reverse=True)[:4]
+            )
+    assert run.machine.build_view(run.now)["rounds"]["applied"] == ROUNDS
     assert sizes[1] < sizes[0] + 20_000

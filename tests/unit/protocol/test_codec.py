@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def back(value: Any) -> Any:
-    return codec.read(json.loads(codec.text(value)))
+    return codec.decode_value(json.loads(codec.encode_text(value)))
 
 
 def same(a: Any, b: Any, met: dict[int, int]) -> str:
@@ -71,15 +71,15 @@ def test_every_state_of_a_troubled_run_survives_its_text(monkeypatch: pytest.Mon
     class Watched(Coordinator):
         def step(self, event: Event, now: float) -> list[Effect]:
             nonlocal states
-            written = codec.text(self.state())
-            read = codec.read(json.loads(written))
-            assert same(self.state(), read, {}) == ""
-            assert codec.text(read) == written
+            written = codec.encode_text(self.capture_state())
+            read = codec.decode_value(json.loads(written))
+            assert same(self.capture_state(), read, {}) == ""
+            assert codec.encode_text(read) == written
             met_classes.update(name for name in codec.CLASSES if f'["{name}"' in written)
-            reference = Coordinator.restored(read)
+            reference = Coordinator.from_state(read)
             effects = super().step(event, now)
             assert reference.step(event, now) == effects
-            assert codec.text(reference.state()) == codec.text(self.state())
+            assert codec.encode_text(reference.capture_state()) == codec.encode_text(self.capture_state())
             states += 1
             return effects
 
@@ -130,7 +130,7 @@ def test_nan() -> None:
 
 def test_text_does_not_depend_on_the_order_of_hashes() -> None:
     """Sets are spelled in ascending order: two processes with other hash seeds write the same text."""
-    code = "from dips.protocol import codec; print(codec.text({'s%d' % i for i in range(40)}))"
+    code = "from dips.protocol import codec; print(codec.encode_text({'s%d' % i for i in range(40)}))"
     said = {
         subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
@@ -153,18 +153,18 @@ def test_what_has_no_spelling_is_refused() -> None:
     push = entities.Push(PushId("a", 1, 1), VersionId(0, 0), 1, 2.0, 3.0)
     push.verdict = Foreign()  # type: ignore[assignment]
     with pytest.raises(LocalProtocolError, match="Foreign has no spelling"):
-        codec.text(push)
+        codec.encode_text(push)
     push.verdict = None
     push.hidden = 3  # type: ignore[attr-defined]
     with pytest.raises(LocalProtocolError, match="hidden"):
-        codec.text(push)
+        codec.encode_text(push)
     shared: list[int] = []
     with pytest.raises(LocalProtocolError, match="held twice"):
-        codec.text((shared, shared))
+        codec.encode_text((shared, shared))
     with pytest.raises(LocalProtocolError, match="object has no spelling"):
-        codec.text({"x": object()})
+        codec.encode_text({"x": object()})
     with pytest.raises(LocalProtocolError, match=r"no class of dips\.errors"):
-        codec.text(Failed(ValueError, ""))  # type: ignore[arg-type]
+        codec.encode_text(Failed(ValueError, ""))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -184,17 +184,20 @@ def test_what_has_no_spelling_is_refused() -> None:
 def test_what_is_no_spelling_is_refused(spelled: Any) -> None:
     """Foreign classes, wrong numbers of fields, unknown references and states are Corrupt."""
     with pytest.raises(Corrupt):
-        codec.read(spelled)
+        codec.decode_value(spelled)
 
 
 def test_another_shape_is_named() -> None:
-    """A state that was written by another Di-PS is told apart by the fields of its classes."""
-    spelled = codec.spell((VersionId(1, 2), entities.Push(PushId("a", 1, 1), VersionId(0, 0), 1, 2.0, 3.0)))
-    written = codec.shapes(spelled)
+    """A state that was written by another Di-PS is recognised by the fields of its classes."""
+    spelled = codec.encode_value((VersionId(1, 2), entities.Push(PushId("a", 1, 1), VersionId(0, 0), 1, 2.0, 3.0)))
+    written = codec.field_names(spelled)
     assert {"VersionId", "Push", "PushId"} == written.keys()
-    assert codec.differences(written) == []
+    assert codec.class_differences(written) == []
     theirs = {**written, "VersionId": ["version", "lap"], "Verdikt": []}
-    assert codec.differences(theirs) == ["VersionId: has lost ['lap'], gained ['round']", "Verdikt is not known here"]
+    assert codec.class_differences(theirs) == [
+        "VersionId: has lost ['lap'], gained ['round']",
+        "Verdikt is not known here",
+    ]
 
 
 def test_nothing_walks_over_a_set() -> None:

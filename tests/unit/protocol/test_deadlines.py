@@ -52,14 +52,14 @@ def test_a_slow_link_is_refused_with_the_numbers() -> None:
 def test_bandwidth_is_told_when_it_is_news() -> None:
     """The first measure, then changes of more than a quarter; a heartbeat without a transfer says nothing."""
     bandwidth = Bandwidth()
-    assert bandwidth.measure(0.0) is None
-    assert bandwidth.measure(100.0) == 100.0
-    assert bandwidth.measure(110.0) is None
-    assert bandwidth.measure(0.0) is None
+    assert bandwidth.measure_rate(0.0) is None
+    assert bandwidth.measure_rate(100.0) == 100.0
+    assert bandwidth.measure_rate(110.0) is None
+    assert bandwidth.measure_rate(0.0) is None
     assert bandwidth.mean == pytest.approx(103.0)
-    told = [bandwidth.measure(10.0) for _ in range(20)]
-    assert [t for t in told if t is not None][-1] == pytest.approx(10.0, rel=0.35)
-    assert told[-1] is None
+    means = [bandwidth.measure_rate(10.0) for _ in range(20)]
+    assert [t for t in means if t is not None][-1] == pytest.approx(10.0, rel=0.35)
+    assert means[-1] is None
 
 
 def test_the_judge_tells_what_heartbeats_say_of_a_incarnation() -> None:

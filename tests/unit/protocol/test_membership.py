@@ -32,9 +32,9 @@ def test_a_lease_ends_after_five_heartbeats_of_silence_and_is_said_once() -> Non
     judge.welcome_cluster("a", 1, 0.0)
     judge.on_cluster_heartbeat(heartbeat(), 3.0)
     assert judge.next_deadline() == 13.0
-    assert judge.verdicts(12.9) == []
-    assert judge.verdicts(13.0) == [ClusterSilent("a", 1, 10.0, 100, 30)]
-    assert judge.verdicts(99.0) == []
+    assert judge.judge_silence(12.9) == []
+    assert judge.judge_silence(13.0) == [ClusterSilent("a", 1, 10.0, 100, 30)]
+    assert judge.judge_silence(99.0) == []
 
 
 def test_a_blind_master_evicts_nobody() -> None:
@@ -42,9 +42,9 @@ def test_a_blind_master_evicts_nobody() -> None:
     judge = Judge(TIMING)
     judge.welcome_cluster("a", 1, 0.0)
     judge.welcome_slave("s", 1, 0.0)
-    judge.shift(30.0)
-    assert judge.verdicts(39.0) == []
-    assert judge.verdicts(40.0) == [ClusterSilent("a", 1, 10.0, 0), SlaveSilent("s", 1, 10.0)]
+    judge.skip_gap(30.0)
+    assert judge.judge_silence(39.0) == []
+    assert judge.judge_silence(40.0) == [ClusterSilent("a", 1, 10.0, 0), SlaveSilent("s", 1, 10.0)]
 
 
 def test_heartbeats_of_an_older_incarnation_are_not_heard() -> None:
@@ -52,7 +52,7 @@ def test_heartbeats_of_an_older_incarnation_are_not_heard() -> None:
     judge = Judge(TIMING)
     judge.welcome_cluster("a", 2, 0.0)
     judge.on_cluster_heartbeat(heartbeat(inc=1), 9.0)
-    assert [type(v) for v in judge.verdicts(10.0)] == [ClusterSilent]
+    assert [type(v) for v in judge.judge_silence(10.0)] == [ClusterSilent]
 
 
 def test_a_hung_trainer_is_told_from_a_slow_one() -> None:
@@ -73,7 +73,7 @@ def test_a_hung_trainer_is_told_from_a_slow_one() -> None:
 
 
 def test_progress_counts_as_incarnation_during_a_long_transfer() -> None:
-    """Bytes that move are incarnation however long they take; bytes that stand still for hang_s are a hang, told
+    """Bytes that move are a sign of life however long they take; bytes that stand still for hang_s are a hang, reported
     apart.
     """
     judge = Judge(TIMING)
@@ -126,7 +126,7 @@ def test_what_lies_staged_is_repeated_with_every_heartbeat() -> None:
 
 
 def test_the_last_words_of_a_incarnation_are_what_its_heartbeats_told() -> None:
-    """Asked before the next incarnation of its name begins; nothing is known of a name that was never heard."""
+    """Asked before the next incarnation of its name begins; nothing is known of a name that never joined."""
     judge = Judge(TIMING)
     judge.welcome_cluster("a", 1, 0.0)
     judge.on_cluster_heartbeat(heartbeat(), 1.0)

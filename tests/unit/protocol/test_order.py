@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dips.protocol.order import MOST_PAIRS, Lines, Worker, lines, plan, slaves_for_worker
+from dips.protocol.order import MOST_PAIRS, Lines, Worker, make_lines, plan_turns, slaves_for_worker
 
 Loads = list[list[float]]  # seconds, worker × slave
 
@@ -26,7 +26,7 @@ def bound(loads: Loads) -> float:
 
 def planned(workers: Sequence[Worker], slaves: int) -> float:
     """When the plan ends, after a look that nobody meets: each worker in one turn at a time, no link overfull."""
-    turns = plan(workers, slaves)
+    turns = plan_turns(workers, slaves)
     for turn in turns:
         now = [t for t in turns if t.begin <= turn.begin < t.end - 1e-9]
         assert len({t.worker for t in now}) == len(now)
@@ -81,7 +81,7 @@ def test_any_pairs_need_as_few_turns_as_brute_force(wanted: list[list[bool]]) ->
     """Whoever has something for whom: the fewest turns that any order reaches (reference: brute force up to 4 × 4)."""
     loads = [[float(x) for x in row] for row in wanted]
     pairs = frozenset((w, s) for w, row in enumerate(wanted) for s, x in enumerate(row) if x)
-    line = lines(workers_of(loads), len(wanted[0]))
+    line = make_lines(workers_of(loads), len(wanted[0]))
     assert all(sorted(row) == list(range(len(wanted))) for row in line)
     if pairs and len(pairs) <= 9:  # more take brute force too long
         assert bound(loads) == fewest_turns(pairs)
@@ -104,17 +104,17 @@ def test_weighted_orders_are_near_the_bound(raw: list[list[int]]) -> None:
 
 def test_slow_workers_share_a_slave() -> None:
     """Workers that fill a third of a link are asked three at a time: six of them take the time of two turns."""
-    line = lines([Worker((1.0,), 1 / 3)] * 6, 1)
+    line = make_lines([Worker((1.0,), 1 / 3)] * 6, 1)
     assert sorted(line[0]) == list(range(6))
     fast_and_slow = [Worker((1.0, 1.0), 1.0), Worker((30.0, 30.0), 1 / 30)]
-    assert [row[0] for row in lines(fast_and_slow, 2)].count(1) == 1  # the slow one holds nobody up, nor waits
+    assert [row[0] for row in make_lines(fast_and_slow, 2)].count(1) == 1  # the slow one holds nobody up, nor waits
 
 
 def test_many_workers_walk_a_rotation() -> None:
     """Beyond what may be matched in a decision, lines are those of a rotation: still no meetings."""
     slaves = 8
     workers = MOST_PAIRS // slaves + 1
-    line = lines([Worker((1.0,) * slaves, 1.0)] * workers, slaves)
+    line = make_lines([Worker((1.0,) * slaves, 1.0)] * workers, slaves)
     assert [row[0] for row in line] == [slaves_for_worker(s, slaves)[0] for s in range(slaves)]
 
 
@@ -179,13 +179,13 @@ def test_a_push_that_joins_half_way_is_done_with_the_first_near_the_optimum(
         [sum(column) / link for column in zip(*nbytes, strict=True)]
         + [sum(row) / r for row, r in zip(nbytes, rate, strict=True)]
     )
-    assert fluid(nbytes, rate, link, lines(workers, slaves)) <= 1.1 * optimum
+    assert fluid(nbytes, rate, link, make_lines(workers, slaves)) <= 1.1 * optimum
 
 
 def test_a_worker_does_not_begin_on_the_rest_of_a_link() -> None:
     """It waits for at least half of its own rate: begun on a tenth, it would hold its own link for that long."""
-    first, second = plan([Worker((10.0,), 0.9), Worker((1.0,), 0.9)], 1)
+    first, second = plan_turns([Worker((10.0,), 0.9), Worker((1.0,), 0.9)], 1)
     assert (first.worker, second.worker) == (0, 1)
     assert second.begin == pytest.approx(first.end)
-    beside = plan([Worker((10.0,), 0.5), Worker((1.0,), 0.9)], 1)
+    beside = plan_turns([Worker((10.0,), 0.5), Worker((1.0,), 0.9)], 1)
     assert [turn.begin for turn in beside] == [0.0, 0.0], "half of the link is more than half of its rate"

@@ -44,7 +44,7 @@ def test_statistics_equal_a_plain_reference() -> None:
         weight = max(0.02, 1 / n)
         mu = weight * g + (1 - weight) * mu
         sigma = sqrt(0.98 * sigma**2 + 0.02 * (g - mu) ** 2)
-    row = story.penalty.row("a")
+    row = story.penalty.penalty_row("a")
     assert (row.n, row.warm_left) == (n, 0)
     assert row.mu == pytest.approx(mu, rel=1e-12)
     assert row.sigma == pytest.approx(sigma, rel=1e-12)
@@ -79,7 +79,7 @@ def test_one_cluster_that_is_far_off_stays_gated() -> None:
             said = story.round(a=quiet(rng, factor), **{c: quiet(rng) for c in "bcd"})
             assert not said["a"].accepted
             assert all(said[c].accepted for c in "bcd")
-        assert story.penalty.row("a").quarantined
+        assert story.penalty.penalty_row("a").quarantined
 
 
 def test_one_cluster_somewhat_off_comes_back() -> None:
@@ -99,7 +99,7 @@ def test_a_ratchet_is_bounded() -> None:
         story.round(**{c: quiet(rng) for c in "abcd"})
     largest = 1.0
     for _ in range(12):
-        row, limit = story.penalty.row("a"), story.penalty.threshold()
+        row, limit = story.penalty.penalty_row("a"), story.penalty.gate_threshold()
         sigma = max(row.sigma / sqrt(1 - 0.98**row.n), 0.02 * row.mu)
         g = row.mu + 0.99 * limit * sigma
         assert story.round(a=g, **{c: quiet(rng) for c in "bcd"})["a"].accepted
@@ -113,10 +113,10 @@ def test_failure_5_a_poisoned_detector(bad: float) -> None:
     story = PenaltyStory()
     for _ in range(20):
         story.round(a=1.0, b=1.0)
-    before = story.penalty.row("b")
+    before = story.penalty.penalty_row("b")
     assert not story.round(a=bad, b=1.0)["a"].accepted
-    assert story.penalty.row("a").mu == pytest.approx(1.0)
-    assert story.penalty.row("b").mu == pytest.approx(before.mu)
+    assert story.penalty.penalty_row("a").mu == pytest.approx(1.0)
+    assert story.penalty.penalty_row("b").mu == pytest.approx(before.mu)
     assert story.round(a=1.0, b=1.0)["a"].accepted
 
 
@@ -136,9 +136,9 @@ def test_asking_changes_nothing() -> None:
     story = PenaltyStory()
     for _ in range(15):
         story.round(a=1.0)
-    before = (story.penalty.row("a"), story.penalty.history)
+    before = (story.penalty.penalty_row("a"), story.penalty.history)
     story.penalty.judge_push("a", [9.0], True, 1)
-    assert (story.penalty.row("a"), story.penalty.history) == before
+    assert (story.penalty.penalty_row("a"), story.penalty.history) == before
 
 
 def test_an_orphan_is_exempt_from_the_score_but_not_from_the_cap() -> None:
@@ -165,11 +165,11 @@ def test_a_cluster_alone_keeps_its_hard_cap() -> None:
     for _ in range(20):
         story.round(a=1.0)
     assert not any(story.round(a=1e6)["a"].accepted for _ in range(5 * OPTIONS.gate_patience))
-    assert story.penalty.row("a").warm_left == OPTIONS.warmup_rounds
+    assert story.penalty.penalty_row("a").warm_left == OPTIONS.warmup_rounds
     story.penalty.readmit_cluster("a")
     assert not story.round(a=11.0)["a"].accepted
     assert story.round(a=9.0)["a"].accepted
-    assert story.penalty.row("a").mu == 9.0
+    assert story.penalty.penalty_row("a").mu == 9.0
 
 
 def test_a_cluster_alone_warms_up_again_below_its_cap() -> None:

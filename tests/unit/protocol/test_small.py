@@ -12,10 +12,10 @@ from dips.errors import ConfigError, CorruptManifest, LocalProtocolError
 from dips.ids import VersionId
 from dips.protocol.data import RangeBook
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.protocol.moves import ROUND_MOVES, RoundState, move
+from dips.protocol.moves import ROUND_MOVES, RoundState, check_move
 from dips.protocol.options import DataOptions
 from dips.protocol.order import slaves_for_worker, workers_for_slave
-from dips.protocol.placement import place
+from dips.protocol.placement import place_layers
 
 sizes = st.lists(st.integers(1, 50), min_size=1, max_size=7)
 
@@ -41,9 +41,9 @@ def test_placement_is_a_partition_near_the_best(numels: list[int], slaves: int) 
     """Every layer lies on exactly one slave, and the fullest holds at most 4/3 of the best balance."""
     if slaves > len(numels):
         with pytest.raises(ConfigError, match="at most"):
-            place(manifest_of(numels), [f"s{i}" for i in range(slaves)])
+            place_layers(manifest_of(numels), [f"s{i}" for i in range(slaves)])
         return
-    placement = place(manifest_of(numels), [f"s{i}" for i in range(slaves)])
+    placement = place_layers(manifest_of(numels), [f"s{i}" for i in range(slaves)])
     assert sorted(layer for _, layers in placement for layer in layers) == list(range(len(numels)))
     fullest = max(sum(numels[i] for i in layers) for _, layers in placement)
     assert 3 * fullest <= 4 * best_balance(numels, slaves)
@@ -120,7 +120,7 @@ def test_manifest_groups_by_block_and_survives_json() -> None:
     shapes = [("embed.weight", (8, 4)), ("layers.0.a.weight", (4, 4)), ("layers.0.b.bias", (4,)), ("norm.weight", (4,))]
     manifest = Manifest.from_shapes(shapes)
     assert [layer.name for layer in manifest.layers] == ["embed", "layers.0", "norm"]
-    assert manifest.layers[1].offsets() == (0, 16)
+    assert manifest.layers[1].param_offsets() == (0, 16)
     assert Manifest.from_json(manifest.to_json()) == manifest
     for other in (shapes[:-1], [*shapes[:-1], ("norm.weight", (5,))]):
         assert Manifest.from_shapes(other).digest != manifest.digest
@@ -146,7 +146,7 @@ def test_manifest_differences_name_parameters() -> None:
     """The first differences are listed in words: missing, unexpected, another shape."""
     mine = Manifest.from_shapes([("a.weight", (2, 2)), ("b.weight", (3,))])
     theirs = Manifest.from_shapes([("a.weight", (2, 4)), ("c.weight", (3,))])
-    lines = mine.differences(theirs)
+    lines = mine.describe_differences(theirs)
     assert lines == [
         "b.weight: expected shape (3,), it is missing",
         "c.weight: shape (3,) was not expected",
@@ -166,10 +166,10 @@ def test_an_illegal_move_is_our_own_bug() -> None:
     for old in RoundState:
         for new in RoundState:
             if new in ROUND_MOVES[old]:
-                assert move(ROUND_MOVES, old, new, "round 1") is new
+                assert check_move(ROUND_MOVES, old, new, "round 1") is new
             else:
                 with pytest.raises(LocalProtocolError, match="may not become"):
-                    move(ROUND_MOVES, old, new, "round 1")
+                    check_move(ROUND_MOVES, old, new, "round 1")
 
 
 def test_claims_take_what_is_free_and_nothing_else() -> None:

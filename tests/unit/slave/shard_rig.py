@@ -1,4 +1,4 @@
-"""A shard between a data flow and a disk that remember what they were told; orders are given by their bodies."""
+"""A shard between a data flow and a disk that record their calls; orders are given by their bodies."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ V1 = VersionId(1, 1)
 
 @dataclass
 class RecordingFlow:
-    """Remembers what it was told; bytes appear when the test writes them into `pushes`."""
+    """Records its calls; bytes appear when the test writes them into `pushes`."""
 
     pushes: dict[PushId, Arrays] = field(default_factory=dict)
     codecs: dict[PushId, str] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class RecordingFlow:
             raise RemoteProtocolError("no")
         self.pushes[push], self.codecs[push] = buffers, codec
 
-    def reorder(self, push: PushId, places: tuple[int, ...]) -> None:
+    def reorder_push(self, push: PushId, places: tuple[int, ...]) -> None:
         self.places[push] = places
 
     def drop_push(self, push: PushId) -> None:
@@ -78,7 +78,7 @@ class RecordingFlow:
         if self.pulls.pop(pull, None) is not None:
             self.closing.append(pull)
 
-    def transfers(self) -> tuple[Transfer, ...]:
+    def list_transfers(self) -> tuple[Transfer, ...]:
         return ()
 
 
@@ -92,24 +92,24 @@ class MemoryDisk:
     reserved: dict[VersionId, int] = field(default_factory=dict)
     writes: int = 0
 
-    def complete(self) -> tuple[VersionId, ...]:
+    def complete_versions(self) -> tuple[VersionId, ...]:
         return tuple(sorted(self.kept))
 
-    def reserve(self, version: VersionId, nbytes: int) -> None:
+    def reserve_room(self, version: VersionId, nbytes: int) -> None:
         if self.full:
             raise OSError(28, "no space left on device")
         self.reserved[version] = nbytes
 
-    def release(self, version: VersionId) -> None:
+    def release_room(self, version: VersionId) -> None:
         self.reserved.pop(version, None)
 
-    def write(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
+    def write_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
         self._fail()
         self.writes += 1
         self.kept[version] = tuple({i: a.tobytes() for i, a in arrays.items()} for arrays in (theta, momentum))
         return f"digest of {version}"
 
-    def read(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
+    def read_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
         self._fail()
         if version == GENESIS:
             for arrays, value in ((theta, 1.0), (momentum, 0.0)):
@@ -120,11 +120,11 @@ class MemoryDisk:
             for layer, array in arrays.items():
                 array[:] = np.frombuffer(kept[layer], np.float32)
 
-    def map(self, version: VersionId) -> Arrays | None:
+    def map_theta(self, version: VersionId) -> Arrays | None:
         kept = self.kept.get(version)
         return {i: np.frombuffer(raw, np.float32) for i, raw in kept[0].items()} if kept else None
 
-    def delete(self, versions: tuple[VersionId, ...]) -> None:
+    def delete_snapshots(self, versions: tuple[VersionId, ...]) -> None:
         self._fail()
         for version in versions:
             self.kept.pop(version, None)
@@ -145,13 +145,13 @@ class ShardRig:
 
     def ready(self) -> ShardRig:
         self.welcome(LoadVersion(GENESIS))
-        assert self.shard.follow(LoadVersion(GENESIS)) is Followed.DONE
+        assert self.shard.follow_order(LoadVersion(GENESIS)) is Followed.DONE
         self.welcome(Hold())
-        assert self.shard.follow(Hold()) is Followed.SERVES
+        assert self.shard.follow_order(Hold()) is Followed.SERVES
         return self
 
     def welcome(self, order: object, sinc: int = 7, term: int | None = None) -> None:
-        self.shard.welcome(
+        self.shard.on_registered(
             Registered(term or self.term, sinc, order, GENESIS, (0, 2), ("", ""), MANIFEST.to_json())  # type: ignore[arg-type]
         )
 
@@ -160,26 +160,26 @@ class ShardRig:
         return Order("s", sinc, term or self.term, self.number, body, 10.0)
 
     def order(self, body: OrderBody) -> Answer:
-        return self.shard.execute(self.made(body))
+        return self.shard.execute_order(self.made(body))
 
     def stage(self, push: PushId, value: float) -> None:
         """Open a push, fill it, and say so."""
         assert self.order(OpenPush(push, (0,), 60.0)) == Done()
         for array in self.flow.pushes[push].values():
             array.fill(value)
-        self.shard.transfers.staged(push, 28)
+        self.shard.transfers.on_push_staged(push, 28)
 
     def fold(self, push: PushId, value: float, round_: int = 1, weight: float = 1.0) -> None:
         self.stage(push, value)
-        assert self.shard.versions.memory is not None
-        self.order(Measure(round_, push, self.shard.versions.memory))
+        assert self.shard.versions.served_version is not None
+        self.order(Measure(round_, push, self.shard.versions.served_version))
         self.order(Fold(round_, push, weight))
 
     def prepare(self, push: PushId = P1, round_: int = 1, persist: bool = True) -> VersionId:
         """One push in, up to Persisted, or only to Prepared."""
         self.fold(push, 0.5, round_)
-        assert self.shard.versions.memory is not None
-        version = VersionId(self.shard.versions.memory.version + 1, round_)
+        assert self.shard.versions.served_version is not None
+        version = VersionId(self.shard.versions.served_version.version + 1, round_)
         self.order(Apply(round_, version, 1.0, 1.0, 0.0))
         if persist:
             self.order(Persist(version))
@@ -188,7 +188,7 @@ class ShardRig:
     def state(self) -> tuple[object, ...]:
         """Everything that an order could change."""
         v = self.shard.versions
-        thetas = tuple(a.tobytes() for a in v.theta(v.memory).values()) if v.memory else ()
-        held = (v.memory, v.prepared, v.folded, v.open_pushes, tuple(v.pins.items()), tuple(v.holders()))
+        thetas = tuple(a.tobytes() for a in v.theta(v.served_version).values()) if v.served_version else ()
+        held = (v.served_version, v.prepared, v.folded, v.open_pushes, tuple(v.pins.items()), tuple(v.bank_holders()))
         seen = (self.shard.term, self.shard.sinc, self.shard.round, self.shard.poison)
         return (thetas, held, seen, tuple(self.flow.pushes), tuple(self.flow.pulls), tuple(self.disk.kept))

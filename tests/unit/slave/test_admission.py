@@ -29,18 +29,18 @@ def opened() -> Admission:
     """Incarnation 3, with a push and a pull open."""
     layout, array = LayerLayout(Manifest.from_shapes([("a.w", (4,))]), (0,)), np.zeros(4, np.float32)
     receiver, sender = Receiver(1, 4096, Transit(1 << 20), 1, 10.0), Sender(4096, 10.0, lambda: 0.0)
-    receiver.use(layout)
-    sender.use(layout)
+    receiver.set_layers(layout)
+    sender.set_layers(layout)
     admission = Admission("demo", "s", receiver, sender)
     admission.start(3)
-    receiver.open(PushId("x", 1, 1), (0,), {0: array}, 60.0, 0.0)
-    sender.open(PullId("x", 1, 1), V1, {0: array}, 60.0, 0.0)
+    receiver.open_push(PushId("x", 1, 1), (0,), {0: array}, 60.0, 0.0)
+    sender.open_pull(PullId("x", 1, 1), V1, {0: array}, 60.0, 0.0)
     return admission
 
 
 def answer(admission: Admission, name: StreamName) -> str:
     """WELCOME, or the code of the ERROR."""
-    say = admission.hello(0, b"p", name.id, name, WHOLE, 0.0)[0]
+    say = admission.on_hello(0, b"p", name.stream_id, name, WHOLE, 0.0)[0]
     assert isinstance(say, Say)
     return streams.decode_error(say.body).code if say.kind is Kind.ERROR else say.kind.name
 
@@ -68,7 +68,10 @@ def test_a_new_incarnation_drops_what_was_open_and_the_same_one_does_not(name: S
 def test_a_hello_under_another_number_or_of_another_run_is_no_message() -> None:
     """The header's number is the name's, or chunks would be counted to another stream."""
     admission = opened()
-    for name, stream in ((PUSHES, PULLS.id), (replace(PUSHES, run="other"), replace(PUSHES, run="other").id)):
+    for name, stream in (
+        (PUSHES, PULLS.stream_id),
+        (replace(PUSHES, run="other"), replace(PUSHES, run="other").stream_id),
+    ):
         with pytest.raises(BadFrame) as refused:
-            admission.hello(0, b"p", stream, name, WHOLE, 0.0)
+            admission.on_hello(0, b"p", stream, name, WHOLE, 0.0)
         assert refused.value.reason == "message"

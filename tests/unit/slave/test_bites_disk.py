@@ -1,4 +1,4 @@
-"""What a snapshot promises: every byte and every name is on the disk before it is told, and every byte is looked at."""
+"""What a snapshot guarantees: every byte and every name is on the disk before it is reported, and is checked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def opened(path: Path) -> Snapshots:
     zeros = np.zeros(4, np.float32)
     save_file({"a.w": zeros}, path.parent / "initial.safetensors")
     snapshots = Snapshots(path, "r", "s", path.parent / "initial.safetensors", structlog.get_logger())
-    snapshots.bind(MANIFEST, (0,), [xxhash.xxh3_128_hexdigest(zeros.tobytes())], sinc=1)
+    snapshots.bind_layers(MANIFEST, (0,), [xxhash.xxh3_128_hexdigest(zeros.tobytes())], sinc=1)
     return snapshots
 
 
@@ -70,7 +70,7 @@ def test_a_snapshot_is_on_the_disk_before_its_name_is(tmp_path: Path, monkeypatc
     """Model, manifest and their names, then the rename, then the directory that holds the new name: nothing else."""
     snapshots = opened(tmp_path / "d")
     journal = DiskCalls(tmp_path / "d", monkeypatch)
-    snapshots.write(V1, filled(1.0), filled(2.0))
+    snapshots.write_snapshot(V1, filled(1.0), filled(2.0))
     assert journal.calls == [
         "fsync .unfinished-v1@r1/model.safetensors",
         "fsync .unfinished-v1@r1/manifest.json",
@@ -86,9 +86,9 @@ def test_a_snapshot_has_lost_its_name_on_the_disk_before_it_is_removed(
 ) -> None:
     """A half-removed one is never found under the name of a whole one."""
     snapshots = opened(tmp_path / "d")
-    snapshots.write(V1, filled(1.0), filled(2.0))
+    snapshots.write_snapshot(V1, filled(1.0), filled(2.0))
     journal = DiskCalls(tmp_path / "d", monkeypatch)
-    snapshots.delete((V1,))
+    snapshots.delete_snapshots((V1,))
     assert journal.calls == ["rename v1@r1 .unfinished-v1@r1", "fsync .", "remove .unfinished-v1@r1"]
     snapshots.close()
 
@@ -98,15 +98,15 @@ def test_a_snapshot_has_lost_its_name_on_the_disk_before_it_is_removed(
 def test_one_wrong_bit_of_either_is_found(tmp_path: Path, part: str, how: str) -> None:
     """θ and m have digests of their own, and a Load compares both, as does whoever lists what is whole."""
     snapshots = opened(tmp_path / "d")
-    snapshots.write(V1, filled(1.0), filled(2.0))
+    snapshots.write_snapshot(V1, filled(1.0), filled(2.0))
     flip_bit(tmp_path / "d" / str(V1) / "model.safetensors", part)
     if how == "complete":
         snapshots.close()
         snapshots = opened(tmp_path / "d")
-        assert snapshots.complete() == ()
+        assert snapshots.complete_versions() == ()
     else:
         with pytest.raises(CorruptSnapshot, match="expected xxh3-128"):
-            snapshots.read(V1, filled(0.0), filled(0.0))
+            snapshots.read_snapshot(V1, filled(0.0), filled(0.0))
     snapshots.close()
 
 
@@ -114,14 +114,14 @@ def test_one_wrong_bit_of_either_is_found(tmp_path: Path, part: str, how: str) -
 def test_a_snapshot_of_another_slave_is_not_loaded(tmp_path: Path, name: str) -> None:
     """Copied into this directory by mistake, it has the right version, run and layers, and another slave's name."""
     other = Snapshots(tmp_path / "o", "r", name, tmp_path / "initial.safetensors", structlog.get_logger())
-    other.bind(MANIFEST, (0,), [""], sinc=1)
-    other.write(V1, filled(1.0), filled(2.0))
+    other.bind_layers(MANIFEST, (0,), [""], sinc=1)
+    other.write_snapshot(V1, filled(1.0), filled(2.0))
     other.close()
     snapshots = opened(tmp_path / "d")
     shutil.copytree(tmp_path / "o" / str(V1), tmp_path / "d" / str(V1))
     if name == "s":
-        snapshots.read(V1, filled(0.0), filled(0.0))
+        snapshots.read_snapshot(V1, filled(0.0), filled(0.0))
     else:
         with pytest.raises(CorruptSnapshot, match="of slave t"):
-            snapshots.read(V1, filled(0.0), filled(0.0))
+            snapshots.read_snapshot(V1, filled(0.0), filled(0.0))
     snapshots.close()

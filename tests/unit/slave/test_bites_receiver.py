@@ -35,18 +35,18 @@ class OneRank:
     def __init__(self, codec: str = "fp32") -> None:
         layout = LayerLayout(Manifest((Layer("l", (Parameter("l.w", (N,)),)),)), (0,))
         self.receiver = Receiver(1, 4096, Transit(1 << 20), 1, STALL_S)
-        self.receiver.use(layout)
+        self.receiver.set_layers(layout)
         self.buffer = np.zeros(N, np.float32)
-        self.receiver.open(PUSH, (0,), {0: self.buffer}, DEADLINE_S, 0.0, codecs.named(codec))
+        self.receiver.open_push(PUSH, (0,), {0: self.buffer}, DEADLINE_S, 0.0, codecs.codec_named(codec))
 
     def hello(self, epoch: int = 1, now: float = 0.0) -> Say:
         """Return the answer."""
-        answer = self.receiver.hello(0, PEER, name(epoch), (WHOLE,), now)[0]
+        answer = self.receiver.on_hello(0, PEER, name(epoch), (WHOLE,), now)[0]
         assert isinstance(answer, Say)
         return answer
 
     def wants(self, now: float = 0.0) -> list[Range]:
-        says = [move for move in self.receiver.plan(0, now) if isinstance(move, Say)]
+        says = [move for move in self.receiver.plan_wants(0, now) if isinstance(move, Say)]
         return [chunk for say in says for chunk in streams.decode_want(say.body)]
 
     def bring(self, chunk: Range, *, wrong: bool = False, dtype: Dtype = Dtype.FP32, epoch: int = 1) -> list[Move]:
@@ -54,8 +54,8 @@ class OneRank:
         checksum = xxhash.xxh3_64_intdigest(body)
         if wrong:
             body = bytes([body[0] ^ 1]) + body[1:]
-        header = Header(Kind.CHUNK, 0, name(epoch).id, len(body), checksum, *chunk[:3], dtype)
-        return self.receiver.stage(self.receiver.claim(0, PEER, header, memoryview(body), 0.0))
+        header = Header(Kind.CHUNK, 0, name(epoch).stream_id, len(body), checksum, *chunk[:3], dtype)
+        return self.receiver.stage_chunk(self.receiver.claim_chunk(0, PEER, header, memoryview(body), 0.0))
 
 
 def test_a_body_that_is_not_what_was_sent_is_refused_and_asked_again() -> None:
@@ -133,7 +133,7 @@ def test_a_drop_returns_when_nobody_writes_any_more(monkeypatch: pytest.MonkeyPa
     stage = threading.Thread(target=push.bring, args=(chunk,))
     stage.start()
     assert copying.wait(10)
-    drop = threading.Thread(target=lambda: (push.receiver.drop(PUSH), dropped.set()))
+    drop = threading.Thread(target=lambda: (push.receiver.drop_push(PUSH), dropped.set()))
     drop.start()
     assert not dropped.wait(0.05)
     go_on.set()

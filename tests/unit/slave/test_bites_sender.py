@@ -26,14 +26,14 @@ def name(epoch: int = 1, version: VersionId = V) -> StreamName:
 
 def serving(chunk_bytes: int = 4096) -> Sender:
     sender = Sender(chunk_bytes, 10.0, lambda: 0.0)
-    sender.use(LayerLayout(MANIFEST, (0,)))
-    sender.open(PULL, V, {0: np.zeros(ITEMS, np.float32)}, 60.0, 0.0)
+    sender.set_layers(LayerLayout(MANIFEST, (0,)))
+    sender.open_pull(PULL, V, {0: np.zeros(ITEMS, np.float32)}, 60.0, 0.0)
     return sender
 
 
 def answer(sender: Sender, who: StreamName) -> str:
     """WELCOME, or the code of the ERROR."""
-    (say,) = sender.hello(0, b"p", who, (), 0.0)
+    (say,) = sender.on_hello(0, b"p", who, (), 0.0)
     assert isinstance(say, Say)
     return streams.decode_error(say.body).code if say.kind is Kind.ERROR else say.kind.name
 
@@ -44,7 +44,7 @@ def test_an_epoch_that_is_over_does_not_come_back(epoch: int) -> None:
     sender = serving()
     assert [answer(sender, name(e)) for e in (1, 2)] == ["WELCOME", "WELCOME"]
     assert answer(sender, name(epoch)) == "stale_push"
-    assert len(sender.want(0, b"p", name(2).id, (Range(0, 0, 0, 8),), 0.0)) == 1
+    assert len(sender.on_want(0, b"p", name(2).stream_id, (Range(0, 0, 0, 8),), 0.0)) == 1
 
 
 def test_a_pull_is_of_one_version() -> None:
@@ -60,9 +60,9 @@ def test_a_stream_may_ask_for_twice_its_credit_of_bytes() -> None:
     fitting = 2 * MOST_BYTES // chunk.nbytes
     assert fitting > 2 * MOST_CHUNKS, "here chunks are what is bounded first"
     for _ in range(2 * MOST_CHUNKS):
-        sender.want(0, b"p", name().id, (chunk,), 0.0)
+        sender.on_want(0, b"p", name().stream_id, (chunk,), 0.0)
     with pytest.raises(BadFrame) as refused:
-        sender.want(0, b"p", name().id, (chunk,), 0.0)
+        sender.on_want(0, b"p", name().stream_id, (chunk,), 0.0)
     assert refused.value.reason == "credit"
 
 
@@ -73,7 +73,7 @@ def test_large_chunks_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> N
     answer(sender, name())
     chunk = Range(0, 0, 0, ITEMS)
     for _ in range(4):
-        sender.want(0, b"p", name().id, (chunk,), 0.0)
+        sender.on_want(0, b"p", name().stream_id, (chunk,), 0.0)
     with pytest.raises(BadFrame) as refused:
-        sender.want(0, b"p", name().id, (chunk,), 0.0)
+        sender.on_want(0, b"p", name().stream_id, (chunk,), 0.0)
     assert refused.value.reason == "credit"

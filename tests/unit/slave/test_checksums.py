@@ -19,8 +19,8 @@ def test_a_chunk_of_a_version_is_read_once():
     """Asked again, the number is that of the bytes that were read first: others do not pass at a reader."""
     table = Checksums()
     right = xxhash.xxh3_64_intdigest(b"right")
-    assert table.of(V1, chunk(0), b"right") == right
-    assert table.of(V1, chunk(0), b"wrong") == right
+    assert table.chunk_checksum(V1, chunk(0), b"right") == right
+    assert table.chunk_checksum(V1, chunk(0), b"wrong") == right
     assert len(table) == 1
 
 
@@ -30,17 +30,17 @@ def test_versions_and_chunks_are_told_apart():
     bodies = {(v, n): f"{v} {n}".encode() for v in (V1, V2) for n in range(3)}
     for _ in range(2):
         for (v, n), body in bodies.items():
-            assert table.of(v, chunk(n), body) == xxhash.xxh3_64_intdigest(body)
+            assert table.chunk_checksum(v, chunk(n), body) == xxhash.xxh3_64_intdigest(body)
 
 
 def test_the_oldest_version_makes_room():
     """A full table forgets whole versions, never the one that is asked for; what does not fit is right all the same."""
     table = Checksums(kept=4)
     for n in range(3):
-        table.of(V1, chunk(n), b"one")
+        table.chunk_checksum(V1, chunk(n), b"one")
     for n in range(6):
-        assert table.of(V2, chunk(n), b"two") == xxhash.xxh3_64_intdigest(b"two")
+        assert table.chunk_checksum(V2, chunk(n), b"two") == xxhash.xxh3_64_intdigest(b"two")
     assert len(table) == 4
-    assert table.of(V1, chunk(0), b"anew") == xxhash.xxh3_64_intdigest(b"anew")
-    table.forget()
+    assert table.chunk_checksum(V1, chunk(0), b"anew") == xxhash.xxh3_64_intdigest(b"anew")
+    table.forget_all()
     assert len(table) == 0

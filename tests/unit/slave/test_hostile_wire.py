@@ -19,7 +19,7 @@ from dips.slave.receiver import Receiver
 from dips.transport.pool import Transit
 from dips.wire import streams
 from dips.wire.chunks import LayerLayout, Range
-from dips.wire.frame import REASONS, BadFrame, Header, Kind, check_body, pack, run_id, unpack
+from dips.wire.frame import REASONS, BadFrame, Header, Kind, check_body, pack_header, run_id, unpack_header
 from dips.wire.streams import StreamName
 
 PUSH = PushId("fast", 1, 1)
@@ -43,9 +43,9 @@ class HostileWorld:
         self.pool = Transit(LIMIT)
         self.receiver = Receiver(1, CHUNK, self.pool, concurrent_streams=2, stall_s=1e9)
         self.layout = LayerLayout(MANIFEST, (0,))
-        self.receiver.use(self.layout)
+        self.receiver.set_layers(self.layout)
         self.buffer = np.full(N + 3, np.nan, np.float32)
-        self.receiver.open(PUSH, (0, 1), {0: self.buffer}, 1e9, 0.0)
+        self.receiver.open_push(PUSH, (0, 1), {0: self.buffer}, 1e9, 0.0)
         self.epochs = [0, 0]
         self.up: list[tuple[bytes, Frame]] = []  # from a rank's connection to the slave
         self.news: list[Move] = []
@@ -63,10 +63,10 @@ class HostileWorld:
         """The rank makes a new connection; frames of the old one may still arrive."""
         self.epochs[rank] += 1
         body = streams.encode_hello(self.name(rank), PIECES[rank])
-        self.up.append((self.peer(rank), self.frame(Kind.HELLO, self.name(rank).id, body)))
+        self.up.append((self.peer(rank), self.frame(Kind.HELLO, self.name(rank).stream_id, body)))
 
     def frame(self, kind: Kind, stream: int, body: bytes, chunk: Range = Range(0, 0, 0, 0)) -> Frame:
-        return pack(Header(kind, RUN, stream, len(body), xxhash.xxh3_64_intdigest(body), *chunk[:3])), body
+        return pack_header(Header(kind, RUN, stream, len(body), xxhash.xxh3_64_intdigest(body), *chunk[:3])), body
 
     def deliver(self, index: int) -> None:
         """The slave takes one frame, as the data flow does."""
@@ -75,24 +75,28 @@ class HostileWorld:
 
     def take(self, peer: bytes, frame: Frame) -> None:
         try:
-            header = unpack(frame[0], RUN, len(frame[1]), CHUNK)
+            header = unpack_header(frame[0], RUN, len(frame[1]), CHUNK)
             if header.kind is Kind.CHUNK:
-                self.do(self.receiver.stage(self.receiver.claim(0, peer, header, memoryview(frame[1]), self.now)))
+                self.do(
+                    self.receiver.stage_chunk(
+                        self.receiver.claim_chunk(0, peer, header, memoryview(frame[1]), self.now)
+                    )
+                )
                 return
             check_body(header, frame[1])
             if header.kind is not Kind.HELLO:
                 raise BadFrame("kind", "a receiver takes HELLO and CHUNK")
             name, pieces = streams.decode_hello(frame[1])
-            if name.id != header.stream:
+            if name.stream_id != header.stream:
                 raise BadFrame("message", "another stream's number")
-            self.do(self.receiver.hello(0, peer, name, pieces, self.now))
+            self.do(self.receiver.on_hello(0, peer, name, pieces, self.now))
         except BadFrame as bad:
             self.refused.append(bad.reason)
 
     def ask(self) -> None:
         """The slave's turn: the ranks that are asked send at once; a WANT to an old connection is lost."""
         self.now += 0.001
-        self.do(self.receiver.plan(0, self.now))
+        self.do(self.receiver.plan_wants(0, self.now))
 
     def do(self, moves: list[Move]) -> None:
         for move in moves:
@@ -101,11 +105,11 @@ class HostileWorld:
                 for rank in (0, 1):
                     if move.peer == self.peer(rank):
                         self.up += [(move.peer, self.chunk(rank, c)) for c in streams.decode_want(move.body)]
-        assert 0 <= self.pool.used <= LIMIT
+        assert 0 <= self.pool.used_bytes <= LIMIT
 
     def chunk(self, rank: int, chunk: Range) -> Frame:
-        begin, end = self.layout.place(chunk)
-        return self.frame(Kind.CHUNK, self.name(rank).id, VALUES[begin:end].tobytes(), chunk)
+        begin, end = self.layout.place_range(chunk)
+        return self.frame(Kind.CHUNK, self.name(rank).stream_id, VALUES[begin:end].tobytes(), chunk)
 
     @property
     def over(self) -> bool:
@@ -141,8 +145,8 @@ def play(world: HostileWorld, deed: str, what) -> None:
         world.take(world.peer(0), (what[:64], what[64:]))
     elif deed == "claim":  # a header that is right in itself and claims what it likes, 4 GiB too
         stream, length, offset = what
-        header = Header(Kind.CHUNK, RUN, world.name(0).id if stream % 2 else stream, length, 0, 0, 0, offset)
-        world.take(world.peer(0), (pack(header), b"\0" * (length % 64)))
+        header = Header(Kind.CHUNK, RUN, world.name(0).stream_id if stream % 2 else stream, length, 0, 0, 0, offset)
+        world.take(world.peer(0), (pack_header(header), b"\0" * (length % 64)))
     elif world.up:
         peer, frame = world.up[what % len(world.up)]
         if deed == "lose":
@@ -152,7 +156,7 @@ def play(world: HostileWorld, deed: str, what) -> None:
         elif deed == "corrupt":
             world.take(peer, corrupt(frame, what))
         elif deed == "cut":  # right in itself, at a place that was asked, but shorter
-            header = unpack(frame[0], RUN, len(frame[1]), CHUNK)
+            header = unpack_header(frame[0], RUN, len(frame[1]), CHUNK)
             chunk = Range(header.layer, header.param, header.offset, 1)
             world.take(peer, world.frame(header.kind, header.stream, frame[1][:4], chunk))
         else:  # a frame of this connection arrives by another
@@ -189,7 +193,7 @@ def test_what_is_staged_is_what_was_sent(story):
     for deed, what in story:  # and all of it again after the freeze
         play(world, deed, what)
     assert np.array_equal(world.buffer, frozen)
-    assert world.pool.used == 0
+    assert world.pool.used_bytes == 0
     assert set(world.refused) <= set(REASONS) - {"failed"}
 
 
@@ -202,7 +206,7 @@ def test_arbitrary_bytes_are_refused_by_name(noise, claimed):
     assert len(world.refused) == 1
     assert world.refused[0] in REASONS
     with pytest.raises(BadFrame) as refused:
-        unpack(noise[:64], RUN, claimed, CHUNK)
+        unpack_header(noise[:64], RUN, claimed, CHUNK)
     assert refused.value.reason in REASONS
-    assert world.pool.used == 0
+    assert world.pool.used_bytes == 0
     assert np.isnan(world.buffer).all()

@@ -1,4 +1,4 @@
-"""What waits and what runs beside what, from an order's arrival to its answer; and reports, told until heard."""
+"""What waits and what runs beside what, from an order's arrival to its answer; and reports, sent until acknowledged."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_a_busy_order_is_tried_again_until_shortly_before_its_deadline_and_holds
     """Of 10 s, 8 are for trying; a DropPush behind it, which may free its slot, is carried out meanwhile."""
     desk = OrderDesk(TIMING)
     opening, dropping = order(1, OpenPush(P1, (0,), 60.0)), order(2, DropPush(P2, "over"))
-    assert desk.take(1, opening, 0.0) == [ExecuteOrder(1, opening)]
+    assert desk.take_order(1, opening, 0.0) == [ExecuteOrder(1, opening)]
     assert desk.on_executed(1, FULL, 0.1) == []
-    assert desk.take(2, dropping, 0.2) == [ExecuteOrder(2, dropping)]
+    assert desk.take_order(2, dropping, 0.2) == [ExecuteOrder(2, dropping)]
     assert desk.on_executed(2, Done(), 0.3) == [AnswerOrder(2, Done())]
     assert desk.next_deadline() == 0.6
     assert desk.tick(0.5) == []
@@ -67,32 +67,32 @@ def test_a_busy_order_is_tried_again_until_shortly_before_its_deadline_and_holds
 def test_an_error_is_the_answer() -> None:
     """Other errors are not tried again: whoever gave the order learns their class."""
     desk, error = OrderDesk(TIMING), StaleIncarnation("this is 2")
-    desk.take(1, order(1, OpenPush(P1, (0,), 60.0)), 0.0)
-    answered, told = desk.on_executed(1, error, 0.1)
+    desk.take_order(1, order(1, OpenPush(P1, (0,), 60.0)), 0.0)
+    answered, logged = desk.on_executed(1, error, 0.1)
     assert answered == AnswerOrder(1, error)
-    assert isinstance(told, WriteLog)
-    assert told.fields["error"] == "StaleIncarnation"
+    assert isinstance(logged, WriteLog)
+    assert logged.fields["error"] == "StaleIncarnation"
 
 
 def test_an_order_whose_giver_hung_up_is_not_tried_again() -> None:
     """What is being carried out goes on: its answer is remembered for the repetition."""
     desk = OrderDesk(TIMING)
-    desk.take(1, order(1, OpenPush(P1, (0,), 60.0)), 0.0)
-    desk.drop(1)
+    desk.take_order(1, order(1, OpenPush(P1, (0,), 60.0)), 0.0)
+    desk.drop_order(1)
     assert desk.on_executed(1, FULL, 0.1) == []
-    desk.drop(1)
+    desk.drop_order(1)
     assert desk.tick(9.0) == []
-    desk.drop(1)
+    desk.drop_order(1)
 
 
 def test_snapshots_are_written_one_after_another_beside_other_orders() -> None:
     """A repeated Persist waits for the first one, and then finds it done."""
     desk = OrderDesk(TIMING)
     persist, opening = order(1, Persist(V1)), order(2, OpenPush(P1, (0,), 60.0))
-    assert desk.take(1, persist, 0.0) == [BeginPersist(1, persist)]
-    assert desk.take(2, persist, 0.0) == []
+    assert desk.take_order(1, persist, 0.0) == [BeginPersist(1, persist)]
+    assert desk.take_order(2, persist, 0.0) == []
     assert desk.on_persist_begun(1, write, 0.1) == [WriteSnapshot(1, persist, write)]
-    assert desk.take(3, opening, 0.2) == [ExecuteOrder(3, opening)]
+    assert desk.take_order(3, opening, 0.2) == [ExecuteOrder(3, opening)]
     (ending,) = desk.on_written(1, "d1ge57")
     assert ending == EndPersist(1, persist, "d1ge57", None)
     assert isinstance(ending, EndPersist)
@@ -105,8 +105,8 @@ def test_a_writer_that_fails_is_ended_before_its_error_is_told() -> None:
     """The shard must know that its θ may be taken again; the next snapshot has its turn."""
     desk, full = OrderDesk(TIMING), FailedDisk("no room")
     first, second = order(1, Persist(V1)), order(2, Persist(V1))
-    desk.take(1, first, 0.0)
-    desk.take(2, second, 0.0)
+    desk.take_order(1, first, 0.0)
+    desk.take_order(2, second, 0.0)
     desk.on_persist_begun(1, write, 0.1)
     (ending,) = desk.on_written(1, full)
     assert ending == EndPersist(1, first, None, full)
@@ -132,7 +132,7 @@ def test_reports_are_told_one_after_another_until_heard() -> None:
     """The first is repeated with backoff while the master is away; the second waits behind it."""
     reports = queue()
     staged, refused = PushStaged("s", 7, P1, 12), PushRefused("s", 7, P2, "it stalled")
-    assert reports.add([StagedReport(P1, 12), RefusedReport(P2, "it stalled")]) == [CallMaster(staged, 10.0)]
+    assert reports.add_reports([StagedReport(P1, 12), RefusedReport(P2, "it stalled")]) == [CallMaster(staged, 10.0)]
     assert reports.on_reply(UnavailableMaster("away"), 1.0) == []
     assert reports.next_deadline() == 1.2
     assert reports.tick(1.2) == [CallMaster(staged, 10.0)]
@@ -146,11 +146,11 @@ def test_reports_are_told_one_after_another_until_heard() -> None:
 
 
 def test_a_master_that_knows_better_is_not_told_again() -> None:
-    """Stale: it hears the truth with the next Register. What no waiting mends ends the slave."""
+    """Stale: it learns the truth with the next Register. What no waiting repairs ends the slave."""
     reports, wrong = queue(), RemoteProtocolError("no such push")
-    reports.add([StagedReport(P1, 12)])
+    reports.add_reports([StagedReport(P1, 12)])
     assert work_of(reports.on_reply(StalePush("over"), 0.1)) == []
-    assert reports.add([StagedReport(P2, 12)]) == [CallMaster(PushStaged("s", 7, P2, 12), 10.0)]
+    assert reports.add_reports([StagedReport(P2, 12)]) == [CallMaster(PushStaged("s", 7, P2, 12), 10.0)]
     assert reports.on_reply(wrong, 0.2) == [EndSlave(wrong)]
 
 
@@ -159,7 +159,7 @@ def test_next_deadline_is_the_earliest_of_all_waiting_orders(busy_s: float) -> N
     """Two orders that wait are tried again each at its time."""
     desk = OrderDesk(SlaveTiming(2.0, busy_retry_s=busy_s))
     for ticket, now in ((1, 0.0), (2, 1.0)):
-        desk.take(ticket, order(ticket, OpenPush(P1, (0,), 60.0)), now)
+        desk.take_order(ticket, order(ticket, OpenPush(P1, (0,), 60.0)), now)
         desk.on_executed(ticket, FULL, now)
     assert desk.next_deadline() == busy_s
     assert [a.ticket for a in desk.tick(busy_s) if isinstance(a, ExecuteOrder)] == [1]

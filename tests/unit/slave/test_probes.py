@@ -7,7 +7,7 @@ import zmq
 
 from dips.slave.probes import MOST_ANSWERS, Probes
 from dips.wire import streams
-from dips.wire.frame import MESSAGE_LIMIT, BadFrame, Kind, unpack
+from dips.wire.frame import MESSAGE_LIMIT, BadFrame, Kind, unpack_header
 
 
 class Leaving(zmq.MessageTracker):
@@ -18,28 +18,28 @@ def test_answers_on_their_way_are_bounded() -> None:
     """A peer that asks and does not read gets so many and no more; what has left makes room."""
     probes, tracker = Probes(run=5), Leaving()
     for _ in range(MOST_ANSWERS):
-        answer = probes.answer(b"p", 7, 1000)
-        answer.watch.sent(tracker)
+        answer = probes.make_answer(b"p", 7, 1000)
+        answer.watch.on_sent(tracker)
     with pytest.raises(BadFrame, match="probes are being answered"):
-        probes.answer(b"p", 7, 1000)
+        probes.make_answer(b"p", 7, 1000)
     tracker.done = True
     for _ in range(MOST_ANSWERS):
-        probes.answer(b"p", 7, 1000)
+        probes.make_answer(b"p", 7, 1000)
     with pytest.raises(BadFrame):
-        probes.answer(b"p", 7, 1000)
-    answer.watch.gone()  # its peer is gone
-    probes.answer(b"p", 7, 1000)
+        probes.make_answer(b"p", 7, 1000)
+    answer.watch.on_not_sent()  # its peer is gone
+    probes.make_answer(b"p", 7, 1000)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, MESSAGE_LIMIT])
 def test_an_answer_is_a_frame_of_the_run(nbytes: int) -> None:
     """It has the size that was asked for, and is believed by the other end."""
-    answer = Probes(run=5).answer(b"p", 7, streams.decode_probe(streams.encode_probe(nbytes, 10)))
-    header = unpack(answer.header, 5, len(answer.body), MESSAGE_LIMIT)
+    answer = Probes(run=5).make_answer(b"p", 7, streams.decode_probe(streams.encode_probe(nbytes, 10)))
+    header = unpack_header(answer.header, 5, len(answer.body), MESSAGE_LIMIT)
     assert (header.kind, header.stream, header.length) == (Kind.PROBE, 7, nbytes)
 
 
-@pytest.mark.parametrize("body", [b"", b"\x93\x01\x02\x03", streams.encode_done(3), streams._packed([1, "text"])])
+@pytest.mark.parametrize("body", [b"", b"\x93\x01\x02\x03", streams.encode_done(3), streams._pack_body([1, "text"])])
 def test_what_is_no_probe_is_refused(body: bytes) -> None:
     """Another message, or one that wants more than a frame may hold."""
     with pytest.raises(BadFrame):

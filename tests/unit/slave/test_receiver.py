@@ -35,25 +35,25 @@ class ReceiverStory:
     def __init__(self, transit: int = 1 << 20, concurrent_streams: int = 1) -> None:
         self.pool = Transit(transit)
         self.receiver = Receiver(1, 4096, self.pool, concurrent_streams, stall_s=10.0)
-        self.receiver.use(LayerLayout(MANIFEST, (0,)))
+        self.receiver.set_layers(LayerLayout(MANIFEST, (0,)))
         self.buffer = np.zeros(N, np.float32)
-        self.receiver.open(PUSH, (1, 0), {0: self.buffer}, 60.0, 0.0)
+        self.receiver.open_push(PUSH, (1, 0), {0: self.buffer}, 60.0, 0.0)
 
     def hello(self, rank: int, pieces: tuple[Range, ...] | None = None, epoch: int = 1) -> list[Move]:
         pieces = (HALVES[rank],) if pieces is None else pieces
-        return self.receiver.hello(0, b"%d" % rank, name(rank, epoch), pieces, 0.0)
+        return self.receiver.on_hello(0, b"%d" % rank, name(rank, epoch), pieces, 0.0)
 
     def wants(self, now: float = 0.0) -> list[tuple[bytes, Range]]:
         """Who is asked for what."""
-        says = [m for m in self.receiver.plan(0, now) if isinstance(m, Say)]
+        says = [m for m in self.receiver.plan_wants(0, now) if isinstance(m, Say)]
         return [(say.peer, chunk) for say in says for chunk in streams.decode_want(say.body)]
 
     def bring(self, rank: int, chunk: Range, epoch: int = 1, values: np.ndarray = VALUES) -> list[Move]:
         body = values[chunk.offset : chunk.offset + chunk.length].tobytes()
         checksum = xxhash.xxh3_64_intdigest(body)
-        header = Header(Kind.CHUNK, 0, name(rank, epoch).id, len(body), checksum, *chunk[:3])
-        claim = self.receiver.claim(0, b"%d" % rank, header, memoryview(body), 0.0)
-        return self.receiver.stage(claim)
+        header = Header(Kind.CHUNK, 0, name(rank, epoch).stream_id, len(body), checksum, *chunk[:3])
+        claim = self.receiver.claim_chunk(0, b"%d" % rank, header, memoryview(body), 0.0)
+        return self.receiver.stage_chunk(claim)
 
 
 def kinds(moves: list[Move]) -> list[str]:
@@ -72,39 +72,39 @@ def test_nobody_is_asked_before_all_ranks_said_hello():
 def test_a_new_order_of_asking_holds_from_the_next_turn_on():
     """Reorder before the ranks are there, repeated, unknown or of another size: the last good one counts."""
     story = ReceiverStory()
-    story.receiver.reorder(PUSH, (1, 0))
-    story.receiver.reorder(PUSH, (0, 1))
-    story.receiver.reorder(PUSH, (0, 1))
-    story.receiver.reorder(PUSH, (1, 0, 2))
-    story.receiver.reorder(PushId("other", 1, 1), (1, 0))
+    story.receiver.reorder_push(PUSH, (1, 0))
+    story.receiver.reorder_push(PUSH, (0, 1))
+    story.receiver.reorder_push(PUSH, (0, 1))
+    story.receiver.reorder_push(PUSH, (1, 0, 2))
+    story.receiver.reorder_push(PushId("other", 1, 1), (1, 0))
     story.hello(0)
     story.hello(1)
     assert {peer for peer, _ in story.wants()} == {b"0"}
-    story.receiver.reorder(PUSH, (1, 0))
+    story.receiver.reorder_push(PUSH, (1, 0))
     assert {peer for peer, _ in story.wants()} <= {b"0"}  # it has its turn and keeps it
 
 
 def test_pushes_stand_in_one_line():
     """The ranks of a push that joins come between those of the first, as their places say."""
     story, later = ReceiverStory(), PushId("fast", 1, 2)
-    story.receiver.open(later, (0,), {0: np.zeros(N, np.float32)}, 60.0, 0.0)
-    story.receiver.reorder(PUSH, (2, 0))
-    story.receiver.reorder(later, (1,))
+    story.receiver.open_push(later, (0,), {0: np.zeros(N, np.float32)}, 60.0, 0.0)
+    story.receiver.reorder_push(PUSH, (2, 0))
+    story.receiver.reorder_push(later, (1,))
     story.hello(0)
     story.hello(1)
     whole = StreamName("demo", "push", "fast", 1, 2, 0, "s0", 1, 1, "")
-    story.receiver.hello(0, b"later", whole, (Range(0, 0, 0, N),), 0.0)
+    story.receiver.on_hello(0, b"later", whole, (Range(0, 0, 0, N),), 0.0)
     first = story.wants()
     assert {peer for peer, _ in first} == {b"1"}
     for _, chunk in first:
         story.bring(1, chunk)
     assert {peer for peer, _ in story.wants()} == {b"later"}
-    story.receiver.drop(later)
+    story.receiver.drop_push(later)
     assert {peer for peer, _ in story.wants()} == {b"0"}
 
 
 def test_a_push_is_staged_when_the_last_chunk_is_in_its_place():
-    """Each rank hears DONE when its own are here; the push is staged once, then frozen."""
+    """Each rank gets DONE when its own are here; the push is staged once, then frozen."""
     story = ReceiverStory()
     story.hello(0)
     story.hello(1)
@@ -117,8 +117,8 @@ def test_a_push_is_staged_when_the_last_chunk_is_in_its_place():
     with pytest.raises(BadFrame) as refused:
         story.bring(0, HALVES[0])
     assert refused.value.reason == "unasked"
-    assert kinds(story.hello(0, epoch=2)) == ["WELCOME", "DONE"]  # its DONE was lost: it is told again
-    assert story.pool.used == 0
+    assert kinds(story.hello(0, epoch=2)) == ["WELCOME", "DONE"]  # its DONE was lost: it is sent again
+    assert story.pool.used_bytes == 0
 
 
 def test_ranks_without_anything_make_no_push_wait():
@@ -129,7 +129,7 @@ def test_ranks_without_anything_make_no_push_wait():
 
 
 def test_a_gap_is_told_to_every_rank():
-    """And the push is over: the next HELLO hears it too."""
+    """And the push is over: the next HELLO is answered with it too."""
     story = ReceiverStory()
     story.hello(0)
     moves = story.hello(1, ())
@@ -154,23 +154,23 @@ def test_a_drop_between_claim_and_copy_writes_nothing():
     story.hello(1)
     peer, chunk = story.wants()[0]
     body = memoryview(VALUES[chunk.offset : chunk.offset + chunk.length].tobytes())
-    header = Header(Kind.CHUNK, 0, name(1).id, len(body), xxhash.xxh3_64_intdigest(body), *chunk[:3])
-    claim = story.receiver.claim(0, peer, header, body, 0.0)
-    story.receiver.drop(PUSH)
-    assert story.receiver.stage(claim) == []
+    header = Header(Kind.CHUNK, 0, name(1).stream_id, len(body), xxhash.xxh3_64_intdigest(body), *chunk[:3])
+    claim = story.receiver.claim_chunk(0, peer, header, body, 0.0)
+    story.receiver.drop_push(PUSH)
+    assert story.receiver.stage_chunk(claim) == []
     assert not story.buffer.any()
-    assert story.pool.used == 0
+    assert story.pool.used_bytes == 0
 
 
 def test_who_waits_for_its_turn_is_not_stalled():
     """Silence counts only while something is owed: a push that nobody asks does not end."""
     story = ReceiverStory(transit=4096)
-    assert story.pool.take(4096)  # others use the whole pool
+    assert story.pool.take_bytes(4096)  # others use the whole pool
     story.hello(0)
     story.hello(1)
     assert story.wants() == []
     assert story.receiver.tick(1000.0 - 950) == []
-    story.pool.give(4096)
+    story.pool.give_back(4096)
     assert len(story.wants(50.0)) == 1
     assert kinds(story.receiver.tick(59.9)) == []
     assert kinds(story.receiver.tick(60.0)) == ["ERROR", "ERROR", "PushOver"]  # its deadline
@@ -209,14 +209,14 @@ def test_a_pool_with_room_for_no_chunk_of_the_smallest_cost_counts_as_empty():
     """A lane that was refused by the pool is woken by the next chunk that comes to its place on any lane."""
     manifest = Manifest((Layer("a", (Parameter("a.w", (4,)),)),))
     receiver = Receiver(2, 8, Transit(FLOOR_BYTES + 100), 1, stall_s=10.0)
-    receiver.use(LayerLayout(manifest, (0,)))
-    receiver.open(PUSH, (0,), {0: np.zeros(4, np.float32)}, 60.0, 0.0)
+    receiver.set_layers(LayerLayout(manifest, (0,)))
+    receiver.open_push(PUSH, (0,), {0: np.zeros(4, np.float32)}, 60.0, 0.0)
     names = [StreamName("demo", "push", "fast", 1, 1, 0, "s0", 1, 1, "", lane) for lane in range(2)]
     for lane in range(2):
-        receiver.hello(lane, b"p", names[lane], (Range(0, 0, 2 * lane, 2),), 0.0)
-    assert kinds(receiver.plan(0, 0.0)) == ["WANT"]
-    assert kinds(receiver.plan(1, 0.0)) == []
+        receiver.on_hello(lane, b"p", names[lane], (Range(0, 0, 2 * lane, 2),), 0.0)
+    assert kinds(receiver.plan_wants(0, 0.0)) == ["WANT"]
+    assert kinds(receiver.plan_wants(1, 0.0)) == []
     body = bytes(8)
-    header = Header(Kind.CHUNK, 0, names[0].id, 8, xxhash.xxh3_64_intdigest(body), 0, 0, 0)
-    assert Wake(1) in receiver.stage(receiver.claim(0, b"p", header, body, 0.0))
-    assert kinds(receiver.plan(1, 0.0)) == ["WANT"]
+    header = Header(Kind.CHUNK, 0, names[0].stream_id, 8, xxhash.xxh3_64_intdigest(body), 0, 0, 0)
+    assert Wake(1) in receiver.stage_chunk(receiver.claim_chunk(0, b"p", header, body, 0.0))
+    assert kinds(receiver.plan_wants(1, 0.0)) == ["WANT"]

@@ -174,12 +174,12 @@ def test_an_answer_from_before_a_register_asks_for_no_second_one() -> None:
     slave = RegistrationRig().serving()
     slave.heartbeats.tick(0.0)
     slave.heartbeat(2.0)
-    assert slave.registration.request(slave.registration.number, 2.1) == [DESCRIBE]
+    assert slave.registration.request_again(slave.registration.number, 2.1) == [DESCRIBE]
     late = SlaveHeartbeatAnswer(1, 8.0, True, 0, (), ())
     assert work_of(slave.heartbeats.on_answer(late, 2.2)) == []
     slave.answer(Hold(), Followed.SERVES, 2.3)
     slave.heartbeat(4.0)
-    slave.registration.request(slave.registration.number, 4.1)
+    slave.registration.request_again(slave.registration.number, 4.1)
     slave.answer(Hold(), Followed.SERVES, 4.2)
     assert work_of(slave.heartbeats.on_answer(late, 4.3)) == []
     slave.heartbeat(6.0)

@@ -50,7 +50,7 @@ from dips.slave.shard import Shard
 from dips.slave.shard_thread import ShardThread
 from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming
 from dips.wire.generated import slave_pb2
-from dips.wire.messages import from_proto, to_proto, unwrap
+from dips.wire.messages import from_proto, to_proto, unwrap_oneof
 
 MANIFEST = Manifest.from_shapes([("a.w", (3,))])
 PUSH = PushId("x", 1, 1)
@@ -79,7 +79,7 @@ class BufferFlow:
     def close_pull(self, pull: PullId) -> None:
         raise AssertionError("no pull is closed here")
 
-    def transfers(self) -> tuple[Transfer, ...]:
+    def list_transfers(self) -> tuple[Transfer, ...]:
         return (Transfer("x", 1, 1, True, 4, 12),)
 
 
@@ -88,25 +88,25 @@ class GatedDisk:
         self.may_write = threading.Event()
         self.writes = 0
 
-    def reserve(self, version: VersionId, nbytes: int) -> None:
+    def reserve_room(self, version: VersionId, nbytes: int) -> None:
         """There is room."""
 
-    def release(self, version: VersionId) -> None:
+    def release_room(self, version: VersionId) -> None:
         """There is room."""
 
-    def complete(self) -> tuple[VersionId, ...]:
+    def complete_versions(self) -> tuple[VersionId, ...]:
         return ()
 
-    def write(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
+    def write_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> str:
         self.writes += 1
         assert self.may_write.wait(10)
         return "d1ge57"
 
-    def read(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
+    def read_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
         theta[0].fill(1.0)
         momentum[0].fill(0.0)
 
-    def delete(self, versions: tuple[VersionId, ...]) -> None:
+    def delete_snapshots(self, versions: tuple[VersionId, ...]) -> None:
         raise AssertionError("nothing is deleted here")
 
 
@@ -120,7 +120,7 @@ class ScriptedMaster:
         self.term = 1
         self.registered: list[SlaveRegistered] = []
         self.heartbeats: list[SlaveHeartbeat] = []
-        self.told: list[PushStaged | PushRefused] = []
+        self.reports: list[PushStaged | PushRefused] = []
         self.heartbeat: SlaveHeartbeatAnswer | Exception = SlaveHeartbeatAnswer(1, 10.0, False, 10**6, (PUSH,), ())
         self.unresponsive_reports = 0
         self.happened = asyncio.Condition()
@@ -153,7 +153,7 @@ class ScriptedMaster:
         if self.unresponsive_reports:
             self.unresponsive_reports -= 1
             raise UnavailableMaster("away")
-        await self._note(self.told, report)
+        await self._note(self.reports, report)
         return to_proto(Acknowledged())
 
     async def _note(self, where: list[Any], what: Any) -> None:
@@ -172,13 +172,13 @@ class RunningSlave:
         log = structlog.get_logger()
         self.thread = ShardThread(thread, time.monotonic, log)
         self.shard = Shard("s", Versions(KernelPool(reference), 1, 0), GatedDisk(), self.flow, self.thread)
-        self.thread.own(self.shard)
+        self.thread.own_shard(self.shard)
         who = SlaveIdentity("run", "s", "nonce", "h:1", ("h:2",), "m:1")
         self.core = SlaveCore(
             who,
             SlaveTiming(HEARTBEAT_S),
             lambda: self.thread.standing,
-            self.flow.transfers,
+            self.flow.list_transfers,
             self.meters,
             prepare,
             Random(),
@@ -202,7 +202,7 @@ class RunningSlave:
         self.number += number is None
         request = to_proto(Order("s", 7, 1, self.number if number is None else number, body, deadline_s))
         assert isinstance(request, slave_pb2.Order)
-        return unwrap(await self.servicer.Execute(request, None))
+        return unwrap_oneof(await self.servicer.Execute(request, None))
 
 
 @asynccontextmanager
@@ -292,11 +292,11 @@ async def test_staged_and_refused_are_told_until_heard() -> None:
         await incarnation.ready()
         assert await incarnation.order(OpenPush(PUSH, (0,), 60.0)) == Done()
         assert incarnation.flow.events is not None
-        incarnation.flow.events.staged(PUSH, 12)
-        await master.until(lambda: master.told == [PushStaged("s", 7, PUSH, 12)])
+        incarnation.flow.events.on_push_staged(PUSH, 12)
+        await master.until(lambda: master.reports == [PushStaged("s", 7, PUSH, 12)])
         await master.until(lambda: master.heartbeats[-1].staged == (PUSH,))
-        incarnation.flow.events.refused(PUSH, "it stalled")
-        await master.until(lambda: master.told[1:] == [PushRefused("s", 7, PUSH, "it stalled")])
+        incarnation.flow.events.on_push_refused(PUSH, "it stalled")
+        await master.until(lambda: master.reports[1:] == [PushRefused("s", 7, PUSH, "it stalled")])
 
 
 async def test_heartbeats_go_on_while_the_shard_is_busy() -> None:
@@ -305,7 +305,7 @@ async def test_heartbeats_go_on_while_the_shard_is_busy() -> None:
     async with living(master) as incarnation:
         await incarnation.ready()
         gate = threading.Event()
-        working = asyncio.wrap_future(incarnation.thread.submit(lambda shard: gate.wait(10)))
+        working = asyncio.wrap_future(incarnation.thread.submit_job(lambda shard: gate.wait(10)))
         seen = len(master.heartbeats)
         await master.until(lambda: len(master.heartbeats) >= seen + 5)
         gate.set()
@@ -340,14 +340,14 @@ async def test_busy_is_tried_again_until_the_deadline() -> None:
 
 
 async def test_orders_of_a_round_through_the_servicer() -> None:
-    """Orders and answers pass the wire's spelling unchanged, and the time of Apply is told in heartbeats."""
+    """Orders and answers pass the wire's spelling unchanged, and the time of Apply is in the heartbeats."""
     master = ScriptedMaster(LoadVersion(GENESIS), Hold())
     async with living(master) as incarnation:
         await incarnation.ready()
         await incarnation.order(OpenPush(PUSH, (0,), 60.0))
         incarnation.flow.pushes[PUSH][0].fill(0.5)
         assert incarnation.flow.events is not None
-        incarnation.flow.events.staged(PUSH, 12)
+        incarnation.flow.events.on_push_staged(PUSH, 12)
         measured = await incarnation.order(Measure(1, PUSH, GENESIS))
         assert (measured.layer_sq, measured.finite) == ((0.75,), True)
         assert (await incarnation.order(Fold(1, PUSH, 1.0))).acc_sq == 0.75
@@ -385,7 +385,7 @@ async def make_version(incarnation: RunningSlave, round_: int, push: PushId, hea
     await incarnation.order(OpenPush(push, (0,), 60.0))
     incarnation.flow.pushes[push][0].fill(0.5)
     assert incarnation.flow.events is not None
-    incarnation.flow.events.staged(push, 12)
+    incarnation.flow.events.on_push_staged(push, 12)
     await incarnation.order(Measure(round_, push, head))
     await incarnation.order(Fold(round_, push, 1.0))
     return await incarnation.order(Apply(round_, VersionId(head.version + 1, round_), 1.0, 0.7, 0.8))
@@ -396,7 +396,7 @@ async def test_a_failure_in_news_of_the_flow_is_logged(monkeypatch: pytest.Monke
     with capture_logs() as logs, ThreadPoolExecutor(1) as thread:
         owner = ShardThread(thread, time.monotonic, structlog.get_logger())
         shard = Shard("s", Versions(KernelPool(reference), 1, 0), GatedDisk(), BufferFlow(), owner)
-        monkeypatch.setattr(OpenTransfers, "staged", None)
-        owner.own(shard)
-        owner.staged(PUSH, 12)
+        monkeypatch.setattr(OpenTransfers, "on_push_staged", None)
+        owner.own_shard(shard)
+        owner.on_push_staged(PUSH, 12)
     assert [line["event"] for line in logs] == ["flow_event_failed"]

@@ -13,7 +13,7 @@ from dips.slave.moves import Move, Released, Say, SourceMoved
 from dips.slave.sender import ChunkSend, Sender
 from dips.wire import streams
 from dips.wire.chunks import LayerLayout, Range
-from dips.wire.frame import BadFrame, Kind, check_body, unpack
+from dips.wire.frame import BadFrame, Kind, check_body, unpack_header
 from dips.wire.streams import StreamName
 
 PULL, V = PullId("fast", 1, 1), VersionId(2, 2)
@@ -34,8 +34,8 @@ def name(epoch: int = 1) -> StreamName:
 
 def make() -> Sender:
     sender = Sender(4096, 10.0, lambda: 0.0)
-    sender.use(LayerLayout(MANIFEST, (0,)))
-    sender.open(PULL, V, {0: np.arange(1000, dtype=np.float32)}, 60.0, 0.0)
+    sender.set_layers(LayerLayout(MANIFEST, (0,)))
+    sender.open_pull(PULL, V, {0: np.arange(1000, dtype=np.float32)}, 60.0, 0.0)
     return sender
 
 
@@ -46,43 +46,43 @@ def code(moves: list[Move]) -> str:
 
 
 def asked(sender: Sender, peer: bytes = b"p", epoch: int = 1) -> ChunkSend:
-    assert code(sender.hello(0, peer, name(epoch), (), 0.0)) == "WELCOME"
-    (job,) = sender.want(0, peer, name(epoch).id, (CHUNK,), 0.0)
+    assert code(sender.on_hello(0, peer, name(epoch), (), 0.0)) == "WELCOME"
+    (job,) = sender.on_want(0, peer, name(epoch).stream_id, (CHUNK,), 0.0)
     return job
 
 
 def test_a_chunk_leaves_from_the_source_with_its_checksum():
     """The body is the source's own memory, and the header is right."""
     job = asked(make())
-    header = unpack(job.header(7), 7, job.body.nbytes, 4096)
+    header = unpack_header(job.make_header(7), 7, job.body.nbytes, 4096)
     check_body(header, job.body)
     assert np.frombuffer(job.body, np.float32).tolist() == list(range(100, 150))
-    assert (header.layer, header.param, header.offset, header.stream) == (0, 0, 100, name().id)
+    assert (header.layer, header.param, header.offset, header.stream) == (0, 0, 100, name().stream_id)
 
 
 def test_a_source_is_held_until_the_last_tracker_is_done():
     """Not at send, not at DONE, not at close: when libzmq has let go; and it is said once."""
     sender, tracker = make(), SentTracker()
     job = asked(sender)
-    sender.sent(job, tracker)
-    sender.done(0, b"p", name().id)
-    sender.close(PULL, "closed")
+    sender.on_sent(job, tracker)
+    sender.on_done(0, b"p", name().stream_id)
+    sender.close_pull(PULL, "closed")
     assert sender.tick(0.0) == []
     tracker.done = True
     assert sender.tick(0.0) == [Released(PULL, "closed")]
     assert sender.tick(0.0) == []
-    assert not sender.holds
+    assert not sender.holds_sources
 
 
 def test_a_source_is_held_while_a_chunk_is_queued():
     """A chunk between WANT and socket reads the source too; after the close it does not leave any more."""
     sender = make()
     job = asked(sender)
-    assert job.wanted()
-    sender.close(PULL, "closed")
-    assert not job.wanted()
+    assert job.still_wanted()
+    sender.close_pull(PULL, "closed")
+    assert not job.still_wanted()
     assert sender.tick(0.0) == []
-    job.gone()
+    job.on_not_sent()
     assert sender.tick(0.0) == [Released(PULL, "closed")]
 
 
@@ -93,20 +93,20 @@ def test_a_source_that_was_moved_is_held_until_its_last_chunk_is_gone():
     """
     sender, tracker, copy = make(), SentTracker(), np.arange(1000, dtype=np.float32)
     before = asked(sender)
-    (queued,) = sender.want(0, b"p", name().id, (CHUNK,), 0.0)
-    sender.sent(before, tracker)
-    sender.move(PULL, {0: copy})
-    (after,) = sender.want(0, b"p", name().id, (CHUNK,), 0.0)
+    (queued,) = sender.on_want(0, b"p", name().stream_id, (CHUNK,), 0.0)
+    sender.on_sent(before, tracker)
+    sender.move_pull(PULL, {0: copy})
+    (after,) = sender.on_want(0, b"p", name().stream_id, (CHUNK,), 0.0)
     assert np.shares_memory(np.frombuffer(after.body, np.uint8), copy)
     assert not np.shares_memory(np.frombuffer(queued.body, np.uint8), copy)
     assert bytes(after.body) == bytes(queued.body)
     tracker.done = True
     assert sender.tick(0.0) == []
-    queued.gone()
+    queued.on_not_sent()
     assert sender.tick(0.0) == [SourceMoved(PULL)]
     assert sender.tick(0.0) == []
-    after.gone()
-    sender.close(PULL, "closed")
+    after.on_not_sent()
+    sender.close_pull(PULL, "closed")
     assert sender.tick(0.0) == [Released(PULL, "closed")]
 
 
@@ -114,25 +114,25 @@ def test_a_closed_pull_is_released_and_not_moved():
     """The end of a pull says more than its move; a move after the close, or of an unknown pull, changes nothing."""
     sender, source = make(), {0: np.arange(1000, dtype=np.float32)}
     job = asked(sender)
-    sender.move(PULL, source)
-    sender.close(PULL, "closed")
-    sender.move(PULL, source)
-    sender.move(PullId("other", 1, 1), source)
+    sender.move_pull(PULL, source)
+    sender.close_pull(PULL, "closed")
+    sender.move_pull(PULL, source)
+    sender.move_pull(PullId("other", 1, 1), source)
     assert sender.tick(0.0) == []
-    job.gone()
+    job.on_not_sent()
     assert sender.tick(0.0) == [Released(PULL, "closed")]
 
 
 def test_a_superseded_connection_is_waited_for():
     """A later epoch takes over at once; what libzmq still holds for the old one keeps the source."""
     sender, old, new = make(), SentTracker(), SentTracker()
-    sender.sent(asked(sender, b"old", 1), old)
-    sender.sent(asked(sender, b"new", 2), new)
+    sender.on_sent(asked(sender, b"old", 1), old)
+    sender.on_sent(asked(sender, b"new", 2), new)
     with pytest.raises(BadFrame, match="no stream"):
-        sender.want(0, b"old", name(1).id, (CHUNK,), 0.0)
-    assert code(sender.hello(0, b"old", name(1), (), 0.0)) == "stale_push"
+        sender.on_want(0, b"old", name(1).stream_id, (CHUNK,), 0.0)
+    assert code(sender.on_hello(0, b"old", name(1), (), 0.0)) == "stale_push"
     new.done = True
-    sender.close(PULL, "closed")
+    sender.close_pull(PULL, "closed")
     assert sender.tick(0.0) == []
     old.done = True
     assert sender.tick(0.0) == [Released(PULL, "closed")]
@@ -141,7 +141,7 @@ def test_a_superseded_connection_is_waited_for():
 def test_progress_keeps_a_pull_and_silence_ends_it():
     """A pull stalls when nothing is asked and nothing leaves; its deadline ends it in any case."""
     sender, tracker = make(), SentTracker()
-    sender.sent(asked(sender), tracker)
+    sender.on_sent(asked(sender), tracker)
     assert sender.tick(9.0) == []
     tracker.done = True
     assert sender.tick(9.5) == []  # it moved at 9.5
@@ -154,24 +154,24 @@ def test_before_and_after_a_pull_a_rank_hears_which():
     """Not open yet: try again. Over: never again."""
     sender = make()
     later = StreamName("demo", "pull", "fast", 1, 2, 0, "s0", 1, 1, str(V))
-    assert code(sender.hello(0, b"p", later, (), 0.0)) == "unknown"
-    sender.close(PULL, "closed")
-    assert code(sender.hello(0, b"p", name(), (), 0.0)) == "stale_push"
+    assert code(sender.on_hello(0, b"p", later, (), 0.0)) == "unknown"
+    sender.close_pull(PULL, "closed")
+    assert code(sender.on_hello(0, b"p", name(), (), 0.0)) == "stale_push"
     sender.tick(0.0)
-    assert code(sender.hello(0, b"p", name(), (), 0.0)) == "stale_push"
+    assert code(sender.on_hello(0, b"p", name(), (), 0.0)) == "stale_push"
 
 
 def test_a_repeated_pull_of_a_version_needs_no_reading():
     """The checksum is remembered under the version's name: bytes that went bad since do not pass at their reader."""
     sender, values = make(), np.arange(1000, dtype=np.float32)
-    asked(sender).header(7)
+    asked(sender).make_header(7)
     later = PullId("slow", 1, 1)
     values[120] = -1.0
-    sender.open(later, V, {0: values}, 60.0, 0.0)
+    sender.open_pull(later, V, {0: values}, 60.0, 0.0)
     other = StreamName("demo", "pull", "slow", 1, 1, 0, "s0", 1, 1, str(V))
-    sender.hello(0, b"q", other, (), 0.0)
-    (job,) = sender.want(0, b"q", other.id, (CHUNK,), 0.0)
-    header = unpack(job.header(7), 7, job.body.nbytes, 4096)
+    sender.on_hello(0, b"q", other, (), 0.0)
+    (job,) = sender.on_want(0, b"q", other.stream_id, (CHUNK,), 0.0)
+    header = unpack_header(job.make_header(7), 7, job.body.nbytes, 4096)
     with pytest.raises(BadFrame, match="checksum"):
         check_body(header, job.body)
 
@@ -180,8 +180,8 @@ def test_the_next_deadline_is_the_stall_or_the_deadline_of_what_is_served():
     """Who ticks then closes what stalls; a closed pull waits for trackers, not for a time."""
     sender = make()
     assert sender.next_deadline() == 10.0
-    assert [v for _, v, _ in sender.serving()] == [V]
+    assert [v for _, v, _ in sender.list_sources()] == [V]
     assert sender.tick(9.9) == []
     assert [type(move) for move in sender.tick(10.0)] == [Released]
     assert sender.next_deadline() == inf
-    assert sender.serving() == []
+    assert sender.list_sources() == []

@@ -53,10 +53,10 @@ def test_a_round_from_open_to_commit() -> None:
     assert slave.order(Measure(1, P2, GENESIS)) == Measured((6.0, 1.0), True)
     assert slave.order(Fold(1, P2, 2.0)) == Folded(7 * 2.5**2)
     assert slave.order(Apply(1, V1, 0.5, 1.0, 0.0)) == Prepared(V1)
-    assert slave.shard.versions.memory == GENESIS
+    assert slave.shard.versions.served_version == GENESIS
     assert slave.order(Persist(V1)) == Persisted(V1, "digest of v1@r1")
     assert slave.order(Commit(V1, (PULL,), 60.0)) == Done()
-    assert slave.shard.versions.memory == V1
+    assert slave.shard.versions.served_version == V1
     np.testing.assert_array_equal(slave.flow.pulls[PULL][0], np.full(6, 1 - 1.25, np.float32))
     assert slave.shard.versions.used_bytes == 2 * 28
 
@@ -94,8 +94,8 @@ def test_every_order_repeated_gets_its_answer_and_changes_nothing() -> None:
     slave.stage(P2, 0.5)
     for body in bodies:
         order = slave.made(body)
-        answer, state = slave.shard.execute(order), slave.state()
-        assert slave.shard.execute(order) is answer
+        answer, state = slave.shard.execute_order(order), slave.state()
+        assert slave.shard.execute_order(order) is answer
         assert slave.state() == state
     assert slave.disk.writes == 1
 
@@ -104,10 +104,10 @@ def test_the_same_number_with_another_body_is_refused() -> None:
     """A number names one order: another one under it is a bug, and is not carried out."""
     slave = ShardRig().ready()
     order = slave.made(Ping())
-    slave.shard.execute(order)
+    slave.shard.execute_order(order)
     other = Order(order.slave, order.sinc, order.term, order.number, DropPush(P1, ""), 1.0)
     with pytest.raises(LocalProtocolError, match="was Ping"):
-        slave.shard.execute(other)
+        slave.shard.execute_order(other)
 
 
 @pytest.mark.parametrize(
@@ -126,15 +126,15 @@ def test_orders_of_yesterday_change_nothing(change: dict[str, object], error: ty
     state = slave.state()
     fields = {"slave": "s", "sinc": 7, "term": 2, "number": 99, "body": DropPush(P1, ""), "deadline_s": 1.0}
     with pytest.raises(error):
-        slave.shard.execute(Order(**{**fields, **change}))  # type: ignore[arg-type]
+        slave.shard.execute_order(Order(**{**fields, **change}))  # type: ignore[arg-type]
     assert slave.state() == state
 
 
 def test_a_new_term_forgets_the_answers_of_the_old() -> None:
     """Numbers begin anew with a term, so an order of a new master is carried out under a number used before."""
     slave = ShardRig().ready()
-    slave.shard.execute(Order("s", 7, 1, 5, Ping(), 1.0))
-    slave.shard.execute(Order("s", 7, 2, 5, OpenPush(P1, (0,), 1.0), 1.0))
+    slave.shard.execute_order(Order("s", 7, 1, 5, Ping(), 1.0))
+    slave.shard.execute_order(Order("s", 7, 2, 5, OpenPush(P1, (0,), 1.0), 1.0))
     assert slave.shard.versions.open_pushes == (P1,)
     assert slave.shard.term == 2
 
@@ -144,12 +144,12 @@ def test_answers_are_bounded_and_what_is_older_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(order_fences, "REMEMBERED", 3)
     slave = ShardRig().ready()
     first = slave.made(OpenPush(P1, (0,), 1.0))
-    slave.shard.execute(first)
+    slave.shard.execute_order(first)
     slave.order(DropPush(P1, ""))
     for _ in range(3):
         slave.order(Ping())
     with pytest.raises(StaleTerm, match="older than the last"):
-        slave.shard.execute(first)
+        slave.shard.execute_order(first)
 
 
 def test_orders_of_a_round_that_is_over_are_stale() -> None:

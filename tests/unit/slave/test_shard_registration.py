@@ -29,7 +29,7 @@ def test_registration_says_what_is_held() -> None:
     """A slave in doubt names memory, prepared and its snapshots, so that the master can decide by its row."""
     slave = ShardRig().ready()
     version = slave.prepare()
-    said = slave.shard.registration(3, "nonce", "run", "h:1", ("h:2",))
+    said = slave.shard.make_registration(3, "nonce", "run", "h:1", ("h:2",))
     assert (said.memory, said.prepared, said.complete) == (GENESIS, version, (version,))
     assert (said.req, said.slave, said.term_seen, said.slots, said.reason) == (3, "s", 1, 2, "")
 
@@ -41,13 +41,13 @@ def test_a_slave_in_doubt_is_told(order: CommitVersion | LoadVersion | AbortVers
     """Commit flips to what was prepared, Abort drops it; either way nothing is prepared afterwards."""
     slave = ShardRig().ready()
     slave.prepare()
-    assert slave.shard.follow(order) is Followed.DONE
-    assert (slave.shard.versions.memory, slave.shard.versions.prepared) == (memory, None)
+    assert slave.shard.follow_order(order) is Followed.DONE
+    assert (slave.shard.versions.served_version, slave.shard.versions.prepared) == (memory, None)
     assert slave.shard.reason == ""
 
 
 def test_a_restarted_slave_loads_the_head_from_disk() -> None:
-    """A new process has nothing until it is told; then it holds the bytes that were persisted (guards 3 and 7)."""
+    """A new process has nothing before its order; then it holds the bytes that were persisted (guards 3 and 7)."""
     old = ShardRig().ready()
     version = old.prepare()
     old.order(Commit(version, (), 1.0))
@@ -55,7 +55,7 @@ def test_a_restarted_slave_loads_the_head_from_disk() -> None:
     new.welcome(LoadVersion(version))
     with pytest.raises(StaleVersion):
         new.order(OpenPush(P1, (0,), 1.0))
-    new.shard.follow(LoadVersion(version))
+    new.shard.follow_order(LoadVersion(version))
     for read in (Versions.theta, Versions.momentum):
         for layer in (0, 2):
             assert (
@@ -67,12 +67,12 @@ def test_a_load_that_fails_is_told_with_the_next_register() -> None:
     """A corrupt snapshot leaves what was held; the reason names the order, and a success clears it."""
     slave = ShardRig().ready()
     slave.disk.error = CorruptSnapshot("v4@r9/model.safetensors: expected xxh3-128 ..")
-    assert isinstance(slave.shard.follow(LoadVersion(VersionId(4, 9))), Unfollowed)
+    assert isinstance(slave.shard.follow_order(LoadVersion(VersionId(4, 9))), Unfollowed)
     assert slave.shard.reason.startswith("LoadVersion v4@r9: v4@r9/model.safetensors")
-    assert slave.shard.versions.memory == GENESIS
-    assert slave.shard.follow(RegisterLater(1.0, "not now")) is Followed.WAITS
+    assert slave.shard.versions.served_version == GENESIS
+    assert slave.shard.follow_order(RegisterLater(1.0, "not now")) is Followed.WAITS
     assert slave.shard.reason
-    assert slave.shard.follow(Hold()) is Followed.SERVES
+    assert slave.shard.follow_order(Hold()) is Followed.SERVES
     assert slave.shard.reason == ""
 
 
@@ -86,12 +86,12 @@ def test_a_rollback_drops_pushes_and_closes_pulls() -> None:
     slave.stage(P3, 0.5)
     source = slave.flow.pulls[PULL]
     copy = source[0].copy()
-    slave.shard.follow(LoadVersion(first))
-    assert slave.shard.versions.memory == first
+    slave.shard.follow_order(LoadVersion(first))
+    assert slave.shard.versions.served_version == first
     assert slave.shard.versions.open_pushes == ()
     assert slave.flow.closing == [PULL]
     np.testing.assert_array_equal(source[0], copy)
-    slave.shard.transfers.released(PULL, "closed")
+    slave.shard.transfers.on_pull_released(PULL, "closed")
     assert slave.shard.versions.used_bytes == 2 * 28
 
 

@@ -54,13 +54,13 @@ def test_a_full_disk_is_found_before_anything_is_computed() -> None:
     (docs/rationale.md#21)."""
     slave = ShardRig().ready()
     slave.fold(P1, 0.5)
-    before, slave.disk.full = slave.shard.versions.holders(), True
+    before, slave.disk.full = slave.shard.versions.bank_holders(), True
     with pytest.raises(FailedDisk, match=r"has no room for the snapshot of v1@r1.*no space left"):
         slave.order(Apply(1, V1, 1.0, 1.0, 0.0))
-    assert slave.shard.versions.holders() == before
+    assert slave.shard.versions.bank_holders() == before
     assert slave.order(Apply(1, V1, 1.0, 1.0, 0.0, reserve=False)) == Prepared(V1)
     slave.order(Commit(V1, (), 1.0))
-    assert slave.shard.versions.memory == V1
+    assert slave.shard.versions.served_version == V1
 
 
 def test_a_failed_persist_leaves_what_is_prepared() -> None:
@@ -87,7 +87,7 @@ def test_what_is_written_beside_is_not_taken_away() -> None:
     second = VersionId(2, 2)
     with pytest.raises(Busy, match=r"Apply of v2@r2 waits: the snapshot of v1@r1 is being written"):
         slave.order(Apply(2, second, 1.0, 1.0, 0.0))
-    assert isinstance(slave.shard.follow(LoadVersion(GENESIS)), Unfollowed)
+    assert isinstance(slave.shard.follow_order(LoadVersion(GENESIS)), Unfollowed)
     assert "Load of v0@r0 waits" in slave.shard.reason
     answer = slave.shard.end_persist(order, write())
     assert answer == Persisted(first, "digest of v1@r1")
@@ -203,10 +203,10 @@ def test_apply_waits_for_a_reader() -> None:
     slave.order(OpenPush(P3, (0,), 60.0))
     order = slave.made(Apply(2, VersionId(2, 2), 1.0, 1.0, 0.0))
     with pytest.raises(Busy):
-        slave.shard.execute(order)
+        slave.shard.execute_order(order)
     assert slave.shard.poison is None
-    slave.shard.transfers.released(PULL, "done")
-    assert slave.shard.execute(order) == Prepared(VersionId(2, 2))
+    slave.shard.transfers.on_pull_released(PULL, "done")
+    assert slave.shard.execute_order(order) == Prepared(VersionId(2, 2))
 
 
 def test_apply_moves_slow_readers_to_the_snapshot_file() -> None:
@@ -226,9 +226,9 @@ def test_apply_moves_slow_readers_to_the_snapshot_file() -> None:
     order = slave.made(Apply(3, VersionId(3, 3), 1.0, 1.0, 0.0))
     slave.order(OpenPush(PushId("y", 1, 1), (0,), 60.0))
     with pytest.raises(Busy, match="older θ v1@r1"):
-        slave.shard.execute(order)
-    slave.shard.transfers.moved(PULL)
-    assert slave.shard.execute(order) == Prepared(VersionId(3, 3))
+        slave.shard.execute_order(order)
+    slave.shard.transfers.on_source_moved(PULL)
+    assert slave.shard.execute_order(order) == Prepared(VersionId(3, 3))
     assert slave.shard.versions.pins == {PULL: V1}
     assert slave.flow.moving == [PULL]
 
@@ -241,7 +241,7 @@ def test_reorder_reaches_a_push_that_moves_and_nothing_else() -> None:
     assert slave.order(Reorder(P1, (1,))) == Done()
     assert slave.order(Reorder(P2, (2,))) == Done()
     assert slave.flow.places == {P1: (1,)}
-    slave.shard.transfers.staged(P1, 28)
+    slave.shard.transfers.on_push_staged(P1, 28)
     slave.order(Reorder(P1, (7,)))
     assert slave.flow.places == {P1: (1,)}
 
@@ -254,7 +254,7 @@ def test_one_older_version_stays_in_memory() -> None:
     assert slave.flow.moving == []
     slave.order(Commit(slave.prepare(P3, 3), (), 1.0))
     assert slave.flow.moving == [PULL]
-    assert slave.shard.versions.older == (VersionId(2, 2),)
+    assert slave.shard.versions.older_versions == (VersionId(2, 2),)
 
 
 def test_a_version_without_a_file_keeps_its_bank_and_the_next_one_moves() -> None:
@@ -264,7 +264,7 @@ def test_a_version_without_a_file_keeps_its_bank_and_the_next_one_moves() -> Non
     slave.order(Commit(slave.prepare(P1, 1), (PULL,), 1.0))
     slave.order(Commit(slave.prepare(P2, 2), (), 1.0))
     assert slave.flow.moving == [PULL]
-    slave.shard.transfers.moved(PULL)
+    slave.shard.transfers.on_source_moved(PULL)
     assert slave.shard.versions.pins == {PULL: V1, PullId("z", 1, 1): GENESIS}
 
 
@@ -280,5 +280,5 @@ def test_a_late_reader_of_an_older_version_is_served_from_its_file() -> None:
     prepared = slave.prepare(P3, 3)
     with pytest.raises(StaleVersion):
         slave.order(OpenPull(PullId("y", 1, 1), prepared, 60.0))
-    slave.shard.transfers.released(PULL, "done")
+    slave.shard.transfers.on_pull_released(PULL, "done")
     assert slave.shard.versions.pins == {}

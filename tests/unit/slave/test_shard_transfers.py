@@ -46,14 +46,14 @@ def test_a_late_open_push_finds_a_tombstone() -> None:
 
 
 def test_no_slot_is_busy_and_nothing_is_taken() -> None:
-    """A push beyond the slots is told Busy; the order may be tried again under the same number."""
+    """A push beyond the slots is answered Busy; the order may be tried again under the same number."""
     slave = ShardRig(slots=1).ready()
     slave.order(OpenPush(P1, (0,), 1.0))
     order = slave.made(OpenPush(P2, (0,), 1.0))
     with pytest.raises(Busy):
-        slave.shard.execute(order)
+        slave.shard.execute_order(order)
     slave.order(DropPush(P1, ""))
-    assert slave.shard.execute(order) == Done()
+    assert slave.shard.execute_order(order) == Done()
 
 
 def test_a_push_that_the_flow_does_not_take_leaves_no_slot() -> None:
@@ -68,7 +68,7 @@ def test_a_push_that_the_flow_does_not_take_leaves_no_slot() -> None:
 
 
 def test_an_open_push_is_opened_once_and_reported_again() -> None:
-    """A new master's OpenPush of a push that lies here staged changes nothing, and the master hears of it again."""
+    """A new master's OpenPush of a push that lies here staged changes nothing, and is reported to the master again."""
     slave = ShardRig().ready()
     slave.stage(P1, 0.5)
     slave.shard.take_reports()
@@ -84,7 +84,7 @@ def test_a_lossy_push_begins_as_its_base_and_no_flip_changes_that() -> None:
     assert slave.flow.codecs[P2] == "int8"
     version = slave.prepare(P1)
     slave.order(Commit(version, (), 60.0))
-    assert slave.shard.versions.memory == version
+    assert slave.shard.versions.served_version == version
     assert all((a == 1.0).all() for a in slave.flow.pushes[P2].values())
     assert slave.shard.versions.pins == {}
 
@@ -108,14 +108,14 @@ def test_an_open_push_keeps_its_codec() -> None:
 
 
 def test_a_refused_push_frees_its_slot_and_is_told() -> None:
-    """When the flow gives a push up, its slot is free, its tombstone set, and the master is to be told why."""
+    """When the flow gives a push up, its slot is free, its tombstone set, and the master is to learn why."""
     slave = ShardRig().ready()
     slave.order(OpenPush(P1, (0,), 1.0))
-    slave.shard.transfers.refused(P1, "ranges leave a gap")
+    slave.shard.transfers.on_push_refused(P1, "ranges leave a gap")
     assert slave.shard.versions.open_pushes == ()
     assert slave.shard.take_reports() == [RefusedReport(P1, "ranges leave a gap")]
-    slave.shard.transfers.staged(P1, 28)
-    slave.shard.transfers.refused(P1, "again")
+    slave.shard.transfers.on_push_staged(P1, 28)
+    slave.shard.transfers.on_push_refused(P1, "again")
     assert slave.shard.take_reports() == []
 
 
@@ -128,7 +128,7 @@ def test_a_pin_ends_when_the_flow_says_released() -> None:
     slave.order(OpenPull(PULL, GENESIS, 60.0))
     slave.order(ClosePull(PULL))
     assert slave.shard.versions.pins == {PULL: GENESIS}
-    slave.shard.transfers.released(PULL, "closed")
+    slave.shard.transfers.on_pull_released(PULL, "closed")
     assert slave.shard.versions.pins == {}
     with pytest.raises(StalePush):
         slave.order(OpenPull(PULL, GENESIS, 60.0))
@@ -141,9 +141,9 @@ def test_heal_drops_what_the_master_does_not_list() -> None:
     slave.order(OpenPull(PULL, GENESIS, 60.0))
     as_of = slave.number
     slave.order(OpenPush(PushId("y", 1, 1), (0,), 1.0))
-    assert slave.shard.heal(SlaveHeartbeatAnswer(1, 10.0, False, as_of, (P1,), (PULL,))) == []
-    assert slave.shard.heal(SlaveHeartbeatAnswer(1, 10.0, True, as_of, (), ())) == []
-    assert slave.shard.heal(SlaveHeartbeatAnswer(1, 10.0, False, as_of, (), ())) == ["x/1#1", "x/1^1"]
+    assert slave.shard.drop_unlisted(SlaveHeartbeatAnswer(1, 10.0, False, as_of, (P1,), (PULL,))) == []
+    assert slave.shard.drop_unlisted(SlaveHeartbeatAnswer(1, 10.0, True, as_of, (), ())) == []
+    assert slave.shard.drop_unlisted(SlaveHeartbeatAnswer(1, 10.0, False, as_of, (), ())) == ["x/1#1", "x/1^1"]
     assert slave.shard.versions.open_pushes == (PushId("y", 1, 1),)
     assert slave.flow.closing == [PULL]
     with pytest.raises(StalePush):
@@ -155,5 +155,5 @@ def test_heal_by_a_new_master_drops_what_the_old_one_opened() -> None:
     slave = ShardRig().ready()
     slave.stage(P1, 0.5)
     slave.welcome(Hold(), term=2)
-    assert slave.shard.heal(SlaveHeartbeatAnswer(1, 10.0, False, 99, (), ())) == []
-    assert slave.shard.heal(SlaveHeartbeatAnswer(2, 10.0, False, 0, (), ())) == ["x/1#1"]
+    assert slave.shard.drop_unlisted(SlaveHeartbeatAnswer(1, 10.0, False, 99, (), ())) == []
+    assert slave.shard.drop_unlisted(SlaveHeartbeatAnswer(2, 10.0, False, 0, (), ())) == ["x/1#1"]

@@ -18,7 +18,7 @@ from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError
 from dips.ids import GENESIS, VersionId
 from dips.protocol.manifest import Manifest
 from dips.slave import tensorfile
-from dips.slave.export import export
+from dips.slave.export import export_snapshot
 from dips.slave.snapshot_manifest import MOMENTUM, THETA
 from dips.slave.snapshots import Snapshots
 from tests.damage import flip_bit
@@ -40,7 +40,7 @@ def tensors(flat: Arrays) -> dict[str, np.ndarray]:
     found = {}
     for i, array in flat.items():
         layer = MANIFEST.layers[i]
-        for parameter, at in zip(layer.parameters, layer.offsets(), strict=True):
+        for parameter, at in zip(layer.parameters, layer.param_offsets(), strict=True):
             found[parameter.name] = array[at : at + parameter.numel].reshape(parameter.shape)
     return found
 
@@ -53,13 +53,13 @@ def opened(path: Path, name: str = "s", layers: tuple[int, ...] = (0, 1, 2, 3), 
         save_file(dict(reversed(tensors(every).items())), initial)
     snapshots = Snapshots(path, run, name, initial, structlog.get_logger())
     genesis = [xxhash.xxh3_128_hexdigest(every[i].tobytes()) for i in layers]
-    snapshots.bind(MANIFEST, layers, genesis, sinc=4)
+    snapshots.bind_layers(MANIFEST, layers, genesis, sinc=4)
     return snapshots
 
 
 def read(snapshots: Snapshots, version: VersionId, layers: tuple[int, ...] = (0, 1, 2, 3)) -> tuple[Arrays, Arrays]:
     theta, momentum = arrays(layers, 98), arrays(layers, 99)
-    snapshots.read(version, theta, momentum)
+    snapshots.read_snapshot(version, theta, momentum)
     return theta, momentum
 
 
@@ -76,11 +76,11 @@ def test_what_is_written_is_read_by_the_next_process(tmp_path: Path) -> None:
     """θ and m come back bit for bit after a restart, under names that safetensors itself reads."""
     path = tmp_path / "s"
     snapshots, theta, momentum = opened(path), arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2)
-    digest = snapshots.write(V1, theta, momentum)
+    digest = snapshots.write_snapshot(V1, theta, momentum)
     assert digest == xxhash.xxh3_128_hexdigest((path / "v1@r1" / "manifest.json").read_bytes())
-    assert snapshots.complete() == (V1,)
+    assert snapshots.complete_versions() == (V1,)
     again = reopened(snapshots, path)
-    assert again.complete() == (V1,)
+    assert again.complete_versions() == (V1,)
     theta_read, momentum_read = read(again, V1)
     assert same(theta_read, theta)
     assert same(momentum_read, momentum)
@@ -98,7 +98,7 @@ def test_version_zero_is_the_initial_model(tmp_path: Path) -> None:
     expected = arrays((0, 1, 2, 3), 0)
     assert same(theta, {i: expected[i] for i in (0, 2, 3)})
     assert all(not m.any() for m in momentum.values())
-    assert snapshots.complete() == ()
+    assert snapshots.complete_versions() == ()
     snapshots.close()
 
 
@@ -142,21 +142,21 @@ DAMAGE = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_or_foreign_snapshot_is_passed_over_loudly(tmp_path: Path, name: str) -> None:
-    """It is not offered, not read, not deleted, and told once in the log; the one before it still is (row 7 of §9)."""
+    """It is not offered, not read, not deleted, and logged once; the one before it still is (row 7 of §9)."""
     damage, reason = DAMAGE[name]
     path = tmp_path / "s"
     snapshots = opened(path)
     for version in (V1, V2):
-        snapshots.write(version, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+        snapshots.write_snapshot(version, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
     damage(path / str(V2))
     snapshots.close()
     with capture_logs() as logs:
         again = opened(path)
-        assert again.complete() == (V1,)
-        assert again.complete() == (V1,)
-    told = [line for line in logs if line["event"] == "snapshot_passed_over"]
-    assert [(line["version"], line["log_level"]) for line in told] == [("v2@r5", "error")]
-    assert reason in told[0]["reason"]
+        assert again.complete_versions() == (V1,)
+        assert again.complete_versions() == (V1,)
+    logged = [line for line in logs if line["event"] == "snapshot_passed_over"]
+    assert [(line["version"], line["log_level"]) for line in logged] == [("v2@r5", "error")]
+    assert reason in logged[0]["reason"]
     with pytest.raises(CorruptSnapshot):
         read(again, V2)
     assert (path / str(V2)).exists()
@@ -168,11 +168,11 @@ def test_damage_after_the_start_is_found_when_read(tmp_path: Path, part: str) ->
     """Every read verifies: what rotted since it was written raises, and is offered no more."""
     path = tmp_path / "s"
     snapshots = opened(path)
-    snapshots.write(V1, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+    snapshots.write_snapshot(V1, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
     _flip(path / str(V1), part)
     with pytest.raises(CorruptSnapshot, match="expected xxh3-128"):
         read(snapshots, V1)
-    assert snapshots.complete() == ()
+    assert snapshots.complete_versions() == ()
     snapshots.close()
 
 
@@ -180,7 +180,7 @@ def test_a_snapshot_of_other_layers_is_refused(tmp_path: Path) -> None:
     """A slave that holds other layers now does not take an old snapshot for its own."""
     path = tmp_path / "s"
     snapshots = opened(path, layers=(0, 1))
-    snapshots.write(V1, arrays((0, 1), 1), arrays((0, 1), 2))
+    snapshots.write_snapshot(V1, arrays((0, 1), 1), arrays((0, 1), 2))
     snapshots.close()
     again = opened(path, layers=(0, 2))
     with pytest.raises(CorruptSnapshot, match=r"expected the layers \[0, 2\]"):
@@ -192,13 +192,13 @@ def test_an_unfinished_write_is_never_a_snapshot(tmp_path: Path, monkeypatch: py
     """Killed before the rename: the next start removes the half, says so, and offers what was whole before."""
     path = tmp_path / "s"
     snapshots = opened(path)
-    snapshots.write(V1, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+    snapshots.write_snapshot(V1, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
     shutil.copytree(path / str(V1), path / ".unfinished-v2@r5")
     snapshots.close()
     with capture_logs() as logs:
         again = opened(path)
     assert [line["event"] for line in logs] == ["snapshot_unfinished"]
-    assert again.complete() == (V1,)
+    assert again.complete_versions() == (V1,)
     assert not (path / ".unfinished-v2@r5").exists()
     again.close()
 
@@ -207,15 +207,15 @@ def test_a_full_disk_leaves_no_half(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """When the disk is full the write raises, removes what it had begun, and what was complete stays complete."""
     path = tmp_path / "s"
     snapshots = opened(path)
-    snapshots.write(V1, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+    snapshots.write_snapshot(V1, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
 
     def full(fd: int, size: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensorfile, "_reserve", full)
+    monkeypatch.setattr(tensorfile, "_reserve_space", full)
     with pytest.raises(OSError, match="No space left"):
-        snapshots.write(V2, arrays((0, 1, 2, 3), 3), arrays((0, 1, 2, 3), 4))
-    assert snapshots.complete() == (V1,)
+        snapshots.write_snapshot(V2, arrays((0, 1, 2, 3), 3), arrays((0, 1, 2, 3), 4))
+    assert snapshots.complete_versions() == (V1,)
     assert sorted(p.name for p in path.iterdir()) == [".lock", "v1@r1"]
     snapshots.close()
 
@@ -224,7 +224,7 @@ def test_a_repeated_write_replaces(tmp_path: Path) -> None:
     """A snapshot written again under its name holds the last bytes."""
     snapshots = opened(tmp_path / "s")
     for seed in (1, 5):
-        snapshots.write(V1, arrays((0, 1, 2, 3), seed), arrays((0, 1, 2, 3), seed + 1))
+        snapshots.write_snapshot(V1, arrays((0, 1, 2, 3), seed), arrays((0, 1, 2, 3), seed + 1))
     theta, _ = read(snapshots, V1)
     assert same(theta, arrays((0, 1, 2, 3), 5))
     snapshots.close()
@@ -235,9 +235,9 @@ def test_delete_removes_what_is_named_only(tmp_path: Path) -> None:
     path = tmp_path / "s"
     snapshots = opened(path)
     for version in (V1, V2):
-        snapshots.write(version, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
-    snapshots.delete((V1, VersionId(7, 7)))
-    assert snapshots.complete() == (V2,)
+        snapshots.write_snapshot(version, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+    snapshots.delete_snapshots((V1, VersionId(7, 7)))
+    assert snapshots.complete_versions() == (V2,)
     assert sorted(p.name for p in path.iterdir()) == [".lock", "v2@r5"]
     snapshots.close()
 
@@ -247,18 +247,18 @@ def test_a_mapped_snapshot_outlives_its_deletion(tmp_path: Path) -> None:
     (docs/rationale.md#19)."""
     snapshots = opened(tmp_path / "s")
     theta, momentum = arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2)
-    snapshots.write(V1, theta, momentum)
-    mapped = snapshots.map(V1)
+    snapshots.write_snapshot(V1, theta, momentum)
+    mapped = snapshots.map_theta(V1)
     assert mapped is not None
     assert not any(a.flags.writeable for a in mapped.values() if a.size)
-    snapshots.write(V1, momentum, theta)
-    replaced = snapshots.map(V1)
-    snapshots.delete((V1,))
+    snapshots.write_snapshot(V1, momentum, theta)
+    replaced = snapshots.map_theta(V1)
+    snapshots.delete_snapshots((V1,))
     assert list(tmp_path.glob("s/v1*")) == []
     assert same(mapped, theta)
     assert replaced is not None
     assert same(replaced, momentum)
-    assert snapshots.map(V1) is None
+    assert snapshots.map_theta(V1) is None
     snapshots.close()
 
 
@@ -266,14 +266,14 @@ def test_what_is_not_known_to_be_whole_is_not_mapped(tmp_path: Path) -> None:
     """A snapshot is mapped after it was written or verified by this process, and passed over if its file is damaged."""
     path = tmp_path / "s"
     snapshots = opened(path)
-    snapshots.write(V1, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
+    snapshots.write_snapshot(V1, arrays((0, 1, 2, 3), 1), arrays((0, 1, 2, 3), 2))
     again = reopened(snapshots, path)
-    assert again.map(V1) is None
-    assert again.complete() == (V1,)
-    assert again.map(V1) is not None
+    assert again.map_theta(V1) is None
+    assert again.complete_versions() == (V1,)
+    assert again.map_theta(V1) is not None
     os.truncate(path / "v1@r1" / "model.safetensors", 100)
     with capture_logs() as logs:
-        assert again.map(V1) is None
+        assert again.map_theta(V1) is None
     assert [line["event"] for line in logs] == ["snapshot_not_mapped"]
     again.close()
 
@@ -281,13 +281,13 @@ def test_what_is_not_known_to_be_whole_is_not_mapped(tmp_path: Path) -> None:
 def test_version_zero_is_mapped_where_its_layers_lie_whole(tmp_path: Path) -> None:
     """v0@r0 comes from the initial model; a layer that lies scattered in the file cannot be one array."""
     snapshots = opened(tmp_path / "s", layers=(1,))
-    mapped = snapshots.map(GENESIS)
+    mapped = snapshots.map_theta(GENESIS)
     assert mapped is not None
     assert same(mapped, {1: arrays((0, 1, 2, 3), 0)[1]})
     snapshots.close()
     scattered = opened(tmp_path / "s", layers=(0,))  # the library puts a.0.10.w before a.0.2.b, the manifest does not
     with capture_logs() as logs:
-        assert scattered.map(GENESIS) is None
+        assert scattered.map_theta(GENESIS) is None
     assert [line["event"] for line in logs] == ["snapshot_not_mapped"]
     scattered.close()
 
@@ -305,9 +305,9 @@ def test_writing_before_the_layers_are_known_is_a_bug(tmp_path: Path) -> None:
     """Without Registered nobody knows what the bytes are."""
     snapshots = Snapshots(tmp_path / "s", "r", "s", tmp_path / "none", structlog.get_logger())
     with pytest.raises(LocalProtocolError):
-        snapshots.write(V1, arrays((0,), 1), arrays((0,), 1))
+        snapshots.write_snapshot(V1, arrays((0,), 1), arrays((0,), 1))
     with pytest.raises(LocalProtocolError):
-        snapshots.read(GENESIS, arrays((0,), 1), arrays((0,), 1))
+        snapshots.read_snapshot(GENESIS, arrays((0,), 1), arrays((0,), 1))
     snapshots.close()
 
 
@@ -322,7 +322,7 @@ def two_slaves(tmp_path: Path) -> tuple[list[Path], dict[VersionId, Arrays]]:
         snapshots = opened(directory, directory.name, layers)
         for version, theta in thetas.items():
             if version.version < 3 or directory == directories[0]:
-                snapshots.write(version, {i: theta[i] for i in layers}, arrays(layers, 9))
+                snapshots.write_snapshot(version, {i: theta[i] for i in layers}, arrays(layers, 9))
         snapshots.close()
     return directories, thetas
 
@@ -332,7 +332,7 @@ def test_export_assembles_a_version(tmp_path: Path, asked: VersionId | None, giv
     """The newest version complete on all slaves, or the named one, under the model's own names and shapes."""
     directories, thetas = two_slaves(tmp_path)
     output = tmp_path / "out" / "model.safetensors"
-    assert export(directories, asked, output) == given
+    assert export_snapshot(directories, asked, output) == given
     found, expected = load_file(output), tensors(thetas[given])
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -346,19 +346,19 @@ def test_export_refuses_what_is_incomplete(tmp_path: Path) -> None:
     directories, _ = two_slaves(tmp_path)
     output = tmp_path / "model.safetensors"
     with pytest.raises(ConfigError, match=r"v3@r6 is complete in all directories|v3@r6 is.*v1@r1, v2@r5"):
-        export(directories, VersionId(3, 6), output)
+        export_snapshot(directories, VersionId(3, 6), output)
     with pytest.raises(ConfigError, match="layers 1, 2 of 4 are in none"):
-        export(directories[:1], V2, output)
+        export_snapshot(directories[:1], V2, output)
     shutil.copytree(directories[0], tmp_path / "copy")
     with pytest.raises(ConfigError, match=r"layer a\.0 is in"):
-        export([*directories, tmp_path / "copy"], V2, output)
+        export_snapshot([*directories, tmp_path / "copy"], V2, output)
     with pytest.raises(ConfigError, match="there is none"):
-        export([*directories, tmp_path / "nowhere"], None, output)
+        export_snapshot([*directories, tmp_path / "nowhere"], None, output)
     with pytest.raises(ConfigError, match="got none"):
-        export([], None, output)
+        export_snapshot([], None, output)
     _change(directories[1] / str(V2), run="other")
     with pytest.raises(ConfigError, match="different runs"):
-        export(directories, V2, output)
+        export_snapshot(directories, V2, output)
     assert not output.exists()
 
 
@@ -370,5 +370,5 @@ def test_export_verifies_digests(tmp_path: Path) -> None:
     begin = 8 + int.from_bytes(raw[:8], "little")
     path.write_bytes(raw[:begin] + b"\x00\x00\x80\x3f" + raw[begin + 4 :])
     with pytest.raises(CorruptSnapshot, match="expected xxh3-128"):
-        export(directories, V2, tmp_path / "model.safetensors")
+        export_snapshot(directories, V2, tmp_path / "model.safetensors")
     assert sorted(p.name for p in tmp_path.glob("*.safetensors")) == ["initial.safetensors"]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from dips.commands.history import listing, runs
+from dips.commands.history import draw_rounds, shorten_ranges
 from dips.telemetry.listing import Column, Listing, ListingRow
-from dips.telemetry.status import render
+from dips.telemetry.status import render_status
 
 NO_SPACE = "parameter-server-frankfurt-0 refused: FailedDisk: /var/lib/dips/snapshots: No space left on device"
 WAITS = "collecting: 2 committed, closes in 13.2 s, not before v1203@r1250 is on every disk"
@@ -109,7 +109,7 @@ def drawn(what: RenderableType, width: int) -> str:
 @pytest.mark.parametrize("width", [72, 80, 100, 160])
 @pytest.mark.parametrize(
     ("what", "words"),
-    [(render(STATUS), STATUS_WORDS), (listing(ROUNDS), ROUNDS_WORDS)],
+    [(render_status(STATUS), STATUS_WORDS), (draw_rounds(ROUNDS), ROUNDS_WORDS)],
     ids=["status", "history"],
 )
 def test_nothing_is_cut_off(what: RenderableType, words: tuple[str, ...], width: int) -> None:
@@ -138,6 +138,6 @@ def test_a_name_longer_than_the_terminal_is_folded() -> None:
 
 
 def test_ranges_are_short() -> None:
-    """Neighbours are told by their first and last; of very many the rest is counted."""
-    assert runs([5, 3, 4, 9]) == "3–5 9"
-    assert runs(range(0, 50, 2)).endswith("36 38 and 5 more")
+    """Neighbours are named by their first and last; of very many the rest is counted."""
+    assert shorten_ranges([5, 3, 4, 9]) == "3–5 9"
+    assert shorten_ranges(range(0, 50, 2)).endswith("36 38 and 5 more")

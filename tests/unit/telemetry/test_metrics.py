@@ -38,8 +38,8 @@ def scraped(port: int) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 
 def test_a_scrape_says_what_the_status_says() -> None:
-    """Numbers come with their names and labels, states as labels; what nobody has told is left out, not zero."""
-    port, end = metrics.serve(("127.0.0.1", 0), lambda: STATUS)
+    """Numbers come with their names and labels, states as labels; what nobody has reported is left out, not zero."""
+    port, end = metrics.serve_metrics(("127.0.0.1", 0), lambda: STATUS)
     try:
         found = scraped(port)
     finally:
@@ -66,10 +66,10 @@ def test_names_are_said_once() -> None:
 
 
 def test_a_port_in_use_is_named() -> None:
-    """The second server on a port is told which one."""
-    port, end = metrics.serve(("127.0.0.1", 0), lambda: STATUS)
+    """The second server on a port names the port."""
+    port, end = metrics.serve_metrics(("127.0.0.1", 0), lambda: STATUS)
     try:
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
-            metrics.serve(("127.0.0.1", port), lambda: STATUS)
+            metrics.serve_metrics(("127.0.0.1", port), lambda: STATUS)
     finally:
         end()

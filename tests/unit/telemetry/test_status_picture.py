@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dips.telemetry.status import count, one_line, render
+from dips.telemetry.status import format_count, one_line, render_status
 
 STATUS: dict[str, Any] = {
     "run": "demo",
@@ -41,7 +41,7 @@ STATUS: dict[str, Any] = {
 
 def drawn(status: dict[str, Any]) -> str:
     out = io.StringIO()
-    Console(file=out, width=160).print(render(status))
+    Console(file=out, width=160).print(render_status(status))
     return out.getvalue()
 
 
@@ -84,4 +84,4 @@ def test_one_line() -> None:
 )
 def test_counts_are_short(value: float | None, text: str) -> None:
     """Big counts are shortened, small ones exact."""
-    assert count(value) == text
+    assert format_count(value) == text

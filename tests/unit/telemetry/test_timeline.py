@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dips.telemetry.timeline import Timeline, older, read
+from dips.telemetry.timeline import Timeline, older_path, read_marks
 
 
 def test_two_files_are_kept(tmp_path: Path) -> None:
@@ -12,10 +12,10 @@ def test_two_files_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "t" / "timeline.jsonl"
     timeline = Timeline(path, "me", most_bytes=2000)
     for n in range(200):
-        timeline.mark("x", n=n)
+        timeline.record_mark("x", n=n)
     timeline.close()
-    assert path.stat().st_size + older(path).stat().st_size < 4400
-    numbers = [line["n"] for line in read(path)]
+    assert path.stat().st_size + older_path(path).stat().st_size < 4400
+    numbers = [line["n"] for line in read_marks(path)]
     assert numbers == list(range(numbers[0], 200))
     assert len(numbers) > 20
 
@@ -25,8 +25,8 @@ def test_a_restarted_process_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "timeline.jsonl"
     for n in range(3):
         timeline = Timeline(path, "me", most_bytes=1000)
-        timeline.mark("x", n=n, pad="." * 400)
+        timeline.record_mark("x", n=n, pad="." * 400)
         timeline.close()
     with path.open("a") as file:
         file.write('{"at": 1')
-    assert [line["n"] for line in read(path)] == [0, 1, 2]
+    assert [line["n"] for line in read_marks(path)] == [0, 1, 2]

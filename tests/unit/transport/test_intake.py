@@ -28,13 +28,13 @@ def make(nbytes: int, pool: Transit | None = None, chunk_bytes: int = MIB) -> In
 
 
 def asked(intake: Intake, allowance: int = 1 << 60) -> list[Range]:
-    return [chunk for unit in intake.ask(0.0, allowance) for chunk in unit]
+    return [chunk for unit in intake.ask_chunks(0.0, allowance) for chunk in unit]
 
 
 def test_a_stream_is_asked_for_its_credit_in_units():
     """The first asking fills the first credit, in WANTs of few chunks."""
     intake = make(100 * MIB)
-    units = intake.ask(0.0, 1 << 60)
+    units = intake.ask_chunks(0.0, 1 << 60)
     assert sum(c.nbytes for u in units for c in u) == FIRST_BYTES
     assert all(len(unit) <= UNIT_CHUNKS for unit in units)
 
@@ -45,8 +45,8 @@ def test_more_is_asked_when_half_is_here():
     chunks = asked(intake)
     assert asked(intake) == []
     for chunk in chunks[: len(chunks) // 2]:
-        assert intake.claim(header(chunk), 0.0) == chunk
-        intake.here(chunk)
+        assert intake.claim_chunk(header(chunk), 0.0) == chunk
+        intake.mark_received(chunk)
     assert sum(c.nbytes for c in asked(intake)) == FIRST_BYTES // 2
 
 
@@ -66,13 +66,13 @@ def test_a_chunk_is_claimed_once():
     """Unasked, repeated and misshapen chunks are refused and change nothing."""
     intake = make(2 * MIB)
     stranger = Range(0, 0, 0, MIB // 4)
-    assert intake.claim(header(stranger), 0.0) is None  # not asked yet
+    assert intake.claim_chunk(header(stranger), 0.0) is None  # not asked yet
     first, second = asked(intake)
-    assert intake.claim(header(first, nbytes=4), 0.0) is None  # of another length
-    assert intake.claim(header(first), 0.0) == first
-    assert intake.claim(header(first), 0.0) is None  # again, while it is copied
-    intake.here(first)
-    assert intake.claim(header(first), 0.0) is None  # again, when it is here
+    assert intake.claim_chunk(header(first, nbytes=4), 0.0) is None  # of another length
+    assert intake.claim_chunk(header(first), 0.0) == first
+    assert intake.claim_chunk(header(first), 0.0) is None  # again, while it is copied
+    intake.mark_received(first)
+    assert intake.claim_chunk(header(first), 0.0) is None  # again, when it is here
     assert intake.left == second.nbytes
 
 
@@ -80,10 +80,10 @@ def test_a_wrong_chunk_is_asked_again():
     """Its bytes were not what its sender saw: it is missing, and only it."""
     intake = make(2 * MIB)
     first, second = asked(intake)
-    intake.claim(header(first), 0.0)
-    intake.wrong(first)
-    intake.claim(header(second), 0.0)
-    intake.here(second)
+    intake.claim_chunk(header(first), 0.0)
+    intake.mark_wrong(first)
+    intake.claim_chunk(header(second), 0.0)
+    intake.mark_received(second)
     assert asked(intake) == [first]
 
 
@@ -93,11 +93,11 @@ def test_what_was_asked_of_a_broken_connection_is_asked_again():
     intake = make(4 * MIB, pool)
     a, b, c, d = asked(intake)
     for chunk in (a, b):
-        intake.claim(header(chunk), 0.0)
-    intake.here(a)
-    intake.lost()
-    assert pool.used == b.nbytes
-    intake.here(b)
+        intake.claim_chunk(header(chunk), 0.0)
+    intake.mark_received(a)
+    intake.on_connection_lost()
+    assert pool.used_bytes == b.nbytes
+    intake.mark_received(b)
     assert asked(intake) == [c, d]
 
 
@@ -106,21 +106,21 @@ def test_an_empty_pool_is_waited_for():
     pool = Transit(4 * MIB)
     first, second = make(8 * MIB, pool), make(8 * MIB, pool)
     chunks = asked(first)
-    assert pool.used == pool.limit
+    assert pool.used_bytes == pool.limit
     assert asked(second) == []
-    first.claim(header(chunks[0]), 0.0)
-    first.here(chunks[0])
+    first.claim_chunk(header(chunks[0]), 0.0)
+    first.mark_received(chunks[0])
     assert len(asked(second)) == 1
 
 
 def test_a_pool_never_gives_what_it_has_not():
     """Giving back more than was taken is our bug."""
     pool = Transit(FLOOR_BYTES)
-    assert pool.take(FLOOR_BYTES)
-    assert not pool.take(1)
-    pool.give(FLOOR_BYTES)
+    assert pool.take_bytes(FLOOR_BYTES)
+    assert not pool.take_bytes(1)
+    pool.give_back(FLOOR_BYTES)
     with pytest.raises(AssertionError):
-        pool.give(1)
+        pool.give_back(1)
 
 
 @given(st.lists(st.sampled_from(["ask", "here", "wrong", "lost"]), max_size=60), st.integers(1, 40))
@@ -135,21 +135,21 @@ def test_the_books_balance(steps, pieces):
         if step == "ask":
             flight += asked(intake)
         elif step == "lost":
-            intake.lost()
+            intake.on_connection_lost()
             flight = []
         elif flight:
             chunk = flight.pop(0)
             claimed.append(chunk)
-            assert intake.claim(header(chunk), 0.0) == chunk
+            assert intake.claim_chunk(header(chunk), 0.0) == chunk
             if step == "wrong":
-                intake.wrong(chunk)
+                intake.mark_wrong(chunk)
             else:
-                intake.here(chunk)
+                intake.mark_received(chunk)
                 arrived.append(chunk)
-        assert 0 <= pool.used <= pool.limit
+        assert 0 <= pool.used_bytes <= pool.limit
         assert intake.in_flight == sum(c.nbytes for c in flight)
     assert intake.complete
-    assert pool.used == 0
+    assert pool.used_bytes == 0
     assert len(set(arrived)) == len(arrived)
     assert sum(c.nbytes for c in arrived) == intake.total
 
@@ -157,16 +157,16 @@ def test_the_books_balance(steps, pieces):
 def test_credit_grows_to_twice_bandwidth_times_round_trip():
     """A link of 100 MiB/s at 100 ms gets 20 MiB, and never more than the most or less than the least."""
     credit, now = Credit(), 0.0
-    credit.asked(now, idle=True)
+    credit.on_want(now, idle=True)
     now += 0.1
     for _ in range(100):
-        credit.arrived(MIB, now)
+        credit.on_chunk(MIB, now)
         now += 0.01
     assert 18 * MIB <= credit.bytes <= 22 * MIB
     slow, fast = Credit(), Credit()
     for measure, nbytes in ((slow, 1000), (fast, 1 << 40)):
-        measure.asked(0.0, idle=True)
-        measure.arrived(nbytes, 1.0)
+        measure.on_want(0.0, idle=True)
+        measure.on_chunk(nbytes, 1.0)
     assert slow.bytes == LEAST_BYTES
     assert fast.bytes == MOST_BYTES
 
@@ -174,12 +174,12 @@ def test_credit_grows_to_twice_bandwidth_times_round_trip():
 def test_one_pause_does_not_shrink_the_credit():
     """The best of the last spans counts: a span in which the sender slept says nothing of the link."""
     credit, now = Credit(), 0.0
-    credit.asked(now, idle=True)
+    credit.on_want(now, idle=True)
     for _ in range(40):
         now += 0.001
-        credit.arrived(MIB, now)
+        credit.on_chunk(MIB, now)
     before = credit.bytes
-    credit.arrived(MIB, now + 0.5)
+    credit.on_chunk(MIB, now + 0.5)
     assert credit.bytes == before > LEAST_BYTES
 
 
@@ -189,13 +189,13 @@ def over_a_link(nbytes: int, bytes_per_s: float, delay_s: float) -> float:
     arrivals: deque[tuple[float, Range]] = deque()
     now, free = 0.0, 0.0
     while not intake.complete:
-        for unit in intake.ask(now, 1 << 60):
+        for unit in intake.ask_chunks(now, 1 << 60):
             for chunk in unit:
                 free = max(free, now + delay_s) + chunk.nbytes / bytes_per_s
                 arrivals.append((free + delay_s, chunk))
         now, chunk = arrivals.popleft()
-        assert intake.claim(header(chunk), now) == chunk
-        intake.here(chunk)
+        assert intake.claim_chunk(header(chunk), now) == chunk
+        intake.mark_received(chunk)
     return now
 
 

@@ -11,14 +11,14 @@ def test_items_are_worked_in_order_and_the_end_waits_for_all():
     """Closing loses nothing; closing twice is closing once."""
     seen: list[int] = []
     stage = Stage("test", 100, seen.append)
-    assert all(stage.put(i) for i in range(100))
+    assert all(stage.put_item(i) for i in range(100))
     stage.close()
     stage.close()
     assert seen == list(range(100))
 
 
 def test_a_full_stage_says_so_at_once():
-    """A producer is never blocked: it is told, and decides."""
+    """A producer is never blocked: it gets False, and decides."""
     go, busy = threading.Event(), threading.Event()
 
     def work(_: int) -> None:
@@ -26,21 +26,21 @@ def test_a_full_stage_says_so_at_once():
         assert go.wait(10)
 
     stage = Stage("test", 1, work)
-    assert stage.put(1)
+    assert stage.put_item(1)
     assert busy.wait(10)
-    assert stage.put(2)
-    assert not stage.put(3)
+    assert stage.put_item(2)
+    assert not stage.put_item(3)
     go.set()
     stage.close()
 
 
 def test_without_a_thread_the_work_is_done_where_it_is_put():
-    """On few cores nobody is woken: the item is worked off when `put` returns."""
+    """On few cores nobody is woken: the item is worked off when `put_item` returns."""
     seen: list[int] = []
     stage = Stage("test", 1, seen.append, threads=0)
     assert stage.in_place
-    assert stage.put(1)
-    assert stage.put(2)
+    assert stage.put_item(1)
+    assert stage.put_item(2)
     assert seen == [1, 2]
     stage.close()
 
@@ -49,6 +49,6 @@ def test_several_threads_work_off_everything():
     """In any order, and the end waits for all of them."""
     seen: list[int] = []
     stage = Stage("test", 100, seen.append, threads=3)
-    assert all(stage.put(i) for i in range(100))
+    assert all(stage.put_item(i) for i in range(100))
     stage.close()
     assert sorted(seen) == list(range(100))

@@ -17,16 +17,16 @@ def test_a_rate_follows_the_last_seconds():
     for step, speed in ((600, 10), (100, 1000)):
         for _ in range(step):
             now, moved = now + 0.1, moved + speed
-            rate.saw(moved, now)
+            rate.record_bytes(moved, now)
     assert rate.bytes_per_s == pytest.approx(10_000, rel=0.01)
 
 
 def test_silence_brings_the_rate_to_nothing():
     """A transfer that stands shows so, within the horizon."""
     rate = Rate(0.0)
-    rate.saw(1000, 1.0)
+    rate.record_bytes(1000, 1.0)
     for k in range(1, 40):
-        rate.saw(1000, 1.0 + k * HORIZON_S / 20)
+        rate.record_bytes(1000, 1.0 + k * HORIZON_S / 20)
     assert rate.bytes_per_s == 0
 
 
@@ -34,7 +34,7 @@ def test_samples_are_few():
     """However often it is shown: the horizon over the step, and one."""
     rate = Rate(0.0)
     for k in range(100_000):
-        rate.saw(k, k * 0.001)
+        rate.record_bytes(k, k * 0.001)
     assert len(rate._samples) <= HORIZON_S / 0.2 + 3
 
 

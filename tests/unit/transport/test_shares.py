@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.errors import LocalProtocolError
-from dips.transport.shares import CUT_ITEMS, Piece, Share, deal
+from dips.transport.shares import CUT_ITEMS, Piece, Share, deal_pieces
 from dips.wire.chunks import Range
 
 
@@ -20,7 +20,7 @@ def test_a_chunk_is_a_view_of_the_piece_it_lies_in():
     """No copy: what is written through the view is in the array."""
     pieces = [piece(0, 100, 50), piece(0, 10, 20), piece(1, 0, 5)]
     share = Share(pieces)
-    view = share.view(Range(0, 0, 12, 3))
+    view = share.view_chunk(Range(0, 0, 12, 3))
     assert view is not None
     assert np.frombuffer(view, np.float32).tolist() == [12, 13, 14]
     np.frombuffer(view, np.float32)[:] = 7
@@ -31,7 +31,7 @@ def test_a_chunk_is_a_view_of_the_piece_it_lies_in():
 @pytest.mark.parametrize("chunk", [Range(0, 0, 9, 2), Range(0, 0, 28, 3), Range(0, 0, 30, 1), Range(1, 0, 10, 1)])
 def test_what_lies_in_no_piece_is_not_found(chunk):
     """Beginning before, ending behind, between, or in another layer."""
-    assert Share([piece(0, 10, 20), piece(0, 100, 50)]).view(chunk) is None
+    assert Share([piece(0, 10, 20), piece(0, 100, 50)]).view_chunk(chunk) is None
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_arrays_are_flat_contiguous_fp32(array):
 def test_lanes_are_dealt_evenly(lengths, lanes):
     """Each element to exactly one lane, in order; no lane has more than its share and a cut."""
     pieces = [piece(i, 7, n) for i, n in enumerate(lengths)]
-    hands = deal(pieces, lanes)
+    hands = deal_pieces(pieces, lanes)
     dealt = [(p.param, p.offset, p.length) for hand in hands for p in hand]
     for index, length in enumerate(lengths):
         at = 7
@@ -57,4 +57,4 @@ def test_lanes_are_dealt_evenly(lengths, lanes):
             at += part
         assert at == 7 + length
     assert max(sum(p.length for p in hand) for hand in hands) <= sum(lengths) / lanes + CUT_ITEMS
-    assert deal(pieces, 1) == [pieces]
+    assert deal_pieces(pieces, 1) == [pieces]

@@ -22,66 +22,66 @@ def test_no_more_than_the_concurrent_streams_are_asked_in_the_order_of_the_grant
     """Who entered first is asked first."""
     turns: Turns[str] = Turns(concurrent_streams=2, quantum=10)
     for key in "abc":
-        turns.enter(key)
-    assert turns.rotate(drained, prompt) == ("a", "b")
-    assert turns.left("c") == 0
+        turns.enter_line(key)
+    assert turns.rotate_turns(drained, prompt) == ("a", "b")
+    assert turns.bytes_left("c") == 0
 
 
 def test_a_used_up_turn_passes_to_who_waits():
     """And comes back, when all others had theirs."""
     turns: Turns[str] = Turns(concurrent_streams=1, quantum=10)
     for key in "abc":
-        turns.enter(key)
+        turns.enter_line(key)
     order = []
     for _ in range(6):
-        (key,) = turns.rotate(drained, prompt)
+        (key,) = turns.rotate_turns(drained, prompt)
         order.append(key)
-        turns.spend(key, 10)
+        turns.spend_bytes(key, 10)
     assert order == list("abcabc")
 
 
 def test_a_turn_ends_only_when_nothing_is_in_flight():
     """At most `concurrent_streams` streams are busy, draining ones included."""
     turns: Turns[str] = Turns(concurrent_streams=1, quantum=10)
-    turns.enter("a")
-    turns.enter("b")
-    turns.rotate(drained, prompt)
-    turns.spend("a", 10)
-    assert turns.rotate(lambda _: False, prompt) == ("a",)
-    assert turns.rotate(drained, prompt) == ("b",)
+    turns.enter_line("a")
+    turns.enter_line("b")
+    turns.rotate_turns(drained, prompt)
+    turns.spend_bytes("a", 10)
+    assert turns.rotate_turns(lambda _: False, prompt) == ("a",)
+    assert turns.rotate_turns(drained, prompt) == ("b",)
 
 
 def test_a_stream_alone_is_never_stopped():
     """A turn goes on while nobody waits."""
     turns: Turns[str] = Turns(concurrent_streams=1, quantum=10)
-    turns.enter("a")
+    turns.enter_line("a")
     for _ in range(5):
-        turns.rotate(lambda _: False, prompt)
-        assert turns.left("a") > 0
-        turns.spend("a", turns.left("a"))
+        turns.rotate_turns(lambda _: False, prompt)
+        assert turns.bytes_left("a") > 0
+        turns.spend_bytes("a", turns.bytes_left("a"))
 
 
 def test_a_silent_stream_loses_its_turn():
     """Nobody waits for who was asked and does not answer; it stands in line again."""
     turns: Turns[str] = Turns(concurrent_streams=1, quantum=10)
-    turns.enter("a")
-    turns.enter("b")
-    turns.rotate(drained, prompt)
-    turns.spend("a", 5)
-    assert turns.rotate(lambda _: False, lambda key: key == "a") == ("b",)
-    turns.leave("b")
-    assert turns.rotate(drained, prompt) == ("a",)
+    turns.enter_line("a")
+    turns.enter_line("b")
+    turns.rotate_turns(drained, prompt)
+    turns.spend_bytes("a", 5)
+    assert turns.rotate_turns(lambda _: False, lambda key: key == "a") == ("b",)
+    turns.leave_line("b")
+    assert turns.rotate_turns(drained, prompt) == ("a",)
 
 
 def test_who_leaves_is_gone_from_everywhere():
     """Active, waiting or unknown: leaving is always possible, entering twice is entering once."""
     turns: Turns[str] = Turns(concurrent_streams=1, quantum=10)
     for key in "aabb":
-        turns.enter(key)
-    turns.rotate(drained, prompt)
+        turns.enter_line(key)
+    turns.rotate_turns(drained, prompt)
     for key in "abz":
-        turns.leave(key)
-    assert turns.rotate(drained, prompt) == ()
+        turns.leave_line(key)
+    assert turns.rotate_turns(drained, prompt) == ()
 
 
 @given(st.lists(st.integers(1, 25), min_size=2, max_size=6))
@@ -90,12 +90,12 @@ def test_streams_are_served_evenly_in_bytes(sizes):
     quantum = 30
     turns: Turns[int] = Turns(1, quantum)
     for key in range(len(sizes)):
-        turns.enter(key)
+        turns.enter_line(key)
     served: Counter[int] = Counter()
     for _ in range(2000):
-        for key in turns.rotate(lambda _: True, lambda _: False):
-            if turns.left(key) > 0:
-                turns.spend(key, sizes[key])
+        for key in turns.rotate_turns(lambda _: True, lambda _: False):
+            if turns.bytes_left(key) > 0:
+                turns.spend_bytes(key, sizes[key])
                 served[key] += sizes[key]
     assert max(served.values()) - min(served[k] for k in range(len(sizes))) <= quantum + max(sizes)
 
@@ -104,12 +104,12 @@ def test_a_new_order_holds_for_those_who_wait():
     """Who has a turn keeps it; the others come in the order of their places, equal ones as they stood."""
     turns: Turns[str] = Turns(concurrent_streams=1, quantum=10)
     for key in "abcd":
-        turns.enter(key)
-    assert turns.rotate(drained, prompt) == ("a",)
+        turns.enter_line(key)
+    assert turns.rotate_turns(drained, prompt) == ("a",)
     turns.line_up({"a": 0, "b": 2, "c": 1, "d": 1}.__getitem__)
     order = []
     for _ in range(4):
-        turns.spend(turns.rotate(drained, prompt)[0], 10)
-        (key,) = turns.rotate(drained, prompt)
+        turns.spend_bytes(turns.rotate_turns(drained, prompt)[0], 10)
+        (key,) = turns.rotate_turns(drained, prompt)
         order.append(key)
     assert order == list("cdba")

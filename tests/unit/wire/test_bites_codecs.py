@@ -11,7 +11,7 @@ from dips.wire.frame import BLOCK
 
 def there_and_back(codec: str, *values: float) -> list[float]:
     """What arrives of these numbers."""
-    spelled = codecs.named(codec)
+    spelled = codecs.codec_named(codec)
     array = np.array(values, np.float32)
     return [float(x) for x in spelled.decode(spelled.encode(array), array.size)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dips.wire.frame import BLOCK, BadFrame, Dtype, Header, Kind, pack, unpack
+from dips.wire.frame import BLOCK, BadFrame, Dtype, Header, Kind, pack_header, unpack_header
 
 RUN, CHUNK_BYTES = 7, 4096
 
@@ -12,7 +12,7 @@ RUN, CHUNK_BYTES = 7, 4096
 def reason(header: Header) -> str:
     """Why a frame with this header is refused; empty if it is not."""
     try:
-        unpack(pack(header), RUN, header.length, CHUNK_BYTES)
+        unpack_header(pack_header(header), RUN, header.length, CHUNK_BYTES)
     except BadFrame as refused:
         return refused.reason
     return ""

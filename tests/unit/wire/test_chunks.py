@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.wire.chunks import LayerLayout, Range, split, uncovered
+from dips.wire.chunks import LayerLayout, Range, describe_uncovered, split_chunks
 
 MANIFEST = Manifest(
     (
@@ -21,37 +21,37 @@ WHOLE = [Range(0, 0, 0, 30), Range(0, 1, 0, 10), Range(1, 0, 0, 8)]
 @given(st.integers(0, 1000), st.integers(1, 5000), st.integers(1, 300))
 def test_chunks_of_a_range_are_the_range(offset, length, items):
     """Cutting loses nothing, repeats nothing, and keeps to the limit."""
-    chunks = list(split([Range(1, 2, offset, length)], 4 * items))
+    chunks = list(split_chunks([Range(1, 2, offset, length)], 4 * items))
     assert [e for c in chunks for e in range(c.offset, c.offset + c.length)] == list(range(offset, offset + length))
     assert all(c.nbytes <= 4 * items and c[:2] == (1, 2) for c in chunks)
 
 
 def test_a_range_lies_where_its_parameter_begins():
     """Parameters follow one another in a layer's flat array."""
-    assert LAYOUT.place(Range(0, 1, 2, 5)) == (32, 37)
+    assert LAYOUT.place_range(Range(0, 1, 2, 5)) == (32, 37)
     assert LAYOUT.nbytes == 4 * 48
 
 
 def test_what_is_not_held_is_outside():
     """A foreign layer, a foreign parameter, an empty range, one that is too long: each is described."""
-    assert LAYOUT.outside(WHOLE) is None
-    assert LAYOUT.outside([Range(2, 0, 0, 1)]) == "layer 2 parameter 0 is not held here"
-    assert LAYOUT.outside([Range(0, 2, 0, 1)]) == "layer 0 parameter 2 is not held here"
-    assert LAYOUT.outside([Range(0, 1, 9, 2)]) == "a.b: elements 9 to 11 were named, it has 10"
-    assert LAYOUT.outside([Range(0, 1, 0, 0)]) is not None
-    assert LayerLayout(MANIFEST, (1,)).outside([Range(0, 0, 0, 1)]) is not None
+    assert LAYOUT.describe_outside(WHOLE) is None
+    assert LAYOUT.describe_outside([Range(2, 0, 0, 1)]) == "layer 2 parameter 0 is not held here"
+    assert LAYOUT.describe_outside([Range(0, 2, 0, 1)]) == "layer 0 parameter 2 is not held here"
+    assert LAYOUT.describe_outside([Range(0, 1, 9, 2)]) == "a.b: elements 9 to 11 were named, it has 10"
+    assert LAYOUT.describe_outside([Range(0, 1, 0, 0)]) is not None
+    assert LayerLayout(MANIFEST, (1,)).describe_outside([Range(0, 0, 0, 1)]) is not None
 
 
 def test_ranks_that_cover_everything_once_have_no_problem():
     """Uneven shares of several ranks fit together, in any order."""
     claims = {"rank 1": [Range(0, 0, 17, 13), WHOLE[2]], "rank 0": [Range(0, 0, 0, 17), WHOLE[1]], "rank 2": []}
-    assert uncovered(LAYOUT, claims) == []
+    assert describe_uncovered(LAYOUT, claims) == []
 
 
 def test_a_gap_and_an_overlap_are_named():
     """The parameter, the elements and the ranks stand in the message."""
     claims = {"rank 0": [Range(0, 0, 0, 17), WHOLE[1]], "rank 1": [Range(0, 0, 15, 10), WHOLE[2]]}
-    assert uncovered(LAYOUT, claims) == [
+    assert describe_uncovered(LAYOUT, claims) == [
         "a.w: elements 15 to 17 come from rank 0 and from rank 1",
         "a.w: elements 25 to 30 come from no rank",
     ]
@@ -60,7 +60,7 @@ def test_a_gap_and_an_overlap_are_named():
 def test_a_long_list_of_problems_is_cut():
     """A person reads at most a few lines."""
     manifest = Manifest(tuple(Layer(f"l{i}", (Parameter(f"l{i}.w", (2,)),)) for i in range(20)))
-    problems = uncovered(LayerLayout(manifest, range(20)), {})
+    problems = describe_uncovered(LayerLayout(manifest, range(20)), {})
     assert len(problems) == 6
     assert problems[-1] == "and 15 more"
 
@@ -72,4 +72,4 @@ def test_the_cover_check_agrees_with_counting(spans):
     pieces = [Range(1, 0, offset, min(length, 8 - offset)) for offset, length in spans]
     counts = [sum(p.offset <= e < p.offset + p.length for p in pieces) for e in range(8)]
     claims = {f"rank {i}": [piece] for i, piece in enumerate(pieces)}
-    assert (uncovered(layout, claims) == []) == (counts == [1] * 8)
+    assert (describe_uncovered(layout, claims) == []) == (counts == [1] * 8)

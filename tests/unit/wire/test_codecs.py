@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dips.errors import LocalProtocolError
-from dips.wire.chunks import Range, split
-from dips.wire.codecs import CODECS, FP32, TINIEST, named
-from dips.wire.frame import BLOCK, BadFrame, Dtype, Header, Kind, pack, run_id, unpack
+from dips.wire.chunks import Range, split_chunks
+from dips.wire.codecs import CODECS, FP32, TINIEST, codec_named
+from dips.wire.frame import BLOCK, BadFrame, Dtype, Header, Kind, pack_header, run_id, unpack_header
 
 BIGGEST = float(np.float32(2.0**127))  # above it bf16 may round to infinity, which the gate refuses
 LENGTHS = st.one_of(st.integers(1, 3 * BLOCK), st.sampled_from([64 * BLOCK, 64 * BLOCK + 1, 65 * BLOCK - 1]))
@@ -102,8 +102,8 @@ def test_lossy_chunks_are_whole_blocks():
     """However long a chunk may be, no block is cut in two: the chunks' bytes add up to the range's."""
     for chunk_bytes in (4096, 5000, 65_536, 1 << 20):
         for codec in CODECS.values():
-            pieces = codec.ranges([Range(0, 0, 3, 1_000_003)])
-            chunks = list(split(pieces, codec.chunk_bytes(chunk_bytes)))
+            pieces = codec.encoded_ranges([Range(0, 0, 3, 1_000_003)])
+            chunks = list(split_chunks(pieces, codec.chunk_bytes(chunk_bytes)))
             assert sum(c.nbytes for c in chunks) == sum(p.nbytes for p in pieces)
             assert max(c.nbytes for c in chunks) <= chunk_bytes
             assert {type(c) for c in chunks} == {codec.range}
@@ -111,9 +111,9 @@ def test_lossy_chunks_are_whole_blocks():
 
 def test_a_codec_that_nobody_knows_is_named():
     """A grant of a later release is refused by name."""
-    assert named("fp32") is FP32
+    assert codec_named("fp32") is FP32
     with pytest.raises(LocalProtocolError, match="expected one of fp32, bf16, int8, got 'fp8'"):
-        named("fp8")
+        codec_named("fp8")
 
 
 @pytest.mark.parametrize(
@@ -124,12 +124,12 @@ def test_a_body_is_a_number_of_whole_elements(dtype, good, bad):
     """A length that no number of elements has is refused by the header alone."""
     run = run_id("demo")
     for length in (*good, *bad):
-        part = pack(Header(Kind.CHUNK, run, 1, length, 0, dtype=dtype))
+        part = pack_header(Header(Kind.CHUNK, run, 1, length, 0, dtype=dtype))
         if length in good:
-            assert unpack(part, run, length, 4096).dtype is dtype
+            assert unpack_header(part, run, length, 4096).dtype is dtype
         else:
             with pytest.raises(BadFrame) as refused:
-                unpack(part, run, length, 4096)
+                unpack_header(part, run, length, 4096)
             assert refused.value.reason == "length"
 
 
@@ -137,5 +137,5 @@ def test_only_chunks_have_a_codec():
     """A message of another dtype than 0 is refused."""
     run = run_id("demo")
     with pytest.raises(BadFrame) as refused:
-        unpack(pack(Header(Kind.WANT, run, 1, 4, 0, dtype=Dtype.BF16)), run, 4, 4096)
+        unpack_header(pack_header(Header(Kind.WANT, run, 1, 4, 0, dtype=Dtype.BF16)), run, 4, 4096)
     assert refused.value.reason == "type"

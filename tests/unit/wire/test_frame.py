@@ -18,10 +18,10 @@ from dips.wire.frame import (
     Header,
     Kind,
     check_body,
-    message,
-    pack,
+    make_message,
+    pack_header,
     run_id,
-    unpack,
+    unpack_header,
 )
 
 RUN = run_id("demo")
@@ -33,7 +33,7 @@ GOOD = Header(Kind.CHUNK, RUN, 77, len(BODY), xxhash.xxh3_64_intdigest(BODY), la
 def reason(part: bytes, body_bytes: int = len(BODY)) -> str:
     """Why `part` is refused."""
     with pytest.raises(BadFrame) as refused:
-        unpack(part, RUN, body_bytes, CHUNK_BYTES)
+        unpack_header(part, RUN, body_bytes, CHUNK_BYTES)
     assert refused.value.reason in REASONS
     return refused.value.reason
 
@@ -45,14 +45,14 @@ def sealed(fields: bytes) -> bytes:
 
 def with_bytes(at: int, value: bytes) -> bytes:
     """The good header with other bytes at `at`, and a right checksum."""
-    fields = bytearray(pack(GOOD)[:56])
+    fields = bytearray(pack_header(GOOD)[:56])
     fields[at : at + len(value)] = value
     return sealed(bytes(fields))
 
 
 def test_a_header_is_64_bytes_at_fixed_places():
     """The layout on the wire is the written one: a golden frame of format 1."""
-    packed = pack(GOOD)
+    packed = pack_header(GOOD)
     assert len(packed) == HEADER_BYTES
     assert packed[:8] == b"DIPS" + bytes([1, 4, 0, 0])
     assert struct.unpack_from("<IIQIIQQQ", packed, 8) == (RUN, 3, 77, 2, len(BODY), 1 << 40, 0, GOOD.body_xxh3)
@@ -69,7 +69,7 @@ def test_a_header_is_64_bytes_at_fixed_places():
 def test_what_is_packed_is_read_again(layer, param, offset, length, stream):
     """Every chunk header survives the wire."""
     header = Header(Kind.CHUNK, RUN, stream, 4 * length, 5, layer, param, offset)
-    assert unpack(pack(header), RUN, 4 * length, CHUNK_BYTES) == header
+    assert unpack_header(pack_header(header), RUN, 4 * length, CHUNK_BYTES) == header
 
 
 @given(st.binary(max_size=100))
@@ -81,7 +81,7 @@ def test_arbitrary_bytes_are_refused_by_name(part):
 @given(st.integers(0, 8 * HEADER_BYTES - 1))
 def test_any_flipped_bit_is_refused(bit):
     """A header is believed after its checksum."""
-    part = bytearray(pack(GOOD))
+    part = bytearray(pack_header(GOOD))
     part[bit // 8] ^= 1 << bit % 8
     assert reason(bytes(part)) in ("magic", "format", "header_checksum")
 
@@ -90,21 +90,21 @@ def test_any_flipped_bit_is_refused(bit):
     ("part", "why"),
     [
         (b"", "size"),
-        (pack(GOOD)[:-1], "size"),
-        (pack(GOOD) + b"\0", "size"),
+        (pack_header(GOOD)[:-1], "size"),
+        (pack_header(GOOD) + b"\0", "size"),
         (with_bytes(0, b"HTTP"), "magic"),
         (with_bytes(4, b"\2"), "format"),
-        (pack(GOOD)[:56] + bytes(8), "header_checksum"),
+        (pack_header(GOOD)[:56] + bytes(8), "header_checksum"),
         (with_bytes(5, b"\0"), "kind"),
         (with_bytes(5, b"\x08"), "kind"),
         (with_bytes(6, b"\1"), "type"),
         (with_bytes(7, b"\1"), "type"),
         (with_bytes(8, bytes(4)), "run"),
         (with_bytes(40, b"\1"), "reserved"),
-        (pack(GOOD._replace(length=len(BODY) + 4)), "length"),
-        (pack(GOOD._replace(offset=(1 << 62) + 1)), "place"),
-        (pack(Header(Kind.WANT, RUN, 1, len(BODY), 0, layer=1)), "place"),
-        (pack(Header(Kind.WANT, RUN, 1, len(BODY), 0, offset=1)), "place"),
+        (pack_header(GOOD._replace(length=len(BODY) + 4)), "length"),
+        (pack_header(GOOD._replace(offset=(1 << 62) + 1)), "place"),
+        (pack_header(Header(Kind.WANT, RUN, 1, len(BODY), 0, layer=1)), "place"),
+        (pack_header(Header(Kind.WANT, RUN, 1, len(BODY), 0, offset=1)), "place"),
     ],
 )
 def test_each_field_is_checked(part, why):
@@ -115,15 +115,15 @@ def test_each_field_is_checked(part, why):
 @pytest.mark.parametrize("nbytes", [0, 3, 6, CHUNK_BYTES + 4])
 def test_a_chunk_is_whole_floats_within_the_limit(nbytes):
     """No empty chunk, no half float, none above chunk_bytes."""
-    assert reason(pack(GOOD._replace(length=nbytes)), nbytes) == "length"
+    assert reason(pack_header(GOOD._replace(length=nbytes)), nbytes) == "length"
 
 
 def test_messages_are_bounded():
     """A message above MESSAGE_LIMIT is refused before it is decoded; the largest is read, and fits ZMQ_MAXMSGSIZE."""
     header = Header(Kind.HELLO, RUN, 1, MESSAGE_LIMIT + 1, 0)
-    assert reason(pack(header), MESSAGE_LIMIT + 1) == "length"
-    largest = message(Kind.HELLO, RUN, 1, bytes(MESSAGE_LIMIT))
-    assert unpack(largest[0], RUN, MESSAGE_LIMIT, CHUNK_BYTES).length == MESSAGE_LIMIT
+    assert reason(pack_header(header), MESSAGE_LIMIT + 1) == "length"
+    largest = make_message(Kind.HELLO, RUN, 1, bytes(MESSAGE_LIMIT))
+    assert unpack_header(largest[0], RUN, MESSAGE_LIMIT, CHUNK_BYTES).length == MESSAGE_LIMIT
     assert max(map(len, largest)) <= FRAME_LIMIT
 
 
@@ -137,5 +137,5 @@ def test_a_body_is_believed_after_its_checksum():
 
 def test_a_message_carries_the_checksum_of_its_body():
     """Both parts of a message fit together."""
-    header, body = message(Kind.DONE, RUN, 9, b"\5")
-    check_body(unpack(header, RUN, len(body), CHUNK_BYTES), body)
+    header, body = make_message(Kind.DONE, RUN, 9, b"\5")
+    check_body(unpack_header(header, RUN, len(body), CHUNK_BYTES), body)

@@ -116,21 +116,21 @@ def test_every_member_of_a_oneof_is_a_dataclass(wrapper: type[Message]) -> None:
     """Each answer that a call may get can be put into its reply and read again."""
     (oneof,) = wrapper.DESCRIPTOR.oneofs
     for field in oneof.fields:
-        obj = _example(messages._dataclass(field.message_type.name))
-        again = wrapper.FromString(messages.wrap(obj, wrapper).SerializeToString())
-        assert messages.unwrap(again) == obj
+        obj = _example(messages._dataclass_named(field.message_type.name))
+        again = wrapper.FromString(messages.wrap_oneof(obj, wrapper).SerializeToString())
+        assert messages.unwrap_oneof(again) == obj
 
 
 def test_a_result_without_a_place_is_our_bug() -> None:
     """A Ranges can never answer AwaitRound: that is ours, with the legal answers named."""
     with pytest.raises(LocalProtocolError, match="outcome"):
-        messages.wrap(effects.Ranges((1,), False), cluster_pb2.AwaitRoundReply)
+        messages.wrap_oneof(effects.Ranges((1,), False), cluster_pb2.AwaitRoundReply)
 
 
 def test_an_empty_oneof_is_theirs() -> None:
     """A reply of a newer or broken peer, with nothing that we know inside, is refused by name."""
     with pytest.raises(RemoteProtocolError, match="AwaitRoundReply"):
-        messages.unwrap(cluster_pb2.AwaitRoundReply())
+        messages.unwrap_oneof(cluster_pb2.AwaitRoundReply())
 
 
 def test_a_missing_field_is_theirs() -> None:
@@ -172,7 +172,7 @@ def test_lists_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_has_no_spelling_names_its_field() -> None:
-    """A negative count is our bug, told with class and field rather than by protobuf."""
+    """A negative count is our bug, reported with class and field rather than by protobuf."""
     with pytest.raises(LocalProtocolError, match=r"VersionId\.version"):
         messages.to_proto(VersionId(-1, 0))
 

@@ -97,7 +97,7 @@ def test_every_part_of_a_name_makes_another_stream():
     for field in fields(StreamName):
         value = getattr(NAME, field.name)
         other = replace(NAME, **{field.name: value + 1 if isinstance(value, int) else value + "x"})
-        assert other.id != NAME.id, field.name
+        assert other.stream_id != NAME.stream_id, field.name
 
 
 def test_every_error_code_is_an_error_of_ours_or_a_retry():

@@ -173,4 +173,4 @@ class Play:
         return moved
 
     def check_consumed(self, consumed: int) -> None:
-        assert self.s.account.consumed == consumed
+        assert self.s.account.consumed_tokens == consumed

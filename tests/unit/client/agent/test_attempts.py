@@ -34,7 +34,7 @@ def test_trainer_dies_while_pushing(play: Play) -> None:
     play.push_until_granted()
     play.do(play.core.on_trainer_gone("torchrun was killed", 1.0))
     assert play.asked(PushAborted).push.seq == 2
-    assert play.s.account.lost == 20 and play.s.account.unsettled == 0
+    assert play.s.account.lost == 20 and play.s.account.unsettled_tokens == 0
     play.reply(Acknowledged())
     assert isinstance(play.send(play.attach(launch=2, pid=8)), Attached)
     assert play.s.trainer.attempt == 2

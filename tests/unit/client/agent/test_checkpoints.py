@@ -87,6 +87,18 @@ def test_ranges_that_others_were_given_heal_it(play: Play) -> None:
     assert other.send(RangeWanted(1, 1)) == RangeGiven(7)
 
 
+def test_claims_that_are_not_to_be_had_do_not_end_the_data(play: Play) -> None:
+    """Named ranges that others have say nothing about those that nobody has: more are asked for."""
+    found, other = saved_in(play), Play()
+    other.begin(inc=2)
+    other.send(Resume(1, found))
+    other.reply(Ranges((7,), True), Channel.RANGES)
+    assert isinstance(other.send(Resume(1, found)), Healed)
+    assert other.send(RangeWanted(1, 1)) == RangeGiven(7)
+    assert isinstance(other.send(RangeWanted(1, 2)), AskAgain)
+    assert other.asked(RangesRequested, Channel.RANGES).claims == ()
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [({"pending": True}, "while a push was out"), ({"settled": 3}, "settled since"), ({"cluster": "east"}, "east")],

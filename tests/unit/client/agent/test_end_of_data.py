@@ -52,9 +52,9 @@ def push(play: Play) -> PushFinished:
     verdict = play.push_until_granted()
     moved = PushMoved(1, next(play.number), verdict.seq, True, "", 100)
     play.send(moved)
-    told = play.asked(PushFinished)
-    settle(play, moved, OutcomeKind.ACCEPTED if told.tokens else OutcomeKind.GATED)
-    return told
+    pushed = play.asked(PushFinished)
+    settle(play, moved, OutcomeKind.ACCEPTED if pushed.tokens else OutcomeKind.GATED)
+    return pushed
 
 
 def test_the_rest_is_pushed_with_its_range() -> None:
@@ -62,10 +62,10 @@ def test_the_rest_is_pushed_with_its_range() -> None:
     play = Play()
     last_range_of(play, 3)
     assert play.send(RangeWanted(1, 2)) == UNSETTLED
-    told = push(play)
-    assert (told.tokens, told.ranges) == (30, (7,))
+    pushed = push(play)
+    assert (pushed.tokens, pushed.ranges) == (30, (7,))
     assert play.send(RangeWanted(1, 2)) == ENDED
-    assert play.core.leave() == ClusterLeft(0, "west", 1, 30) and play.s.account.lost == 0
+    assert play.core.leave_run() == ClusterLeft(0, "west", 1, 30) and play.s.account.lost == 0
 
 
 def test_a_last_range_of_exactly_h_steps_is_settled() -> None:
@@ -74,8 +74,8 @@ def test_a_last_range_of_exactly_h_steps_is_settled() -> None:
     last_range_of(play, 3)
     assert push(play).ranges == ()
     assert play.send(RangeWanted(1, 2)) == UNSETTLED
-    told = push(play)
-    assert (told.tokens, told.ranges) == (0, (7,))
+    pushed = push(play)
+    assert (pushed.tokens, pushed.ranges) == (0, (7,))
     assert play.send(RangeWanted(1, 2)) == ENDED
     play.do(play.core.on_trainer_gone("it ended", play.now))
     play.send(play.attach(launch=2, pid=8))
@@ -121,7 +121,7 @@ def test_a_push_that_is_still_being_settled_is_waited_for() -> None:
 
 
 def test_a_push_under_way_is_ended_first() -> None:
-    """With `overlap: full` the ranks must come for it: they are not told to wait for themselves."""
+    """With `overlap: full` the ranks must come for it: they are not ordered to wait for themselves."""
     play = Play(overlap=True)
     last_range_of(play, 3)
     assert isinstance(play.push_until_granted(), PushNow)

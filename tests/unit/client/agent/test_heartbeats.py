@@ -99,7 +99,7 @@ def test_gone_joins_again_and_pulls_before_anything_counts(play: Play) -> None:
     play.answer_heartbeat(ClusterStanding.GONE)
     assert play.asked(ClusterJoined).nonce == "nonce2"
     play.reply(Joined(3, 2, V1, NONE_YET, (), accounted=30))
-    assert play.s.account.lost == 10  # the master wrote off the 30 that it was told
+    assert play.s.account.lost == 10  # the master wrote off the 30 that were reported
     play.step(2)
     assert play.s.account.lost == 30
     want = play.want_push()
@@ -111,7 +111,7 @@ def test_gone_joins_again_and_pulls_before_anything_counts(play: Play) -> None:
     play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 1))
     play.step(1)
     assert play.s.account.carried.tokens == 10
-    left = play.core.leave()
+    left = play.core.leave_run()
     assert left == ClusterLeft(0, "west", 2, 40)
 
 
@@ -189,7 +189,7 @@ def test_one_heartbeat_is_out_at_a_time(play: Play) -> None:
 
 
 def test_each_heartbeat_saves_what_was_consumed(play: Play) -> None:
-    """The next agent in this directory knows what the master may have been told, and a little more."""
+    """The next agent in this directory knows what may have been reported to the master, and a little more."""
     play.begin()
     play.step(3)
     play.now = HEARTBEAT_S

@@ -18,13 +18,13 @@ def incarnations(directory: Path, run: str = "run", cluster: str = "west") -> In
 
 def test_the_next_agent_reads_what_the_last_one_saved(tmp_path: Path) -> None:
     """The newest incarnation counts; another run's or cluster's is none of ours; nothing else lies about."""
-    assert incarnations(tmp_path).former() == NO_INCARNATION
+    assert incarnations(tmp_path).read_former() == NO_INCARNATION
     mine = incarnations(tmp_path)
-    mine.save(PastIncarnation(1, 10))
-    mine.save(PastIncarnation(2, 7))
-    assert incarnations(tmp_path).former() == PastIncarnation(2, 7)
-    assert incarnations(tmp_path, run="other").former() == NO_INCARNATION
-    assert incarnations(tmp_path, cluster="east").former() == NO_INCARNATION
+    mine.save_incarnation(PastIncarnation(1, 10))
+    mine.save_incarnation(PastIncarnation(2, 7))
+    assert incarnations(tmp_path).read_former() == PastIncarnation(2, 7)
+    assert incarnations(tmp_path, run="other").read_former() == NO_INCARNATION
+    assert incarnations(tmp_path, cluster="east").read_former() == NO_INCARNATION
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
@@ -32,7 +32,7 @@ def test_the_next_agent_reads_what_the_last_one_saved(tmp_path: Path) -> None:
 def test_a_broken_file_is_said_and_passed_over(tmp_path: Path, content: str) -> None:
     (tmp_path / FILE).write_bytes(content.encode("latin-1"))
     with capture_logs() as logs:
-        assert incarnations(tmp_path).former() == NO_INCARNATION
+        assert incarnations(tmp_path).read_former() == NO_INCARNATION
     assert [line["event"] for line in logs] == ["incarnation_not_read"]
 
 
@@ -40,11 +40,11 @@ def test_a_disk_that_fails_costs_no_training(tmp_path: Path) -> None:
     """It is said once, and again after it was mended."""
     mine = incarnations(tmp_path / "gone")
     with capture_logs() as logs:
-        mine.save(PastIncarnation(1, 1))
-        mine.save(PastIncarnation(1, 2))
+        mine.save_incarnation(PastIncarnation(1, 1))
+        mine.save_incarnation(PastIncarnation(1, 2))
         (tmp_path / "gone").mkdir()
-        mine.save(PastIncarnation(1, 3))
+        mine.save_incarnation(PastIncarnation(1, 3))
         (tmp_path / "gone" / FILE).unlink()
         (tmp_path / "gone").rmdir()
-        mine.save(PastIncarnation(1, 4))
+        mine.save_incarnation(PastIncarnation(1, 4))
     assert [line["event"] for line in logs] == ["incarnation_not_written"] * 2

@@ -37,7 +37,7 @@ def test_a_new_incarnation_has_no_accepted_push(play: Play) -> None:
 
 
 def test_what_the_master_has_of_another_incarnation_is_not_taken_for_ours(play: Play) -> None:
-    """Between our lives 1 and 3 somebody else lived: nothing of incarnation 1 is told again (seeds 86 and 233)."""
+    """Between our lives 1 and 3 somebody else lived: nothing of incarnation 1 is reported again (seeds 86 and 233)."""
     play.begin()
     play.step(3)
     play.answer_heartbeat(ClusterStanding.GONE)
@@ -45,12 +45,23 @@ def test_what_the_master_has_of_another_incarnation_is_not_taken_for_ours(play: 
     assert play.s.account.lost == 0
 
 
+def test_a_master_that_has_a_successor_gives_no_incarnation(play: Play) -> None:
+    """A heartbeat was answered in term 5, a Join in term 4: the agent joins again, by another nonce [invariant 5]."""
+    play.begin()
+    play.answer_heartbeat(ClusterStanding.GONE, term=5)
+    first = play.asked(ClusterJoined).nonce
+    play.reply(Joined(4, 2, V1, NONE_YET, ()))
+    assert not play.s.joined and play.asked(ClusterJoined).nonce != first
+    play.reply(Joined(5, 2, V1, NONE_YET, ()))
+    assert play.s.joined and (play.s.membership.term, play.s.membership.inc) == (5, 2)
+
+
 @pytest.mark.parametrize(
     ("inc", "lost", "why"),
     [(2, 20, "the master knows of 30 of its 50 tokens"), (3, 0, "another agent lived between, elsewhere")],
 )
 def test_what_the_agent_before_consumed_is_reported_by_the_next(inc: int, lost: int, why: str) -> None:
-    """It died, and so did the master that had heard its heartbeats: the next one in its directory tells what is
+    """It died, and so did the master that had its heartbeats: the next one in its directory tells what is
     missing.
     """
     play = Play(former=PastIncarnation(1, 50))
@@ -72,11 +83,11 @@ def test_a_wrong_model_fails_the_trainer_and_stops(play: Play) -> None:
 
 
 def test_leaving_loses_what_was_not_pushed(play: Play) -> None:
-    """Tokens after the last push are told as lost when the cluster leaves."""
+    """Tokens after the last push are reported as lost when the cluster leaves."""
     play.begin()
     play.step(3)
     play.send(Detach(1))
-    assert play.core.leave() == ClusterLeft(0, "west", 1, 30)
+    assert play.core.leave_run() == ClusterLeft(0, "west", 1, 30)
 
 
 def test_an_unreachable_master_holds_nobody_who_asks_for_a_push(play: Play) -> None:

@@ -40,7 +40,7 @@ def pushed(play: Play, steps: int) -> tuple[PushNow, PushMoved]:
     play.asked(PushRequested)
     play.step(2)  # while the slots are reserved
     play.reply(grant())
-    play.step(1)  # granted, and not yet heard of
+    play.step(1)  # granted, and not yet known
     verdict = play.send(asked)
     assert isinstance(verdict, PushNow)
     play.step(steps)
@@ -68,10 +68,10 @@ def test_what_was_trained_meanwhile_is_merged_and_carried(play: Play, kind: Outc
     verdict = play.send(moved)
     assert isinstance(verdict, PullNow) and verdict.merge
     play.step(4)
-    told = play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 9, at_once=True, merged=True))
+    answer = play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 9, at_once=True, merged=True))
     assert play.s.trainer.base == V1
     assert play.s.account.carried.inner_steps == 16
-    assert isinstance(told, TrainOn) and told.steps == H - 16, "the pace began anew at the freeze"
+    assert isinstance(answer, TrainOn) and answer.steps == H - 16, "the pace began anew at the freeze"
     play.check_consumed((H + 3 + 16) * 10)
     assert play.asked(PullFinished).installed
 
@@ -82,8 +82,8 @@ def test_a_skipped_round_discards_the_frozen_copy(play: Play) -> None:
     play.send(moved)
     play.reply(Committed())
     play.reply(outcome(OutcomeKind.SKIPPED, None, pull=False))
-    told = play.send(moved)
-    assert isinstance(told, TrainOn)
+    answer = play.send(moved)
+    assert isinstance(answer, TrainOn)
     assert play.s.account.carried.inner_steps == H + 8
     play.check_consumed((H + 8) * 10)
 
@@ -104,8 +104,8 @@ def test_a_busy_slave_is_asked_again_at_the_next_boundary(play: Play) -> None:
     asked = want(play)
     play.send(asked)
     play.reply(Refused(2.0, "all 2 slots are in use"))
-    told = play.send(asked)
-    assert isinstance(told, TrainOn) and told.steps == 1
+    answer = play.send(asked)
+    assert isinstance(answer, TrainOn) and answer.steps == 1
 
 
 def test_a_master_that_is_away_holds_nobody_up(play: Play) -> None:

@@ -25,11 +25,11 @@ def train(pace: Pace, now: float, step_s: float, most: int = 10_000) -> tuple[fl
 def test_steps_count_and_are_looked_at_once() -> None:
     """Every H inner steps, and the ranks do not talk in between."""
     pace = Pace(steps=64)
-    pace.cut(0.0)
+    pace.restart_count(0.0)
     assert pace.look_in(0.0) == 64
     train(pace, 0.0, 0.1)
     assert pace.since_push == 64
-    pace.cut(6.4)
+    pace.restart_count(6.4)
     assert pace.look_in(6.4) == 64
 
 
@@ -37,7 +37,7 @@ def test_steps_count_and_are_looked_at_once() -> None:
 def test_seconds_end_at_the_nearest_boundary(step_s: float) -> None:
     """A push is due at the boundary nearest to the moment, and a look every few seconds finds it."""
     pace = Pace(seconds=60.0)
-    pace.cut(100.0)
+    pace.restart_count(100.0)
     due, looks = train(pace, 100.0, step_s)
     assert abs(due - 160.0) <= step_s * 0.51 + 1e-6
     assert looks <= 60.0 / LOOK_S + 12
@@ -46,7 +46,7 @@ def test_seconds_end_at_the_nearest_boundary(step_s: float) -> None:
 def test_seconds_survive_a_change_of_speed() -> None:
     """Steps that become slower half-way cost looks, not a late push."""
     pace = Pace(seconds=60.0)
-    pace.cut(0.0)
+    pace.restart_count(0.0)
     now, look_in = 0.0, 1
     while True:
         now += 0.1 if now < 30 else 0.5
@@ -60,7 +60,7 @@ def test_seconds_survive_a_change_of_speed() -> None:
 def test_one_step_longer_than_the_period_still_counts() -> None:
     """No push without an inner step."""
     pace = Pace(seconds=1.0)
-    pace.cut(0.0)
+    pace.restart_count(0.0)
     assert pace.look_in(5.0) == 1
     pace.record_step(6.0)
     assert pace.look_in(6.0) == 0
@@ -69,7 +69,7 @@ def test_one_step_longer_than_the_period_still_counts() -> None:
 def test_aligned_follows_the_meeting() -> None:
     """H follows from what the master says, and a meeting that moves is followed within a look."""
     pace = Pace(aligned=64)
-    pace.cut(0.0)
+    pace.restart_count(0.0)
     for i in range(8):
         pace.record_step(0.1 * (i + 1))
     pace.set_meeting(9.2, 0.8)
@@ -81,11 +81,11 @@ def test_aligned_follows_the_meeting() -> None:
 def test_aligned_without_a_master_keeps_its_own_h() -> None:
     """A master that says nothing, or is gone for long, costs the alignment and no push."""
     pace = Pace(aligned=20)
-    pace.cut(0.0)
+    pace.restart_count(0.0)
     pace.set_meeting(OWN_PACE, 0.0)
     train(pace, 0.0, 0.1)
     assert pace.since_push == 20
-    pace.cut(2.0)
+    pace.restart_count(2.0)
     pace.set_meeting(1000.0, 2.0)
     due, _ = train(pace, 2.0, 0.5)
     assert 30.0 < due < 40.0, "what was said once does not hold for ever"
@@ -94,7 +94,7 @@ def test_aligned_without_a_master_keeps_its_own_h() -> None:
 def test_aligned_is_bounded() -> None:
     """A meeting that never comes nearer does not keep a cluster from pushing."""
     pace = Pace(aligned=4)
-    pace.cut(0.0)
+    pace.restart_count(0.0)
     now = 0.0
     for _ in range(4 * MOST_TIMES):
         now += 0.1
@@ -108,7 +108,7 @@ def test_standing_still_is_not_speed() -> None:
     pace = Pace(seconds=10.0)
     pace.record_step(1.0)
     pace.record_step(1.5)
-    pace.pause()
+    pace.pause_timing()
     pace.record_step(50.0)
     pace.record_step(50.5)
     assert pace.step_s == pytest.approx(0.5)
@@ -119,10 +119,10 @@ def test_a_few_fast_steps_are_not_believed_for_long() -> None:
     pace = Pace(steps=64)
     for k in range(4):
         pace.record_step(k * 0.0002)
-    assert pace.soon == 24
+    assert pace.steps_until_ask == 24
     for k in range(40):
         pace.record_step(1.0 + k * 0.0002)
-    assert pace.soon == 264
+    assert pace.steps_until_ask == 264
     for k in range(40):
         pace.record_step(2.0 + k * 0.01)
-    assert pace.soon == 50
+    assert pace.steps_until_ask == 50

@@ -27,13 +27,13 @@ def test_a_torn_model_pulls_until_it_succeeds(play: Play) -> None:
     verdict = play.send(moved)
     for attempt in range(6):  # more than PULL_TRIES
         assert isinstance(verdict, PullNow), attempt
-        told = PullMoved(1, next(play.number), verdict.seq, False, "ps1 is gone", 9, True)
-        assert isinstance(play.send(told), AskAgain) and play.s.trainer.base is None
+        answer = PullMoved(1, next(play.number), verdict.seq, False, "ps1 is gone", 9, True)
+        assert isinstance(play.send(answer), AskAgain) and play.s.trainer.base is None
         assert play.asked(PullFinished).installed is False
         play.reply(Acknowledged())
         play.asked(PullRequested)
         play.reply(grant(V1))
-        verdict = play.send(told)
+        verdict = play.send(answer)
     assert isinstance(verdict, PullNow)
     assert isinstance(play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 9)), TrainOn)
     assert play.s.trainer.base == V1

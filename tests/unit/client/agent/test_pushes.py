@@ -31,7 +31,7 @@ def test_whole_round(play: Play) -> None:
     told = play.send(PullMoved(1, next(play.number), verdict.seq, True, "", 9))
     assert told == TrainOn("trains on v1@r1", H, 0.04)
     assert play.s.trainer.base == V1
-    assert (play.s.account.accepted, play.s.account.unsettled) == (40, 0)
+    assert (play.s.account.accepted, play.s.account.unsettled_tokens) == (40, 0)
     kinds = [kind for kind, _ in play.marks]
     wanted = ["push_begin", "push_end", "window_begin", "window_end", "outcome", "pull_begin", "pull_end"]
     assert [k for k in kinds if k in wanted][-7:] == wanted
@@ -73,7 +73,7 @@ def test_gated_settles_and_pulls(play: Play) -> None:
     moved = play.push_until_committed()
     play.reply(outcome(OutcomeKind.GATED))
     assert isinstance(play.send(moved), PullNow)
-    assert (play.s.account.gated, play.s.account.unsettled) == (20, 0)
+    assert (play.s.account.gated, play.s.account.unsettled_tokens) == (20, 0)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_a_data_range_is_to_be_had_between_join_and_pull(play: Play) -> None:
 
 
 def test_ranges_end_when_none_is_left(play: Play) -> None:
-    """Ranges are leased before they run out; the end is told when the last is used up."""
+    """Ranges are leased before they run out; the end is reported when the last is used up."""
     play.begin()
     want = RangeWanted(1, 1)
     assert isinstance(play.send(want), AskAgain)

@@ -82,7 +82,7 @@ def receive(connection: socket.socket, count: int) -> bytes:
 
 
 def lane(made: Relay, *targets: str) -> list[str]:
-    return list(made.rewrite(grant(*targets)).slaves[0].lanes)
+    return list(made.rewrite_grant(grant(*targets)).slaves[0].lanes)
 
 
 def test_bytes_are_passed_on_both_ways(target: Target) -> None:
@@ -100,7 +100,7 @@ def test_bytes_are_passed_on_both_ways(target: Target) -> None:
         assert made.passed_bytes == 2 * len(sent)
     finally:
         made.close()
-    assert made.connections == 0
+    assert made.open_connections == 0
 
 
 def test_connections_are_bounded(target: Target) -> None:
@@ -114,9 +114,9 @@ def test_connections_are_bounded(target: Target) -> None:
             assert receive(connection, 1) == b"x"
         with dial(address) as third:
             assert third.recv(1) == b""
-        assert (made.refused, made.connections) == (1, 2)
+        assert (made.refused, made.open_connections) == (1, 2)
         first.close()
-        while made.connections == 2:
+        while made.open_connections == 2:
             pass
         with dial(address) as fourth:
             fourth.sendall(b"y")
@@ -184,7 +184,7 @@ def test_plain_lanes_are_relayed_on_loopback_only(monkeypatch: pytest.MonkeyPatc
     try:
         monkeypatch.setattr(made, "_host", "10.0.0.1")
         with pytest.raises(ConfigError, match="lanes of s0 are plain"):
-            made.rewrite(grant("127.0.0.1:1"))
+            made.rewrite_grant(grant("127.0.0.1:1"))
     finally:
         made.close()
 
@@ -196,6 +196,6 @@ def test_too_many_lanes_and_a_foreign_host() -> None:
     made = relay()
     try:
         with pytest.raises(Busy, match="2000 lanes"):
-            made.rewrite(grant(*(f"127.0.0.1:{port}" for port in range(1, 2001))))
+            made.rewrite_grant(grant(*(f"127.0.0.1:{port}" for port in range(1, 2001))))
     finally:
         made.close()

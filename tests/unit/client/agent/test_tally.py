@@ -17,8 +17,8 @@ def test_time_goes_to_one_cause() -> None:
     """The parts are the whole, also in the middle of one."""
     tally = Tally()
     for cause, at in (("start", 0.0), ("pull", 4.0), ("inner", 6.0), ("slot", 16.0), ("push", 17.0), ("window", 20.0)):
-        tally.switch(cause, at)
-    spent = tally.spent(23.0)
+        tally.switch_cause(cause, at)
+    spent = tally.seconds_by_cause(23.0)
     expected = {"start": 4.0, "pull": 2.0, "inner": 10.0, "slot": 1.0, "push": 3.0, "window": 3.0}
     assert {cause: seconds for cause, seconds in spent.items() if seconds} == expected
     assert sum(spent.values()) == 23.0
@@ -27,16 +27,16 @@ def test_time_goes_to_one_cause() -> None:
 def test_the_end_of_a_window_is_the_update() -> None:
     """What the master says of its update is taken from the wait, and never more than was waited."""
     tally = Tally()
-    tally.switch("window", 0.0)
-    tally.switch("window", 5.0)
+    tally.switch_cause("window", 0.0)
+    tally.switch_cause("window", 5.0)
     tally.count_update(2.0)
-    tally.switch("pull", 5.0)
+    tally.switch_cause("pull", 5.0)
     assert (tally.seconds["window"], tally.seconds["update"]) == (3.0, 2.0)
-    tally.switch("window", 6.0)
-    tally.switch("window", 7.0)
+    tally.switch_cause("window", 6.0)
+    tally.switch_cause("window", 7.0)
     tally.count_update(100.0)
-    tally.switch("inner", 7.0)
-    tally.count_update(100.0)  # told of a round that nobody waited for
+    tally.switch_cause("inner", 7.0)
+    tally.count_update(100.0)  # the update of a round that nobody waited for
     assert (tally.seconds["window"], tally.seconds["update"]) == (3.0, 3.0)
 
 
@@ -44,9 +44,9 @@ def test_the_rate_forgets() -> None:
     """Tokens of the last minute over a minute."""
     tally = Tally()
     for second in range(120):
-        tally.earn(30, float(second))
-    assert tally.rate(119.0) == pytest.approx(30 * 61 / RATE_S)
-    assert tally.rate(119.0 + 2 * RATE_S) == 0.0
+        tally.record_step(30, float(second))
+    assert tally.token_rate(119.0) == pytest.approx(30 * 61 / RATE_S)
+    assert tally.token_rate(119.0 + 2 * RATE_S) == 0.0
     assert tally.tokens == 3600
 
 
@@ -60,7 +60,7 @@ def test_an_agent_without_a_trainer_tells_what_it_knows() -> None:
     """Before anything happened there are no losses and bases, and every name is said once."""
     settings = AgentSettings(ClusterIdentity("r", "c", "d"), 2.0, 1.0)
     state = AgentState(settings, Pace(steps=1), lambda: "nonce", Random(0))
-    found = list(metrics.collect(metrics.read(state, 5.0)))
+    found = list(metrics.collect(metrics.read_metrics(state, 5.0)))
     assert len({family.name for family in found}) == len(found)
     empty = {f.name for f in found if not f.samples and "relay" not in f.name}
     assert empty == {"dips_agent_loss", "dips_agent_base_version"}

@@ -19,7 +19,7 @@ def play() -> Play:
 
 
 def test_time_is_counted_by_cause(play: Play) -> None:
-    """Slot, push, window, update and pull are told apart; a trainer that died is the cluster's own failure."""
+    """Slot, push, window, update and pull are counted apart; a trainer that died is the cluster's own failure."""
     play.begin()
     begun = play.now
     play.step(4)
@@ -38,15 +38,15 @@ def test_time_is_counted_by_cause(play: Play) -> None:
     play.now += 7
     play.do(play.core.on_trainer_gone("killed", play.now))
     play.now += 6
-    spent = play.s.tally.spent(play.now)
-    told = {cause: seconds for cause, seconds in spent.items() if seconds and cause not in ("start", "join")}
-    assert told == {"inner": 17, "push": 3, "window": 3, "update": 2, "pull": 4, "failure": 6}
-    assert sum(told.values()) == play.now - begun
+    spent = play.s.tally.seconds_by_cause(play.now)
+    counted = {cause: seconds for cause, seconds in spent.items() if seconds and cause not in ("start", "join")}
+    assert counted == {"inner": 17, "push": 3, "window": 3, "update": 2, "pull": 4, "failure": 6}
+    assert sum(counted.values()) == play.now - begun
     assert play.s.tally.moved == {"push": 100, "pull": 100 + 9}
 
 
 def test_a_pipelines_loss_comes_from_another_rank(play: Play) -> None:
-    """Rank 0 tells steps without one; what it heard at the look is the loss of the push that follows."""
+    """Rank 0 tells steps without one; what it got at the last look is the loss of the push that follows."""
     play.begin()
     for _ in range(2):
         play.send(Stepped(1, 10, None))

@@ -29,9 +29,9 @@ GRANT = Grant(VersionId(3, 4), (SlaveAddress("ps0", 2, ("127.0.0.1:1",), (0, 2))
 )
 def test_a_message_comes_back_equal(message: Message) -> None:
     """What was encoded is decoded to an equal message, nested grants included."""
-    wire = encoding.encode(message)
+    wire = encoding.encode_message(message)
     assert encoding.body_length(wire[:4]) == len(wire) - 4
-    assert encoding.decode(wire[4:]) == message
+    assert encoding.decode_message(wire[4:]) == message
 
 
 @pytest.mark.parametrize(
@@ -45,13 +45,13 @@ def test_a_message_comes_back_equal(message: Message) -> None:
         msgpack.packb({"kind": "AskAgain", "reason": 7}),
         msgpack.packb({"kind": "AskAgain", "reason": "", "more": 1}),
         msgpack.packb({"kind": "Detach", "attempt": True}),
-        encoding.encode(PullNow(1, 2, GRANT, 0.5))[4:].replace(b"fp32", b"fp31"),
+        encoding.encode_message(PullNow(1, 2, GRANT, 0.5))[4:].replace(b"fp32", b"fp31"),
     ],
 )
 def test_anything_else_is_refused(body: bytes) -> None:
     """Foreign bytes, unknown kinds, missing, excess and mistyped fields raise RemoteProtocolError."""
     with pytest.raises(RemoteProtocolError):
-        encoding.decode(body)
+        encoding.decode_message(body)
 
 
 def test_length_is_bounded_both_ways() -> None:
@@ -59,7 +59,7 @@ def test_length_is_bounded_both_ways() -> None:
     with pytest.raises(RemoteProtocolError, match="claims"):
         encoding.body_length(encoding.LENGTH.pack(encoding.MOST_BYTES + 1))
     with pytest.raises(LocalProtocolError, match="Attach takes"):
-        encoding.encode(Attach(1, 0, "9", "x" * encoding.MOST_BYTES, 1, 1))
+        encoding.encode_message(Attach(1, 0, "9", "x" * encoding.MOST_BYTES, 1, 1))
 
 
 def test_every_message_is_in_the_table() -> None:

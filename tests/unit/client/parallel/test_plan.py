@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.client.parallel.plan import LocalRect, ParameterClaim, RankLayout, TransferPlan, make_plan
-from dips.client.parallel.rect import Rect, cut_flat, rects
+from dips.client.parallel.rect import Rect, box_rects, cut_flat
 from dips.errors import ConfigError
 
 SHAPE = (6, 5)
@@ -36,24 +36,24 @@ def indices(shape: tuple[int, ...], starts: tuple[int, ...], sizes: tuple[int, .
 @given(boxes())
 def test_rectangles_of_a_box_are_its_elements_in_the_order_of_its_memory(box: tuple[tuple[int, ...], ...]) -> None:
     """Whatever dims are cut, numpy's own indexing agrees."""
-    assert [e for rect in rects(*box) for e in elements(rect)] == indices(*box)
+    assert [e for rect in box_rects(*box) for e in elements(rect)] == indices(*box)
 
 
 @given(boxes(), st.integers(0, 300), st.integers(0, 300))
 def test_what_lies_within_a_range(box: tuple[tuple[int, ...], ...], begin: int, end: int) -> None:
     """Cutting a rectangle by a range of the parameter loses and adds nothing."""
-    for rect in rects(*box):
-        found = [e for part in rect.within(begin, end) for e in elements(part)]
+    for rect in box_rects(*box):
+        found = [e for part in rect.cut_between(begin, end) for e in elements(part)]
         assert found == [e for e in elements(rect) if begin <= e < end]
-        for part in rect.within(begin, end):
-            row, col = rect.place(part)
+        for part in rect.cut_between(begin, end):
+            row, col = rect.place_of(part)
             assert elements(rect)[row * rect.cols + col] == part.first
 
 
 @given(boxes(), st.integers(0, 300), st.integers(0, 300))
 def test_what_lies_in_a_range_of_the_memory(box: tuple[tuple[int, ...], ...], begin: int, end: int) -> None:
     """A distributed optimizer cuts the memory of a shard, not the parameter."""
-    parts = rects(*box)
+    parts = box_rects(*box)
     cut = [(index, e) for index, piece in cut_flat(parts, begin, end) for e in elements(piece)]
     assert (
         cut == [(i, e) for i, rect in enumerate(parts) for e in elements(rect)][begin:end] if begin < end else not cut
@@ -61,7 +61,7 @@ def test_what_lies_in_a_range_of_the_memory(box: tuple[tuple[int, ...], ...], be
 
 
 parts_of_a_weight = st.builds(
-    lambda row, rows, col, cols: Rect.of(row * 5 + col, min(rows, 6 - row), min(cols, 5 - col), 5),
+    lambda row, rows, col, cols: Rect.make_canonical(row * 5 + col, min(rows, 6 - row), min(cols, 5 - col), 5),
     st.integers(0, 5), st.integers(1, 6), st.integers(0, 4), st.integers(1, 5),
 )  # fmt: skip
 
@@ -69,7 +69,7 @@ parts_of_a_weight = st.builds(
 @given(parts_of_a_weight, parts_of_a_weight)
 def test_two_rectangles_meet_if_they_share_an_element(a: Rect, b: Rect) -> None:
     """Also where one is a run that wraps around rows."""
-    assert a.meets(b) == b.meets(a) == bool(set(elements(a)) & set(elements(b)))
+    assert a.overlaps_with(b) == b.overlaps_with(a) == bool(set(elements(a)) & set(elements(b)))
 
 
 def job(kind: str) -> list[RankLayout]:
@@ -86,8 +86,8 @@ def job(kind: str) -> list[RankLayout]:
     }
     ranks = []
     for number, held in enumerate(ways[kind]):
-        parts = tuple(rect for a, b, c, d in held for rect in rects(SHAPE, (a, c), (b - a, d - c)))
-        norm = (Rect.run(0, 5),)
+        parts = tuple(rect for a, b, c, d in held for rect in box_rects(SHAPE, (a, c), (b - a, d - c)))
+        norm = (Rect.flat_run(0, 5),)
         claims = (ParameterClaim("layers.0.w", SHAPE, parts, parts), ParameterClaim("norm.g", (5,), norm, norm))
         ranks.append(RankLayout(claims, f"host{number // 3}"))
     return ranks
@@ -167,7 +167,8 @@ def test_replicas_share_the_load() -> None:
     """Each of six replicas moves a sixth of what all hold, within one cut."""
     shape = (6 * 4096,)
     claims = tuple(
-        ParameterClaim(f"layers.{i}.w", shape, (Rect.run(0, shape[0]),), (Rect.run(0, shape[0]),)) for i in range(4)
+        ParameterClaim(f"layers.{i}.w", shape, (Rect.flat_run(0, shape[0]),), (Rect.flat_run(0, shape[0]),))
+        for i in range(4)
     )
     ranks = [RankLayout(claims, "host")] * 6
     loads = [sum(p.length for p in make_plan(ranks, me, spread_items=1024).pieces) for me in range(6)]
@@ -191,12 +192,15 @@ def claims(*held: tuple[Rect, ...], shape: tuple[int, ...] = SHAPE) -> list[Rank
 @pytest.mark.parametrize(
     ("held", "words"),
     [
-        ([(Rect.run(0, 10),), (Rect.run(20, 10),)], "w: elements 10 to 20 are held by no rank"),
-        ([(Rect.run(0, 10),)], "w: elements 10 to 30 are held by no rank"),
-        ([(Rect.run(0, 20),), (Rect.run(10, 20),)], "w: ranks hold shards that overlap without being equal"),
-        ([(Rect.of(0, 6, 2, 5),), (Rect.of(3, 6, 2, 5),)], "w: not all of its elements 0 to 30 are held by a rank"),
+        ([(Rect.flat_run(0, 10),), (Rect.flat_run(20, 10),)], "w: elements 10 to 20 are held by no rank"),
+        ([(Rect.flat_run(0, 10),)], "w: elements 10 to 30 are held by no rank"),
+        ([(Rect.flat_run(0, 20),), (Rect.flat_run(10, 20),)], "w: ranks hold shards that overlap without being equal"),
         (
-            [(Rect.of(0, 6, 2, 5),), (Rect.of(2, 3, 2, 10), Rect.of(7, 3, 3, 10))],
+            [(Rect.make_canonical(0, 6, 2, 5),), (Rect.make_canonical(3, 6, 2, 5),)],
+            "w: not all of its elements 0 to 30 are held by a rank",
+        ),
+        (
+            [(Rect.make_canonical(0, 6, 2, 5),), (Rect.make_canonical(2, 3, 2, 10), Rect.make_canonical(7, 3, 3, 10))],
             "w: ranks hold it cut along different",
         ),
     ],
@@ -213,7 +217,7 @@ def test_what_is_held_by_nobody_or_twice_is_named(held: list[tuple[Rect, ...]], 
 
 def test_ranks_that_hold_other_shapes_or_parameters_are_named() -> None:
     """At most five differences, then how many more; stages may hold other parameters than their neighbours."""
-    whole = (Rect.run(0, 2),)
+    whole = (Rect.flat_run(0, 2),)
     many = RankLayout(tuple(ParameterClaim(f"l.{i}.w", (2,), whole, whole) for i in range(9)), "host")
     few = RankLayout((ParameterClaim("l.0.w", (2, 1), whole, whole),), "host")
     with pytest.raises(ConfigError, match=r"l\.0\.w: shape \(2,\) on rank 0, \(2, 1\) on rank 1.*and 4 more"):
@@ -226,7 +230,7 @@ def test_a_large_job_is_planned_in_seconds() -> None:
     """256 ranks of HSDP with 200 parameters: every rank plans for itself, and in the same way."""
     rng = random.Random(1)
     cuts = [sorted(rng.sample(range(1, 4096), 31)) for _ in range(200)]
-    shares = [[Rect.run(a, b - a) for a, b in pairwise([0, *cut, 4096])] for cut in cuts]
+    shares = [[Rect.flat_run(a, b - a) for a, b in pairwise([0, *cut, 4096])] for cut in cuts]
     ranks = [
         RankLayout(
             tuple(

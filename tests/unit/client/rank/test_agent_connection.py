@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dips.client.ipc import messages
-from dips.client.ipc.address import OnAnyHost, OnThisHost, find, over_network
+from dips.client.ipc.address import OnAnyHost, OnThisHost, find_address, over_network
 from dips.client.ipc.connection import Connection
 from dips.client.ipc.messages import Noted, Stepped, TransferProgress
 from dips.client.ipc.seal import ANSWER, GREETING, PROOF, TAG, Seal, TokenClient, TokenServer
@@ -41,7 +41,7 @@ def cluster(**keys: object) -> ClusterFile:
 )
 def test_where_a_rank_looks(agent: str | None, environment: dict[str, str], expected: str) -> None:
     """The variable comes before the file, and the file before the socket beside it."""
-    found = find(cluster(agent=agent), {"DIPS_AGENT_TOKEN": TOKEN.decode(), **environment})
+    found = find_address(cluster(agent=agent), {"DIPS_AGENT_TOKEN": TOKEN.decode(), **environment})
     assert f"{found} from {found.named_by}" == expected
     assert TOKEN.decode() not in repr(found)
 
@@ -60,13 +60,13 @@ def test_where_a_rank_looks(agent: str | None, environment: dict[str, str], expe
 def test_what_names_no_agent(keys: dict[str, object], environment: dict[str, str], message: str) -> None:
     """The message says which key or variable is wrong."""
     with pytest.raises(ConfigError, match=message):
-        find(cluster(**keys), environment)
+        find_address(cluster(**keys), environment)
 
 
 def test_the_token_may_be_a_file(tmp_path: Path) -> None:
     """As Kubernetes mounts a secret; the newline of an editor does not count."""
     (tmp_path / "token").write_text(TOKEN.decode() + "\n")
-    found = find(cluster(agent="head:7", token=tmp_path / "token"), {})
+    found = find_address(cluster(agent="head:7", token=tmp_path / "token"), {})
     assert isinstance(found, OnAnyHost) and found.token == TOKEN
     assert over_network(cluster(), {}) is None
 
@@ -74,19 +74,19 @@ def test_the_token_may_be_a_file(tmp_path: Path) -> None:
 def introduced() -> tuple[Seal, Seal]:
     host = TokenServer(TOKEN)
     guest = TokenClient(TOKEN, host.greeting)
-    proof, ours = host.admit(guest.answer)
+    proof, ours = host.admit_rank(guest.answer)
     assert (len(host.greeting), len(guest.answer), len(proof)) == (GREETING, ANSWER, PROOF)
-    return ours, guest.admitted(proof)
+    return ours, guest.accept_proof(proof)
 
 
 @pytest.mark.parametrize("harm", ["altered", "repeated", "left out", "turned round"])
 def test_a_message_that_was_tampered_with_is_refused(harm: str) -> None:
     """The tag is over the bytes, their number and their direction."""
     agent, rank = introduced()
-    first, second = rank.tag(b"first"), rank.tag(b"second")
+    first, second = rank.tag_frame(b"first"), rank.tag_frame(b"second")
     assert len(first) == TAG
     if harm == "repeated":
-        agent.check(b"first", first)
+        agent.check_frame(b"first", first)
     reader, words, tag = {
         "altered": (agent, b"fisrt", first),
         "repeated": (agent, b"first", first),
@@ -94,19 +94,19 @@ def test_a_message_that_was_tampered_with_is_refused(harm: str) -> None:
         "turned round": (rank, b"first", first),
     }[harm]
     with pytest.raises(RemoteProtocolError, match="wrong tag"):
-        reader.check(words, tag)
+        reader.check_frame(words, tag)
 
 
 def test_neither_end_believes_the_other_without_the_token() -> None:
     """A stranger who dials and a stranger who answers learn nothing that another handshake would take."""
     host = TokenServer(TOKEN)
     with pytest.raises(Denied, match="dialled"):
-        host.admit(TokenClient(b"another token....", host.greeting).answer)
+        host.admit_rank(TokenClient(b"another token....", host.greeting).answer)
     guest = TokenClient(TOKEN, host.greeting)
     with pytest.raises(Denied, match="not this job's agent"):
-        guest.admitted(bytes(PROOF))
+        guest.accept_proof(bytes(PROOF))
     with pytest.raises(Denied):
-        TokenServer(TOKEN).admit(guest.answer)  # replayed to another connection
+        TokenServer(TOKEN).admit_rank(guest.answer)  # replayed to another connection
     with pytest.raises(RemoteProtocolError, match="greeting"):
         TokenClient(TOKEN, b"HTTP/1.1 400 Bad Request" + bytes(GREETING))
 
@@ -129,11 +129,11 @@ class AgentThread:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.append(writer)
         try:
-            rank = await Connection.admit(reader, writer, TOKEN)
+            rank = await Connection.admit_rank(reader, writer, TOKEN)
             while True:
-                self.received.append(message := await rank.read())
+                self.received.append(message := await rank.read_message())
                 if isinstance(message, TransferProgress):
-                    await rank.write(Noted())
+                    await rank.write_message(Noted())
         except (Denied, asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -171,8 +171,8 @@ def at(port: int, token: bytes = TOKEN) -> OnAnyHost:
 def test_questions_and_notices_over_tcp(agent: AgentThread) -> None:
     """As over the Unix socket."""
     connection = AgentConnection(at(agent.port), 2.0)
-    connection.send(Stepped(1, 10, None))
-    assert connection.ask(TransferProgress(1, 2, 3)) == Noted()
+    connection.send_message(Stepped(1, 10, None))
+    assert connection.ask_agent(TransferProgress(1, 2, 3)) == Noted()
     assert agent.received == [Stepped(1, 10, None), TransferProgress(1, 2, 3)]
     connection.close()
 

@@ -9,7 +9,7 @@ from dips.client.rank.feedback import Feedback
 from dips.ids import GENESIS, VersionId
 from dips.transport.shares import Piece
 from dips.wire import codecs
-from dips.wire.chunks import Range, split
+from dips.wire.chunks import Range, split_chunks
 
 SIZES = ((0, 0, 0, 3000), (0, 1, 512, 700), (3, 0, 0, 1))  # layer, param, offset, length
 CHUNK_BYTES = 4096
@@ -44,10 +44,10 @@ class FeedbackRank:
         for piece, m in zip(self.pieces, self.model, strict=True):
             piece.array[:] = m
         self.feedback.freeze_push(self.seq, codec)
-        spelling = codecs.named(codec)
+        spelling = codecs.codec_named(codec)
         slots = [t.copy() for t in self.theta]
         for piece, slot in zip(self.pieces, slots, strict=True):
-            for chunk in split(spelling.ranges([piece.range]), spelling.chunk_bytes(CHUNK_BYTES)):
+            for chunk in split_chunks(spelling.encoded_ranges([piece.range]), spelling.chunk_bytes(CHUNK_BYTES)):
                 at = slice(chunk.offset - piece.offset, chunk.offset - piece.offset + chunk.length)
                 view = piece.array[at].view(np.uint8).data
                 body = bytes(self.feedback.encode_chunk(Range(*chunk), view))
@@ -90,7 +90,7 @@ def test_what_is_lost_comes_back(codec):
     begin = [t.astype(np.float64) for t in rank.theta]
     true = [np.zeros(t.size) for t in rank.theta]
     bare = [np.zeros(t.size) for t in rank.theta]
-    spelling = codecs.named(codec)
+    spelling = codecs.codec_named(codec)
     for n in range(1, 41):
         change = rank.train()
         for t, b, c in zip(true, bare, change, strict=True):

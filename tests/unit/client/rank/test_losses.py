@@ -23,7 +23,7 @@ NONE = (0.0, 0, True)
 
 
 @pytest.mark.parametrize(
-    ("own", "others", "heard"),
+    ("own", "others", "expected"),
     [
         ([None], [NONE, (6.0, 3, True), (8.0, 4, True)], (6.0, 3, True)),
         ([None], [NONE, (2.0, 1, False)], (2.0, 1, False)),
@@ -32,13 +32,13 @@ NONE = (0.0, 0, True)
     ],
 )
 def test_the_first_rank_with_a_loss_is_reported(
-    own: list[float | None], others: list[tuple[float, int, bool]], heard: tuple[float, int, bool] | None
+    own: list[float | None], others: list[tuple[float, int, bool]], expected: tuple[float, int, bool] | None
 ) -> None:
     """None if that is rank 0, which reports its own with each step, or if no rank has one."""
     losses = LossChannel(Ranks(*others))  # type: ignore[arg-type]
     for loss in own:
         losses.add_loss(loss, finite=True)
-    assert losses.gather_losses() == heard
+    assert losses.gather_losses() == expected
 
 
 def test_a_poll_starts_over() -> None:

@@ -41,13 +41,13 @@ class ScriptedAgent:
         rank, _ = self._server.accept()
         with rank, rank.makefile("rb") as stream:
             while head := stream.read(encoding.LENGTH.size):
-                message = encoding.decode(stream.read(encoding.body_length(head)))
+                message = encoding.decode_message(stream.read(encoding.body_length(head)))
                 if isinstance(message, messages.TransferProgress):
-                    rank.sendall(encoding.encode(Noted()))
+                    rank.sendall(encoding.encode_message(Noted()))
                     continue
                 self.messages.append(message)
                 if not isinstance(message, messages.Notice):
-                    rank.sendall(encoding.encode(self._answers.pop(0)))
+                    rank.sendall(encoding.encode_message(self._answers.pop(0)))
 
     def join(self) -> None:
         self._thread.join(10)
@@ -79,7 +79,7 @@ def test_nothing_is_trained_pushed_or_saved_on_a_torn_model(directory: Path, mon
             piece.array[:] = float(grant.version.version)
         return TransferStats(0, 0.0, 1)
 
-    monkeypatch.setattr(transfer, "pull", pull)
+    monkeypatch.setattr(transfer, "pull_pieces", pull)
     script = (Attached(1, 0.0), pull_now(V1, 1), TrainOn("", 1, 0.25), pull_now(V2, 2), TrainOn("", 1, 0.25))
     agent = ScriptedAgent(directory / "agent.sock", *script)
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))

@@ -44,12 +44,12 @@ class AgentScript:
     def __init__(self, *answers: Answer) -> None:
         self._answers, self.asked = list(answers), []
 
-    def ask(self, question: Any) -> Answer:
+    def ask_agent(self, question: Any) -> Answer:
         self.asked.append(question)
         return self._answers.pop(0)
 
     def ask_until_answered(self, question: Any) -> Answer:
-        while isinstance(answer := self.ask(question), AskAgain):
+        while isinstance(answer := self.ask_agent(question), AskAgain):
             pass
         return answer
 
@@ -122,7 +122,7 @@ def kinds(agent: AgentScript) -> list[type]:
 def test_a_push_and_the_pull_after_it() -> None:
     """Each result is the next request; progress and pace come with the answer to train on."""
     m = make(AgentScript(PUSH, AskAgain("the window"), PULL, TrainOn("", 64, 0.6)), Transfers(WELL, WELL))
-    m.steps.poll(demanded=False)
+    m.steps.poll_outer_step(demanded=False)
     assert kinds(m.agent) == [PushWanted, PushMoved, PushMoved, PullMoved]
     assert [question.number for question in m.agent.asked] == [1, 2, 2, 3], "asked again it has the same number"
     assert m.agent.asked[-1] == PullMoved(3, 3, 7, True, "", 12, merged=False)
@@ -161,11 +161,11 @@ def test_training_goes_on_beside_a_push() -> None:
     m = make(agent, Transfers(WELL, WELL, polls=1), overlap="full")
     seen = []
     for _ in range(6):
-        m.steps.poll(demanded=False)
+        m.steps.poll_outer_step(demanded=False)
         seen.append((m.state.steps_until_poll, m.steps.in_flight))
     assert seen == [(2, True), (2, True), (2, True), (3, True), (3, True), (3, True)]
     assert m.transfers.calls == ["push, kept", "pull"]
-    m.steps.poll(demanded=False)
+    m.steps.poll_outer_step(demanded=False)
     assert (m.state.steps_until_poll, m.steps.in_flight, m.state.version) == (9, False, V1)
     assert m.transfers.calls[2:] == [f"merge {V1}"] and m.agent.asked[-1].merged
     assert all(question.at_once for question in agent.asked)
@@ -174,7 +174,7 @@ def test_training_goes_on_beside_a_push() -> None:
 def test_a_version_that_is_not_merged_is_pulled_with_training_paused() -> None:
     """Inner steps beside it would be lost."""
     m = make(AgentScript(PULL, TrainOn("", 9, 0.6)), Transfers(WELL, polls=5), overlap="full")
-    m.steps.poll(demanded=False)
+    m.steps.poll_outer_step(demanded=False)
     assert (m.steps.in_flight, m.state.version, m.state.steps_until_poll) == (False, V1, 9)
 
 
@@ -189,26 +189,26 @@ def test_a_version_that_is_not_merged_is_pulled_with_training_paused() -> None:
 def test_settling_waits_for_what_is_in_flight(answers: tuple[Answer, ...], polls: int, asked: list[type]) -> None:
     """A transfer is waited for, an unanswered request is asked until it is answered."""
     m = make(AgentScript(*answers), Transfers(WELL, polls=polls), overlap="full")
-    m.steps.poll(demanded=False)
+    m.steps.poll_outer_step(demanded=False)
     assert m.steps.in_flight
-    m.steps.settle()
+    m.steps.settle_transfers()
     assert not m.steps.in_flight and kinds(m.agent) == asked
     assert not m.agent.asked[-1].at_once, "this time the agent may wait"
-    m.steps.settle()
+    m.steps.settle_transfers()
     assert kinds(m.agent) == asked
 
 
 def test_cancelling_ends_the_transfer_in_flight() -> None:
     """A rank that leaves does not wait for its push."""
     m = make(AgentScript(PUSH), Transfers(WELL, polls=5), overlap="full")
-    m.steps.cancel()
-    m.steps.poll(demanded=True)
-    m.steps.cancel()
+    m.steps.cancel_transfers()
+    m.steps.poll_outer_step(demanded=True)
+    m.steps.cancel_transfers()
     assert m.transfers.begun[0].cancelled
     assert m.agent.asked[0].demanded
 
 
-@pytest.mark.parametrize("call", [OuterSteps.pull_newest, lambda steps: steps.poll(False)])
+@pytest.mark.parametrize("call", [OuterSteps.pull_newest, lambda steps: steps.poll_outer_step(False)])
 def test_an_answer_that_orders_nothing_is_refused(call: Callable[[OuterSteps], None]) -> None:
     """A bug of ours, named with what came."""
     with pytest.raises(LocalProtocolError, match=r"expected an order from the agent, got Noted\(\)"):

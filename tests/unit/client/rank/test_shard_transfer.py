@@ -19,7 +19,7 @@ from dips.ids import GENESIS, VersionId
 from dips.protocol.effects import Grant
 from dips.wire import codecs
 
-CODEC = codecs.named("int8")
+CODEC = codecs.codec_named("int8")
 
 
 class FakeSlaves:
@@ -29,8 +29,8 @@ class FakeSlaves:
         self.theta: float | list[np.ndarray] = 0.0
         self.pushed: list[np.ndarray] = []
         self.fails_at = 0
-        monkeypatch.setattr(transfer, "push", self._push)
-        monkeypatch.setattr(transfer, "pull", self._pull)
+        monkeypatch.setattr(transfer, "push_pieces", self._push)
+        monkeypatch.setattr(transfer, "pull_pieces", self._pull)
 
     def _push(self, grant: Grant, base: Any, pieces: Any, *, encode: Any, **_: Any) -> TransferStats:
         bodies = [(encode(piece.range, piece.array.view(np.uint8).data), piece.length) for piece in pieces]

@@ -12,12 +12,12 @@ import pytest
 import xxhash
 import zmq
 
-from dips.client.rank.transfer import Piece, TransferIdentity, pull, push
+from dips.client.rank.transfer import Piece, TransferIdentity, pull_pieces, push_pieces
 from dips.ids import VersionId
 from dips.protocol.effects import Grant, SlaveAddress
 from dips.wire import streams
 from dips.wire.chunks import Range
-from dips.wire.frame import Header, Kind, check_body, message, pack, run_id, unpack
+from dips.wire.frame import Header, Kind, check_body, make_message, pack_header, run_id, unpack_header
 
 RUN, CHUNK_BYTES = "r", 4096
 ITEMS = CHUNK_BYTES // 4
@@ -50,14 +50,14 @@ class ScriptedLane:
         while not self._end.is_set():
             if self._socket.poll(5):
                 peer, head, body = self._socket.recv_multipart()
-                header = unpack(head, run_id(RUN), len(body), CHUNK_BYTES)
+                header = unpack_header(head, run_id(RUN), len(body), CHUNK_BYTES)
                 check_body(header, body)
                 for parts in self._answer(header, body):
                     self._socket.send_multipart([peer, *parts])
 
     def _answer(self, header: Header, body: bytes) -> Iterator[tuple[bytes, bytes]]:
         def say(kind: Kind, answer: bytes) -> tuple[bytes, bytes]:
-            return message(kind, header.run, header.stream, answer)
+            return make_message(kind, header.run, header.stream, answer)
 
         match header.kind:
             case Kind.HELLO:
@@ -79,7 +79,7 @@ class ScriptedLane:
         checksum = xxhash.xxh3_64_intdigest(bytes(body))
         if chunk in self._corrupted and self.wanted[chunk] == 1:
             body[1] ^= 0x10
-        return pack(Header(Kind.CHUNK, asked.run, asked.stream, len(body), checksum, *chunk[:3])), bytes(body)
+        return pack_header(Header(Kind.CHUNK, asked.run, asked.stream, len(body), checksum, *chunk[:3])), bytes(body)
 
 
 def grant(lane: ScriptedLane) -> Grant:
@@ -102,7 +102,7 @@ def lane(request: pytest.FixtureRequest) -> Iterator[ScriptedLane]:
 def test_a_corrupted_chunk_of_a_pull_is_refused_and_asked_for_again(lane: ScriptedLane) -> None:
     """Headers pass, so only the body's own checksum tells: the array never keeps a byte that the slave did not hold."""
     target = np.full(NUMEL, np.nan, np.float32)
-    stats = pull(grant(lane), identity(), [Piece(0, 0, 0, NUMEL, target)])
+    stats = pull_pieces(grant(lane), identity(), [Piece(0, 0, 0, NUMEL, target)])
     assert np.array_equal(target, lane.theta)
     assert (stats.nbytes, stats.connections) == (4 * NUMEL, 1)
     assert lane.wanted == {chunk: 1 + (chunk in lane._corrupted) for chunk in CHUNKS}
@@ -113,7 +113,7 @@ def test_a_corrupted_chunk_of_a_pull_is_refused_and_asked_for_again(lane: Script
 def test_a_push_sends_every_chunk_that_is_asked_for(lane: ScriptedLane) -> None:
     """Header and body belong together, whatever thread made them."""
     values = np.arange(NUMEL, dtype=np.float32)
-    stats = push(grant(lane), identity(), [Piece(0, 0, 0, NUMEL, values)])
+    stats = push_pieces(grant(lane), identity(), [Piece(0, 0, 0, NUMEL, values)])
     assert np.array_equal(lane.received, values)
     assert (stats.nbytes, stats.connections) == (4 * NUMEL, 1)
 
@@ -127,7 +127,7 @@ def test_the_stage_works_where_the_test_says(lane: ScriptedLane, stage_threads: 
         threads.add(threading.current_thread().name)
         return bytes(view)
 
-    push(grant(lane), identity(), [Piece(0, 0, 0, NUMEL, np.zeros(NUMEL, np.float32))], encode=encode)
+    push_pieces(grant(lane), identity(), [Piece(0, 0, 0, NUMEL, np.zeros(NUMEL, np.float32))], encode=encode)
     assert threads == {"push-0-0" if stage_threads else threading.current_thread().name}
 
 
@@ -141,6 +141,6 @@ def test_an_error_of_the_stage_is_raised_to_the_caller(lane: ScriptedLane) -> No
 
     began = time.monotonic()
     with pytest.raises(MemoryError, match="of Range"):
-        push(grant(lane), identity(), [Piece(0, 0, 0, NUMEL, np.zeros(NUMEL, np.float32))], encode=encode)
+        push_pieces(grant(lane), identity(), [Piece(0, 0, 0, NUMEL, np.zeros(NUMEL, np.float32))], encode=encode)
     assert time.monotonic() - began < 5
     assert not [t.name for t in threading.enumerate() if t.name.startswith("push-")]

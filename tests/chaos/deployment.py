@@ -1,12 +1,12 @@
 """A run of real processes that can be hurt in any place, and looked at until it is certain that nothing was lost.
 
-    with House(tmp_path, loop) as house:
-        house.start()
-        house.progress(2)                              # two more versions
-        house.slaves["ps0"].process.kill()
-        house.start_slave("ps0")
-        house.progress(2)
-        house.check()                                  # every element is the reference's number; tokens add up
+    with House(tmp_path, loop) as deployment:
+        deployment.start()
+        deployment.progress(2)                              # two more versions
+        deployment.slaves["ps0"].process.kill()
+        deployment.start_slave("ps0")
+        deployment.progress(2)
+        deployment.check()                                  # every element is the reference's number; tokens add up
 
 Whoever dials does so through a line of wires.py: clusters to the master, slaves to the master, the master to slaves,
 ranks to the slaves' lanes. The tests themselves ask the master directly. Steps are placed by what timelines, ledger and
@@ -37,7 +37,7 @@ from dips.ids import VersionId
 from dips.master import genesis
 from dips.master.ledger import Ledger
 from dips.master.ledger_history import RoundHistory
-from dips.slave.export import export
+from dips.slave.export import export_snapshot
 from dips.telemetry import timeline
 from dips.wire.generated.slave_pb2 import SlaveRegistered
 from tests.chaos import predict
@@ -119,7 +119,7 @@ class Deployment(Run):
         self.lanes: dict[str, Wire] = {}
         self.master_directory = directory / "master"
         self._untold: dict[str, int] = {}  # tokens at most that died with an agent before he could tell
-        self._killed: dict[str, int] = {}  # trainers that were killed: a step begun may not have been told
+        self._killed: dict[str, int] = {}  # trainers that were killed: a step begun may not have been reported
         self._places: dict[str, dict[str, None]] = {}  # of each cluster: where it ever ran
         tensors = {name: np.full(shape, START, np.float32) for name, shape in SHAPES.items()}
         super().__init__(directory, tensors, shared={**SHARED, **(shared or {})}, timing={**TIMING, **(timing or {})})
@@ -228,11 +228,11 @@ class Deployment(Run):
         os.kill(self.ranks(name)[-1], signal.SIGKILL)
 
     def count_kill(self, name: str, times: int = 1) -> None:
-        """A step that its trainer had begun may not have been told."""
+        """A step that its trainer had begun may not have been reported."""
         self._killed[name] = self._killed.get(name, 0) + times
 
     def count_untold(self, name: str, since: float) -> None:
-        """An agent died, or was fenced: of what its cluster did since then (Unix seconds) nobody may ever hear."""
+        """An agent died, or was fenced: of what its cluster did since then (Unix seconds) there may be no report."""
         lines = self._written(name, "steps")
         self._untold[name] = self._untold.get(name, 0) + sum(t for at, t in lines if at > since)
 
@@ -250,7 +250,7 @@ class Deployment(Run):
         """Lines of a timeline, by kind and fields."""
         if not path.exists():
             return []
-        lines = timeline.read(path)
+        lines = timeline.read_marks(path)
         return [line for line in lines if line["kind"] == kind and all(line.get(k) == v for k, v in fields.items())]
 
     def seen_after(
@@ -277,11 +277,11 @@ class Deployment(Run):
 
     def history(self) -> list[RoundHistory]:
         with self.ledger() as ledger:
-            return ledger.history(EVER)
+            return ledger.read_history(EVER)
 
     def head(self) -> VersionId:
         with self.ledger() as ledger:
-            return ledger.state().versions[-1].version
+            return ledger.read_state().versions[-1].version
 
     def lineage(self) -> list[VersionId]:
         with self.ledger() as ledger:
@@ -290,11 +290,11 @@ class Deployment(Run):
     def progress(self, versions: int = 2, by: Sequence[str] = (), within_s: float = STEADY_S) -> VersionId:
         """Wait until so many more rounds made a version, and each of `by` is in one of them; return the head."""
         with self.ledger() as ledger:
-            last = max((r.round for r in ledger.history(1)), default=0)
+            last = max((r.round for r in ledger.read_history(1)), default=0)
 
         def holds() -> bool:
             with self.ledger() as ledger:
-                new = [r for r in ledger.history(12) if r.round > last and r.version is not None]
+                new = [r for r in ledger.read_history(12) if r.round > last and r.version is not None]
             return len(new) >= versions and set(by) <= {f.push.cluster for r in new for f in r.folds}
 
         self.until(holds, within_s, f"{versions} more versions{' by ' + ', '.join(by) if by else ''}")
@@ -317,7 +317,7 @@ class Deployment(Run):
 
         def holds() -> bool:
             with self.ledger() as ledger:
-                return any(row.retired for row in ledger.state().versions)
+                return any(row.retired for row in ledger.read_state().versions)
 
         self.until(holds, within_s, "a version is retired")
 
@@ -327,7 +327,7 @@ class Deployment(Run):
         except Unavailable:
             return None
 
-    def told(self, holds: Callable[[dict[str, Any]], Any], within_s: float, what: str) -> dict[str, Any]:
+    def wait_for_status(self, holds: Callable[[dict[str, Any]], Any], within_s: float, what: str) -> dict[str, Any]:
         """Wait until the master's status is so; return it."""
         found: dict[str, Any] = {}
 
@@ -348,7 +348,7 @@ class Deployment(Run):
     def check(self, excess: Mapping[str, int] | None = None) -> None:
         """Stand still and hold everything against the ledger; then go on.
 
-        excess  tokens that a cluster may have told beyond what it consumed here (none but for failures that lose words)
+        excess  tokens that a cluster may report beyond what it consumed here (0 but for failures that lose words)
         """
         holds = [self.directory / f"{where}.hold" for name in self.clusters for where in self._places.get(name, {})]
         for hold in holds:
@@ -365,8 +365,8 @@ class Deployment(Run):
         """What ledger, ranks and logs tell, without standing still."""
         seen = {name: self._written(name, "seen") for name in self.clusters}  # first: then every row is there
         with self.ledger() as ledger:
-            state = ledger.state()
-            rounds = ledger.history(EVER)
+            state = ledger.read_state()
+            rounds = ledger.read_history(EVER)
         lineage = [row.version for row in state.versions]
         predict.check_lineage(rounds, lineage)
         predict.check_once(rounds, lineage)
@@ -390,7 +390,7 @@ class Deployment(Run):
             return not problems
 
         try:
-            return self.told(holds, SEEN_S, "tokens add up")
+            return self.wait_for_status(holds, SEEN_S, "tokens add up")
         except AssertionError as error:
             raise AssertionError(f"tokens do not add up: {problems}") from error
 
@@ -403,15 +403,17 @@ class Deployment(Run):
             parts["carried"] = 0  # of its last heartbeat: lost by now
         least = begun - TOKENS[name] * self._killed.get(name, 0) - self._untold.get(name, 0)
         ok = least <= sum(parts.values()) <= begun + excess
-        return [] if ok else [f"{name} consumed {least} to {begun}, told {sum(parts.values())}: {parts}, {c['state']}"]
+        return (
+            [] if ok else [f"{name} consumed {least} to {begun}, reported {sum(parts.values())}: {parts}, {c['state']}"]
+        )
 
     def _check_export(self) -> None:
         """Every element of the exported model is the reference's number; the head, if that is durable."""
         with self.ledger() as ledger:
-            rows, rounds = ledger.state().versions, ledger.history(EVER)  # rows first: each one has its round
+            rows, rounds = ledger.read_state().versions, ledger.read_history(EVER)  # rows first: each one has its round
         head = next(row.version for row in reversed(rows) if row.durable)
         out = self.directory / "export.safetensors"
-        export([self.directory / name for name in self.slaves], head, out)
+        export_snapshot([self.directory / name for name in self.slaves], head, out)
         expected = predict.predict(rounds)[str(head)]
         tensors = load_file(out)
         assert {name: t.shape for name, t in tensors.items()} == SHAPES

@@ -17,8 +17,8 @@ from benchmarks.namespaces import End
 END_S = 30.0
 
 
-class Told:
-    """One such program; `tell` and `hear` apart let several work at once."""
+class LineProgram:
+    """One such program; `send_request` and `read_answer` apart let several work at once."""
 
     def __init__(self, end: End, module: str, *words: str) -> None:
         self._popen = subprocess.Popen(
@@ -26,15 +26,15 @@ class Told:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
-        self.first = self.hear()
+        self.first = self.read_answer()
 
-    def tell(self, *words: Any) -> None:
-        """Say a line: a word and what it needs."""
+    def send_request(self, *words: Any) -> None:
+        """Write a line: a word and its arguments."""
         assert self._popen.stdin is not None
         self._popen.stdin.write(json.dumps(words) + "\n")
         self._popen.stdin.flush()
 
-    def hear(self) -> Any:
+    def read_answer(self) -> Any:
         """Wait for an answer; RuntimeError if the program has died."""
         assert self._popen.stdout is not None
         answer = self._popen.stdout.readline()
@@ -42,9 +42,9 @@ class Told:
             raise RuntimeError(f"a program in a namespace died with exit code {self._popen.wait(END_S)}")
         return json.loads(answer)
 
-    def ask(self, *words: Any) -> Any:
-        self.tell(*words)
-        return self.hear()
+    def ask_program(self, *words: Any) -> Any:
+        self.send_request(*words)
+        return self.read_answer()
 
     def close(self) -> None:
         """End it: its input is over."""
@@ -56,14 +56,14 @@ class Told:
 
 
 @contextmanager
-def company() -> Iterator[Callable[..., Told]]:
+def open_programs() -> Iterator[Callable[..., LineProgram]]:
     """Start programs that all end together, the last first."""
     with ExitStack() as stack:
 
-        def start(end: End, module: str, *words: str) -> Told:
-            told = Told(end, module, *words)
-            stack.callback(told.close)
-            return told
+        def start(end: End, module: str, *words: str) -> LineProgram:
+            program = LineProgram(end, module, *words)
+            stack.callback(program.close)
+            return program
 
         yield start
 
@@ -71,13 +71,13 @@ def company() -> Iterator[Callable[..., Told]]:
 # ---- in the program --------------------------------------------------------------------------------------------------
 
 
-def say(answer: Any) -> None:
-    """Answer."""
+def print_answer(answer: Any) -> None:
+    """Write the answer to the last request."""
     print(json.dumps(answer), flush=True)
 
 
-def heard() -> Iterator[Any]:
-    """What is told, until the input is over."""
+def read_requests() -> Iterator[Any]:
+    """Yield each request, until the input is over."""
     for line in sys.stdin:
         yield json.loads(line)
 
