@@ -309,8 +309,7 @@ def _is_path(key: str, value: Any) -> bool:
 def _resolve_paths(raw: Any, base: Path) -> Any:
     """Make relative paths relative to the file that names them, so that a daemon may start anywhere; URLs stay."""
     if isinstance(raw, dict):
-        return {k: str(base / v) if _is_path(k, v) else _resolve_paths(v, base)
-            for k, v in raw.items()}
+        return {k: str(base / v) if _is_path(k, v) else _resolve_paths(v, base) for k, v in raw.items()}
     return [_resolve_paths(v, base) for v in raw] if isinstance(raw, list) else raw
 
 

@@ -43,24 +43,24 @@ def recover(
     from dips.master import recover as counters
     from dips.slave.rebuild import Rebuild
 
-    run_file, log = load_run(config), logs.configure("recover", "dips", "WARNING")
+    run_file, log = load_run(config), logs.configure_log("recover", "dips", "WARNING")
     _require_stopped(run_file)
     with ExitStack() as held:
         begun_anew = _require_ledger(run_file, model)
         ledger = held.enter_context(counters.open_ledger(run_file))
         if begun_anew:
             counters.make_plan(run_file, ledger).carry_out(ledger)
-        state = ledger.state()
+        state = ledger.read_state()
         rebuild = Rebuild(run_file, state.row, model, log)
         held.callback(rebuild.close)
-        found = rebuild.look()
+        found = rebuild.look_at_disks()
         lost = rebuild.layer_names([layer for one in found if one.momentum_of is None for layer in one.layers])
         version = counters.successor(state)
-        _describe(state.versions[-1].version, version, model, found)
+        _print_plan(state.versions[-1].version, version, model, found)
         if not yes and not typer.confirm(f"Make {version} of {model}?"):
             raise typer.Exit(1)
-        digests = rebuild.write(version, found, max((peer.inc for peer in state.slaves), default=0))
-        ledger.write(counters.version_of_file(state, version, str(model), lost, digests), time.time())
+        digests = rebuild.write_version(version, found, max((peer.inc for peer in state.slaves), default=0))
+        ledger.write_records(counters.version_of_file(state, version, str(model), lost, digests), time.time())
     print(f"done: {version}. next: dips-master --config {config}, then the slaves")
 
 
@@ -86,11 +86,11 @@ def _require_ledger(config: RunFile, model: Path) -> bool:
     if store is not None and newest_term(store):
         raise ConfigError(f"{path}: no ledger is here, but its mirror {store.url} has one: start dips-master first")
     print(f"note: no ledger at {path}: history, tokens and data ranges begin anew")
-    genesis.make_run(config, _tensors(model), wall=time.time)
+    genesis.make_run(config, _read_tensors(model), wall=time.time)
     return True
 
 
-def _tensors(model: Path) -> dict[str, Any]:
+def _read_tensors(model: Path) -> dict[str, Any]:
     from safetensors.numpy import load_file
 
     try:
@@ -99,7 +99,7 @@ def _tensors(model: Path) -> dict[str, Any]:
         raise ConfigError(f"--model {model}: cannot be read as safetensors: {error}") from error
 
 
-def _describe(head: object, version: object, model: Path, found: Any) -> None:
+def _print_plan(head: object, version: object, model: Path, found: Any) -> None:
     print(f"{version}, after {head}: parameters of {model}")
     for one in found:
         momentum = f"momentum of {one.momentum_of}" if one.momentum_of else "no snapshot is left: momentum 0"

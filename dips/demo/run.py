@@ -72,7 +72,9 @@ def _on_sigterm(number: int, frame: object) -> None:
 # ---- the story ------------------------------------------------------------------------------------------------------
 
 
-def _train_and_kill(files: DemoLayout, seconds: float, kill: bool, seed: int, mirror: bool) -> tuple[Mapping[str, Any], Kill]:
+def _train_and_kill(
+    files: DemoLayout, seconds: float, kill: bool, seed: int, mirror: bool
+) -> tuple[Mapping[str, Any], Kill]:
     """Train until the run is finished; return the master's last status and what was killed."""
     with Watch(seconds) as watch, DemoProcesses() as running:
         corpus = data.load_corpus(seed)
@@ -121,8 +123,10 @@ def _start_processes(running: DemoProcesses, files: DemoLayout, seed: int) -> No
         running.start(name, agent, files.log_file(name), may_end=True)
 
 
-def _start_master(house: DemoProcesses, files: DemoLayout) -> None:
-    house.start("master", _module("dips.master.app", "--config", str(files.run_file)), files.log("master"))
+def _start_master(running: DemoProcesses, files: DemoLayout) -> None:
+    running.start(
+        "master", _module_command("dips.master.app", "--config", str(files.run_file)), files.log_file("master")
+    )
 
 
 def _start_slave(running: DemoProcesses, files: DemoLayout, name: str) -> None:
@@ -156,7 +160,9 @@ def _watch_training(
         time.sleep(LOOK_EVERY_S)
 
 
-def _kill_cluster_and_slave(running: DemoProcesses, files: DemoLayout, watch: Watch, address: str, mirror: bool) -> Kill:
+def _kill_cluster_and_slave(
+    running: DemoProcesses, files: DemoLayout, watch: Watch, address: str, mirror: bool
+) -> Kill:
     """Kill slow's torchrun and, while it comes back, a slave; start the slave again.
 
     With mirrors the slave's directory is removed, and the master is killed and its directory removed.
@@ -177,21 +183,23 @@ def _kill_cluster_and_slave(running: DemoProcesses, files: DemoLayout, watch: Wa
     watch.print_event(f"killed {KILLED_SLAVE} with SIGKILL at {head}")
     after = _after_kill(address, head)  # a version between the look and the kill is passed over: the next one counts
     if mirror:
-        _lose_machines(house, files, watch)
+        _lose_machines(running, files, watch)
     time.sleep(RESTART_SLAVE_S)
     if mirror:
-        _start_master(house, files)
-    _start_slave(house, files, KILLED_SLAVE)
-    watch.say(f"started {KILLED_SLAVE} again")
+        _start_master(running, files)
+    _start_slave(running, files, KILLED_SLAVE)
+    watch.print_event(f"started {KILLED_SLAVE} again")
     return Kill(KILLED_CLUSTER, KILLED_SLAVE, status["slaves"][KILLED_SLAVE]["sinc"], after, lost=mirror)
 
 
-def _lose_machines(house: DemoProcesses, files: DemoLayout, watch: Watch) -> None:
+def _lose_machines(running: DemoProcesses, files: DemoLayout, watch: Watch) -> None:
     """As if two machines had burned: the slave's, which is dead already, and the master's."""
-    house.processes["master"].kill()
-    for directory in (files.slave(KILLED_SLAVE), files.master):
+    running.processes["master"].kill()
+    for directory in (files.slave_directory(KILLED_SLAVE), files.master_directory):
         shutil.rmtree(directory)
-    watch.say(f"killed the master; removed the directories of {KILLED_SLAVE} and of the master: mirrors are left")
+    watch.print_event(
+        f"killed the master; removed the directories of {KILLED_SLAVE} and of the master: mirrors are left"
+    )
 
 
 def _after_kill(address: str, head: VersionId) -> VersionId:

@@ -65,7 +65,7 @@ def make_run(
     if force:
         _throw_away(ledger)
     for mirror in mirrors:
-        mirror.remove("")
+        mirror.remove_path("")
     _write_initial(config.master.directory, tensors, manifest)
     if config.master.mirror is not None:
         _mirror_initial(MirrorStore(config.master.mirror, config.shared.run, "master"), config.master.directory)
@@ -76,22 +76,22 @@ def make_run(
 def fetch_initial(store: MirrorStore, directory: Path) -> None:
     """Bring the initial model and its manifest back from the mirror, where they are missing; v0@r0 is read from it."""
     for name in (INITIAL_MODEL, INITIAL_MANIFEST):
-        path, there = directory / name, store.size(str(name))
+        path, there = directory / name, store.file_size(str(name))
         if path.exists() or there is None:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(".tmp")
-        with store.open(str(name)) as source, aside.open("wb") as target:
+        with store.open_file(str(name)) as source, aside.open("wb") as target:
             shutil.copyfileobj(source, target, PIECE_BYTES)
-        sync(aside)
+        sync_path(aside)
         aside.replace(path)
-        sync(path.parent)
+        sync_path(path.parent)
 
 
 def _mirror_initial(store: MirrorStore, directory: Path) -> None:
     """Whoever reads it back has the digests of the ledger."""
     for name in (INITIAL_MODEL, INITIAL_MANIFEST):
-        with (directory / name).open("rb") as source, store.create(str(name)) as target:
+        with (directory / name).open("rb") as source, store.create_file(str(name)) as target:
             shutil.copyfileobj(source, target, PIECE_BYTES)
 
 
@@ -105,7 +105,7 @@ def _mirrors(config: RunFile, force: bool) -> list[MirrorStore]:
     found = []
     for owner, store in ((o, MirrorStore(url, config.shared.run, o)) for o, url in urls if url is not None):
         try:
-            if store.names():
+            if store.list_names():
                 found.append(store)
         except FailedMirror as error:
             if owner == "master":

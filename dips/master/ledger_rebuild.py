@@ -40,15 +40,15 @@ class MirroredLedger:
 def rebuild(ledger: Ledger, term: int, transactions: Sequence[MirroredTransaction]) -> tuple[LedgerState, list[Record]]:
     """Bring a base up to the last mirrored transaction, and leave gaps above it; return its state before, and these."""
     for transaction in transactions:
-        ledger.write(transaction.records, transaction.wall)
-    state = ledger.state()
-    raised = _raised(state)
-    ledger.write(raised)
+        ledger.write_records(transaction.records, transaction.wall)
+    state = ledger.read_state()
+    raised = _gap_records(state)
+    ledger.write_records(raised)
     ledger.start_term(above=max(term, state.term) + SPARE)
     return state, raised
 
 
-def _raised(state: LedgerState) -> list[Record]:
+def _gap_records(state: LedgerState) -> list[Record]:
     """Rounds and incarnations leave a gap above what the copy knows."""
     low, high = state.next_round, state.next_round + SPARE
     incarnations = [peer.inc for peer in (*state.slaves, *state.clusters)]

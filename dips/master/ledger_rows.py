@@ -123,12 +123,12 @@ def _run_finished(db: sqlite3.Connection, r: RunFinished, wall: float) -> None:
     db.execute("INSERT OR REPLACE INTO finished VALUES (?, ?, ?, ?, ?, ?)", row)  # the one before was undone
 
 
-def _ledger_restored(db: sqlite3.Connection, r: LedgerRestored, wall: float) -> None:
-    _insert(db, "restores", (None, r.source, r.unknown_from, r.known_again, r.incarnations_above, wall))
+def _write_restore(db: sqlite3.Connection, r: LedgerRestored, wall: float) -> None:
+    _insert_row(db, "restores", (None, r.source, r.unknown_from, r.known_again, r.incarnations_above, wall))
 
 
-def _version_recovered(db: sqlite3.Connection, r: VersionRecovered, wall: float) -> None:
-    _insert(db, "recoveries", (r.version.round, r.source, json.dumps(r.layers), wall))
+def _write_recovery(db: sqlite3.Connection, r: VersionRecovered, wall: float) -> None:
+    _insert_row(db, "recoveries", (r.version.round, r.source, json.dumps(r.layers), wall))
 
 
 _WRITERS: dict[type[Record], Callable[[sqlite3.Connection, Any, float], None]] = {
@@ -143,8 +143,8 @@ _WRITERS: dict[type[Record], Callable[[sqlite3.Connection, Any, float], None]] =
     ClusterReadmitted: _cluster_readmitted,
     VersionsRetired: _versions_retired,
     RunFinished: _run_finished,
-    LedgerRestored: _ledger_restored,
-    VersionRecovered: _version_recovered,
+    LedgerRestored: _write_restore,
+    VersionRecovered: _write_recovery,
 }
 
 

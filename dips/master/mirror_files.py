@@ -30,23 +30,23 @@ _NAME = re.compile(r"(\d{10})-(\d{10})\.(base|log)")
 
 def newest_term(store: MirrorStore) -> int:
     """The newest term of which something lies there; 0 if nothing does."""
-    return max((int(found[1]) for found in map(_NAME.fullmatch, store.names(FOLDER)) if found), default=0)
+    return max((int(found[1]) for found in map(_NAME.fullmatch, store.list_names(FOLDER)) if found), default=0)
 
 
 def write_base(store: MirrorStore, run: str, term: int, number: int, content: bytes) -> None:
     """Write a base, then remove everything of this and earlier terms that it replaces."""
     name = f"{term:010d}-{number:010d}.base"
-    store.write(f"{FOLDER}/{name}", _sealed(run, content))
-    for other in store.names(FOLDER):
+    store.write_file(f"{FOLDER}/{name}", _seal_content(run, content))
+    for other in store.list_names(FOLDER):
         found = _NAME.fullmatch(other)
         if found and other != name and (int(found[1]), int(found[2])) <= (term, number):
-            store.remove(f"{FOLDER}/{other}")
+            store.remove_path(f"{FOLDER}/{other}")
 
 
 def write_transaction(store: MirrorStore, run: str, term: int, number: int, written: MirroredTransaction) -> None:
     """Write what a transaction wrote."""
-    content = json.dumps([written.wall, codec.spell(written.records)], separators=(",", ":")).encode()
-    store.write(f"{FOLDER}/{term:010d}-{number:010d}.log", _sealed(run, content))
+    content = json.dumps([written.wall, codec.encode_value(written.records)], separators=(",", ":")).encode()
+    store.write_file(f"{FOLDER}/{term:010d}-{number:010d}.log", _seal_content(run, content))
 
 
 def read_newest(store: MirrorStore, run: str) -> MirroredLedger | None:
@@ -54,35 +54,35 @@ def read_newest(store: MirrorStore, run: str) -> MirroredLedger | None:
 
     Raise Corrupt if what is there is of another run, or cannot be read as what it says it is.
     """
-    found = [match for match in map(_NAME.fullmatch, store.names(FOLDER)) if match]
+    found = [match for match in map(_NAME.fullmatch, store.list_names(FOLDER)) if match]
     bases = sorted(((int(m[1]), int(m[2])) for m in found if m[3] == "base"), reverse=True)
     for term, number in bases:
-        base = _read(store, run, f"{term:010d}-{number:010d}.base", MOST_BASE_BYTES)
+        base = _read_sealed(store, run, f"{term:010d}-{number:010d}.base", MOST_BASE_BYTES)
         if base is not None:
-            return MirroredLedger(term, base, tuple(_transactions(store, run, term, number)))
+            return MirroredLedger(term, base, tuple(_read_transactions(store, run, term, number)))
     if found:
         raise Corrupt(f"{store.url}/{FOLDER}: none of its {len(bases)} bases is whole")
     return None
 
 
-def _transactions(store: MirrorStore, run: str, term: int, number: int) -> Sequence[MirroredTransaction]:
+def _read_transactions(store: MirrorStore, run: str, term: int, number: int) -> Sequence[MirroredTransaction]:
     """All that follow a base without a gap; the last one may have been cut short by the end of its master."""
     followed = []
-    while (content := _read(store, run, f"{term:010d}-{number + 1:010d}.log", MOST_LOG_BYTES)) is not None:
+    while (content := _read_sealed(store, run, f"{term:010d}-{number + 1:010d}.log", MOST_LOG_BYTES)) is not None:
         wall, spelled = json.loads(content)
-        followed.append(MirroredTransaction(codec.read(spelled), wall))
+        followed.append(MirroredTransaction(codec.decode_value(spelled), wall))
         number += 1
     return followed
 
 
-def _sealed(run: str, content: bytes) -> bytes:
+def _seal_content(run: str, content: bytes) -> bytes:
     head = {"format": FORMAT, "run": run, "bytes": len(content), "xxh3": xxhash.xxh3_128_hexdigest(content)}
     return json.dumps(head).encode() + b"\n" + content
 
 
-def _read(store: MirrorStore, run: str, name: str, most: int) -> bytes | None:
+def _read_sealed(store: MirrorStore, run: str, name: str, most: int) -> bytes | None:
     """What a file holds; None if there is none, or it is not whole."""
-    raw = store.read(f"{FOLDER}/{name}", most)
+    raw = store.read_file(f"{FOLDER}/{name}", most)
     if raw is None:
         return None
     line, _, content = raw.partition(b"\n")

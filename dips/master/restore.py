@@ -10,7 +10,7 @@ from pathlib import Path
 from dips.config import RunFile
 from dips.errors import ConfigError, Corrupt, FailedMirror
 from dips.master import genesis, mirror_files
-from dips.master.ledger import Ledger, sync
+from dips.master.ledger import Ledger, sync_path
 from dips.master.ledger_rebuild import MirroredLedger, rebuild
 from dips.mirror import MirrorStore
 from dips.protocol.records import LedgerState
@@ -39,7 +39,7 @@ def restore_if_lost(config: RunFile, log: Log) -> None:
     found = mirror_files.read_newest(store, config.shared.run)
     if found is None:
         raise ConfigError(f"{path}: no ledger is here, and its mirror {store.url} has none; `dips init` makes one")
-    state = _build(found, path)
+    state = _build_file(found, path)
     genesis.fetch_initial(store, config.master.directory)
     log.warning(
         "ledger_restored", mirror=store.url, term=found.term, head=str(state.versions[-1].version),
@@ -47,7 +47,7 @@ def restore_if_lost(config: RunFile, log: Log) -> None:
     )  # fmt: skip
 
 
-def _build(found: MirroredLedger, path: Path) -> LedgerState:
+def _build_file(found: MirroredLedger, path: Path) -> LedgerState:
     """Write the ledger's file aside, and rename it when it is whole."""
     aside = path.parent / ASIDE
     shutil.rmtree(aside, ignore_errors=True)
@@ -60,9 +60,9 @@ def _build(found: MirroredLedger, path: Path) -> LedgerState:
             state, _ = rebuild(ledger, found.term, found.transactions)
         finally:
             ledger.close()  # the last connection moves the WAL into the file
-        sync(built)
+        sync_path(built)
         built.rename(path)
-        sync(path.parent)
+        sync_path(path.parent)
         return state
     except sqlite3.DatabaseError as error:
         raise Corrupt(f"the mirrored ledger cannot be built: {error}") from error
@@ -79,7 +79,7 @@ def _check_not_older(path: Path, store: MirrorStore, log: Log) -> None:
         return
     ledger = Ledger.open(path, readonly=True)
     try:
-        term = ledger.state().term
+        term = ledger.read_state().term
     finally:
         ledger.close()
     if mirrored > term:

@@ -25,9 +25,9 @@ def on_mirror_reported(run: RunState, event: MirrorReported) -> None:
     failed_before = slave.mirror.reason if slave.mirror is not None else ""
     slave.mirror = event.report
     if event.report.reason and not failed_before:
-        run.note("mirror_fails", slave=slave.name, reason=event.report.reason)
+        run.emit_note("mirror_fails", slave=slave.name, reason=event.report.reason)
     elif failed_before and not event.report.reason:
-        run.note("mirror_works_again", slave=slave.name)
+        run.emit_note("mirror_works_again", slave=slave.name)
     advance_target(run)
 
 

@@ -81,7 +81,7 @@ class SimDisk:
         self._replaced.update(lost)
         self.files = dict(copy)
 
-    def lose(self) -> None:
+    def lose_disk(self) -> None:
         """The disk is gone for good; another, empty, is in its place."""
         self.harmed.update(self.files)
         self.files = {}
@@ -92,7 +92,7 @@ class SimDisk:
         self.harmed.discard(version)
         self._replaced.pop(version, None)
 
-    def restore(self) -> None:
+    def restore_copy(self) -> None:
         """Somebody brings back what rotted or was replaced."""
         for snapshot in self.files.values():
             snapshot.rotten = False

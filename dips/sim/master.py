@@ -156,14 +156,14 @@ class LedgerDisk:
 
     def begin_mirror(self, term: int) -> None:
         """A term has begun: the mirror gets a base, unless this is an old copy."""
-        if not self.old:
+        if not self.is_old_copy:
             self._mirrored_base, self._mirrored_since, self._mirrored_term = self._db.serialize(), [], term
 
-    def mirror(self, records: Sequence[Record]) -> None:
+    def mirror_records(self, records: Sequence[Record]) -> None:
         """A transaction is durable, and in the mirror before anybody is told."""
         self._mirrored_since.append(MirroredTransaction(tuple(records), 0.0))
 
-    def lose(self) -> list[Record]:
+    def lose_disk(self) -> list[Record]:
         """The disk is gone for good; the next master starts with what its mirror holds. Return what was raised."""
         self._copies.append(self._db)
         self._db = sqlite3.connect(MEMORY, isolation_level=None, check_same_thread=False)
@@ -215,10 +215,10 @@ class MasterMachine:
         """The machine is lost, with every process on it; another one starts with what the ledger's mirror holds."""
         self.crash()
         for zombie in self.zombies:
-            zombie.die()
+            zombie.kill_process()
         self.zombies.clear()
-        for record in self.disk.lose():
-            self.world.monitor.recorded(record)
+        for record in self.disk.lose_disk():
+            self.world.monitor.record_written(record)
 
     def abandon_process(self) -> MasterProcess | None:
         """Another will be started beside it, on the same ledger: another host, a mount without locks."""
@@ -417,7 +417,7 @@ class MasterProcess:
 
     def _report_records(self, records: Sequence[Record]) -> None:
         if self.trusted:
-            self.machine.disk.mirror(records)
+            self.machine.disk.mirror_records(records)
             for record in records:
                 self.world.monitor.record_written(record)
 

@@ -38,7 +38,7 @@ class SimMirror:
         self.listed = False  # whoever keeps it knows what it holds, and has told
         self.slowness = 1.0
 
-    def mend(self) -> None:
+    def repair_mirror(self) -> None:
         """It is there, and fast."""
         self.gone, self.slowness = False, 1.0
 
@@ -64,7 +64,7 @@ class MirrorShell:
     def restore(self) -> bool:
         """Bring back what is newer than the disk; False if the mirror is gone and the disk has nothing."""
         disk, mirror = self._mirror.disk, self._mirror
-        newest = max((v.round for v in disk.good), default=0)
+        newest = max((v.round for v in disk.good_versions), default=0)
         if mirror.gone:
             return newest > 0
         self._plan.on_listed(tuple(mirror.files))

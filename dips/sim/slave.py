@@ -105,7 +105,9 @@ class SlaveMachine:
         self.disk = SimDisk(
             genesis, world.chance.generator_for(f"disk/{name}"), lambda: world.monitor.rare_event_occurred("snapshot")
         )
-        self.mirror = SimMirror(self.disk, world.chance.of(f"mirror/{name}")) if world.scenario.mirrors else None
+        self.mirror = (
+            SimMirror(self.disk, world.chance.generator_for(f"mirror/{name}")) if world.scenario.mirrors else None
+        )
         self.process: SlaveProcess | None = None
         self.lives = 0
         self._touched = world.touched
@@ -163,7 +165,7 @@ class SlaveProcess:
             machine.rng,
         )
         self.alive = True
-        self._mirror = MirrorShell(machine.mirror, self._later, self.world.heap) if machine.mirror else None
+        self._mirror = MirrorShell(machine.mirror, self._call_later, self.world.heap) if machine.mirror else None
         self._booted = False  # its control server answers
         self._undeceived = False  # the master that last sent it Hold has the newest ledger
         self._work: deque[ShardWork] = deque()  # the first is being done
@@ -232,10 +234,10 @@ class SlaveProcess:
     def _boot(self) -> None:
         """What the mirror holds and the disk lacks is brought back before it registers; a mirror that is gone waits."""
         if self._mirror is not None and not self._mirror.restore():
-            self._later(BACKOFF_S[1], f"{self.name} waits for its mirror", self._boot)
+            self._call_later(BACKOFF_S[1], f"{self.name} waits for its mirror", self._boot)
             return
         self._booted = True
-        self.machine.touch()
+        self.machine.mark_touched()
         self._run_tick()
 
     def _meters(self) -> Meters:

@@ -127,7 +127,7 @@ class Parts:
     def restore(self) -> None:
         """Bring back from the mirror what is newer than the disk, on a new machine everything; then keep the mirror."""
         if self.mirror is not None:
-            self.mirror.restore(self.disk.complete())
+            self.mirror.restore(self.disk.complete_versions())
             self.disk.look_again()
             self.mirror.start()
 

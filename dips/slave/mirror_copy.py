@@ -31,7 +31,7 @@ Moved = Callable[[], None]  # called whenever some bytes have passed
 def list_whole(store: MirrorStore, run: str, slave: str, log: Log) -> tuple[VersionId, ...]:
     """Versions whose copy is whole by its manifest and size, ascending by round; others are passed over, told."""
     found = []
-    for name in store.names():
+    for name in store.list_names():
         try:
             version = VersionId.parse(name)
         except ValueError:  # not ours
@@ -57,13 +57,13 @@ def copy_out(store: MirrorStore, directory: Path, version: VersionId, moved: Mov
         raise FailedMirror(f"{path} cannot be copied: {error}") from error
     with source:
         manifest = SnapshotManifest.from_json(text.decode(), str(path / MANIFEST_FILE))
-        store.remove(folder)
-        with store.create(f"{folder}/{MODEL_FILE}") as target:
+        store.remove_path(folder)
+        with store.create_file(f"{folder}/{MODEL_FILE}") as target:
             _pass_verified(source, target, manifest, str(path / MODEL_FILE), moved)
-    arrived = store.size(f"{folder}/{MODEL_FILE}")
+    arrived = store.file_size(f"{folder}/{MODEL_FILE}")
     if arrived != manifest.size:
         raise FailedMirror(f"{store.url}/{folder}/{MODEL_FILE}: expected {manifest.size} bytes, {arrived} arrived")
-    store.write(f"{folder}/{MANIFEST_FILE}", text)
+    store.write_file(f"{folder}/{MANIFEST_FILE}", text)
 
 
 def bring_back(store: MirrorStore, directory: Path, run: str, slave: str, version: VersionId, moved: Moved) -> None:
@@ -76,7 +76,7 @@ def bring_back(store: MirrorStore, directory: Path, run: str, slave: str, versio
     try:
         aside.mkdir(exist_ok=True)
         with (aside / MODEL_FILE).open("wb") as target:
-            with store.open(name) as source:
+            with store.open_file(name) as source:
                 _pass_verified(source, target, manifest, f"{store.url}/{name}", moved)
             _sync(target)
         with (aside / MANIFEST_FILE).open("wb") as target:
@@ -92,7 +92,7 @@ def bring_back(store: MirrorStore, directory: Path, run: str, slave: str, versio
 
 def _read_manifest(store: MirrorStore, run: str, slave: str, version: VersionId) -> tuple[bytes, SnapshotManifest]:
     where = f"{store.url}/{version}"
-    text = store.read(f"{version}/{MANIFEST_FILE}", MOST_MANIFEST_BYTES)
+    text = store.read_file(f"{version}/{MANIFEST_FILE}", MOST_MANIFEST_BYTES)
     if text is None:
         raise CorruptSnapshot(f"{where} has no manifest: it was not copied to its end")
     try:
@@ -104,7 +104,7 @@ def _read_manifest(store: MirrorStore, run: str, slave: str, version: VersionId)
             f"{where}: expected {version} of slave {slave} in run {run}, got {manifest.version} of slave "
             f"{manifest.slave} in run {manifest.run}"
         )
-    size = store.size(f"{version}/{MODEL_FILE}")
+    size = store.file_size(f"{version}/{MODEL_FILE}")
     if size != manifest.size:
         raise CorruptSnapshot(f"{where}/{MODEL_FILE}: expected {manifest.size} bytes, got {size}")
     return text, manifest

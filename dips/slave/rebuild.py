@@ -20,7 +20,7 @@ from dips.ids import VersionId
 from dips.protocol.manifest import Manifest
 from dips.protocol.records import RunRow
 from dips.slave.ports import F32
-from dips.slave.snapshot_manifest import pieces
+from dips.slave.snapshot_manifest import split_layer
 from dips.slave.snapshots import Snapshots
 from dips.slave.tensorfile import Reader
 from dips.telemetry.logs import Log
@@ -45,7 +45,7 @@ class Rebuild:
         try:
             self._check_model()
             for name, _ in row.placement:
-                section = config.slave(name)
+                section = config.slave_section(name)
                 disk = Snapshots(section.directory, row.run, name, section.initial_model, log)
                 self._disks[name] = disk
                 self._stack.callback(disk.close)
@@ -57,32 +57,34 @@ class Rebuild:
         """Let the slaves have their directories again."""
         self._stack.close()
 
-    def look(self) -> list[SlaveFinding]:
+    def look_at_disks(self) -> list[SlaveFinding]:
         """Read every directory through, and say whose momentum is left."""
         found = []
         for name, layers in self._row.placement:
-            complete = self._disks[name].complete()
+            complete = self._disks[name].complete_versions()
             newest = max(complete, key=lambda v: v.round, default=None)
             found.append(SlaveFinding(name, layers, newest))
         return found
 
-    def write(self, version: VersionId, found: Sequence[SlaveFinding], sinc: int) -> tuple[tuple[str, str], ...]:
+    def write_version(
+        self, version: VersionId, found: Sequence[SlaveFinding], sinc: int
+    ) -> tuple[tuple[str, str], ...]:
         """Write the version's snapshots; return (slave, digest of its manifest) for the ledger's row."""
-        return tuple((one.slave, self._write_one(version, one, sinc)) for one in found)
+        return tuple((one.slave, self._write_slave(version, one, sinc)) for one in found)
 
     def layer_names(self, layers: Sequence[int]) -> tuple[str, ...]:
         return tuple(self._manifest.layers[layer].name for layer in layers)
 
-    def _write_one(self, version: VersionId, found: SlaveFinding, sinc: int) -> str:
+    def _write_slave(self, version: VersionId, found: SlaveFinding, sinc: int) -> str:
         disk = self._disks[found.slave]
-        disk.bind(self._manifest, found.layers, [self._row.genesis[layer] for layer in found.layers], sinc)
+        disk.bind_layers(self._manifest, found.layers, [self._row.genesis[layer] for layer in found.layers], sinc)
         theta = {layer: np.empty(self._manifest.layers[layer].numel, np.float32) for layer in found.layers}
         momentum = {layer: np.zeros_like(array) for layer, array in theta.items()}
         if found.momentum_of is not None:
-            disk.read(found.momentum_of, theta, momentum)
+            disk.read_snapshot(found.momentum_of, theta, momentum)
         for layer, array in self._read_model(found.layers):
             theta[layer][:] = array
-        return disk.write(version, theta, momentum)
+        return disk.write_snapshot(version, theta, momentum)
 
     def _check_model(self) -> None:
         """Every parameter is there, in fp32 and finite: found before anything is written."""
@@ -99,6 +101,6 @@ class Rebuild:
             for index in layers:
                 layer = self._manifest.layers[index]
                 array = np.empty(layer.numel, np.float32)
-                for parameter, flat in pieces(layer, array):
+                for parameter, flat in split_layer(layer, array):
                     reader.read_into(parameter.name, parameter.shape, flat)
                 yield index, array

@@ -135,7 +135,7 @@ class SnapshotMirror:
             return
         if job.kind is MirrorJobKind.DELETE:
             for version in job.versions:
-                self._store.remove(str(version))
+                self._store.remove_path(str(version))
             self._tell(partial(self._plan.on_done, job))
             return
         begun = self._clock()

@@ -285,7 +285,7 @@ class Deployment(Run):
 
     def lineage(self) -> list[VersionId]:
         with self.ledger() as ledger:
-            return [row.version for row in ledger.state().versions]
+            return [row.version for row in ledger.read_state().versions]
 
     def progress(self, versions: int = 2, by: Sequence[str] = (), within_s: float = STEADY_S) -> VersionId:
         """Wait until so many more rounds made a version, and each of `by` is in one of them; return the head."""

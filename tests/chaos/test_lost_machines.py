@@ -22,7 +22,7 @@ from dips.ids import VersionId
 from dips.master import genesis
 from dips.master.ledger import Ledger
 from tests.chaos import disks, train_falling
-from tests.chaos.house import SEEN_S, Deployment
+from tests.chaos.deployment import SEEN_S, Deployment
 from tests.chaos.wires import Loop
 from tests.integration.cluster_harness import ROOT, Process, Run
 
@@ -35,17 +35,17 @@ MIRRORED_S = 60.0  # for a version to lie in every mirror
 
 
 @pytest.fixture
-def mirrored_house(tmp_path: Path, loop: Loop) -> Iterator[Deployment]:
+def mirrored(tmp_path: Path, loop: Loop) -> Iterator[Deployment]:
     """A run whose master and slaves have mirrors on another disk."""
-    with Deployment(tmp_path, loop, mirrors=True) as house:
-        house.start()
-        house.retired()
-        house.progress(2, by=house.clusters)
-        _all_mirrored(house)
-        yield house
+    with Deployment(tmp_path, loop, mirrors=True) as deployment:
+        deployment.start()
+        deployment.retired()
+        deployment.progress(2, by=deployment.clusters)
+        _all_mirrored(deployment)
+        yield deployment
 
 
-def _all_mirrored(house: Deployment) -> dict[str, Any]:
+def _all_mirrored(deployment: Deployment) -> dict[str, Any]:
     """Wait until the ledger's mirror keeps up, and every slave's works and holds a version of the last few seconds.
 
     What it holds and what it is to copy next travel by heartbeats: three rounds of this run each.
@@ -56,76 +56,76 @@ def _all_mirrored(house: Deployment) -> dict[str, Any]:
         near = [m for m in mirrors if m["version"] and m["behind_versions"] <= NEAR and not m["failing"]]
         return len(near) == 2 and not status["ledger_mirror"]["red"]
 
-    return house.told(holds, MIRRORED_S, "mirrors keep up")
+    return deployment.wait_for_status(holds, MIRRORED_S, "mirrors keep up")
 
 
-def _mirrored(house: Deployment, slave: str) -> VersionId:
+def _mirrored(deployment: Deployment, slave: str) -> VersionId:
     """The newest version that lies whole in a slave's mirror."""
-    whole = (house.directory / "mirror" / "test" / slave).glob("v*@r*/manifest.json")
+    whole = (deployment.directory / "mirror" / "test" / slave).glob("v*@r*/manifest.json")
     return max(VersionId.parse(path.parent.name) for path in whole)
 
 
-def test_the_machines_of_a_slave_and_of_the_master_are_lost(mirrored_house: Deployment) -> None:
+def test_the_machines_of_a_slave_and_of_the_master_are_lost(mirrored: Deployment) -> None:
     """Both directories are gone, at once: both come back from their mirrors, and no cluster notices more than a
     pause; what is undone is what the mirror lagged behind."""
-    house = mirrored_house
-    before = {name: house.process(name).pid for name in house.clusters}
-    house.process("ps1").kill()
-    house.process("master").kill()
-    with house.ledger() as ledger:
-        rows = {v.version for v in ledger.state().versions}
-    mirrored = _mirrored(house, "ps1")
+    deployment = mirrored
+    before = {name: deployment.process(name).pid for name in deployment.clusters}
+    deployment.process("ps1").kill()
+    deployment.process("master").kill()
+    with deployment.ledger() as ledger:
+        rows = {v.version for v in ledger.read_state().versions}
+    mirrored = _mirrored(deployment, "ps1")
     assert mirrored in rows
-    shutil.rmtree(house.directory / "ps1")
-    shutil.rmtree(house.master_directory)
-    house.start_master()
-    house.start_slave("ps1")
-    house.progress(3, by=house.clusters)
-    house.check()
-    lineage = house.lineage()
+    shutil.rmtree(deployment.directory / "ps1")
+    shutil.rmtree(deployment.master_directory)
+    deployment.start_master()
+    deployment.start_slave("ps1")
+    deployment.progress(3, by=deployment.clusters)
+    deployment.check()
+    lineage = deployment.lineage()
     assert mirrored in lineage
     lost = [v for v in rows if v not in lineage]
     assert all(v.version > mirrored.version for v in lost), f"{lost} undone, {mirrored} was mirrored"
-    assert {name: house.process(name).pid for name in house.clusters} == before
-    assert "restored" in (house.directory / "ps1.log").read_text()
-    assert "ledger_restored" in (house.directory / "master.log").read_text()
-    with house.ledger() as ledger:
-        state = ledger.state()
-    assert {p.name: p.inc for p in state.clusters} == dict.fromkeys(house.clusters, 1), "they were not fenced"
+    assert {name: deployment.process(name).pid for name in deployment.clusters} == before
+    assert "restored" in (deployment.directory / "ps1.log").read_text()
+    assert "ledger_restored" in (deployment.directory / "master.log").read_text()
+    with deployment.ledger() as ledger:
+        state = ledger.read_state()
+    assert {p.name: p.inc for p in state.clusters} == dict.fromkeys(deployment.clusters, 1), "they were not fenced"
 
 
-def test_a_directory_removed_under_a_living_slave_is_written_anew(mirrored_house: Deployment) -> None:
+def test_a_directory_removed_under_a_living_slave_is_written_anew(mirrored: Deployment) -> None:
     """It serves from memory, makes the directory again and goes on; nothing is undone, the mirror stays."""
-    house = mirrored_house
+    deployment = mirrored
     since = time.time()
-    shutil.rmtree(house.directory / "ps0")
-    house.progress(3, by=house.clusters)
-    assert "directory_gone" in (house.directory / "ps0.log").read_text()
-    assert not house.marks(house.master_timeline, "rolled_back")
-    house.told(lambda s: s["durability"]["head"], SEEN_S, "the head is durable")
-    assert not house.marks(house.master_timeline, "stopped")
-    house.check()
-    assert disks.versions(house.directory / "ps0")
+    shutil.rmtree(deployment.directory / "ps0")
+    deployment.progress(3, by=deployment.clusters)
+    assert "directory_gone" in (deployment.directory / "ps0.log").read_text()
+    assert not deployment.marks(deployment.master_timeline, "rolled_back")
+    deployment.wait_for_status(lambda s: s["durability"]["head"], SEEN_S, "the head is durable")
+    assert not deployment.marks(deployment.master_timeline, "stopped")
+    deployment.check()
+    assert disks.versions(deployment.directory / "ps0")
     assert time.time() > since
 
 
-def test_mirrors_that_are_gone_hold_up_nothing(mirrored_house: Deployment) -> None:
+def test_mirrors_that_are_gone_hold_up_nothing(mirrored: Deployment) -> None:
     """Rounds go on, the status is red and says why and how far; when they are back they catch up."""
-    house = mirrored_house
-    mirror, away = house.directory / "mirror", house.directory / "away"
+    deployment = mirrored
+    mirror, away = deployment.directory / "mirror", deployment.directory / "away"
     mirror.rename(away)
-    house.progress(4, by=house.clusters)
-    status = house.told(
+    deployment.progress(4, by=deployment.clusters)
+    status = deployment.wait_for_status(
         lambda s: s["ledger_mirror"]["red"] and all(x["mirror"]["failing"] for x in s["slaves"].values()),
         SEEN_S,
         "the status is red",
     )
     assert "is not there: mount it" in status["ledger_mirror"]["reason"]
     assert all(s["mirror"]["behind_versions"] >= 2 for s in status["slaves"].values())
-    assert not [r for r in house.skipped() if "mirror" in r]
+    assert not [r for r in deployment.skipped() if "mirror" in r]
     away.rename(mirror)
-    _all_mirrored(house)
-    house.check()
+    _all_mirrored(deployment)
+    deployment.check()
 
 
 # ---- without ---------------------------------------------------------------------------------------------------------
@@ -154,8 +154,10 @@ class FallingRun(Run):
         """Wait for so many more versions; return how many there are."""
         path = genesis.ledger_path(load_run(self.file))
         with closing(Ledger.open(path, readonly=True)) as ledger:
-            at = sum(1 for r in ledger.history(1000) if r.version)
-            self.until(lambda: sum(1 for r in ledger.history(1000) if r.version) >= at + more, 90, f"{more} versions")
+            at = sum(1 for r in ledger.read_history(1000) if r.version)
+            self.until(
+                lambda: sum(1 for r in ledger.read_history(1000) if r.version) >= at + more, 90, f"{more} versions"
+            )
         return at + more
 
     def loss(self, to: Path) -> float:

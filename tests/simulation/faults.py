@@ -163,7 +163,7 @@ class Faults(Observer):
         for machine in world.machines.values():
             machine.disk.repair_disk()
             if machine.mirror is not None:
-                machine.mirror.mend()
+                machine.mirror.repair_mirror()
             machine.start()
             if machine.process is not None:
                 machine.process.gate.open()

@@ -170,12 +170,12 @@ def lose_disk(world: World, rng: Random) -> None:
     """
     machine = _machine(world, rng)
     mirror = machine.mirror
-    if mirror is None or not any(v in world.books.offered for v in mirror.files):
+    if mirror is None or not any(v in world.books.offered_versions for v in mirror.files):
         return
     machine.crash()
-    machine.disk.lose()
-    world.monitor.occurred("disk_lost")
-    world.later(_down_s(rng), f"{machine.name} starts on another machine", machine.start)
+    machine.disk.lose_disk()
+    world.monitor.rare_event_occurred("disk_lost")
+    world.call_later(_down_s(rng), f"{machine.name} starts on another machine", machine.start)
 
 
 def lose_mirror(world: World, rng: Random) -> None:
@@ -187,7 +187,7 @@ def lose_mirror(world: World, rng: Random) -> None:
         def mend() -> None:
             mirror.gone = False
 
-        world.later(4.0 + 14.0 * rng.random(), "a mirror is there again", mend)
+        world.call_later(4.0 + 14.0 * rng.random(), "a mirror is there again", mend)
 
 
 def slow_mirror(world: World, rng: Random) -> None:
@@ -199,7 +199,7 @@ def slow_mirror(world: World, rng: Random) -> None:
         def mend() -> None:
             mirror.slowness = 1.0
 
-        world.later(5.0 + 15.0 * rng.random(), "a mirror is fast again", mend)
+        world.call_later(5.0 + 15.0 * rng.random(), "a mirror is fast again", mend)
 
 
 # ---- master --------------------------------------------------------------------------------------------------------
@@ -212,12 +212,12 @@ def crash_master(world: World, rng: Random) -> None:
 
 def lose_ledger(world: World, rng: Random) -> None:
     """The master's machine is gone for good; another master starts with what the ledger's mirror holds."""
-    if world.master.disk.old or not world.scenario.mirrors:
+    if world.master.disk.is_old_copy or not world.scenario.mirrors:
         return
     world.crash_master()
     world.master.lose_disk()
-    world.monitor.occurred("ledger_lost")
-    world.later(_down_s(rng), "the master starts on another machine", world.start_master)
+    world.monitor.rare_event_occurred("ledger_lost")
+    world.call_later(_down_s(rng), "the master starts on another machine", world.start_master)
 
 
 def pause_master(world: World, rng: Random) -> None:

@@ -143,7 +143,9 @@ class DurableInvariant(Invariant):
         """A mirror that holds a version on offer holds one after others were retired, too: it lies on all disks."""
         for machine in self.world.machines.values():
             known = machine.mirror is not None and machine.mirror.listed
-            held = [v for v in self.world.books.offered if machine.mirror is not None and v in machine.mirror.files]
+            held = [
+                v for v in self.world.books.offered_versions if machine.mirror is not None and v in machine.mirror.files
+            ]
             left = [v for v in held if v not in record.versions]
             self.require(
                 not known or not held or bool(left),

@@ -49,22 +49,22 @@ def config(tmp_path: Path) -> RunFile:
     manifest = Manifest.from_json(row.manifest)
     for name, layers in row.placement:
         disk = opened(config, name)
-        disk.bind(manifest, layers, [row.genesis[i] for i in layers], 1)
+        disk.bind_layers(manifest, layers, [row.genesis[i] for i in layers], 1)
         flat = {i: np.ones(manifest.layers[i].numel, np.float32) for i in layers}
-        disk.write(V1, flat, {i: 5 * array for i, array in flat.items()})
+        disk.write_snapshot(V1, flat, {i: 5 * array for i, array in flat.items()})
         disk.close()
     with closing(Ledger.open(genesis.ledger_path(config), wall=time.time)) as ledger:
         ledger.start_term()
         made = VersionCommitted(
             V1, GENESIS, True, (), (), 1.0, 0.7, 0.8, 1.0, False, (), (), ScoreHistory((), (1.0,)), 0.0
         )
-        ledger.write([RoundReserved(1, 0.0), made])
+        ledger.write_records([RoundReserved(1, 0.0), made])
     save_file(tensors(2.0), tmp_path / "saved.safetensors")
     return config
 
 
 def opened(config: RunFile, name: str) -> Snapshots:
-    section = config.slave(name)
+    section = config.slave_section(name)
     return Snapshots(section.directory, "r", name, section.initial_model, structlog.get_logger())
 
 
@@ -81,7 +81,7 @@ def content(config: RunFile, version: VersionId) -> Mapping[str, np.ndarray]:
 
 def test_a_lost_directory_loses_momentum_and_nothing_else(config: RunFile, tmp_path: Path) -> None:
     """The new version has the file's θ everywhere, the living slave's momentum, and 0 for the lost layers."""
-    shutil.rmtree(config.slave("s1").directory)
+    shutil.rmtree(config.slave_section("s1").directory)
     done = recover(tmp_path)
     assert done.exit_code == 0, done.output
     assert "s1: 1 layers, no snapshot is left: momentum 0" in done.output
@@ -92,8 +92,8 @@ def test_a_lost_directory_loses_momentum_and_nothing_else(config: RunFile, tmp_p
     assert all((found[f"theta.{name}"] == 2.0).all() for name in SHAPES)
     assert (found[f"momentum.{kept}"] == 5.0).all()
     with closing(Ledger.open(genesis.ledger_path(config), readonly=True)) as ledger:
-        state, (*_, newest) = ledger.state(), ledger.history()
-        assert set(ledger.digests()) == {(2, "s0"), (2, "s1")}
+        state, (*_, newest) = ledger.read_state(), ledger.read_history()
+        assert set(ledger.read_digests()) == {(2, "s0"), (2, "s1")}
     assert [v.version for v in state.versions] == [GENESIS, V1, head]
     assert state.versions[-1].durable
     assert state.history == ScoreHistory((), (1.0,)), "what the penalty knows stays"
@@ -110,7 +110,7 @@ def test_a_lost_ledger_begins_anew_above_every_name(config: RunFile, tmp_path: P
     done = recover(tmp_path)
     assert done.exit_code == 0, done.output
     with closing(Ledger.open(genesis.ledger_path(config), readonly=True)) as ledger:
-        state = ledger.state()
+        state = ledger.read_state()
     head = state.versions[-1].version
     assert head.version == 1 and head.round > 1 + SPARE and state.incarnations_above >= SPARE
     found = content(config, head)

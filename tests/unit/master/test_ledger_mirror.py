@@ -72,14 +72,14 @@ class Term:
     def write(self, records: list[Record]) -> None:
         """Durable here and, unless it lags, in the mirror on return."""
         wall = time.time()
-        self.ledger.write(records, wall)
+        self.ledger.write_records(records, wall)
         self.written += 1
         asyncio.run(self.mirror.follow(self.written, records, wall))
 
     def end(self) -> LedgerState:
         """As kill -9 leaves it; return what its ledger knew."""
         self.mirror.close()
-        state = self.ledger.state()
+        state = self.ledger.read_state()
         self.ledger.close()
         return state
 
@@ -92,7 +92,7 @@ def restored(config: RunFile) -> LedgerState:
     restore.restore_if_lost(config, LOG)
     ledger = Ledger.open(genesis.ledger_path(config))
     try:
-        return ledger.state()
+        return ledger.read_state()
     finally:
         ledger.close()
 
@@ -144,7 +144,7 @@ def test_bases_replace_what_came_before(config: RunFile, monkeypatch: pytest.Mon
         term.write(records)
     store = restore.mirror_of(config)
     assert store is not None
-    until(lambda: len(store.names("ledger")) <= 5, "the mirror is pruned")
+    until(lambda: len(store.list_names("ledger")) <= 5, "the mirror is pruned")
     knew = term.end()
     lose(config)
     assert like(restored(config), knew)
@@ -214,14 +214,14 @@ def test_what_was_cut_short_is_not_believed(config: RunFile) -> None:
     store = restore.mirror_of(config)
     assert store is not None
     term.end()
-    last = store.names("ledger")[-1]
-    content = store.read(f"ledger/{last}", 1 << 20)
+    last = store.list_names("ledger")[-1]
+    content = store.read_file(f"ledger/{last}", 1 << 20)
     assert content is not None
-    store.write(f"ledger/{last}", content[:-5])
+    store.write_file(f"ledger/{last}", content[:-5])
     found = mirror_files.read_newest(store, "r")
     assert found is not None and len(found.transactions) == 3
-    base = next(name for name in store.names("ledger") if name.endswith(".base"))
-    store.write(f"ledger/{base}", b"{}")
+    base = next(name for name in store.list_names("ledger") if name.endswith(".base"))
+    store.write_file(f"ledger/{base}", b"{}")
     lose(config)
     with pytest.raises(Corrupt, match="none of its 1 bases is whole"):
         restored(config)
@@ -272,13 +272,13 @@ def test_a_run_is_not_made_over_another_ones_mirror(config: RunFile) -> None:
         genesis.make_run(config, TENSORS)
     genesis.make_run(config, TENSORS, force=True)
     store = restore.mirror_of(config)
-    assert store is not None and store.names() == ["initial"]
+    assert store is not None and store.list_names() == ["initial"]
 
 
 def test_serialized_bytes_hold_the_wal(config: RunFile, tmp_path: Path) -> None:
     """What was committed a moment ago, and lies in the WAL only, is in the bytes."""
     ledger = Ledger.open(genesis.ledger_path(config))
-    ledger.write([RoundReserved(7, 0.0)])
+    ledger.write_records([RoundReserved(7, 0.0)])
     (tmp_path / "copy.sqlite").write_bytes(ledger.serialize())
     ledger.close()
     db = sqlite3.connect(tmp_path / "copy.sqlite")

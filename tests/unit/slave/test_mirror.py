@@ -109,7 +109,7 @@ def written(path: Path, *versions: VersionId) -> None:
     """Snapshots of the slave `s` in run `r`: θ is arrays(seed=version), m arrays(seed=version + 50)."""
     snapshots = opened(path)
     for v in versions:
-        snapshots.write(v, arrays(LAYERS, v.version), arrays(LAYERS, v.version + 50))
+        snapshots.write_snapshot(v, arrays(LAYERS, v.version), arrays(LAYERS, v.version + 50))
     snapshots.close()
 
 
@@ -129,12 +129,12 @@ def test_a_copy_comes_back_bit_for_bit(url: str, tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
     mirror_copy.bring_back(store, tmp_path / "s", "r", "s", V2, nothing)
     snapshots = opened(tmp_path / "s")
-    assert snapshots.complete() == (V2,)
+    assert snapshots.complete_versions() == (V2,)
     theta, momentum = read(snapshots, V2)
     assert same(theta, arrays(LAYERS, 2))
     assert same(momentum, arrays(LAYERS, 52))
     snapshots.close()
-    store.remove(str(V1))
+    store.remove_path(str(V1))
     assert mirror_copy.list_whole(store, "r", "s", LOG) == (V2,)
 
 
@@ -150,10 +150,10 @@ def test_rot_is_carried_in_neither_direction(url: str, tmp_path: Path) -> None:
     assert "no manifest" in logs[0]["reason"]
     mirror_copy.copy_out(store, tmp_path / "s", V2, nothing)
     name = f"{V2}/model.safetensors"
-    with store.open(name) as file:
+    with store.open_file(name) as file:
         content = bytearray(file.read())
     content[-1] ^= 1
-    store.write(name, bytes(content))
+    store.write_file(name, bytes(content))
     shutil.rmtree(tmp_path / "s" / str(V2))
     with pytest.raises(CorruptSnapshot, match="expected xxh3-128"):
         mirror_copy.bring_back(store, tmp_path / "s", "r", "s", V2, nothing)
@@ -166,10 +166,10 @@ def test_what_is_not_whole_or_of_another_run_is_passed_over(url: str, tmp_path: 
     store = MirrorStore(url, "r", "s")
     for version in (V1, V2):
         mirror_copy.copy_out(store, tmp_path / "s", version, nothing)
-    with store.open(f"{V1}/model.safetensors") as file:
+    with store.open_file(f"{V1}/model.safetensors") as file:
         content = file.read()
-    store.write(f"{V1}/model.safetensors", content[:-1])
-    store.write("notes/readme.txt", b"not a version")
+    store.write_file(f"{V1}/model.safetensors", content[:-1])
+    store.write_file("notes/readme.txt", b"not a version")
     with capture_logs() as logs:
         assert mirror_copy.list_whole(store, "r", "s", LOG) == (V2,)
     assert "bytes" in logs[0]["reason"]
@@ -196,9 +196,9 @@ def test_a_mirror_that_is_gone_is_not_made(tmp_path: Path) -> None:
     """Below the mount point of a disk that is not mounted nothing is written; the message says what to do."""
     store = MirrorStore(str(tmp_path / "unmounted"), "r", "s")
     with pytest.raises(FailedMirror, match="is not there: mount it, or make the directory"):
-        store.names()
+        store.list_names()
     with pytest.raises(FailedMirror, match="is not there"):
-        store.write("a", b"")
+        store.write_file("a", b"")
     assert not (tmp_path / "unmounted").exists()
 
 
@@ -240,7 +240,7 @@ def test_the_thread_copies_what_is_wanted_and_a_new_machine_restores_it(url: str
     again.restore(())
     assert again.report().held == (V2, V3), "the first Register tells it"
     snapshots = opened(tmp_path / "s")
-    assert snapshots.complete() == (V2, V3)
+    assert snapshots.complete_versions() == (V2, V3)
     snapshots.close()
     shutil.rmtree(tmp_path / "s" / str(V2))
     kept(tmp_path, url).restore((V3,))
@@ -253,11 +253,11 @@ def test_a_damaged_snapshot_is_kept_beside_the_one_that_is_brought_back(url: str
     mirror_copy.copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V1, nothing)
     flip_bit(tmp_path / "s" / str(V1) / "model.safetensors", "theta.")
     snapshots = opened(tmp_path / "s")
-    assert snapshots.complete() == ()
+    assert snapshots.complete_versions() == ()
     kept(tmp_path, url).restore(())
-    assert snapshots.complete() == (), "it was read through, and is not again"
+    assert snapshots.complete_versions() == (), "it was read through, and is not again"
     snapshots.look_again()
-    assert snapshots.complete() == (V1,)
+    assert snapshots.complete_versions() == (V1,)
     snapshots.close()
     assert (tmp_path / "s" / f"damaged-{V1}").exists()
 
@@ -293,5 +293,5 @@ def test_an_empty_directory_waits_for_a_mirror_that_is_gone(tmp_path: Path, monk
         (tmp_path / "away").rename(tmp_path / "mirror")
         waiting.join(10)
     snapshots = opened(tmp_path / "s")
-    assert snapshots.complete() == (V1,)
+    assert snapshots.complete_versions() == (V1,)
     snapshots.close()
