@@ -72,21 +72,21 @@ def bring_back(store: MirrorStore, directory: Path, run: str, slave: str, versio
     Raise CorruptSnapshot if the copy is not whole, FailedMirror if the mirror fails, OSError if this disk does.
     """
     text, manifest = _read_manifest(store, run, slave, version)
-    aside, name = directory / f"{ASIDE}{version}", f"{version}/{MODEL_FILE}"
+    partial, name = directory / f"{ASIDE}{version}", f"{version}/{MODEL_FILE}"
     try:
-        aside.mkdir(exist_ok=True)
-        with (aside / MODEL_FILE).open("wb") as target:
+        partial.mkdir(exist_ok=True)
+        with (partial / MODEL_FILE).open("wb") as target:
             with store.open_file(name) as source:
                 _pass_verified(source, target, manifest, f"{store.url}/{name}", moved)
             _sync(target)
-        with (aside / MANIFEST_FILE).open("wb") as target:
+        with (partial / MANIFEST_FILE).open("wb") as target:
             target.write(text)
             _sync(target)
-        sync_directory(aside)
-        aside.rename(directory / str(version))
+        sync_directory(partial)
+        partial.rename(directory / str(version))
         sync_directory(directory)
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
@@ -105,7 +105,7 @@ def _read_manifest(store: MirrorStore, run: str, slave: str, version: VersionId)
             f"{manifest.slave} in run {manifest.run}"
         )
     size = store.file_size(f"{version}/{MODEL_FILE}")
-    if size != manifest.size:
+    if manifest.size != size:
         raise CorruptSnapshot(f"{where}/{MODEL_FILE}: expected {manifest.size} bytes, got {size}")
     return text, manifest
 

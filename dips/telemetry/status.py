@@ -41,7 +41,8 @@ def draw_headline(status: Status) -> Text:
 
 def ledger_mirror_line(mirror: Mapping[str, Any]) -> str:
     """How far it lags; what is not in it is lost with the master's disk."""
-    lag = f"{mirror.get('behind_transactions', NONE)} transactions, {_format_number(mirror.get('behind_s'), '{:.0f}')} s behind"
+    seconds = _format_number(mirror.get("behind_s"), "{:.0f}")
+    lag = f"{mirror.get('behind_transactions', NONE)} transactions, {seconds} s behind"
     return f"{lag}: {mirror.get('reason') or NONE}"
 
 
@@ -52,7 +53,8 @@ def mirror_line(mirror: Mapping[str, Any] | None) -> str:
     behind = mirror.get("behind_versions")
     if behind == 0:
         return ""
-    lag = f"mirror: {_format_number(behind, '{:d}')} versions, {_format_number(mirror.get('behind_s'), '{:.0f}')} s behind"
+    seconds = _format_number(mirror.get("behind_s"), "{:.0f}")
+    lag = f"mirror: {_format_number(behind, '{:d}')} versions, {seconds} s behind"
     return f"{lag}: {mirror['reason']}" if mirror.get("reason") else lag
 
 

@@ -1,5 +1,5 @@
 PRAGMA application_id = 1147752531;
-PRAGMA user_version = 4;
+PRAGMA user_version = 5;
 BEGIN TRANSACTION;
 CREATE TABLE digests (
     round INTEGER NOT NULL REFERENCES versions, slave TEXT NOT NULL, digest TEXT NOT NULL, PRIMARY KEY (round, slave)
@@ -120,6 +120,13 @@ INSERT INTO "penalty" VALUES(15,8,'a',8,0.682443708,0.0482335579,0.683555085,0,0
 INSERT INTO "penalty" VALUES(16,8,'b',5,0.723424102,0.0337062011,0.649949065,0,0,0,5);
 CREATE TABLE placement (place INTEGER PRIMARY KEY, slave TEXT NOT NULL UNIQUE, layers TEXT NOT NULL) STRICT;
 INSERT INTO "placement" VALUES(0,'s','[0]');
+CREATE TABLE recoveries (
+    round INTEGER PRIMARY KEY REFERENCES versions, source TEXT NOT NULL, layers TEXT NOT NULL, wall REAL
+) STRICT;
+CREATE TABLE restores (
+    place INTEGER PRIMARY KEY, source TEXT NOT NULL, unknown_from INTEGER NOT NULL, known_again INTEGER NOT NULL,
+    incarnations_above INTEGER NOT NULL, wall REAL
+) STRICT;
 CREATE TABLE retired (round INTEGER PRIMARY KEY REFERENCES versions) STRICT;
 INSERT INTO "retired" VALUES(1);
 INSERT INTO "retired" VALUES(2);
