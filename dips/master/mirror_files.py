@@ -52,16 +52,31 @@ def write_transaction(store: MirrorStore, run: str, term: int, number: int, writ
 def read_newest(store: MirrorStore, run: str) -> MirroredLedger | None:
     """Read the newest ledger that lies whole in the mirror, None if none does.
 
-    Raise Corrupt if what is there is of another run, or cannot be read as what it says it is.
+    A master that is cut off may still write there: what it replaces meanwhile is read again. Raise Corrupt if what is
+    there is of another run, or cannot be read as what it says it is.
     """
-    found = [match for match in map(_NAME.fullmatch, store.list_names(FOLDER)) if match]
-    bases = sorted(((int(m[1]), int(m[2])) for m in found if m[3] == "base"), reverse=True)
+    while True:
+        bases = _list_bases(store)
+        found = _read_first(store, run, bases)
+        if bases == _list_bases(store):
+            break
+    if found is None and bases:
+        raise Corrupt(f"{store.url}/{FOLDER}: none of its {len(bases)} bases is whole")
+    return found
+
+
+def _list_bases(store: MirrorStore) -> list[tuple[int, int]]:
+    """Term and number of every base, the newest first."""
+    found = [match for match in map(_NAME.fullmatch, store.list_names(FOLDER)) if match and match[3] == "base"]
+    return sorted(((int(m[1]), int(m[2])) for m in found), reverse=True)
+
+
+def _read_first(store: MirrorStore, run: str, bases: Sequence[tuple[int, int]]) -> MirroredLedger | None:
+    """The first of these that is whole, with what follows it."""
     for term, number in bases:
         base = _read_sealed(store, run, f"{term:010d}-{number:010d}.base", MOST_BASE_BYTES)
         if base is not None:
             return MirroredLedger(term, base, tuple(_read_transactions(store, run, term, number)))
-    if found:
-        raise Corrupt(f"{store.url}/{FOLDER}: none of its {len(bases)} bases is whole")
     return None
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from dips.config import RunFile
 from dips.errors import ConfigError, Corrupt, FailedMirror
 from dips.master import genesis, mirror_files
-from dips.master.ledger import Ledger, sync_path
+from dips.master.ledger import Ledger, hold_ledger, sync_path
 from dips.master.ledger_rebuild import MirroredLedger, rebuild
 from dips.mirror import MirrorStore
 from dips.protocol.records import LedgerState
@@ -36,10 +36,11 @@ def restore_if_lost(config: RunFile, log: Log) -> None:
     if path.exists():
         _check_not_older(path, store, log)
         return
-    found = mirror_files.read_newest(store, config.shared.run)
-    if found is None:
-        raise ConfigError(f"{path}: no ledger is here, and its mirror {store.url} has none; `dips init` makes one")
-    state = _build_file(found, path)
+    with hold_ledger(path):  # one master restores it, and a second one finds it
+        found = mirror_files.read_newest(store, config.shared.run)
+        if found is None:
+            raise ConfigError(f"{path}: no ledger is here, and its mirror {store.url} has none; `dips init` makes one")
+        state = _build_file(found, path)
     genesis.fetch_initial(store, config.master.directory)
     log.warning(
         "ledger_restored", mirror=store.url, term=found.term, head=str(state.versions[-1].version),

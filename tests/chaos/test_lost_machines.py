@@ -80,6 +80,7 @@ def test_the_machines_of_a_slave_and_of_the_master_are_lost(mirrored: Deployment
     shutil.rmtree(deployment.master_directory)
     deployment.start_master()
     deployment.start_slave("ps1")
+    deployment.until((deployment.master_directory / genesis.LEDGER).exists, SEEN_S, "the ledger is restored")
     deployment.progress(3, by=deployment.clusters)
     deployment.check()
     lineage = deployment.lineage()

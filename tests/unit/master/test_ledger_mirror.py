@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import shutil
 import sqlite3
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -61,19 +62,22 @@ class Term:
     def __init__(self, config: RunFile, patience_s: float = 5.0) -> None:
         self.ledger = Ledger.open(genesis.ledger_path(config), wall=time.time)
         self.term, self.written = self.ledger.start_term(), 0
+        self.lock = threading.Lock()  # in the daemon both run on the ledger's thread
         store = restore.mirror_of(config)
         assert store is not None
         self.mirror = LedgerMirror(store, "r", self.term, self.take_base, patience_s, time.monotonic, LOG)
         self.kept_up = self.mirror.start()
 
     def take_base(self) -> tuple[int, bytes]:
-        return self.written, self.ledger.serialize()
+        with self.lock:
+            return self.written, self.ledger.serialize()
 
     def write(self, records: list[Record]) -> None:
         """Durable here and, unless it lags, in the mirror on return."""
         wall = time.time()
-        self.ledger.write_records(records, wall)
-        self.written += 1
+        with self.lock:
+            self.ledger.write_records(records, wall)
+            self.written += 1
         asyncio.run(self.mirror.follow(self.written, records, wall))
 
     def end(self) -> LedgerState:
