@@ -109,7 +109,7 @@ def test_three_clusters_with_three_layouts_train_one_model(tmp_path: Path) -> No
         for cluster in clusters:
             run.wait(cluster, 200)
         with run.ledger() as ledger:
-            history = [r for r in ledger.history(1000) if r.version is not None]
+            history = [r for r in ledger.read_history(1000) if r.version is not None]
         exported = tmp_path / "model.safetensors"
         subprocess.run(
             [sys.executable, "-m", "dips.cli", "export", "--config", str(run.file), "--output", str(exported)],
@@ -189,7 +189,7 @@ def test_two_megatron_clusters_with_two_layouts_train_one_model(tmp_path: Path) 
         for cluster in clusters:
             run.wait(cluster, 240)
         with run.ledger() as ledger:
-            history = [r for r in ledger.history(1000) if r.version is not None]
+            history = [r for r in ledger.read_history(1000) if r.version is not None]
     whole, *parts = found(tmp_path / "one.out", 1) + found(tmp_path / "four.out", 4)
     folds = [fold for r in history for fold in r.folds]
     assert {fold.push.cluster for fold in folds} == {"one", "four"}
@@ -216,7 +216,7 @@ def test_the_trainer_of_transformers_takes_part_by_two_lines(tmp_path: Path) -> 
         run.start_slaves()
         run.wait(run.start_cluster("hf", [*harness.TORCHRUN, "2", *words], steps=6), 200)
         with run.ledger() as ledger:
-            history = [r for r in ledger.history(1000) if r.version is not None]
+            history = [r for r in ledger.read_history(1000) if r.version is not None]
     of = found(tmp_path / "hf.out", 2)
     assert of[0]["theta"] == of[1]["theta"] and of[0]["steps"] == 5 * 6
     assert sum(r.tokens for r in history) == of[0]["tokens"] == 5 * 6 * 2 * 4 * example.LENGTH

@@ -43,7 +43,7 @@ def marks(run: Any, cluster: str, kind: str) -> list[dict[str, Any]]:
 
 def versions(run: Any) -> list[Any]:
     with run.ledger() as ledger:
-        return [r for r in ledger.history(1000) if r.version is not None]
+        return [r for r in ledger.read_history(1000) if r.version is not None]
 
 
 def test_the_agent_does_not_import_torch() -> None:
@@ -198,8 +198,8 @@ def test_a_cluster_that_leaves_says_what_it_had_not_settled(long_run: Any, tmp_p
     west.terminate()
     consumed = marks(run, "west", "inner")[-1]["tokens"]
     with run.ledger() as ledger:
-        tokens = ledger.tokens()["west"]
-        assert ledger.state().clusters[0].ended
+        tokens = ledger.read_tokens()["west"]
+        assert ledger.read_state().clusters[0].ended
     assert tokens["accepted"] + tokens["gated"] + tokens["lost"] == consumed
     assert tokens["lost"] > 0
 

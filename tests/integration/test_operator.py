@@ -126,18 +126,18 @@ def test_a_drained_slave_costs_no_round(run: Any, tmp_path: Path) -> None:
     slaves = run.start_slaves()
     west = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "out")])
     with run.ledger() as ledger:
-        run.until(lambda: len(ledger.history(100)) >= 3, 60, "three rounds")
+        run.until(lambda: len(ledger.read_history(100)) >= 3, 60, "three rounds")
         assert "ps0 is drained" in say("dips", "drain", "ps0", "--config", str(run.file))
         status = json.loads(say("dips", "status", "--config", str(run.file), "--json"))
         assert (status["slaves"]["ps0"]["state"], status["round"]["state"]) == ("draining", "idle")
-        count = len(ledger.history(100))
+        count = len(ledger.read_history(100))
         time.sleep(1.0)
-        assert len(ledger.history(100)) == count  # it stays drained: its heartbeats do not make it register
+        assert len(ledger.read_history(100)) == count  # it stays drained: its heartbeats do not make it register
     assert slaves[0].terminate() == 0
     run.start_slave("ps0")
     run.wait(west, 60)
     with run.ledger() as ledger:
-        assert {r.kind for r in ledger.history(100)} == {"applied"}
+        assert {r.kind for r in ledger.read_history(100)} == {"applied"}
     assert "has never joined" in say("dips", "readmit", "east", "--config", str(run.file), code=78)
     assert "west is not quarantined" in say("dips", "readmit", "west", "--config", str(run.file), code=1)
     assert "none of this run" in say("dips", "drain", "ps7", "--config", str(run.file), code=78)
@@ -189,4 +189,4 @@ def test_a_restored_ledger_is_recovered(tmp_path: Path) -> None:
 
 
 def made(ledger: Any) -> list[str]:
-    return [str(r.version) for r in ledger.history(1000) if r.version]
+    return [str(r.version) for r in ledger.read_history(1000) if r.version]

@@ -52,7 +52,7 @@ def ready(run: Any, slave: str) -> bool:
 
 def versions(run: Any) -> int:
     with run.ledger() as ledger:
-        return len([r for r in ledger.history(1000) if r.version])
+        return len([r for r in ledger.read_history(1000) if r.version])
 
 
 def until_gone(pid: int) -> None:

@@ -24,7 +24,7 @@ def install_alone() -> list[Patch]:
     def agreed(landed: list[Pulled]) -> list[Pulled]:
         return [pulled for pulled in landed if pulled.whole]
 
-    return [(SimRanks, "agreed", staticmethod(agreed))]
+    return [(SimRanks, "agree_on_version", staticmethod(agreed))]
 
 
 def tokens_cut_at_pull() -> list[Patch]:
@@ -34,7 +34,7 @@ def tokens_cut_at_pull() -> list[Patch]:
         self.carried = replace(self.frozen, ranges=()) + self.carried
         self.frozen = Portion()
 
-    return [(Account, "settle", settle)]
+    return [(Account, "settle_outcome", settle)]
 
 
 def lose_what_was_settled() -> list[Patch]:
@@ -59,7 +59,7 @@ def lose_what_was_settled() -> list[Patch]:
     return [
         (clusters, "end_incarnation", end),
         (heartbeats, "build_heartbeat", heartbeat),
-        (membership, "leave", leave),
+        (membership, "leave_run", leave),
     ]
 
 

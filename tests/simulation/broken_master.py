@@ -27,7 +27,7 @@ def announce_before_record() -> list[Patch]:
         self.core.on_written()
         self._carry_out()
 
-    return [(MasterProcess, "write", write)]
+    return [(MasterProcess, "write_records", write)]
 
 
 def record_before_all_persisted() -> list[Patch]:
@@ -54,7 +54,7 @@ def reuse_round_after_restart() -> list[Patch]:
         found = honest(self)
         return replace(found, term=1, next_round=found.versions[-1].version.round + 1)
 
-    return [(Ledger, "start_term", start_term), (Ledger, "state", state)]
+    return [(Ledger, "start_term", start_term), (Ledger, "read_state", state)]
 
 
 def stats_of_skipped_rounds() -> list[Patch]:
@@ -79,7 +79,7 @@ def blind_leases() -> list[Patch]:
             read()
         self._carry_out()
 
-    return [(MasterProcess, "wake", wake)]
+    return [(MasterProcess, "wake_process", wake)]
 
 
 def tell_gated_as_accepted() -> list[Patch]:

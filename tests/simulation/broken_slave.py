@@ -55,7 +55,7 @@ def refold_on_retry() -> list[Patch]:
             acc.arrays[layer] += order.weight * (theta[layer] - theta_j)
         return Folded(1.0)
 
-    return [(OrderFences, "admit", admit), (ShardRound, "fold", fold)]
+    return [(OrderFences, "admit_order", admit), (ShardRound, "fold", fold)]
 
 
 def unpin_at_send() -> list[Patch]:
@@ -85,7 +85,7 @@ def keep_local() -> list[Patch]:
         self.delete_snapshots(self.complete_versions())
         return honest(self, version, theta, momentum)
 
-    return [(SimDisk, "write", write)]
+    return [(SimDisk, "write_snapshot", write)]
 
 
 def accept_old_stream() -> list[Patch]:
@@ -95,7 +95,7 @@ def accept_old_stream() -> list[Patch]:
     def hello(self: Receiver, lane: int, peer: bytes, name: Any, pieces: Any, now: float) -> Any:
         push = self._pushes.get(PushId(name.cluster, name.inc, name.seq))
         if push is not None and push.targets and self._layout is not None:
-            kept[id(self), name.id] = (self._layout, push.targets, push.codec)
+            kept[id(self), name.stream_id] = (self._layout, push.targets, push.codec)
         return honest_hello(self, lane, peer, name, pieces, now)
 
     def claim(self: Receiver, lane: int, peer: bytes, header: Header, body: Buffer, now: float) -> Any:
@@ -109,7 +109,7 @@ def accept_old_stream() -> list[Patch]:
                 codec.put(body, targets[header.layer][begin : begin + length])
             raise
 
-    return [(Receiver, "hello", hello), (Receiver, "claim", claim)]
+    return [(Receiver, "on_hello", hello), (Receiver, "claim_chunk", claim)]
 
 
 def offers_without_ledger() -> list[Patch]:
@@ -124,7 +124,7 @@ def offers_without_ledger() -> list[Patch]:
                 newest, lambda theta, momentum: self._disk.read_snapshot(newest, theta, momentum)
             )
 
-    return [(Shard, "welcome", welcome)]
+    return [(Shard, "on_registered", welcome)]
 
 
 def leak_slot() -> list[Patch]:
@@ -136,4 +136,4 @@ def leak_slot() -> list[Patch]:
     ) -> list[str]:
         return []
 
-    return [(open_transfers, "_refuse_closed", refuse_closed), (open_transfers.OpenTransfers, "heal", heal)]
+    return [(open_transfers, "_refuse_closed", refuse_closed), (open_transfers.OpenTransfers, "drop_unlisted", heal)]
