@@ -39,7 +39,7 @@ def demo(
       dips demo --seconds 60 --no-kill
       dips demo --mirror              (two machines are lost)
     """
-    run = _of_the_demo("run").run
+    run = _of_the_demo("run").run_demo
     raise typer.Exit(run(seconds=seconds, kill=not no_kill, out=out, seed=seed, mirror=mirror))
 
 
