@@ -38,6 +38,7 @@ SLOWDOWN = {"fast": 1.0, "slow": 3.0}  # on two cores; fast's ranks share them a
 KILLED_CLUSTER, KILLED_SLAVE = "slow", "slave-1"
 KILL_AT = 0.45  # of the time or of the tokens, whichever comes first; the slave's turn comes a little later
 BETWEEN_KILLS_S = 5.0
+MIRRORED_AT = 3  # versions, before machines are lost: so the mirrors have something to bring back
 RESTART_SLAVE_S = 6.0  # longer than a lease: the master sees it lost
 LOOK_EVERY_S = 1.0
 START_S = 60.0  # for the master to answer
@@ -154,7 +155,8 @@ def _watch_training(
             raise ProcessEnded(
                 f"the run is not finished {END_S:.0f} s after its time; {running.processes['master'].log_tail()}"
             )
-        if status and kill and not killed.slave and max(elapsed / seconds, _run_progress(status)) >= KILL_AT:
+        halfway = status is not None and max(elapsed / seconds, _run_progress(status)) >= KILL_AT
+        if status and halfway and kill and not killed.slave and (not mirror or _head_version(status) >= MIRRORED_AT):
             killed = _kill_cluster_and_slave(running, files, watch, address, mirror)
             ends_s += elapsed if mirror else 0.0  # a new master counts the run's time from its own start
         time.sleep(LOOK_EVERY_S)
@@ -206,6 +208,10 @@ def _after_kill(address: str, head: VersionId) -> VersionId:
     """The head now, that the slave is dead: nothing newer was made before its death."""
     status = _read_status(address)
     return VersionId.parse(status["head"]) if status else head
+
+
+def _head_version(status: Mapping[str, Any]) -> int:
+    return VersionId.parse(status["head"]).version
 
 
 def _run_progress(status: Mapping[str, Any]) -> float:
