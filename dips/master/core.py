@@ -25,7 +25,7 @@ from dips.protocol.enums import ClusterStanding
 from dips.protocol.events import Blind, ClusterJoined, Event, SlaveRegistered, Ticked
 from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer, SlaveHeartbeat, SlaveHeartbeatAnswer
 from dips.protocol.options import TimingOptions
-from dips.protocol.records import ClusterEnded
+from dips.protocol.records import ClusterEnded, RangesLeased
 from dips.protocol.slaves import EXIT_STALE
 
 EXIT_LEDGER = 74  # EX_IOERR: a record could not be written; the next term reads what is true
@@ -180,7 +180,7 @@ class MasterCore:
         """Let the Coordinator decide, and put what follows on the outbox."""
         effects = self._decide(event, now)
         self._follow_membership(event, effects, now)
-        if type(event) not in _CHANGE_NOTHING or any(not isinstance(effect, Reply) for effect in effects):
+        if type(event) not in _CHANGE_NOTHING or not _QUIET.issuperset(map(type, effects)):
             self._held.on_change(now)
         for effect in effects:
             if question is not None and now < question.until and _is_pending(effect):
@@ -191,21 +191,24 @@ class MasterCore:
     def _follow_membership(self, event: Event, effects: list[Effect], now: float) -> None:
         """An incarnation begins or ends by this step: the Judge and the links must know before anything follows."""
         for effect in effects:
-            if isinstance(effect, ClusterEnded):
+            if type(effect) is ClusterEnded:
                 self._judge.forget_cluster(effect.cluster)
                 self._alignment.forget_cluster(effect.cluster)
                 self.heartbeats.pop(("cluster", effect.cluster), None)
-            elif isinstance(effect, Reply):
-                match event, effect.result:
-                    case ClusterJoined(), Joined(inc=inc):
+            elif type(effect) is Reply:
+                match effect.result, event:
+                    case Joined(inc=inc), ClusterJoined():
                         self._judge.welcome_cluster(event.cluster, inc, now)
-                    case SlaveRegistered(), Registered(sinc=sinc):
+                    case Registered(sinc=sinc), SlaveRegistered():
                         self._judge.welcome_slave(event.slave, sinc, now)
                         self._outbox.put_item(SlaveEndpoint(event.slave, event.address))
 
 
+_QUIET = frozenset(
+    {Reply, RangesLeased}
+)  # effects that end nobody's wait: an answer to another, and ranges that it has now
 _CHANGE_NOTHING = frozenset({Ticked, *(kind for kind in get_args(Event) if "req" in kind.__dataclass_fields__)})
 
 
 def _is_pending(effect: Effect) -> TypeGuard[Reply]:
-    return isinstance(effect, Reply) and isinstance(effect.result, Pending)
+    return type(effect) is Reply and type(effect.result) is Pending

@@ -90,7 +90,7 @@ class Pool:
 
     @property
     def used_bytes(self) -> int:
-        return self.bank_bytes * sum(bank.holder is not None for bank in self.banks)
+        return self.bank_bytes * len(self.bank_holders())
 
     @property
     def limit_bytes(self) -> int:

@@ -146,16 +146,24 @@ HANDLERS: dict[type[Event], Callable[[RunState, Any], None]] = {
 }
 
 
+def _next_deadline(run: RunState) -> float:
+    due = [push.deadline for push in run.uncommitted_pushes()] + [pull.deadline for pull in run.open_pulls()]
+    if run.options.stop.wall_s and not run.finished and run.round is None:
+        due.append(run.started + run.options.stop.wall_s)
+    return min((*due, *window.window_deadlines(run), *durability.retry_deadlines(run)), default=inf)
+
+
 class Coordinator:
     """All decisions of a master, from one ledger state on. `now` is the master's monotonic clock, in seconds."""
 
     def __init__(self, state: LedgerState, manifest: Manifest, options: Options, now: float) -> None:
         self._run = RunState(state, manifest, options, now)
+        self._due: float | None = None  # the next deadline, once somebody has asked for it; every step moves it
 
     def step(self, event: Event, now: float) -> list[Effect]:
         """Take one event; return what is to be done, in order."""
         run = self._run
-        run.now, run.out = now, []
+        run.now, run.out, self._due = now, [], None
         HANDLERS[type(event)](run, event)
         if not isinstance(event, Blind):
             pushes.expire_pushes(run)
@@ -173,7 +181,7 @@ class Coordinator:
         if not isinstance(state, RunState):
             raise Corrupt(f"expected the state of a Coordinator, got {type(state).__name__}")
         made = cls.__new__(cls)
-        made._run = state
+        made._run, made._due = state, None
         return made
 
     def capture_state(self) -> object:
@@ -182,11 +190,9 @@ class Coordinator:
 
     def next_deadline(self) -> float:
         """When to send Ticked if nothing happens before; inf if nothing is due."""
-        run = self._run
-        due = [push.deadline for push in run.uncommitted_pushes()] + [pull.deadline for pull in run.open_pulls()]
-        if run.options.stop.wall_s and not run.finished and run.round is None:
-            due.append(run.started + run.options.stop.wall_s)
-        return min((*due, *window.window_deadlines(run), *durability.retry_deadlines(run)), default=inf)
+        if self._due is None:
+            self._due = _next_deadline(self._run)
+        return self._due
 
     # ---- read-only, for the runtime ----
 

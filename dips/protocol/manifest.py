@@ -63,7 +63,7 @@ class Manifest:
 
     layers: tuple[Layer, ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return sum(layer.numel for layer in self.layers)
 

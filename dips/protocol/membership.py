@@ -59,6 +59,7 @@ class Judge:
         self._options = options
         self._clusters: dict[str, _Cluster] = {}
         self._slaves: dict[str, _Slave] = {}
+        self._due: float | None = None  # the next deadline, once somebody has asked; whatever moves it forgets it
 
     @classmethod
     def from_state(cls, options: TimingOptions, state: LedgerState, now: float) -> Judge:
@@ -71,11 +72,13 @@ class Judge:
 
     def welcome_cluster(self, cluster: str, inc: int, now: float) -> None:
         """An incarnation begins; an older one of the same name is forgotten."""
+        self._due = None
         known = self._clusters.get(cluster)
         if known is None or known.inc < inc:
             self._clusters[cluster] = _Cluster(inc, now, now)
 
     def welcome_slave(self, slave: str, sinc: int, now: float) -> None:
+        self._due = None
         known = self._slaves.get(slave)
         if known is None or known.sinc <= sinc:
             self._slaves[slave] = _Slave(sinc, now)
@@ -86,13 +89,16 @@ class Judge:
         return [] if known is None else [TokensReported(cluster, known.inc, known.tokens_consumed, known.tokens_lost)]
 
     def forget_cluster(self, cluster: str) -> None:
+        self._due = None
         self._clusters.pop(cluster, None)
 
     def forget_slave(self, slave: str) -> None:
+        self._due = None
         self._slaves.pop(slave, None)
 
     def on_cluster_heartbeat(self, heartbeat: ClusterHeartbeat, now: float) -> list[Event]:
         """Renew the lease; report a trainer that began or ceased to move, and a bandwidth that has changed."""
+        self._due = None
         known = self._clusters.get(heartbeat.cluster)
         if known is None or known.inc != heartbeat.inc:
             return []
@@ -106,6 +112,7 @@ class Judge:
 
     def on_slave_heartbeat(self, heartbeat: SlaveHeartbeat, now: float) -> list[Event]:
         """Renew the lease; repeat what lies staged, so that a lost Staged heals; report a mirror that has changed."""
+        self._due = None
         known = self._slaves.get(heartbeat.slave)
         if known is None or known.sinc != heartbeat.sinc:
             return []
@@ -118,6 +125,7 @@ class Judge:
 
     def judge_silence(self, now: float) -> list[Event]:
         """Who has been silent for a lease, in a fixed order; each is reported once."""
+        self._due = None
         lease, found = self._options.lease_s, list[Event]()
         for name, cluster in sorted(self._clusters.items()):
             if now - cluster.heard_at >= lease:
@@ -134,6 +142,7 @@ class Judge:
 
     def skip_gap(self, gap_s: float) -> None:
         """The master did not run for `gap_s`: the silence was its own."""
+        self._due = None
         for cluster in self._clusters.values():
             cluster.heard_at += gap_s
             cluster.progressed_at += gap_s
@@ -142,12 +151,13 @@ class Judge:
 
     def next_deadline(self) -> float:
         """When the next verdict may be due; inf if there are no peers."""
-        lease, hang = self._options.lease_s, self._options.hang_s
-        due = [c.heard_at + lease for c in self._clusters.values()] + [
-            s.heard_at + lease for s in self._slaves.values()
-        ]
-        due += [c.progressed_at + hang for c in self._clusters.values() if c.moving]
-        return min(due, default=inf)
+        if self._due is None:
+            lease, hang = self._options.lease_s, self._options.hang_s
+            due = [c.heard_at + lease for c in self._clusters.values()]
+            due += [s.heard_at + lease for s in self._slaves.values()]
+            due += [c.progressed_at + hang for c in self._clusters.values() if c.moving]
+            self._due = min(due, default=inf)
+        return self._due
 
     def _judge_trainer(self, name: str, cluster: _Cluster, alive: bool, now: float) -> list[Event]:
         hung = now - cluster.progressed_at >= self._options.hang_s

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any
 
 from dips.sim.heap import Heap
@@ -28,10 +29,13 @@ class Gate:
 
     def pass_on(self, action: Callable[[], None]) -> None:
         """Do it now, or when the gate opens."""
-        if self._outer is not None:
-            self._outer.pass_on(lambda: self._let_in(action))
+        outer = self._outer
+        if outer is not None and (outer.closed or outer._kept or outer._outer is not None):
+            outer.pass_on(lambda: self._let_in(action))
+        elif self.closed or self._kept:
+            self._kept.append(action)
         else:
-            self._let_in(action)
+            action()
 
     def _let_in(self, action: Callable[[], None]) -> None:
         if self.closed or self._kept:
@@ -65,7 +69,7 @@ class Fiber:
         if self._gate is None:
             self._run_story(value)
         else:
-            self._gate.pass_on(lambda: self._run_story(value))
+            self._gate.pass_on(partial(self._run_story, value))
 
     def _run_story(self, value: Any) -> None:
         story = self._story

@@ -11,14 +11,12 @@ from collections.abc import Callable
 from math import inf
 from typing import Protocol
 
-import numpy as np
-
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.heartbeats import Transfer
 from dips.sim.fiber import Gate
 from dips.sim.heap import Heap, Timer
 from dips.slave.admission import Admission
-from dips.slave.moves import Move, PushOver, Released, Say, SourceMoved, Staged
+from dips.slave.moves import Move, PushOver, Released, Say, SourceMoved, Staged, Wake
 from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.receiver import Receiver
 from dips.slave.sender import ChunkSend, Sender
@@ -124,8 +122,7 @@ class SimFlow:
         """A chunk arrives; return why it was refused, "" if it is in its place."""
         self._touched()
         try:
-            with np.errstate(all="ignore"):  # a model that diverged
-                moves = self.receiver.stage_chunk(self.receiver.claim_chunk(0, peer, header, body, self._heap.now))
+            moves = self.receiver.stage_chunk(self.receiver.claim_chunk(0, peer, header, body, self._heap.now))
         except BadFrame as bad:
             self._frame_refused(bad.reason)
             self._run_turn()  # a wrong one is missing again: ask again
@@ -192,7 +189,9 @@ class SimFlow:
 
     def _do_moves(self, moves: list[Move]) -> None:
         for move in moves:
-            if isinstance(move, Say):
+            if isinstance(move, Wake):
+                pass  # every frame is followed by a turn
+            elif isinstance(move, Say):
                 end = self._ends.get(move.peer)
                 if end is not None:
                     end.on_message(move.peer, move.kind, move.body)

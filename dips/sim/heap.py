@@ -41,10 +41,9 @@ class Heap:
 
     def call_later(self, delay_s: float, what: str, action: Action) -> Timer:
         """Plan `action`; `what` is the line that a person reads in the trace."""
-        at = self.now + delay_s
-        timer = Timer(at, what, action)
+        timer = Timer(self.now + delay_s, what, action)
         self._sequence = sequence = self._sequence + 1
-        heappush(self._queue, (at, sequence, timer))
+        heappush(self._queue, (timer.at, sequence, timer))
         return timer
 
     def next_event(self) -> Timer | None:
@@ -78,13 +77,12 @@ class Trace:
     """The last events, kept unformatted: only a failing seed prints them."""
 
     def __init__(self, keep: int = 40) -> None:
-        self._lines: deque[tuple[float, str, tuple[Any, ...]]] = deque(maxlen=keep)
+        self._lines: deque[Timer | tuple[float, str, tuple[Any, ...]]] = deque(maxlen=keep)
+        self.add_event: Callable[[Timer], None] = self._lines.append  # called after each event: no frame of its own
 
     def add_line(self, now: float, what: str, *details: Any) -> None:
         self._lines.append((now, what, details))
 
-    def add_event(self, timer: Timer) -> None:
-        self._lines.append((timer.at, timer.what, ()))
-
     def lines(self) -> list[str]:
-        return [f"{at:10.3f}  {' '.join((what, *(str(d) for d in details)))}" for at, what, details in self._lines]
+        kept = ((l.at, l.what, ()) if isinstance(l, Timer) else l for l in self._lines)
+        return [f"{at:10.3f}  {' '.join((what, *(str(d) for d in details)))}" for at, what, details in kept]

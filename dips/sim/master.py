@@ -1,4 +1,4 @@
-"""The simulated master: a machine with the ledger's file, and processes around the real MasterCore and Ledger.
+"""The simulated master: a process around the real MasterCore and Ledger, on a machine (master_machine.py).
 
 The core decides; this shell delivers messages and time to it, writes its records in transactions that take their time,
 and carries out its actions. A crash loses the process; of the transaction under way all is written or nothing, also
@@ -7,25 +7,21 @@ when the machine stops between two of its statements.
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from random import Random
 from typing import Any, Protocol
 
-from dips.errors import StaleTerm, UnavailableSlave
+from dips.errors import StaleTerm
 from dips.master.core import MasterCore
 from dips.master.held import PollOptions
-from dips.master.ledger import MEMORY, Ledger
-from dips.master.ledger_rebuild import MirroredTransaction, rebuild
-from dips.master.orders import SentOrder
 from dips.master.outbox import Action, HeartbeatReply, SlaveEndpoint, WriteRecords
 from dips.protocol.coordinator import Coordinator
-from dips.protocol.effects import Acknowledged, Effect, Exit, Failed, Note, Order, Reply
+from dips.protocol.effects import Acknowledged, Effect, Exit, Note, Order, Reply
 from dips.protocol.events import (
     BandwidthMeasured,
     ClusterSilent,
     Event,
-    OrderAnswered,
     PushRefused,
     PushStaged,
     SlaveSilent,
@@ -35,15 +31,16 @@ from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 from dips.protocol.manifest import Manifest
 from dips.protocol.membership import Judge
 from dips.protocol.options import Options
-from dips.protocol.records import LedgerState, Record, RunRow, VersionCommitted
+from dips.protocol.records import LedgerState, Record, VersionCommitted
 from dips.sim.heap import Chance, Heap, Timer, Trace
+from dips.sim.ledger_disk import LedgerDisk
 from dips.sim.network import Network
+from dips.sim.slave_client import SimSlaveClient
 
 Answer = Callable[[Any], None]
 WRITE_S = 0.02  # of a transaction, at most ten times that
-POLLS = PollOptions(patience_s=1.4, pause_s=0.06, longest_pause_s=0.06)  # callers give up earlier than real ones
+POLLS = PollOptions(patience_s=1.4, pause_s=0.12, longest_pause_s=0.12)  # callers give up earlier than real ones
 VERDICTS = frozenset({ClusterSilent, SlaveSilent, TrainerChanged, BandwidthMeasured})
-RESEND_S = 1.5  # an order without an answer is sent again under its number
 
 
 class MasterObserver:
@@ -96,147 +93,22 @@ class MasterWorld(Protocol):
     def master_exits(self, process: MasterProcess, effect: Exit) -> None: ...
 
 
-class Torn(Exception):
-    """The machine stopped between two statements of a transaction."""
+class MasterHost(Protocol):
+    """The machine, as a process on it sees it."""
 
-
-class TearingConnection:
-    """The ledger's SQLite connection, which stops for good before its n-th statement."""
-
-    def __init__(self, db: sqlite3.Connection, statements: int) -> None:
-        self._db = db
-        self._left = statements
-
-    def execute(self, sql: str, *parameters: Any) -> Any:
-        self._left -= 1
-        if self._left < 0:
-            raise Torn
-        return self._db.execute(sql, *parameters)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._db, name)
-
-
-class LedgerDisk:
-    """The ledger's file: every process opens it anew and finds what was durable."""
-
-    def __init__(self, row: RunRow) -> None:
-        self._db = Ledger.create(":memory:", row)._db
-        self._newest: sqlite3.Connection | None = None  # while an old copy lies in its place
-        self._copies: list[sqlite3.Connection] = []
-        self._mirrored_base = self._db.serialize()
-        self._mirrored_since: list[MirroredTransaction] = []
-        self._mirrored_term = 0
-        self.slowness = 1.0
-        self.full = False
-
-    def repair_disk(self) -> None:
-        self.slowness, self.full = 1.0, False
+    rng: Random
+    disk: LedgerDisk
+    process: MasterProcess | None
+    zombies: list[MasterProcess]  # stopped, and taken for dead: each has a successor
 
     @property
-    def is_old_copy(self) -> bool:
-        """An old copy lies there: what its master decides is not the run's truth."""
-        return self._newest is not None
-
-    def copy_file(self) -> sqlite3.Connection:
-        """A backup of the file as it is now."""
-        copy = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        self._db.backup(copy)
-        self._copies.append(copy)
-        return copy
-
-    def put_back(self, copy: sqlite3.Connection) -> None:
-        """Somebody restores a backup, not knowing that the newest file is still to be had."""
-        self._newest, self._db = self._db, copy
-
-    def put_newest_back(self) -> None:
-        """The act that the master's refusal asks for."""
-        if self._newest is not None:
-            self._db, self._newest = self._newest, None
-
-    def begin_mirror(self, term: int) -> None:
-        """A term has begun: the mirror gets a base, unless this is an old copy."""
-        if not self.is_old_copy:
-            self._mirrored_base, self._mirrored_since, self._mirrored_term = self._db.serialize(), [], term
-
-    def mirror_records(self, records: Sequence[Record]) -> None:
-        """A transaction is durable, and in the mirror before anybody is told."""
-        self._mirrored_since.append(MirroredTransaction(tuple(records), 0.0))
-
-    def lose_disk(self) -> list[Record]:
-        """The disk is gone for good; the next master starts with what its mirror holds. Return what was raised."""
-        self._copies.append(self._db)
-        self._db = sqlite3.connect(MEMORY, isolation_level=None, check_same_thread=False)
-        self._db.deserialize(self._mirrored_base)
-        _, raised = rebuild(self.open_ledger(), self._mirrored_term, self._mirrored_since)
-        return raised
-
-    def open_ledger(self) -> Ledger:
-        return Ledger(self._db, None, lambda: 0.0)
-
-    def tear_write(self, records: Sequence[Record], statements: int) -> bool:
-        """Stop before the n-th statement of a write; what SQLite then finds is rolled back. True if it was through."""
-        torn = TearingConnection(self._db, statements)
-        try:
-            Ledger(torn, None, lambda: 0.0).write_records(records)  # type: ignore[arg-type]
-        except Torn:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            return False
-        return True
-
-    def close(self) -> None:
-        self.put_newest_back()
-        for db in (self._db, *self._copies):
-            db.close()
-
-
-class MasterMachine:
-    """The machine on which masters run."""
-
-    def __init__(self, world: MasterWorld, row: RunRow) -> None:
-        self.world = world
-        self.rng = world.chance.generator_for("master")
-        self.disk = LedgerDisk(row)
-        self.process: MasterProcess | None = None
-        self.zombies: list[MasterProcess] = []  # stopped, and taken for dead: each has a successor
-        world.network.attach_host("master", self)
-
-    def start(self) -> None:
-        if self.process is None:
-            self.process = MasterProcess(self)
-
-    def crash(self) -> None:
-        process, self.process = self.process, None
-        if process is not None:
-            process.kill_process()
-
-    def lose_disk(self) -> None:
-        """The machine is lost, with every process on it; another one starts with what the ledger's mirror holds."""
-        self.crash()
-        for zombie in self.zombies:
-            zombie.kill_process()
-        self.zombies.clear()
-        for record in self.disk.lose_disk():
-            self.world.monitor.record_written(record)
-
-    def abandon_process(self) -> MasterProcess | None:
-        """Another will be started beside it, on the same ledger: another host, a mount without locks."""
-        process, self.process = self.process, None
-        if process is not None:
-            process.pause_process()
-            self.zombies.append(process)
-        return process
-
-    def on_message(self, sender: str, message: Any, answer: Answer) -> None:
-        if self.process is not None:
-            self.process.on_message(message, answer)
+    def world(self) -> MasterWorld: ...
 
 
 class MasterProcess:
     """One incarnation of the master: one term. A shell around MasterCore, as dips/master/runtime.py is."""
 
-    def __init__(self, machine: MasterMachine) -> None:
+    def __init__(self, machine: MasterHost) -> None:
         self.machine, self.world = machine, machine.world
         self.ledger = machine.disk.open_ledger()
         machine.disk.begin_mirror(self.ledger.start_term())
@@ -249,10 +121,10 @@ class MasterProcess:
         judge = Judge.from_state(timing, state, now)
         self.core = MasterCore(self.coordinator, judge, timing, now, polls=POLLS, step=self._step_watched)
         self.alive = True
-        self.exited = ""
         self.inbox: list[Callable[[], None]] | None = None  # while it is stopped, what came in
         self.writing: Sequence[Record] = ()
         self._answers: dict[int, Answer] = {}
+        self._slaves = SimSlaveClient(self.world.heap, self.world.network, self._on_arrival, self._on_order_ended)
         self._last_req = 0
         self._timer: Timer | None = None
         self._carry_out()
@@ -374,7 +246,7 @@ class MasterProcess:
             case Order():
                 if self.trusted:
                     self.world.monitor.order_leaves(action)
-                self._send_order(SentOrder(action, self.world.heap.now))
+                self._slaves.send_order(action)
             case Reply():
                 self._answers.pop(action.req)(action.result)
             case HeartbeatReply():
@@ -386,13 +258,9 @@ class MasterProcess:
                 self.world.trace.add_line(self.world.heap.now, f"note {action.kind}", *fields)
                 self.world.monitor.note_logged(action)
             case Exit():
-                self._exit_process(action)
+                self.world.master_exits(self, action)
             case SlaveEndpoint():
                 pass  # hosts of the simulated network are reached by their names
-
-    def _exit_process(self, action: Exit) -> None:
-        self.exited = action.reason
-        self.world.master_exits(self, action)
 
     def write_records(self, records: Sequence[Record]) -> None:
         self.writing = records
@@ -409,7 +277,7 @@ class MasterProcess:
             self.ledger.write_records(records)
         except (OSError, StaleTerm) as error:
             exits = self.core.on_write_failed(error)
-            self._on_arrival(lambda: self._exit_process(exits))
+            self._on_arrival(lambda: self.world.master_exits(self, exits))
             return
         self._report_records(records)
         self.writing = ()
@@ -421,28 +289,8 @@ class MasterProcess:
             for record in records:
                 self.world.monitor.record_written(record)
 
-    def _send_order(self, sent: SentOrder) -> None:
-        left_s = min(sent.left_s(self.world.heap.now), RESEND_S)
-
-        def on_answer(answer: Any) -> None:
-            self._on_arrival(lambda: self._on_order_answer(sent, answer))
-
-        self.world.network.call_host("master", sent.order.slave, sent.order, left_s, on_answer)
-
-    def _on_order_answer(self, sent: SentOrder, answer: Any) -> None:
-        """Turn a slave's answer, its refusal or its silence into an event, or send the order again."""
-        now = self.world.heap.now
-        event: Event | None
-        if isinstance(answer, OrderAnswered):
-            event = sent.on_answer(answer.answer)
-        elif isinstance(answer, Failed):
-            event = sent.on_error(answer.error(answer.message), now)
-        else:
-            event = sent.on_error(UnavailableSlave("no answer"), now)
-        if event is None:
-            self._send_order(sent)
-        else:
-            self.core.take_event(event, now)
+    def _on_order_ended(self, event: Event) -> None:
+        self.core.take_event(event, self.world.heap.now)
 
 
 def _sender_of(heartbeat: ClusterHeartbeat | SlaveHeartbeat) -> tuple[str, str, int]:

@@ -52,23 +52,25 @@ class SimMasterClient:
             fiber.kill()
 
     def _carry_question(self, ask: AskMaster) -> Story:
-        yield sleep(self._heap, ask.delay_s, f"{self._name} asks")
+        if ask.delay_s:
+            yield sleep(self._heap, ask.delay_s, f"{self._name} asks")
         answer = yield partial(self._network.call_host, self._name, "master", ask.event, CALL_S)
-        error = _error_of(answer)
+        error = error_of(answer)
         if error is None:
             self._asker.on_reply(ask, answer)
         else:
             self._asker.on_error(ask, error)
 
     def _take_heartbeat_answer(self, inc: int, answer: Any) -> None:
-        error = _error_of(answer)
+        error = error_of(answer)
         if error is None:
             self._asker.on_heartbeat_reply(inc, answer)
         else:
             self._asker.on_heartbeat_error(error)
 
 
-def _error_of(answer: Any) -> DipsError | None:
+def error_of(answer: Any) -> DipsError | None:
+    """What a call to the master would have raised; None if it would have returned."""
     if answer is None:
         return UnavailableMaster("the master does not answer")
     if isinstance(answer, Failed):

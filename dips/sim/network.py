@@ -116,8 +116,8 @@ class Network:
     def _send_message(self, sender: str, receiver: str, what: str, arrive: Callable[[], None]) -> None:
         draw, weather = self._rng.random, self.weather
         # Drawn always, so that a change of one share does not move the others.
-        lost, doubled = draw() < weather.lost_share, draw() < weather.doubled_share
-        delays = (self._draw_delay(draw, weather), self._draw_delay(draw, weather))
+        fate, slow, spread = draw(), draw(), draw()
+        lost, doubled = fate < weather.lost_share, fate > 1.0 - weather.doubled_share
         now = self._heap.now
         if self._cut.get((sender, receiver), 0.0) > now:
             self._monitor.cut_off(sender, receiver, self._cut.get((receiver, sender), 0.0) > now)
@@ -126,14 +126,16 @@ class Network:
             return
         if self._cut.pop((sender, receiver), None) is not None:
             self._monitor.passes_again(sender, receiver)
-        if self._clogged and max(self._clogged.get(sender, 0.0), self._clogged.get(receiver, 0.0)) > now:
-            delays = (delays[0] + CLOGGED_S * draw(), delays[1] + CLOGGED_S)
+        delay_s = _delay_s(weather, slow, spread)
+        clogged = self._clogged and max(self._clogged.get(sender, 0.0), self._clogged.get(receiver, 0.0)) > now
         label = f"{what} {sender} → {receiver}"
-        self._heap.call_later(delays[0], label, arrive)
-        if doubled:
-            self._heap.call_later(delays[1], label, arrive)
+        self._heap.call_later(delay_s + CLOGGED_S * draw() if clogged else delay_s, label, arrive)
+        if doubled:  # the other way round with the same numbers: the copy of a fast message is slow
+            copy_s = _delay_s(weather, 1.0 - slow, 1.0 - spread)
+            self._heap.call_later(copy_s + CLOGGED_S if clogged else copy_s, label, arrive)
 
-    @staticmethod
-    def _draw_delay(draw: Callable[[], float], weather: Weather) -> float:
-        slow, extra = draw() < weather.slow_share, draw()
-        return weather.delay_s + weather.spread_s * draw() + (weather.slow_s * extra if slow else 0.0)
+
+def _delay_s(weather: Weather, slow: float, spread: float) -> float:
+    """`slow` and `spread` are drawn from 0 to 1; below its share, `slow` says how slow."""
+    delay_s = weather.delay_s + weather.spread_s * spread
+    return delay_s + weather.slow_s * slow / weather.slow_share if slow < weather.slow_share else delay_s

@@ -66,8 +66,7 @@ class SimRanks:
             if self._feedback:
                 body = self._feedback[rank].encode_chunk(chunk, values.view(np.uint8).data)
             bodies[rank, chunk] = bytes(body)
-            with np.errstate(all="ignore"):
-                codec.put(body, content[chunk.layer][where])
+            codec.put(body, content[chunk.layer][where])
         return bodies, content
 
     def install_pull(self, landed: list[Pulled], version: VersionId, merge: bool) -> bool:
@@ -93,8 +92,7 @@ class SimRanks:
 
     def may_merge(self) -> bool:
         """What was trained since the push was frozen is finite on all ranks."""
-        with np.errstate(all="ignore"):
-            return all(bool(np.isfinite(a - self._pushed[layer]).all()) for layer, a in self.theta.items())
+        return all(bool(np.isfinite(a - self._pushed[layer]).all()) for layer, a in self.theta.items())
 
     @staticmethod
     def agree_on_version(landed: list[Pulled]) -> list[Pulled]:

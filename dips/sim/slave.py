@@ -1,4 +1,4 @@
-"""A simulated slave: a machine with a disk, and a process around the real core and Shard that dies and is started anew.
+"""A simulated slave: a process around the real core and Shard, on a machine (slave_machine.py).
 
 The shell of `dips.slave.core`: what the daemon does with a thread, gRPC and a clock (slave/runtime.py) is done here in
 simulated time. Work on the shard takes its time and has its effect at the end of it; a crash in between may leave a
@@ -8,28 +8,29 @@ torn snapshot.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import inf
+from random import Random
 from typing import Any, Protocol
 
-from dips.errors import DipsError, UnavailableMaster
+from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
 from dips.outer import reference
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
 from dips.protocol.effects import Failed, Order, Persist, Registered
-from dips.protocol.events import OrderAnswered
 from dips.protocol.manifest import Manifest
 from dips.protocol.options import Options
 from dips.sim.disk import SimDisk
 from dips.sim.fiber import Gate
 from dips.sim.flow import SimFlow
-from dips.sim.heap import Chance, Heap, Timer
+from dips.sim.heap import Heap, Timer
+from dips.sim.master_client import error_of
 from dips.sim.mirror import MirrorShell, SimMirror
 from dips.sim.network import Network
 from dips.sim.scenario import Scenario
-from dips.sim.slave_work import order_s, shard_work_s, written_by
+from dips.sim.slave_work import attempt_work, order_s, shard_work_s, written_by
 from dips.sim.transfer import DataNetwork
 from dips.slave.actions import (
     Actions,
@@ -39,13 +40,11 @@ from dips.slave.actions import (
     EndSlave,
     ExecuteOrder,
     FollowRegistration,
-    KeepInMirror,
     ShardWork,
     WriteLog,
     WriteSnapshot,
 )
 from dips.slave.core import SlaveCore
-from dips.slave.ports import F32
 from dips.slave.shard import Shard
 from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming, Standing
 from dips.wire.chunks import LayerLayout
@@ -79,14 +78,11 @@ class SlaveWorld(Protocol):
     """What a slave needs of the world around it."""
 
     heap: Heap
-    chance: Chance
     network: Network
     data: DataNetwork
     scenario: Scenario
     options: Options
     manifest: Manifest
-    genesis: dict[int, F32]
-    touched: dict[str, SlaveMachine]
 
     @property
     def monitor(self) -> SlaveObserver: ...
@@ -95,51 +91,24 @@ class SlaveWorld(Protocol):
     def frame_refused(self, why: str) -> None: ...
 
 
-class SlaveMachine:
-    """Where a slave runs: its name, its disk, and the process if there is one."""
+class SlaveHost(Protocol):
+    """The machine, as a process on it sees it."""
 
-    def __init__(self, world: SlaveWorld, name: str, layers: tuple[int, ...]) -> None:
-        self.world, self.name, self.layers = world, name, layers
-        self.rng = world.chance.generator_for(f"slave/{name}")
-        genesis = {layer: world.genesis[layer] for layer in layers}
-        self.disk = SimDisk(
-            genesis, world.chance.generator_for(f"disk/{name}"), lambda: world.monitor.rare_event_occurred("snapshot")
-        )
-        self.mirror = (
-            SimMirror(self.disk, world.chance.generator_for(f"mirror/{name}")) if world.scenario.mirrors else None
-        )
-        self.process: SlaveProcess | None = None
-        self.lives = 0
-        self._touched = world.touched
-        world.network.attach_host(name, self)
+    name: str
+    layers: tuple[int, ...]
+    rng: Random
+    disk: SimDisk
+    mirror: SimMirror | None
 
-    def mark_touched(self) -> None:
-        """Something of it may have changed since the invariants last looked."""
-        self._touched[self.name] = self
-
-    def start(self) -> None:
-        if self.process is None:
-            self.mark_touched()
-            self.lives += 1
-            self.process = SlaveProcess(self, f"{self.name}-{self.lives}")
-
-    def crash(self) -> None:
-        """SIGKILL: memory is gone; what was being written may be torn, whole, or not begun."""
-        self.mark_touched()
-        process, self.process = self.process, None
-        if process is not None:
-            process.kill_process()
-
-    def on_message(self, sender: str, message: Any, answer: Callable[[Any], None]) -> None:
-        if self.process is not None and isinstance(message, Order):
-            process = self.process
-            process.gate.pass_on(lambda: process.take_order(message, answer))
+    @property
+    def world(self) -> SlaveWorld: ...
+    def mark_touched(self) -> None: ...
 
 
 class SlaveProcess:
     """One incarnation of a slave; also the inbox (`ports.FlowEvents`) into which the data flow reports."""
 
-    def __init__(self, machine: SlaveMachine, nonce: str) -> None:
+    def __init__(self, machine: SlaveHost, nonce: str) -> None:
         self.machine, self.world, self.name, self.nonce = machine, machine.world, machine.name, nonce
         settings, heartbeat_s = self.world.scenario, self.world.options.timing.heartbeat_s
         self.gate = Gate()  # closed while it is stopped
@@ -170,7 +139,7 @@ class SlaveProcess:
         self._undeceived = False  # the master that last sent it Hold has the newest ledger
         self._work: deque[ShardWork] = deque()  # the first is being done
         self._writing: WriteSnapshot | None = None
-        self._orders: dict[int, tuple[Order, Callable[[Any], None]]] = {}
+        self._orders: dict[int, Callable[[Any], None]] = {}  # ticket → who hears the answer
         self._tickets = 0
         self._timer: Timer | None = None
         self._call_later(BOOT_S, f"{self.name} begins", self._boot)
@@ -205,7 +174,7 @@ class SlaveProcess:
         """Hand an order of the master to the core."""
         if self.alive and self._booted:
             self._tickets += 1
-            self._orders[self._tickets] = (order, answer)
+            self._orders[self._tickets] = answer
             self._do_actions(self.core.take_order(self._tickets, order, self.world.heap.now))
 
     def on_push_staged(self, push: PushId, nbytes: int) -> None:
@@ -251,25 +220,31 @@ class SlaveProcess:
 
     def _do_actions(self, actions: Actions) -> None:
         for action in actions:
-            if isinstance(action, CallMaster):
-                answered = partial(self._pass_reply, action)
-                self.world.network.call_host(self.name, "master", action.message, action.deadline_s, answered)
-            elif isinstance(action, AnswerOrder):
-                self._answer_order(action)
-            elif isinstance(action, WriteSnapshot):
-                self._writing = action
-                work_s = order_s(Persist, self.machine.disk, self.machine.rng)
-                self._call_later(work_s, f"{self.name} writes", partial(self._write_snapshot, action))
-            elif isinstance(action, KeepInMirror):
-                if self._mirror is not None:
-                    self._mirror.want(action.versions)
-            elif isinstance(action, EndSlave):
-                raise AssertionError(f"{self.name} ends: {action.error!r}")
-            elif not isinstance(action, WriteLog):
-                self._work.append(action)
+            carry_out = _SHELL.get(type(action))
+            if carry_out is not None:
+                carry_out(self, action)
+            else:
+                self._work.append(action)  # type: ignore[arg-type]  # the table has the rest
                 if len(self._work) == 1:
                     self._begin_work()
         self._plan_tick()
+
+    def _call_master(self, action: CallMaster) -> None:
+        def on_reply(reply: Any) -> None:
+            self.gate.pass_on(partial(self._take_reply, action, reply))
+
+        self.world.network.call_host(self.name, "master", action.message, action.deadline_s, on_reply)
+
+    def _begin_write(self, action: WriteSnapshot) -> None:
+        self._writing = action
+        work_s = order_s(Persist, self.machine.disk, self.machine.rng)
+        self._call_later(work_s, f"{self.name} writes", partial(self._write_snapshot, action))
+
+    def _end_process(self, action: EndSlave) -> None:
+        raise AssertionError(f"{self.name} ends: {action.error!r}")
+
+    def _skip_log(self, action: WriteLog) -> None:
+        """Nobody reads it."""
 
     def _plan_tick(self) -> None:
         due, timer = self.core.next_deadline(), self._timer
@@ -278,31 +253,27 @@ class SlaveProcess:
         if timer is not None:
             timer.cancel()
         if due < inf:
-            self._timer = self._call_later(
-                max(0.0, due - self.world.heap.now), f"{self.name}'s deadline", self._run_tick
-            )
+            delay_s = max(0.0, due - self.world.heap.now)
+            self._timer = self._call_later(delay_s, f"{self.name}'s deadline", self._run_tick)
 
     def _answer_order(self, action: AnswerOrder) -> None:
-        order, answer = self._orders.pop(action.ticket)
-        if isinstance(action.answer, Exception):
-            if not isinstance(action.answer, DipsError):
-                raise action.answer
-            answer(Failed(type(action.answer), str(action.answer)))
-        else:
-            answer(OrderAnswered(self.name, order.sinc, order.number, action.answer))
-
-    def _pass_reply(self, call: CallMaster, reply: Any) -> None:
-        self.gate.pass_on(lambda: self._take_reply(call, reply))
+        answer, result = self._orders.pop(action.ticket), action.answer
+        if isinstance(result, Exception) and not isinstance(result, DipsError):
+            raise result
+        answer(Failed(type(result), str(result)) if isinstance(result, DipsError) else result)
 
     def _take_reply(self, call: CallMaster, reply: Any) -> None:
         if self.alive:
-            self._do_actions(self.core.on_reply(call, _raise_error(reply), self.world.heap.now))
+            self._do_actions(self.core.on_reply(call, error_of(reply) or reply, self.world.heap.now))
 
     # ---- work on the shard, one piece after another ----------------------------------------------------------------
 
     def _begin_work(self) -> None:
         work_s = shard_work_s(self._work[0], self.versions.served_version, self.machine.disk, self.machine.rng)
-        self._call_later(work_s, f"{self.name} works", self._end_work)
+        if work_s:
+            self._call_later(work_s, f"{self.name} works", self._end_work)
+        else:
+            self._end_work()
 
     def _end_work(self) -> None:
         work = self._work[0]
@@ -311,10 +282,10 @@ class SlaveProcess:
             if self.shard.has_answered(work.order.number):
                 self.world.monitor.rare_event_occurred("answer_lost")
             self.world.monitor.before_order(self, work.order)
-            result = self._attempt_work(partial(work.run_on, self.shard))
+            result = attempt_work(partial(work.run_on, self.shard))
             self.world.monitor.after_order(self, work.order)
         else:
-            result = self._attempt_work(partial(work.run_on, self.shard))
+            result = attempt_work(partial(work.run_on, self.shard))
         if isinstance(work, FollowRegistration):
             # What a deceived master takes for the head need not be it.
             self._undeceived = not self.world.master_is_deceived
@@ -327,23 +298,18 @@ class SlaveProcess:
     def _write_snapshot(self, work: WriteSnapshot) -> None:
         self.machine.mark_touched()
         self._writing = None
-        self._do_actions(self.core.on_done(work, self._attempt_work(work.write), self.world.heap.now))
-
-    def _attempt_work(self, work: Callable[[], object]) -> object:
-        try:
-            return work()
-        except (DipsError, OSError) as error:
-            return error
+        self._do_actions(self.core.on_done(work, attempt_work(work.write), self.world.heap.now))
 
     def _call_later(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer:
         due = partial(self.gate.pass_on, lambda: action() if self.alive else None)
         return self.world.heap.call_later(delay_s, what, due)
 
 
-def _raise_error(reply: Any) -> Any:
-    """What a call over the network would have returned, or raised."""
-    if reply is None:
-        return UnavailableMaster("the master does not answer")
-    if isinstance(reply, Failed):
-        return reply.error(reply.message)
-    return reply
+# What the shell does at once; everything else is work on the shard.
+_SHELL: Mapping[type, Callable[[SlaveProcess, Any], None]] = {
+    CallMaster: SlaveProcess._call_master,
+    AnswerOrder: SlaveProcess._answer_order,
+    WriteSnapshot: SlaveProcess._begin_write,
+    EndSlave: SlaveProcess._end_process,
+    WriteLog: SlaveProcess._skip_log,
+}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
+from dips.errors import DipsError
 from dips.ids import VersionId
 from dips.protocol.effects import Apply, Commit, Fold, LoadVersion, Measure, Order, Persist
 from dips.sim.disk import SimDisk
@@ -47,3 +49,11 @@ def persisted_version(order: Order) -> VersionId:
     """The version that a Persist is about."""
     assert isinstance(order.body, Persist), order
     return order.body.version
+
+
+def attempt_work(work: Callable[[], object]) -> object:
+    """What work on the shard returns, or the error that its core is to hear of."""
+    try:
+        return work()
+    except (DipsError, OSError) as error:
+        return error

@@ -242,12 +242,12 @@ class SimTrainer:
 
     def _send_message(self, message: Question | Stepped) -> Answer | None:
         answer = self.agent.handle_message(message)
-        if isinstance(answer, ErrorReply) and not answer.error.startswith("Stale"):
+        if not isinstance(answer, ErrorReply):
+            return answer
+        if not answer.error.startswith("Stale"):
             raise AssertionError(f"{self.site.name}: the agent answers {answer.error}: {answer.message}")
-        if isinstance(answer, ErrorReply):  # another attempt took over, or the agent is being ended
-            self._fiber.kill()
-            return AskAgain(answer.message)
-        return answer
+        self._fiber.kill()  # another attempt took over, or the agent is being ended
+        return AskAgain(answer.message)
 
     def _next_range(self) -> int:
         self._number += 1

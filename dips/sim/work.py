@@ -110,7 +110,7 @@ class Books:
         for outcome in ended.outcomes:
             if outcome.kind != "skipped":
                 frozen = self.frozen[outcome.push]
-                self.settled.update((id(work), f"{outcome.kind} in {outcome.push}") for work in frozen.work)
+                self.settled.update(dict.fromkeys(map(id, frozen.work), f"{outcome.kind} in {outcome.push}"))
                 for use in frozen.uses:
                     use.settled = True
 

@@ -20,12 +20,13 @@ from dips.protocol.slaves import EXIT_OLD_LEDGER
 from dips.sim.cluster import SimCluster
 from dips.sim.flow import SimFlow
 from dips.sim.heap import Chance, Heap, Timer, Trace
-from dips.sim.master import MasterMachine, MasterProcess
+from dips.sim.master import MasterProcess
+from dips.sim.master_machine import MasterMachine
 from dips.sim.network import Network
 from dips.sim.observer import Monitor, Observer
 from dips.sim.scenario import NAMES, Scenario
 from dips.sim.site import Site
-from dips.sim.slave import SlaveMachine
+from dips.sim.slave_machine import SlaveMachine
 from dips.sim.transfer import DataNetwork
 from dips.sim.work import Books
 from dips.slave.ports import F32
@@ -70,6 +71,7 @@ class World:
         self.touched: dict[str, SlaveMachine] = {}
         self.looked_at: list[SlaveMachine] = []
         self._look_everywhere = self._stopped = False
+        self._everywhere = EVERYWHERE * scenario.slaves
         self._asleep_s = 0.0
         self._asleep_since: float | None = None
         placement = place_layers(self.manifest, [f"slave-{i}" for i in range(scenario.slaves)])
@@ -101,15 +103,22 @@ class World:
         self.monitor.add_observers([*observers, Bookkeeper(self.books)])
         try:
             self._start_parts(plan)
-            while (
-                (timer := self.heap.next_event()) is not None and timer.at < self.scenario.lasts_s and not self._stopped
-            ):
-                self.trace.add_event(timer)
-                timer.action()
-                self._look_at_touched()
+            with np.errstate(all="ignore"):  # a model that diverged is no error: the gate sees it
+                self._play_events()
             self.monitor.at_rest()
         finally:
             self.master.disk.close()
+
+    def _play_events(self) -> None:
+        heap, trace, lasts_s = self.heap, self.trace.add_event, self.scenario.lasts_s
+        while (timer := heap.next_event()) is not None and timer.at < lasts_s and not self._stopped:
+            trace(timer)
+            timer.action()
+            everywhere = self._look_everywhere or heap.events % self._everywhere == 0
+            if everywhere or self.touched:
+                self._look_at_touched(everywhere)
+            if heap.events % EVERY == 0:
+                self.monitor.time_passed()
 
     def stop(self) -> None:
         """What was to be shown has been shown: end with the present event."""
@@ -124,20 +133,15 @@ class World:
         if plan is not None:
             plan(self)
 
-    def _look_at_touched(self) -> None:
+    def _look_at_touched(self, everywhere: bool) -> None:
         """Let the observers look at the machines that the event touched; now and then at all of them.
 
         What a machine holds is reached through its process and its disk only, and both say `touch`.
         """
-        events = self.heap.events
-        everywhere = self._look_everywhere or events % (EVERYWHERE * self.scenario.slaves) == 0
-        if everywhere or self.touched:
-            self.looked_at = list((self.machines if everywhere else self.touched).values())
-            self._look_everywhere = False
-            self.touched.clear()
-            self.monitor.after_event()
-        if events % EVERY == 0:
-            self.monitor.time_passed()
+        self.looked_at = list((self.machines if everywhere else self.touched).values())
+        self._look_everywhere = False
+        self.touched.clear()
+        self.monitor.after_event()
 
     def look_everywhere(self) -> None:
         """After this event every machine is looked at."""

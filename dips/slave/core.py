@@ -82,7 +82,12 @@ class SlaveCore:
 
     def next_deadline(self) -> float:
         """When `tick` has something to do; infinite if nothing is planned."""
-        return min(part.next_deadline() for part in self._parts)
+        return min(
+            self.registration.next_deadline(),
+            self.heartbeats.next_deadline(),
+            self.reports.next_deadline(),
+            self.orders.next_deadline(),
+        )
 
     def tick(self, now: float) -> Actions:
         """Do what is due; called once at the start, to begin."""

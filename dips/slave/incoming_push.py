@@ -21,8 +21,6 @@ from dips.wire.streams import StreamName
 
 SLOW_S = 1.0  # silence after which a stream that was asked loses its turn to others
 
-Key = tuple[PushId, int]  # a stream's place in the turns of its lane: push and rank
-
 
 class PushPhase(Enum):
     """A push: gathering HELLOs → moving → frozen; refused from the first two; over when dropped."""
@@ -46,10 +44,6 @@ class InStream:
     epoch: int
     stream: int
     peer: bytes
-
-    @property
-    def key(self) -> Key:
-        return (self.push.push, self.rank)
 
     def is_slow(self, now: float) -> bool:
         """It was asked, and nothing comes."""

@@ -49,7 +49,7 @@ class OrderDesk:
         self._persists: deque[Ticket] = deque()  # the first is being carried out
 
     def next_deadline(self) -> float:
-        return min((o.again_at for o in self._open.values() if o.again_at is not None), default=inf)
+        return min([o.again_at for o in self._open.values() if o.again_at is not None], default=inf)
 
     def take_order(self, ticket: Ticket, order: Order, now: float) -> Actions:
         """An order came; exactly one AnswerOrder with this ticket will follow, unless it is dropped."""

@@ -13,7 +13,7 @@ from math import inf
 
 from dips.ids import PushId
 from dips.protocol.heartbeats import Transfer
-from dips.slave.incoming_push import SLOW_S, ClaimedChunk, IncomingPush, InStream, Key, PushPhase
+from dips.slave.incoming_push import SLOW_S, ClaimedChunk, IncomingPush, InStream, PushPhase
 from dips.slave.moves import Closed, Move, PushOver, Say, Staged, Wake, error_message
 from dips.slave.ports import Arrays
 from dips.transport.intake import Intake
@@ -34,11 +34,12 @@ class Receiver:
         self._chunk_bytes = chunk_bytes
         self._pool = pool
         self._stall_s = stall_s
-        self._turns: list[Turns[Key]] = [Turns(concurrent_streams) for _ in range(lanes)]
+        self._turns: list[Turns[InStream]] = [Turns(concurrent_streams) for _ in range(lanes)]
         self._pushes: dict[PushId, IncomingPush] = {}
         self._streams: dict[tuple[int, bytes, int], InStream] = {}  # (lane, peer, stream id): present epochs only
         self._closed = Closed()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._starved: set[int] = set()  # lanes that want more than the pool had
         self._layout: LayerLayout | None = None
 
@@ -60,7 +61,7 @@ class Receiver:
         assert layout is not None, "use() comes before open()"
         sizes = {layer: array.size for layer, array in buffers.items()}
         assert sizes == layout.numel, f"buffers of {sizes} elements for layers of {layout.numel}"
-        with self._changed:
+        with self._lock:
             if push not in self._pushes:
                 places = {rank: place for place, rank in enumerate(order)}
                 total = sum(piece.nbytes for piece in codec.encoded_ranges(layout.whole_layers()))
@@ -68,7 +69,7 @@ class Receiver:
 
     def reorder_push(self, push_id: PushId, places: tuple[int, ...]) -> None:
         """Put the ranks of a push at other places; who has a turn keeps it. Unknown or of another size: nothing."""
-        with self._changed:
+        with self._lock:
             push = self._pushes.get(push_id)
             if push is not None and sorted(push.places) == list(range(len(places))):
                 push.places = dict(enumerate(places))
@@ -76,14 +77,14 @@ class Receiver:
 
     def _line_up(self) -> None:
         for turns in self._turns:
-            turns.line_up(lambda key: self._pushes[key[0]].places[key[1]])
+            turns.line_up(lambda stream: stream.push.places[stream.rank])
 
     def on_hello(self, lane: int, peer: bytes, name: StreamName, pieces: tuple[Range, ...], now: float) -> list[Move]:
         """A rank says what it brings, for the first time or after its connection broke.
 
         Repetition: a HELLO at or below the stream's epoch is refused and changes nothing.
         """
-        with self._changed:
+        with self._lock:
             push = self._pushes.get(PushId(name.cluster, name.inc, name.seq))
             refusal = self._closed.refuse_hello(name) if push is None else push.refuse_hello(lane, name, pieces)
             if refusal is not None:
@@ -132,7 +133,7 @@ class Receiver:
                 if stream.intake.complete:
                     moves.append(stream.done_message())
                 else:
-                    turns.enter_line(stream.key)
+                    turns.enter_line(stream)
                     moves.append(Wake(lane))
         push.total = sum(stream.intake.total for stream in push.streams.values())
         if len(self._pushes) > 1:
@@ -141,27 +142,21 @@ class Receiver:
 
     def plan_wants(self, lane: int, now: float) -> list[Move]:
         """The WANTs that this lane may send now."""
-        with self._changed:
+        with self._lock:
             turns, moves = self._turns[lane], list[Move]()
-            for key in turns.rotate_turns(
-                drained=lambda key: self._stream_at(key, lane).intake.in_flight == 0,
-                slow=lambda key: self._stream_at(key, lane).is_slow(now),
-            ):
-                stream = self._stream_at(key, lane)
-                for unit in stream.intake.ask_chunks(now, turns.bytes_left(key)):
-                    turns.spend_bytes(key, sum(chunk.nbytes for chunk in unit))
+            if turns.empty:
+                return moves
+            for stream in turns.rotate_turns(drained=lambda s: s.intake.in_flight == 0, slow=lambda s: s.is_slow(now)):
+                for unit in stream.intake.ask_chunks(now, turns.bytes_left(stream)):
+                    turns.spend_bytes(stream, sum(chunk.nbytes for chunk in unit))
                     moves.append(Say(lane, stream.peer, Kind.WANT, stream.stream, streams.encode_want(unit)))
             if self._pool.limit - self._pool.used_bytes < pool_cost(self._chunk_bytes):
                 self._starved.add(lane)
             return moves
 
-    def _stream_at(self, key: Key, lane: int) -> InStream:
-        push, rank = key
-        return self._pushes[push].streams[rank, lane]
-
     def claim_chunk(self, lane: int, peer: bytes, header: Header, body: Buffer, now: float) -> ClaimedChunk:
         """Take in a CHUNK that was asked for; raise BadFrame if it was not. `stage_chunk` must follow."""
-        with self._changed:
+        with self._lock:
             stream = self._streams.get((lane, peer, header.stream))
             if stream is None:
                 raise BadFrame("stream", f"no stream {header.stream:016x} on this connection")
@@ -179,7 +174,7 @@ class Receiver:
     def stage_chunk(self, claim: ClaimedChunk) -> list[Move]:
         """Check a claimed chunk and copy it into its place; raise BadFrame, after undoing the claim, if it is wrong."""
         stream, push = claim.stream, claim.stream.push
-        with self._changed:
+        with self._lock:
             if not push.live:
                 stream.intake.drop_claim(claim.chunk)
                 return []
@@ -190,7 +185,7 @@ class Receiver:
             self._copy_chunk(claim)
         except BadFrame as refused:
             wrong = refused
-        with self._changed:
+        with self._lock:
             push.copying -= 1
             if not push.copying:
                 self._changed.notify_all()
@@ -216,7 +211,7 @@ class Receiver:
         lanes, self._starved = self._starved, set()  # else a lane asks when it has read: nobody need wake it
         if not stream.intake.complete:
             return [Wake(lane) for lane in sorted(lanes)]
-        self._turns[stream.lane].leave_line(stream.key)
+        self._turns[stream.lane].leave_line(stream)
         wakes = [Wake(lane) for lane in sorted(lanes | {stream.lane})]
         return [stream.done_message(), *wakes, *self._freeze_if_whole(stream.push)]
 
@@ -229,7 +224,7 @@ class Receiver:
 
     def next_deadline(self, now: float) -> float:
         """When `tick`, or `plan_wants` for want of an answer, may have something to do; infinite if none is open."""
-        with self._changed:
+        with self._lock:
             due = [p.deadline_at for p in self._pushes.values()]
             due += [p.moved_at + self._stall_s for p in self._pushes.values() if p.live]
             if any(turns.crowded for turns in self._turns):
@@ -239,7 +234,7 @@ class Receiver:
     def tick(self, now: float) -> list[Move]:
         """End what stalls or is past its deadline."""
         moves: list[Move] = []
-        with self._changed:
+        with self._lock:
             for push in list(self._pushes.values()):
                 push.rate.record_bytes(push.received_bytes, now)
                 if now >= push.deadline_at and not push.live:
@@ -261,7 +256,7 @@ class Receiver:
 
     def drop_push(self, push_id: PushId) -> None:
         """Forget a push; on return nobody writes into its buffers. Waits for a copy under way, a chunk's worth."""
-        with self._changed:
+        with self._lock:
             push = self._pushes.get(push_id)
             if push is None:
                 return
@@ -269,7 +264,7 @@ class Receiver:
 
     def drop_all(self) -> None:
         """Forget every push: the slave has another incarnation."""
-        with self._changed:
+        with self._lock:
             for push in list(self._pushes.values()):
                 self._forget_push(push)
 
@@ -283,14 +278,14 @@ class Receiver:
         push.phase, push.reason, push.targets = phase, reason, {}
         for stream in push.streams.values():
             stream.intake.on_connection_lost()
-            self._turns[stream.lane].leave_line(stream.key)
+            self._turns[stream.lane].leave_line(stream)
             self._streams.pop((stream.lane, stream.peer, stream.stream), None)
         while push.copying:
             self._changed.wait()
 
     def list_transfers(self) -> tuple[Transfer, ...]:
         """What is moving now."""
-        with self._changed:
+        with self._lock:
             return tuple(
                 Transfer(p.push.cluster, p.push.inc, p.push.seq, True, p.received_bytes, p.total, p.rate.bytes_per_s)
                 for p in self._pushes.values()

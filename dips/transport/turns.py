@@ -62,6 +62,11 @@ class Turns(Generic[K]):
         return tuple(self._active)
 
     @property
+    def empty(self) -> bool:
+        """Nobody is asked, and nobody waits."""
+        return not self._active and not self._waiting
+
+    @property
     def crowded(self) -> bool:
         """Somebody waits for a turn."""
         return bool(self._waiting)

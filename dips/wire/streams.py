@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import msgpack
@@ -42,7 +43,7 @@ CODES: dict[str, type[DipsError] | None] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StreamName:
     """Who sends what to whom, in which incarnation; never used twice."""
 
@@ -58,7 +59,7 @@ class StreamName:
     version: str  # "v12@r17" for pulls, "" for pushes
     lane: int = 0  # index of the slave's lane
 
-    @property
+    @cached_property
     def stream_id(self) -> int:
         """The name in 64 bits, as every header carries it."""
         who = f"{self.run}|{self.kind}|{self.cluster}|{self.inc}|{self.seq}|{self.rank}|{self.slave}|{self.sinc}"

@@ -143,10 +143,12 @@ class TokensInvariant(Invariant):
         )
 
     def _settle(self, push: PushId, kind: str) -> None:
+        fate = f"{kind} in {push}"
         for work in self.world.books.frozen[push].work:
             before = self.settled.get(id(work))
-            self.require(before is None, f"{push} is {kind}, and brings work that was settled before as {before}")
-            self.settled[id(work)] = f"{kind} in {push}"
+            if before is not None:
+                self.fail(f"{push} is {kind}, and brings work that was settled before as {before}")
+            self.settled[id(work)] = fate
 
 
 class DataInvariant(Invariant):
@@ -166,11 +168,11 @@ class DataInvariant(Invariant):
     def record_written(self, record: Record) -> None:
         if isinstance(record, RangesLeased):
             for r in record.ranges:
-                self.require(r not in self.settled, f"range {r} is leased again, {self.settled.get(r)} trained it")
+                if r in self.settled:
+                    self.fail(f"range {r} is leased again, {self.settled[r]} trained it")
                 holder = self.holder.get(r)
-                self.require(
-                    holder is None or holder in self.ended, f"range {r} is leased to {record.cluster} and to {holder}"
-                )
+                if holder is not None and holder not in self.ended:
+                    self.fail(f"range {r} is leased to {record.cluster} and to {holder}")
                 self.holder[r] = (record.cluster, record.inc)
         elif isinstance(record, ClusterEnded):
             self.ended.add((record.cluster, record.inc))

@@ -13,6 +13,7 @@ from dips.sim.scenario import ClusterShape, Scenario
 FAULTS_S = 76.0  # simulated seconds with faults
 QUIET_S = 50.0  # and without: everything heals
 MORE_S = 50.0  # for a seed whose faults left no time for rounds
+OVERLAP_SLOWNESS = 2.0  # of inner steps that go on while parameters move: so that a round holds ten of them, not twenty
 
 
 def scenario_of(seed: int) -> Scenario:
@@ -41,15 +42,15 @@ def scenario_of(seed: int) -> Scenario:
 def _ways(rng: Random, shapes: tuple[ClusterShape, ...]) -> tuple[ClusterShape, ...]:
     """How each cluster runs: half of the seeds have clusters of each kind, mostly beside others."""
     aligns, overlaps = rng.random() < 0.6, rng.random() < 0.5
-    return tuple(
-        replace(
-            shape,
-            aligned_steps=rng.randint(2, 6) if rng.random() < 0.8 and aligns else 0,
-            overlap=rng.random() < 0.8 and overlaps,
-            restarts=rng.choice((0, 3, 3, 3, 3, 3)),
-        )
-        for shape in shapes
-    )
+    return tuple(_way(rng, shape, aligns, overlaps) for shape in shapes)
+
+
+def _way(rng: Random, shape: ClusterShape, aligns: bool, overlaps: bool) -> ClusterShape:
+    aligned_steps = rng.randint(2, 6) if rng.random() < 0.8 and aligns else 0
+    overlap = rng.random() < 0.8 and overlaps
+    step_s = shape.step_s * (OVERLAP_SLOWNESS if overlap else 1.0)
+    restarts = rng.choice((0, 3, 3, 3, 3, 3))
+    return replace(shape, step_s=step_s, aligned_steps=aligned_steps, overlap=overlap, restarts=restarts)
 
 
 def _options(rng: Random) -> Options:

@@ -20,6 +20,8 @@ from dips.sim.slave import SlaveProcess
 from dips.sim.world import World
 from tests.simulation.checks import Invariant
 
+OF_SLAVES = frozenset({MirrorReported, PushStaged, PushRefused, OrderAnswered, OrderFailed})
+
 
 class FencingInvariant(Invariant):
     """What bears an old term, incarnation, seq or round changes nothing: the state before is the state after."""
@@ -55,17 +57,19 @@ class FencingInvariant(Invariant):
             self.fail(f"the master changed by the old {event}")
 
     def _old(self, master: MasterProcess, event: Event) -> bool:
-        if not master.presides:
-            return False  # what it changes is in itself only: nothing that leaves it changes anybody
-        if master.coordinator.next_deadline() <= self.world.heap.now:
-            return False  # with it the master does what is due, whatever it receives
-        if isinstance(event, MirrorReported | PushStaged | PushRefused | OrderAnswered | OrderFailed):
-            return event.sinc < self.sinc.get(event.slave, 0)
-        incarnation = getattr(event, "push", None) or getattr(event, "pull", None) or event
-        cluster, inc = getattr(incarnation, "cluster", None), getattr(incarnation, "inc", None)
-        return (
-            cluster is not None and inc is not None and master.coordinator.cluster_standing(cluster, inc)[0] == "fenced"
-        )
+        if type(event) in OF_SLAVES:
+            old = event.sinc < self.sinc.get(event.slave, 0)
+        else:
+            incarnation = getattr(event, "push", None) or getattr(event, "pull", None) or event
+            cluster, inc = getattr(incarnation, "cluster", None), getattr(incarnation, "inc", None)
+            old = (
+                cluster is not None
+                and inc is not None
+                and master.coordinator.cluster_standing(cluster, inc)[0] == "fenced"
+            )
+        # What a master that does not preside changes is in itself only: nothing that leaves it changes anybody. And
+        # when something is due, a master does it whatever it hears.
+        return old and master.presides and master.coordinator.next_deadline() > self.world.heap.now
 
 
 def _of_slave(process: SlaveProcess) -> Any:
@@ -151,18 +155,17 @@ class MemoryInvariant(Invariant):
             self._leaks(machine.process, slots)
 
     def _leaks(self, process: SlaveProcess, slots: tuple[PushId, ...]) -> None:
+        if not slots:
+            return
         master = self.world.master.process
         now = self.world.heap.now
         listening = master is not None and master.inbox is None and process.holds and now > self.world.scenario.quiet_at
-        live = (
-            master.coordinator.slave_live(process.name, process.shard.sinc)[2] if master and slots and listening else ()
-        )
+        live = master.coordinator.slave_live(process.name, process.shard.sinc)[2] if master and listening else ()
         for push in slots:
             key = (process.nonce, push)
             if not listening or push in live:
                 self.unknown_since.pop(key, None)
             else:
                 since = self.unknown_since.setdefault(key, now)
-                self.require(
-                    now - since < self.LEAK_S, f"{process.name} keeps a slot for {push}, which is live nowhere"
-                )
+                if now - since >= self.LEAK_S:
+                    self.fail(f"{process.name} keeps a slot for {push}, which is live nowhere")

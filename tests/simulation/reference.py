@@ -132,8 +132,8 @@ class PenaltyReference:
         self.rows[cluster] = row
 
     def row(self, cluster: str) -> PenaltyRow:
-        fresh = PenaltyRow(cluster, 0, 0.0, 0.0, 0.0, self.o.warmup_rounds, 0, False, 0)
-        return self.rows.get(cluster, fresh)
+        known = self.rows.get(cluster)
+        return known or PenaltyRow(cluster, 0, 0.0, 0.0, 0.0, self.o.warmup_rounds, 0, False, 0)
 
 
 def same_statistics(a: PenaltyRow, b: PenaltyRow) -> bool:

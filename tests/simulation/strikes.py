@@ -11,7 +11,7 @@ from functools import partial
 from random import Random
 
 from dips.sim.cluster import SimCluster
-from dips.sim.slave import SlaveMachine
+from dips.sim.slave_machine import SlaveMachine
 from dips.sim.world import World
 
 Strike = Callable[[World, Random], None]

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from dips.errors import ConfigError
 from tests.simulation.sabotage import SABOTAGES, sabotaged
-from tests.simulation.trial import SeedTrial, play
+from tests.simulation.trial import Failure, SeedTrial, play
 
 WITHIN = 200
+
+
+@cache
+def find(name: str) -> tuple[int, Failure]:
+    """The seed that finds a sabotage, and what it says: the one that is noted, else the first that does."""
+    noted = SABOTAGES[name].found_at
+    for seed in (noted, *range(WITHIN)):
+        failure = play((seed, name)).failure
+        if failure is not None:
+            if seed != noted:
+                print(f"{name}: seed {noted} does not find it any more; note found_at={seed} in sabotage.py")
+            return seed, failure
+    pytest.fail(f"{name} was not found within {WITHIN} seeds")
 
 
 @pytest.mark.parametrize("name", SABOTAGES)
 def test_a_sabotage_is_found(name: str) -> None:
     """A run with one rule broken fails, and the failing invariant is one that names this rule."""
-    for seed in range(WITHIN):
-        failure = play((seed, name)).failure
-        if failure is not None:
-            assert failure.number in SABOTAGES[name].found_by, f"seed {seed}: {failure.what}"
-            return
-    pytest.fail(f"{name} was not found within {WITHIN} seeds")
+    seed, failure = find(name)
+    assert failure.number in SABOTAGES[name].found_by, f"seed {seed}: {failure.what}"
 
 
 @pytest.mark.parametrize("name", ["tell-gated-as-accepted", "believe-fresh-slaves", "forget-a-range"])
 def test_an_invariant_is_needed(name: str) -> None:
     """Invariants 4, 7 and 10 each find what no other does: without it, the seed that failed passes."""
     (number,) = SABOTAGES[name].found_by
-    seed = next(seed for seed in range(WITHIN) if play((seed, name)).failure)
+    seed, _ = find(name)
     with sabotaged(name):
         trial = SeedTrial(seed)
         trial.invariants = [invariant for invariant in trial.invariants if invariant.number != number]
@@ -40,8 +51,8 @@ def test_every_invariant_finds_some_sabotage() -> None:
 
 def test_a_sabotage_ends_with_its_context() -> None:
     """What a sabotage wrapped is itself again afterwards: the seed that failed passes."""
-    assert play((0, "flip-on-prepared")).failure is not None
-    assert play((0, None)).failure is None
+    seed, _ = find("flip-on-prepared")
+    assert play((seed, None)).failure is None
 
 
 def test_an_unknown_sabotage_is_refused() -> None:

@@ -21,7 +21,7 @@ from dips.protocol.effects import Apply, Fold, Measure, Order, OrderBody, Persis
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.protocol.placement import place_layers
 from dips.protocol.records import Record, RunRow
-from dips.sim.master import LedgerDisk
+from dips.sim.ledger_disk import LedgerDisk
 from tests.transcripts.spelling import spell
 from tests.transcripts.words import Words, options, transfer
 

@@ -74,7 +74,10 @@ class Account:
 
     def record_step(self, tokens: int, loss: float | None) -> None:
         """Count one inner step."""
-        self.carried += Portion(tokens, 1, (), loss or 0.0, 0 if loss is None else 1)
+        c, told = self.carried, loss is not None
+        self.carried = Portion(
+            c.tokens + tokens, c.inner_steps + 1, c.ranges, c.loss_sum + (loss or 0.0), c.losses + told
+        )
 
     def add_losses(self, loss_sum: float, losses: int) -> None:
         """Add losses of inner steps that were counted without one."""
@@ -82,7 +85,8 @@ class Account:
 
     def use_up(self, used: int) -> None:
         """Count a data range as trained by what is carried."""
-        self.carried += Portion(ranges=(used,))
+        c = self.carried
+        self.carried = Portion(c.tokens, c.inner_steps, (*c.ranges, used), c.loss_sum, c.losses)
 
     def freeze_portion(self) -> Portion:
         """Cut: what was carried goes with the push."""

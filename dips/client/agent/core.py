@@ -222,6 +222,8 @@ class AgentCore:
         heartbeats.send_due(s)
         s.tally.switch_cause(training.name_cause(s), s.now)
         actions, s.out = s.out, []
-        if any(isinstance(a, RecordMark) and a.kind in SAVED_AT for a in actions):
-            actions.insert(0, SaveIncarnation(membership.past_incarnation(s)))
+        for action in actions:
+            if isinstance(action, RecordMark) and action.kind in SAVED_AT:
+                actions.insert(0, SaveIncarnation(membership.past_incarnation(s)))
+                break
         return actions

@@ -1,0 +1,51 @@
+"""The machine on which simulated masters run, with the ledger's file: a process dies, the file stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dips.protocol.records import RunRow
+from dips.sim.ledger_disk import LedgerDisk
+from dips.sim.master import Answer, MasterProcess, MasterWorld
+
+
+class MasterMachine:
+    """The machine on which masters run."""
+
+    def __init__(self, world: MasterWorld, row: RunRow) -> None:
+        self.world = world
+        self.rng = world.chance.generator_for("master")
+        self.disk = LedgerDisk(row)
+        self.process: MasterProcess | None = None
+        self.zombies: list[MasterProcess] = []  # stopped, and taken for dead: each has a successor
+        world.network.attach_host("master", self)
+
+    def start(self) -> None:
+        if self.process is None:
+            self.process = MasterProcess(self)
+
+    def crash(self) -> None:
+        process, self.process = self.process, None
+        if process is not None:
+            process.kill_process()
+
+    def lose_disk(self) -> None:
+        """The machine is lost, with every process on it; another one starts with what the ledger's mirror holds."""
+        self.crash()
+        for zombie in self.zombies:
+            zombie.kill_process()
+        self.zombies.clear()
+        for record in self.disk.lose_disk():
+            self.world.monitor.record_written(record)
+
+    def abandon_process(self) -> MasterProcess | None:
+        """Another will be started beside it, on the same ledger: another host, a mount without locks."""
+        process, self.process = self.process, None
+        if process is not None:
+            process.pause_process()
+            self.zombies.append(process)
+        return process
+
+    def on_message(self, sender: str, message: Any, answer: Answer) -> None:
+        if self.process is not None:
+            self.process.on_message(message, answer)

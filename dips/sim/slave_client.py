@@ -1,0 +1,54 @@
+"""A simulated master's line to its slaves: it sends each order until it is answered, refused, or past its deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from dips.errors import UnavailableSlave
+from dips.master.orders import SentOrder
+from dips.protocol.effects import Failed, Order
+from dips.protocol.events import Event
+from dips.sim.heap import Heap
+from dips.sim.network import Network
+
+RESEND_S = 1.5  # an order without an answer is sent again under its number
+
+
+class SimSlaveClient:
+    """`pass_on` reads what arrives when the master runs; `take_event` hears how each order ended."""
+
+    def __init__(
+        self,
+        heap: Heap,
+        network: Network,
+        pass_on: Callable[[Callable[[], None]], None],
+        take_event: Callable[[Event], None],
+    ) -> None:
+        self._heap, self._network, self._pass_on, self._take_event = heap, network, pass_on, take_event
+
+    def send_order(self, order: Order) -> None:
+        self._send_sent(SentOrder(order, self._heap.now))
+
+    def _send_sent(self, sent: SentOrder) -> None:
+        left_s = min(sent.left_s(self._heap.now), RESEND_S)
+
+        def on_answer(answer: Any) -> None:
+            self._pass_on(partial(self._on_answer, sent, answer))
+
+        self._network.call_host("master", sent.order.slave, sent.order, left_s, on_answer)
+
+    def _on_answer(self, sent: SentOrder, answer: Any) -> None:
+        """Turn a slave's answer, its refusal or its silence into an event, or send the order again."""
+        event: Event | None
+        if answer is None:
+            event = sent.on_error(UnavailableSlave("no answer"), self._heap.now)
+        elif isinstance(answer, Failed):
+            event = sent.on_error(answer.error(answer.message), self._heap.now)
+        else:
+            event = sent.on_answer(answer)
+        if event is None:
+            self._send_sent(sent)
+        else:
+            self._take_event(event)
