@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from dips import __version__
-from dips.commands import demo, drain, export, history, init, readmit, rebalance, status, verify
+from dips.commands import demo, drain, export, history, init, readmit, rebalance, recover, status, verify
 from dips.data import app as data
 from dips.telemetry import exits
 
@@ -43,6 +43,7 @@ Keeping it going:
   dips drain SLAVE --config dips.yaml                       take a slave out of service, no round skipped
   dips rebalance --config new.yaml --old dips.yaml          move the layers to more, fewer or other slaves
   dips-master replay master/                                decide again what a master decided
+  dips recover --config dips.yaml --model model.safetensors    go on from a saved model when a disk is lost
   dips-master recover --config dips.yaml                    make a restored ledger fit to serve
 
 Exit codes: 0 done; 1 not done, or a check failed; 2 wrong words on the command line; 65 corrupt bytes; 69 nobody
@@ -82,6 +83,7 @@ for word in (
     readmit.readmit,
     drain.drain,
     rebalance.rebalance,
+    recover.recover,
 ):
     cli.command()(word)
 

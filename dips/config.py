@@ -82,6 +82,8 @@ class MasterSection(Section):
     keep_snapshots: Annotated[int, Field(ge=2)] = 2
     durability: DurabilityMode = DurabilityMode.COMMIT  # async: a crash may cost the outer steps not yet on every disk
     on_persist_failure: PersistFailurePolicy = PersistFailurePolicy.DEGRADE  # after two failed snapshots in a row
+    mirror: str | None = None  # URL where the ledger is copied to, before anything that it says is told; null: nowhere
+    mirror_s: Annotated[float, Field(gt=0)] = 5.0  # a mirror that takes longer is not waited for until it has caught up
     requeue: RequeuePolicy = RequeuePolicy.NONE  # data of versions that were rolled back: trained again only if undone
     order: AskOrder = AskOrder.TURNS  # of asking; random is there to be compared with
 
@@ -98,6 +100,7 @@ class SlaveSection(Section):
     advertise: str | None = None  # host by which master and clusters reach it; null: as `listen` and `lanes` spell it
     directory: Path  # snapshots; one slave each, locked as long as it runs
     initial_model: Path  # safetensors of `dips init`; read once, for v0@r0
+    mirror: str | None = None  # URL where snapshots are copied to: another disk, NFS, s3://…; null: nowhere
     slots: Annotated[int, Field(ge=1)] = 2  # pushes that may move at once
     pinned: Annotated[int, Field(ge=0)] = 1  # older versions kept in memory for slow readers
     memory_bytes: Annotated[int, Field(gt=0)] | None = None  # what it may take; null: what its machine has
@@ -297,16 +300,17 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return raw
 
 
-_PATH_KEYS = frozenset({"directory", "initial_model", "socket", "curve_key", "token"})
+_PATH_KEYS = frozenset({"directory", "initial_model", "socket", "curve_key", "token", "mirror"})
+
+
+def _is_path(key: str, value: Any) -> bool:
+    return key in _PATH_KEYS and isinstance(value, str) and "://" not in value
 
 
 def _resolve_paths(raw: Any, base: Path) -> Any:
-    """Make relative paths relative to the file that names them, so that a daemon may start anywhere."""
+    """Make relative paths relative to the file that names them, so that a daemon may start anywhere; URLs stay."""
     if isinstance(raw, dict):
-        return {
-            k: str(base / v) if k in _PATH_KEYS and isinstance(v, str) else _resolve_paths(v, base)
-            for k, v in raw.items()
-        }
+        return {k: str(base / v) if _is_path(k, v) else _resolve_paths(v, base) for k, v in raw.items()}
     return [_resolve_paths(v, base) for v in raw] if isinstance(raw, list) else raw
 
 

@@ -68,6 +68,10 @@ class FailedDisk(DipsError):
     """A slave's disk failed: it is full, read-only or broken."""
 
 
+class FailedMirror(FailedDisk):
+    """A mirror is full, gone or failing; what it is a mirror of goes on."""
+
+
 class Busy(DipsError):
     """A pool or a lane is full: wait."""
 

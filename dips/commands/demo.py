@@ -14,6 +14,9 @@ from dips.errors import ConfigError
 def demo(
     seconds: Annotated[float, typer.Option(min=30, help="How long to train, from the master's start.")] = 180.0,
     no_kill: Annotated[bool, typer.Option("--no-kill", help="Kill nobody halfway.")] = False,
+    mirror: Annotated[
+        bool, typer.Option("--mirror", help="Halfway, remove the directories of a slave and of the master, too.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Directory of this run; default runs/demo-DATE-TIME.")] = None,
     seed: Annotated[int, typer.Option(help="Of the initial model and of the order of the data.")] = 1,
 ) -> None:
@@ -25,15 +28,19 @@ def demo(
     and come back. At the end the validation loss is compared with version 0 and with a table of bigrams, plots and the
     exported model are written, and every claim is checked.
 
+    With --mirror, slaves and master copy what they have to a directory that stands for another disk. Halfway the slave
+    and the master are killed and their directories removed, as if their machines were lost: both come back from there.
+
     Exit code 0 if all checks hold, 1 if one fails. Needs the extra: pip install '.[demo]' in a checkout.
 
     \b
     Example:
       dips demo                       (about four minutes)
       dips demo --seconds 60 --no-kill
+      dips demo --mirror              (two machines are lost)
     """
-    run = _of_the_demo("run").run
-    raise typer.Exit(run(seconds=seconds, kill=not no_kill, out=out, seed=seed))
+    run = _of_the_demo("run").run_demo
+    raise typer.Exit(run(seconds=seconds, kill=not no_kill, out=out, seed=seed, mirror=mirror))
 
 
 def _of_the_demo(module: str) -> Any:

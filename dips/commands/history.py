@@ -33,8 +33,9 @@ def history(
     """List the rounds and what they made: versions with parents, tokens, data ranges, gates.
 
     Read from the ledger; the master may be up or down. A round ends applied (it made a version), unchanged (all
-    gated), skipped (it broke) or is unfinished. A version that was rolled back is marked undone, with the reason; its
-    children name another parent than the row above them. What `dips rebalance` did stands between them.
+    gated), skipped (it broke), recovered (`dips recover` made its version of a file) or is unfinished. A version that
+    was rolled back is marked undone, with the reason; its children name another parent than the row above them. What
+    `dips rebalance` did stands between them.
 
     Exit codes: 0 done; 65 the file is no ledger; 78 there is none.
 
@@ -91,7 +92,8 @@ def _round_row(r: Mapping[str, Any]) -> ListingRow:
     if r["kind"] == "rebalanced":
         return _rebalanced_row(r)
     undone = r["undone"]
-    ended = "undone" if undone else r["kind"]
+    recovered = r.get("recovered")
+    ended = "undone" if undone else "recovered" if recovered else r["kind"]
     cells = (
         f"r{r['round']}",
         ended,
@@ -100,7 +102,7 @@ def _round_row(r: Mapping[str, Any]) -> ListingRow:
         picture.format_count(r["tokens"]),
         _format_norm(r),
     )
-    why = undone or r["reason"] or ("not durable" if r["version"] and not r["durable"] else "")
+    why = undone or recovered or r["reason"] or ("not durable" if r["version"] and not r["durable"] else "")
     numbers = [n for outcome in r["outcomes"] for n in outcome["ranges"]]
     notes = (
         f"from: {_list_contributions(r)}" if r["outcomes"] else "",

@@ -84,17 +84,22 @@ def make_layout(out: Path | None) -> DemoLayout:
     return DemoLayout(directory, Path(tempfile.mkdtemp(prefix="dips-")))
 
 
-def write_configs(layout: DemoLayout, ranges: int, tokens: int, wall_s: float) -> str:
+def write_configs(layout: DemoLayout, ranges: int, tokens: int, wall_s: float, mirror: bool = False) -> str:
     """Write dips.yaml and a cluster file for each cluster; return the master's address.
 
     ranges  of the data set
+    mirror  master and slaves copy what they have into `mirror/`, which stands for another disk
     tokens  target of the learning-rate schedule; the run ends there or after `wall_s` of the master's incarnation
     """
     address = f"127.0.0.1:{_free_port()}"
     shared = {"run": "demo", **SHARED, "stop": {"tokens": tokens, "wall_s": wall_s}, "data": {"ranges": ranges}}
     _dump_yaml(layout.directory / "shared.yaml", shared)
+    mirrored = {"mirror": "mirror"} if mirror else {}
+    if mirror:
+        (layout.directory / "mirror").mkdir()
     slaves = [
         {
+            **mirrored,
             "name": name,
             "master": address,
             "directory": name,
@@ -104,7 +109,7 @@ def write_configs(layout: DemoLayout, ranges: int, tokens: int, wall_s: float) -
         }
         for name in SLAVES
     ]
-    master = {"listen": address, "directory": "master", "timing": TIMING}
+    master = {"listen": address, "directory": "master", "timing": TIMING, **mirrored}
     run_file = {"shared": "shared.yaml", "master": master, "slaves": slaves, "insecure": True}
     _dump_yaml(layout.run_file, run_file)
     for name in CLUSTERS:

@@ -38,6 +38,7 @@ SLOWDOWN = {"fast": 1.0, "slow": 3.0}  # on two cores; fast's ranks share them a
 KILLED_CLUSTER, KILLED_SLAVE = "slow", "slave-1"
 KILL_AT = 0.45  # of the time or of the tokens, whichever comes first; the slave's turn comes a little later
 BETWEEN_KILLS_S = 5.0
+MIRRORED_AT = 3  # versions, before machines are lost: so the mirrors have something to bring back
 RESTART_SLAVE_S = 6.0  # longer than a lease: the master sees it lost
 LOOK_EVERY_S = 1.0
 START_S = 60.0  # for the master to answer
@@ -46,14 +47,17 @@ CALIBRATION_STEPS = 6
 EXPECTED_SHARE = 0.75  # of what idle cores would do, so that the schedule comes near its end in time
 
 
-def run_demo(*, seconds: float, kill: bool, out: Path | None, seed: int) -> int:
-    """Do the whole demo; return 0 if every check holds, else 1. Every process it started has ended when it returns."""
+def run_demo(*, seconds: float, kill: bool, out: Path | None, seed: int, mirror: bool = False) -> int:
+    """Do the whole demo; return 0 if every check holds, else 1. Every process it started has ended when it returns.
+
+    mirror  master and slaves have mirrors, and of whom is killed the directory is removed, too, and the master's
+    """
     signal.signal(signal.SIGTERM, _on_sigterm)
     files = layout.make_layout(out)
     console = Console()
     try:
         console.print(f"everything of this run is in {files.directory}", highlight=False, soft_wrap=True)
-        status, killed = _train_and_kill(files, seconds, kill, seed)
+        status, killed = _train_and_kill(files, seconds, kill, seed, mirror)
         return _report_results(files, status, killed, seconds, seed, console)
     except KeyboardInterrupt:
         console.print("stopped; every process of the demo has ended")
@@ -69,17 +73,19 @@ def _on_sigterm(number: int, frame: object) -> None:
 # ---- the story ------------------------------------------------------------------------------------------------------
 
 
-def _train_and_kill(files: DemoLayout, seconds: float, kill: bool, seed: int) -> tuple[Mapping[str, Any], Kill]:
+def _train_and_kill(
+    files: DemoLayout, seconds: float, kill: bool, seed: int, mirror: bool
+) -> tuple[Mapping[str, Any], Kill]:
     """Train until the run is finished; return the master's last status and what was killed."""
     with Watch(seconds) as watch, DemoProcesses() as running:
         corpus = data.load_corpus(seed)
         tokens = _expected_tokens(corpus, seconds)
         watch.print_event(f"{corpus.training.size / 1e6:.1f} MB of Python to learn, in {corpus.ranges} ranges")
-        address = layout.write_configs(files, corpus.ranges, tokens, seconds)
+        address = layout.write_configs(files, corpus.ranges, tokens, seconds, mirror=mirror)
         _run_word("init", "--config", str(files.run_file), "--factory", "dips.demo.model:build", "--seed", str(seed))
         _start_processes(running, files, seed)
         watch.print_event(f"started {', '.join(running.processes)}; the master is at {address}")
-        killed = _watch_training(running, files, watch, address, seconds, kill)
+        killed = _watch_training(running, files, watch, address, seconds, kill, mirror)
         for name in layout.CLUSTERS:
             running.processes[name].wait(END_S)
         running.check_alive()
@@ -106,8 +112,7 @@ def _expected_tokens(corpus: data.Corpus, seconds: float) -> int:
 
 
 def _start_processes(running: DemoProcesses, files: DemoLayout, seed: int) -> None:
-    config = str(files.run_file)
-    running.start("master", _module_command("dips.master.app", "--config", config), files.log_file("master"))
+    _start_master(running, files)
     for name in layout.SLAVES:
         _start_slave(running, files, name)
     for name in layout.CLUSTERS:
@@ -119,16 +124,22 @@ def _start_processes(running: DemoProcesses, files: DemoLayout, seed: int) -> No
         running.start(name, agent, files.log_file(name), may_end=True)
 
 
+def _start_master(running: DemoProcesses, files: DemoLayout) -> None:
+    running.start(
+        "master", _module_command("dips.master.app", "--config", str(files.run_file)), files.log_file("master")
+    )
+
+
 def _start_slave(running: DemoProcesses, files: DemoLayout, name: str) -> None:
     command = _module_command("dips.slave.app", "--config", str(files.run_file), "--name", name)
     running.start(name, command, files.log_file(name))
 
 
 def _watch_training(
-    running: DemoProcesses, files: DemoLayout, watch: Watch, address: str, seconds: float, kill: bool
+    running: DemoProcesses, files: DemoLayout, watch: Watch, address: str, seconds: float, kill: bool, mirror: bool
 ) -> Kill:
     """Watch until the run is finished; kill in the middle if asked to."""
-    begun = time.monotonic()
+    begun, ends_s = time.monotonic(), seconds + END_S
     killed, answered = Kill(), False
     while True:
         status = _read_status(address)
@@ -140,17 +151,24 @@ def _watch_training(
         elapsed = time.monotonic() - begun
         if elapsed > START_S and not answered:
             raise ProcessEnded(f"the master does not answer; {running.processes['master'].log_tail()}")
-        if elapsed > seconds + END_S:
+        if elapsed > ends_s:
             raise ProcessEnded(
                 f"the run is not finished {END_S:.0f} s after its time; {running.processes['master'].log_tail()}"
             )
-        if status and kill and not killed.slave and max(elapsed / seconds, _run_progress(status)) >= KILL_AT:
-            killed = _kill_cluster_and_slave(running, files, watch, address)
+        halfway = status is not None and max(elapsed / seconds, _run_progress(status)) >= KILL_AT
+        if status and halfway and kill and not killed.slave and (not mirror or _head_version(status) >= MIRRORED_AT):
+            killed = _kill_cluster_and_slave(running, files, watch, address, mirror)
+            ends_s += elapsed if mirror else 0.0  # a new master counts the run's time from its own start
         time.sleep(LOOK_EVERY_S)
 
 
-def _kill_cluster_and_slave(running: DemoProcesses, files: DemoLayout, watch: Watch, address: str) -> Kill:
-    """Kill slow's torchrun and, while it comes back, a slave; start the slave again."""
+def _kill_cluster_and_slave(
+    running: DemoProcesses, files: DemoLayout, watch: Watch, address: str, mirror: bool
+) -> Kill:
+    """Kill slow's torchrun and, while it comes back, a slave; start the slave again.
+
+    With mirrors the slave's directory is removed, and the master is killed and its directory removed.
+    """
     processes = running.processes[KILLED_CLUSTER].kill_children()
     watch.print_event(
         f"killed torchrun of {KILLED_CLUSTER}, {len(processes)} processes, with SIGKILL; its agent starts it again"
@@ -165,17 +183,35 @@ def _kill_cluster_and_slave(running: DemoProcesses, files: DemoLayout, watch: Wa
     running.processes[KILLED_SLAVE].kill()
     head = VersionId.parse(status["head"])
     watch.print_event(f"killed {KILLED_SLAVE} with SIGKILL at {head}")
+    after = _after_kill(address, head)  # a version between the look and the kill is passed over: the next one counts
+    if mirror:
+        _lose_machines(running, files, watch)
     time.sleep(RESTART_SLAVE_S)
+    if mirror:
+        _start_master(running, files)
     _start_slave(running, files, KILLED_SLAVE)
     watch.print_event(f"started {KILLED_SLAVE} again")
-    # A version between the look and the kill is passed over: the next one counts.
-    return Kill(KILLED_CLUSTER, KILLED_SLAVE, status["slaves"][KILLED_SLAVE]["sinc"], _after_kill(address, head))
+    return Kill(KILLED_CLUSTER, KILLED_SLAVE, status["slaves"][KILLED_SLAVE]["sinc"], after, lost=mirror)
+
+
+def _lose_machines(running: DemoProcesses, files: DemoLayout, watch: Watch) -> None:
+    """As if two machines had burned: the slave's, which is dead already, and the master's."""
+    running.processes["master"].kill()
+    for directory in (files.slave_directory(KILLED_SLAVE), files.master_directory):
+        shutil.rmtree(directory)
+    watch.print_event(
+        f"killed the master; removed the directories of {KILLED_SLAVE} and of the master: mirrors are left"
+    )
 
 
 def _after_kill(address: str, head: VersionId) -> VersionId:
     """The head now, that the slave is dead: nothing newer was made before its death."""
     status = _read_status(address)
     return VersionId.parse(status["head"]) if status else head
+
+
+def _head_version(status: Mapping[str, Any]) -> int:
+    return VersionId.parse(status["head"]).version
 
 
 def _run_progress(status: Mapping[str, Any]) -> float:

@@ -44,6 +44,7 @@ class Kill:
     slave: str | None = None
     slave_sinc: int = 0
     head: VersionId = VersionId(0, 0)  # when the slave was killed
+    lost: bool = False  # its directory and the master's were removed
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,8 @@ def check_claims(
     if kill.slave and kill.cluster:
         listed.append(_about_killed_cluster(kill.cluster, rounds, timelines[kill.cluster]))
         listed.append(_about_killed_slave(kill, status, timelines))
+    if kill.lost:
+        listed.append(_about_lost_machines(kill, rounds))
     return listed
 
 
@@ -159,6 +162,16 @@ def _about_killed_slave(kill: Kill, status: Mapping[str, Any], timelines: Mappin
     text = f"{len(pulled)} pulls of versions after {kill.head}, {sent / 1e6:.0f} MB; it holds {slave.get('version')}"
     claim = f"{kill.slave}, which was killed, serves versions made after that"
     return Check(claim, bool(pulled) and reborn and sent > 0, text)
+
+
+def _about_lost_machines(kill: Kill, rounds: Sequence[RoundHistory]) -> Check:
+    """The ledger is the run's, with what was before; undone is what a mirror did not hold yet."""
+    before = [r for r in rounds if r.version is not None and r.version <= kill.head]
+    undone = [str(r.version) for r in before if r.undone]
+    after = [r for r in rounds if r.version is not None and r.version > kill.head]
+    went_on = len(before) > len(undone) and bool(after)
+    text = f"{len(before)} versions until then, {len(undone)} undone, {len(after)} after"
+    return Check("the run went on at the mirrored head, with its history", went_on, text)
 
 
 def _was_accepted(cluster: str, round_: RoundHistory) -> bool:

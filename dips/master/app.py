@@ -18,10 +18,11 @@ from grpc_health.v1 import health
 
 from dips.config import RunFile, host_port, load_run
 from dips.errors import ConfigError, CorruptManifest
-from dips.master import genesis, operate, status
+from dips.master import genesis, operate, restore, status
 from dips.master.core import MasterCore, Step
 from dips.master.journal import Journal
 from dips.master.ledger import Ledger
+from dips.master.ledger_mirror import LedgerMirror
 from dips.master.links import SlaveLinks
 from dips.master.runtime import Runtime
 from dips.master.servicer import ClusterServicer, OperatorServicer, SlaveServicer, StatusServicer
@@ -98,6 +99,7 @@ async def serve(
     Raise ConfigError or Corrupt if the run file, the ledger or the port is not usable.
     """
     async with AsyncExitStack() as stack:
+        restore.restore_if_lost(config, log)
         ledger = Ledger.open(genesis.ledger_path(config), wall=time.time)
         stack.callback(ledger.close)
         row = _check_agrees(config, ledger)
@@ -126,22 +128,52 @@ async def serve(
 
 
 class _Outside:
-    """The ledger's thread and the links to the slaves, as the runtime needs them."""
+    """The ledger's thread and its mirror, and the links to the slaves, as the runtime needs them."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger, self._links = ledger, SlaveLinks()
         self._thread = ThreadPoolExecutor(1, "ledger")
+        self._written = 0  # transactions of this term, counted on the ledger's thread
+        self._mirror: LedgerMirror | None = None
         self.learn_address, self.on_progress = self._links.learn_address, self._links.on_progress
 
+    def begin_mirror(self, config: RunFile, term: int, log: logs.Log) -> None:
+        """Mirror the ledger from now on; waits for the first base as long as for a transaction."""
+        store = restore.mirror_of(config)
+        if store is None:
+            return
+        self._mirror = LedgerMirror(
+            store, config.shared.run, term, lambda: self._thread.submit(self._take_base).result(),
+            config.master.mirror_s, time.monotonic, log,
+        )  # fmt: skip
+        self._mirror.start()
+
+    def view(self) -> dict[str, Any]:
+        """What status says of it: the mirror of the ledger, null if there is none."""
+        return {"ledger_mirror": self._mirror.view() if self._mirror is not None else None}
+
     async def write_records(self, records: Sequence[Record]) -> None:
-        """Return when all are durable; the loop goes on meanwhile."""
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._ledger.write_records, records)
+        """Return when all are durable, in the mirror too unless it lags; the loop goes on meanwhile."""
+        wall = time.time()
+        number = await asyncio.get_running_loop().run_in_executor(self._thread, self._write, records, wall)
+        if self._mirror is not None:
+            await self._mirror.follow(number, records, wall)
+
+    def _write(self, records: Sequence[Record], wall: float) -> int:
+        self._ledger.write_records(records, wall)
+        self._written += 1
+        return self._written
+
+    def _take_base(self) -> tuple[int, bytes]:
+        return self._written, self._ledger.serialize()
 
     async def execute_order(self, order: Order) -> OrderAnswered | OrderFailed:
         return await self._links.execute_order(order)
 
     async def close(self) -> None:
         await self._links.close()
+        if self._mirror is not None:
+            self._mirror.close()
         self._thread.shutdown()
 
 
@@ -155,6 +187,7 @@ def _build_runtime(
         journal = Journal(config.master.directory, config.shared.run, term, config.master.journal, log)
         stack.callback(journal.close)
     state = ledger.read_state()
+    outside.begin_mirror(config, term, log)
     log.info("term begins", term=term, head=str(state.versions[-1].version), next_round=state.next_round)
     coordinator = Coordinator(state, Manifest.from_json(state.row.manifest), config.make_options(), now)
     step = _logged_step(coordinator, journal, log)

@@ -168,7 +168,8 @@ class MasterCore:
             self._outbox.put_item(SlaveProgress(heartbeat.slave))
         if not register:
             self.heartbeats["slave", heartbeat.slave] = (heartbeat, now)
-        return SlaveHeartbeatAnswer(coordinator.term, self._timing.lease_s, register, as_of, pushes, pulls)
+        mirror = coordinator.mirror_wanted() if heartbeat.mirror is not None else ()
+        return SlaveHeartbeatAnswer(coordinator.term, self._timing.lease_s, register, as_of, pushes, pulls, mirror)
 
     # ---- one event -------------------------------------------------------------------------------------------------
 

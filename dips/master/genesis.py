@@ -16,8 +16,9 @@ import xxhash
 from safetensors.numpy import save_file
 
 from dips.config import RunFile
-from dips.errors import ConfigError
+from dips.errors import ConfigError, FailedMirror
 from dips.master.ledger import Ledger, hold_ledger, sync_path
+from dips.mirror import PIECE_BYTES, MirrorStore
 from dips.protocol.manifest import Layer, Manifest
 from dips.protocol.placement import place_layers
 from dips.protocol.records import RunRow
@@ -57,13 +58,15 @@ def make_run(
     force    throw an existing ledger away: its run is gone
     wall     Unix seconds, for the ledger's rows
 
-    Errors   ConfigError: a ledger exists, a dtype is not float32, an element is not finite, more slaves than layers
+    Errors   ConfigError: a ledger exists, or a mirror with a run of this name; a dtype is not float32, an element is
+             not finite, more slaves than layers
     """
     ledger = ledger_path(config)
     if ledger.exists() and not force:
         raise ConfigError(
             f"{ledger}: a ledger is here already; take another master.directory, or throw this run away with --force"
         )
+    mirrors = _mirrors(config, force)
     manifest = _manifest_of(tensors)
     row = RunRow(
         run=config.shared.run,
@@ -75,9 +78,59 @@ def make_run(
     )
     if force:
         _throw_away(ledger)
+    for mirror in mirrors:
+        mirror.remove_path("")
     _write_initial(config.master.directory, tensors, manifest)
+    if config.master.mirror is not None:
+        _mirror_initial(MirrorStore(config.master.mirror, config.shared.run, "master"), config.master.directory)
     Ledger.create(ledger, row, wall).close()
     return row
+
+
+def fetch_initial(store: MirrorStore, directory: Path) -> None:
+    """Bring the initial model and its manifest back from the mirror, where they are missing; v0@r0 is read from it."""
+    for name in (INITIAL_MODEL, INITIAL_MANIFEST):
+        path, there = directory / name, store.file_size(str(name))
+        if path.exists() or there is None:
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(".tmp")
+        with store.open_file(str(name)) as source, aside.open("wb") as target:
+            shutil.copyfileobj(source, target, PIECE_BYTES)
+        sync_path(aside)
+        aside.replace(path)
+        sync_path(path.parent)
+
+
+def _mirror_initial(store: MirrorStore, directory: Path) -> None:
+    """Whoever reads it back has the digests of the ledger."""
+    for name in (INITIAL_MODEL, INITIAL_MANIFEST):
+        with (directory / name).open("rb") as source, store.create_file(str(name)) as target:
+            shutil.copyfileobj(source, target, PIECE_BYTES)
+
+
+def _mirrors(config: RunFile, force: bool) -> list[MirrorStore]:
+    """The mirrors that hold something of a run of this name; raise ConfigError if there are any, unless `force`.
+
+    A slave that starts with an empty directory would take what lies there for its own. A slave's mirror that cannot be
+    reached from here is passed over.
+    """
+    urls = [("master", config.master.mirror), *((slave.name, slave.mirror) for slave in config.slaves)]
+    found = []
+    for owner, store in ((o, MirrorStore(url, config.shared.run, o)) for o, url in urls if url is not None):
+        try:
+            if store.list_names():
+                found.append(store)
+        except FailedMirror as error:
+            if owner == "master":
+                raise ConfigError(f"master.mirror: {error}") from error
+    if found and not force:
+        places = ", ".join(store.url for store in found)
+        raise ConfigError(
+            f"mirror: a run of the name {config.shared.run!r} lies in {places} already; take another shared.run, or "
+            "throw it away with --force"
+        )
+    return found
 
 
 def _manifest_of(tensors: Mapping[str, Tensor]) -> Manifest:

@@ -82,8 +82,10 @@ class Ledger:
         self._term = int(term)
         return self._term
 
-    def write_records(self, records: Sequence[Record]) -> None:
+    def write_records(self, records: Sequence[Record], wall: float | None = None) -> None:
         """Make all records durable in one transaction, in their order; on any error none of them is written.
+
+        wall  Unix seconds for the rows; None: of the clock
 
         Raise StaleTerm if a later master has begun its term here: a lock is not to be had on every file system, and a
         master that was stopped and taken for dead must not write over its successor (docs/rationale.md#4).
@@ -93,8 +95,13 @@ class Ledger:
                 (newest,) = self._db.execute("SELECT max(term) FROM terms").fetchone()
                 if newest != self._term:
                     raise StaleTerm(f"this master began term {self._term} of the ledger, term {newest} has begun since")
+            at = self._wall() if wall is None else wall
             for record in records:
-                write_record(self._db, record, self._wall())
+                write_record(self._db, record, at)
+
+    def serialize(self) -> bytes:
+        """The whole file as it is now, what lies in its WAL included."""
+        return self._db.serialize()
 
     def read_state(self) -> LedgerState:
         """Everything that a new master knows; raise Corrupt if rows contradict each other."""

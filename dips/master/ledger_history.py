@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from dataclasses import dataclass
 from typing import Any
@@ -30,15 +31,16 @@ class RoundHistory:
     outcomes: tuple[OutcomeRow, ...]
     durable: bool = False  # applied: it lay complete on every disk
     undone: str | None = None  # applied: why it was rolled back; None if it is in the lineage
+    recovered: str | None = None  # applied: of what an operator made it (`dips recover`); None if it was made by pushes
 
 
 def read_history(db: sqlite3.Connection, limit: int) -> list[RoundHistory]:
     """Return the newest `limit` rounds, oldest first."""
     rows = db.execute(
         """SELECT r.round, e.kind, e.reason, r.wall, e.wall, v.version, v.parent_version, v.parent_round, v.tokens,
-                  v.scale, v.delta_norm, v.clipped, v.durable OR d.round IS NOT NULL, b.reason
+                  v.scale, v.delta_norm, v.clipped, v.durable OR d.round IS NOT NULL, b.reason, c.source, c.layers
            FROM rounds r LEFT JOIN round_ends e USING (round) LEFT JOIN versions v USING (round)
-           LEFT JOIN durable d USING (round)
+           LEFT JOIN durable d USING (round) LEFT JOIN recoveries c USING (round)
            LEFT JOIN undone u USING (round) LEFT JOIN rollbacks b ON b.place = u.rollback
            ORDER BY r.round DESC LIMIT ?""",
         (limit,),
@@ -48,7 +50,7 @@ def read_history(db: sqlite3.Connection, limit: int) -> list[RoundHistory]:
 
 def _read_round(db: sqlite3.Connection, row: tuple[Any, ...]) -> RoundHistory:
     number, kind, reason, opened, ended, version, parent_version, parent_round, tokens, *step = row
-    scale, delta, clipped, durable, undone = step
+    scale, delta, clipped, durable, undone, source, lost = step
     folds = db.execute("SELECT * FROM folds WHERE round = ? ORDER BY place", (number,))
     query = f"SELECT {OUTCOME_COLUMNS} FROM outcomes o WHERE o.round = ? ORDER BY o.place"
     outcomes = db.execute(query, (number,))
@@ -59,4 +61,11 @@ def _read_round(db: sqlite3.Connection, row: tuple[Any, ...]) -> RoundHistory:
         VersionId(parent_version, parent_round) if made else None,
         tokens or 0, scale or 0.0, read_real(delta) if made else 0.0, bool(clipped),
         tuple(read_fold(f) for f in folds), tuple(read_outcome(o) for o in outcomes), bool(durable), undone,
+        _describe_recovery(source, lost) if source is not None else None,
     )  # fmt: skip
+
+
+def _describe_recovery(source: str, lost: str) -> str:
+    """What `dips history` says under a version that an operator made."""
+    names = ", ".join(json.loads(lost))
+    return f"from {source}: " + (f"layers {names} lost their momentum" if names else "no momentum was lost")

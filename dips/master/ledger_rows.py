@@ -18,6 +18,7 @@ from dips.protocol.records import (
     ClusterReadmitted,
     FoldRow,
     IncarnationGiven,
+    LedgerRestored,
     OutcomeRow,
     PenaltyRow,
     RangesLeased,
@@ -30,6 +31,7 @@ from dips.protocol.records import (
     RunRow,
     VersionCommitted,
     VersionDurable,
+    VersionRecovered,
     VersionsRetired,
 )
 
@@ -131,6 +133,14 @@ def _run_finished(db: sqlite3.Connection, r: RunFinished, wall: float) -> None:
     db.execute("INSERT OR REPLACE INTO finished VALUES (?, ?, ?, ?, ?, ?)", row)  # the one before was undone
 
 
+def _write_restore(db: sqlite3.Connection, r: LedgerRestored, wall: float) -> None:
+    _insert_row(db, "restores", (None, r.source, r.unknown_from, r.known_again, r.incarnations_above, wall))
+
+
+def _write_recovery(db: sqlite3.Connection, r: VersionRecovered, wall: float) -> None:
+    _insert_row(db, "recoveries", (r.version.round, r.source, json.dumps(r.layers), wall))
+
+
 _WRITERS: dict[type[Record], Callable[[sqlite3.Connection, Any, float], None]] = {
     IncarnationGiven: _write_incarnation,
     RoundReserved: _round_reserved,
@@ -144,6 +154,8 @@ _WRITERS: dict[type[Record], Callable[[sqlite3.Connection, Any, float], None]] =
     VersionsRetired: _versions_retired,
     Rebalanced: _rebalanced,
     RunFinished: _run_finished,
+    LedgerRestored: _write_restore,
+    VersionRecovered: _write_recovery,
 }
 
 

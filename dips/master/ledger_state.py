@@ -32,6 +32,9 @@ def read_state(db: sqlite3.Connection) -> LedgerState:
     finished = db.execute(
         "SELECT version, round FROM finished WHERE round NOT IN (SELECT round FROM undone)"
     ).fetchone()
+    restored = db.execute(
+        "SELECT unknown_from, known_again, incarnations_above FROM restores ORDER BY place DESC"
+    ).fetchone()
     lineage, undone = _read_versions(db)
     settled, leased = _settled_ranges(db), _leased_ranges(db)
     held = {r for *_, ranges in leased for r in ranges}
@@ -52,6 +55,8 @@ def read_state(db: sqlite3.Connection) -> LedgerState:
         rounds=tuple(db.execute("SELECT kind, count(*) FROM round_ends GROUP BY kind ORDER BY kind")),
         undone=undone,
         undone_ranges=tuple(sorted(_undone_ranges(db) - settled - held)),
+        unknown_rounds=restored[:2] if restored else (0, 0),
+        incarnations_above=restored[2] if restored else 0,
     )
 
 

@@ -20,18 +20,20 @@ from dips.errors import ConfigError
 from dips.ids import GENESIS, VersionId
 from dips.master import genesis, journal
 from dips.master.ledger import Ledger
+from dips.master.ledger_rebuild import SPARE
 from dips.protocol.enums import Role, RoundResult
 from dips.protocol.records import (
     ClusterEnded,
     IncarnationGiven,
+    LedgerRestored,
     LedgerState,
     Record,
     RoundEnded,
     RoundReserved,
     VersionCommitted,
+    VersionRecovered,
 )
 
-SPARE = 1_000  # numbers left out above the highest that was found: skipped rounds leave no trace on disks
 REASON = "counters raised by dips-master recover"
 
 
@@ -70,6 +72,8 @@ class RecoveryPlan:
         ledger.start_term(above=self.term - 1)
         records: list[Record] = self._adoption_records() if self.adopted else []
         records += [RoundReserved(self.round, 0.0), RoundEnded(self.round, RoundResult.SKIPPED, REASON, (), (), 0.0)]
+        peers_inc = [peer.inc for peer in (*self.state.slaves, *self.state.clusters)]
+        records.append(LedgerRestored(REASON, self.round, self.round, max(peers_inc, default=0) + SPARE))
         for role, peers in ((Role.SLAVE, self.state.slaves), (Role.CLUSTER, self.state.clusters)):
             records += [IncarnationGiven(role, peer.name, peer.inc + SPARE, REASON) for peer in peers]
         records += [ClusterEnded(peer.name, peer.inc + SPARE, REASON, 0, 0.0) for peer in self.state.clusters]
@@ -149,6 +153,21 @@ def make_plan(
             (s.name, _manifest_digest(s.directory, adopt)) for s in config.slaves if adopt and s.name in offered
         ),
     )
+
+
+def successor(state: LedgerState) -> VersionId:
+    """The name of the version after the head, of a round that was never used."""
+    return VersionId(state.versions[-1].version.version + 1, state.next_round)
+
+
+def version_of_file(
+    state: LedgerState, version: VersionId, source: str, lost: tuple[str, ...], digests: tuple[tuple[str, str], ...]
+) -> list[Record]:
+    """The rows of a version that an operator made of a file; `lost` names the layers without momentum."""
+    row = VersionCommitted(
+        version, state.versions[-1].version, True, (), (), 0.0, 0.0, 0.0, 0.0, False, digests, (), state.history, 0.0
+    )
+    return [RoundReserved(version.round, 0.0), row, VersionRecovered(version, source, lost)]
 
 
 def _check_adoptable(version: VersionId, state: LedgerState, held: dict[str, bool]) -> None:

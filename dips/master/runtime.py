@@ -83,7 +83,7 @@ class Runtime:
 
     def build_view(self) -> dict[str, Any]:
         """The status as plain data."""
-        picture = self._core.build_view(self._clock())
+        picture = {**self._core.build_view(self._clock()), **self._outside.view()}
         return picture if self._journal is None else {**picture, "journal": self._journal.read_status()}
 
     def stop(self, code: int = 0) -> None:

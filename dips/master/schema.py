@@ -100,6 +100,16 @@ CREATE TABLE rebalanced (
     slave TEXT NOT NULL, layers TEXT NOT NULL, digest TEXT,
     PRIMARY KEY (rebalance, place), UNIQUE (rebalance, slave)
 ) STRICT;
+-- a copy took the place of a lost ledger, or an operator raised its counters: rounds from `unknown_from` to below
+-- `known_again` may have been used and are in no row; incarnations to come are above `incarnations_above`
+CREATE TABLE restores (
+    place INTEGER PRIMARY KEY, source TEXT NOT NULL, unknown_from INTEGER NOT NULL, known_again INTEGER NOT NULL,
+    incarnations_above INTEGER NOT NULL, wall REAL
+) STRICT;
+-- a version that an operator made of a file (`dips recover`); `layers` lost their momentum
+CREATE TABLE recoveries (
+    round INTEGER PRIMARY KEY REFERENCES versions, source TEXT NOT NULL, layers TEXT NOT NULL, wall REAL
+) STRICT;
 -- the committed push of an incarnation that ended before its Outcome
 CREATE TABLE left_open (
     cluster TEXT NOT NULL, inc INTEGER NOT NULL, seq INTEGER NOT NULL, tokens INTEGER NOT NULL,

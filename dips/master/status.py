@@ -14,7 +14,7 @@ from dips.protocol.heartbeats import ClusterHeartbeat, SlaveHeartbeat
 Heartbeats = Mapping[tuple[str, str], tuple[ClusterHeartbeat | SlaveHeartbeat, float]]
 
 # Fields that the view has already.
-_IN_THE_VIEW = frozenset({"cluster", "slave", "inc", "sinc", "term", "base", "memory", "tokens_lost"})
+_IN_THE_VIEW = frozenset({"cluster", "slave", "inc", "sinc", "term", "base", "memory", "mirror", "tokens_lost"})
 
 
 def build_status(view: Mapping[str, Any], heartbeats: Heartbeats, now: float) -> dict[str, Any]:

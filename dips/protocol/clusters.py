@@ -85,9 +85,8 @@ def _find_mismatch(run: RunState, event: ClusterJoined) -> Failed | None:
 
 
 def _begin_incarnation(run: RunState, event: ClusterJoined, old: Cluster | None) -> Cluster:
-    inc = 1
+    inc = run.next_incarnation(old.inc if old is not None else 0)
     if old is not None:
-        inc = old.inc + 1
         if old.live:
             end_incarnation(run, old, f"fenced by its next incarnation {old.name}/{inc}", old.consumed, old.lost)
         old.begin_incarnation(inc, event.nonce)

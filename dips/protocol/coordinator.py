@@ -12,13 +12,14 @@ from math import inf
 from typing import Any
 
 from dips.errors import Corrupt
-from dips.ids import PullId, PushId
+from dips.ids import PullId, PushId, VersionId
 from dips.protocol import (
     asking,
     clusters,
     drain,
     durability,
     flip,
+    mirrors,
     movement,
     pulls,
     pushes,
@@ -41,6 +42,7 @@ from dips.protocol.events import (
     ClusterSilent,
     DrainAsked,
     Event,
+    MirrorReported,
     OrderAnswered,
     OrderFailed,
     PullFinished,
@@ -121,6 +123,7 @@ def _on_tick(run: RunState, event: Ticked) -> None:
 
 HANDLERS: dict[type[Event], Callable[[RunState, Any], None]] = {
     SlaveRegistered: slaves.on_slave_registered,
+    MirrorReported: mirrors.on_mirror_reported,
     SlaveSilent: slaves.on_slave_silent,
     OrderAnswered: _on_order_answered,
     OrderFailed: slaves.on_order_failed,
@@ -222,6 +225,10 @@ class Coordinator:
         register = known is None or known.sinc != sinc or known.state not in (SlaveState.READY, SlaveState.DRAINING)
         pushes_live = tuple(p.id for p in run.open_pushes())
         return register, run.last_number, pushes_live, tuple(p.id for p in run.open_pulls())
+
+    def mirror_wanted(self) -> tuple[VersionId, ...]:
+        """What the slaves' mirrors are to hold: see mirrors.py."""
+        return mirrors.wanted_versions(self._run)
 
     def window_timing(self) -> WindowTiming:
         """When windows open, and what a push takes: for those who push together (pace.py)."""

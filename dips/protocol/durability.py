@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from dips.errors import FailedDisk
 from dips.ids import GENESIS
+from dips.protocol import mirrors
 from dips.protocol.effects import Persist, Retire
 from dips.protocol.entities import Fanout, Slave
 from dips.protocol.enums import DurabilityMode, DurabilityState, FanoutKind, PersistFailurePolicy
@@ -139,9 +140,12 @@ def forget_late_snapshot(run: RunState) -> None:
 def retire_versions(run: RunState, *, partial: bool = False) -> None:
     """Name the snapshots that may go: those older than the newest few that are complete on every slave. Row first.
 
+    What some slave's mirror holds as its newest stays as well: see mirrors.py.
     With `partial`, when every slave serves the head and has tried to write it, also those that some slave lacks: no
     slave can meet another at such a version any more, and where disks work they would pile up while one does not.
     """
+    mirrors.advance_target(run)
+    mirrored = {*mirrors.mirrored_versions(run), run.mirror_target}
     complete = [v.version for v in run.versions.values() if v.version.version > 0 and v.durable and not v.retired]
     keep = run.options.keep_snapshots
     oldest_kept = complete[-keep] if len(complete) >= keep else GENESIS
@@ -149,6 +153,7 @@ def retire_versions(run: RunState, *, partial: bool = False) -> None:
         v.version
         for v in run.versions.values()
         if not v.retired
+        and v.version not in mirrored
         and 0 < v.version.version < run.head.version
         and (v.version.version < oldest_kept.version or (partial and not v.durable))
     )
@@ -158,5 +163,6 @@ def retire_versions(run: RunState, *, partial: bool = False) -> None:
     run.offers_changed()
     for version in old:
         run.versions[version] = replace(run.versions[version], retired=True, shares=())
+        run.committed_at.pop(version, None)
     run.forget_old_versions()
     run.order_all(FanoutKind.STANDALONE, run.head, Retire(old), run.options.timing.order_s)

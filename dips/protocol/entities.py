@@ -14,7 +14,7 @@ from dips.ids import PullId, PushId, VersionId
 from dips.protocol.claims import ToldProgress
 from dips.protocol.effects import OrderBody
 from dips.protocol.enums import DurabilityState, FanoutKind, PushCodec
-from dips.protocol.events import Answer
+from dips.protocol.events import Answer, MirrorReport
 from dips.protocol.moves import CLUSTER_MOVES, SLAVE_MOVES, ClusterState, RoundState, SlaveState, check_move
 from dips.protocol.penalty import Verdict
 from dips.protocol.records import OutcomeRow
@@ -45,6 +45,7 @@ class Slave:
     draining: bool = False  # an operator wants it out of service when nothing is open on it
     registered: bool = False  # since this master started
     garbage: tuple[VersionId, ...] = ()  # on its disk and in no row: deleted when this ledger is proven
+    mirror: MirrorReport | None = None  # as last told, also while it is lost: that is what its mirror is for
     needs_ping: bool = False  # it was lost as unresponsive: READY again only after it has answered a Ping
 
     def set_state(self, state: SlaveState, reason: str) -> None:

@@ -19,6 +19,14 @@ PROTOCOL = 3
 
 
 @dataclass(frozen=True, slots=True)
+class MirrorReport:
+    """What a slave's mirror holds, and why it holds no more."""
+
+    held: tuple[VersionId, ...]  # copied whole, oldest round first
+    reason: str = ""  # why the last try failed; "" while all goes well
+
+
+@dataclass(frozen=True, slots=True)
 class SlaveRegistered:
     """A slave names itself and what it holds; repeated until the answer is Hold."""
 
@@ -36,6 +44,16 @@ class SlaveRegistered:
     reason: str  # why it is not holding what was ordered ("" if nothing failed)
     key: str = ""  # public, of the data lanes; empty: they are plain
     protocol: int = PROTOCOL
+    mirror: MirrorReport | None = None  # None: its directory has no mirror
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorReported:
+    """What a slave's mirror holds has changed, or how the mirror does; heartbeats repeat it."""
+
+    slave: str
+    sinc: int
+    report: MirrorReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +320,7 @@ Answer = Done | Measured | Folded | Prepared | Persisted
 
 Event = (
     SlaveRegistered
+    | MirrorReported
     | PushStaged
     | PushRefused
     | OrderAnswered

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Progress
 from dips.protocol.enums import Activity, ClusterStanding, TrainerState
+from dips.protocol.events import MirrorReport
 
 LEAST_BYTES_PER_S = 1.0  # a slower transfer counts as not moving: times made from such rates leave the finite
 OWN_PACE = -1.0  # ClusterHeartbeatAnswer.push_in_s: the cluster keeps its own pace
@@ -89,6 +90,7 @@ class SlaveHeartbeat:
     persist_s: float  # of the last snapshot
     apply_s: float  # of the last Apply
     work_bytes: int = 0  # that kernels and disk have worked through: what lasts is told from what hangs
+    mirror: MirrorReport | None = None  # None: its directory has no mirror
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +101,4 @@ class SlaveHeartbeatAnswer:
     as_of: int
     pushes: tuple[PushId, ...]
     pulls: tuple[PullId, ...]
+    mirror: tuple[VersionId, ...] = ()  # what its mirror is to hold: the last is copied next, what is not named may go

@@ -17,6 +17,8 @@ from dips.protocol.events import (
     BandwidthMeasured,
     ClusterSilent,
     Event,
+    MirrorReport,
+    MirrorReported,
     PushStaged,
     SlaveSilent,
     TokensReported,
@@ -54,6 +56,7 @@ class _Cluster:
 class _Slave:
     sinc: int
     heard_at: float
+    mirror: MirrorReport | None = None  # as last told
 
 
 class Judge:
@@ -130,13 +133,17 @@ class Judge:
         return [TransferAwaited(heartbeat.cluster, heartbeat.inc, seq)]
 
     def on_slave_heartbeat(self, heartbeat: SlaveHeartbeat, now: float) -> list[Event]:
-        """Renew the lease; repeat what lies staged, so that a lost Staged heals."""
+        """Renew the lease; repeat what lies staged, so that a lost Staged heals; report a mirror that has changed."""
         self._due = None
         known = self._slaves.get(heartbeat.slave)
         if known is None or known.sinc != heartbeat.sinc:
             return []
         known.heard_at = now
-        return [PushStaged(heartbeat.slave, heartbeat.sinc, push, 0) for push in heartbeat.staged]
+        found: list[Event] = [PushStaged(heartbeat.slave, heartbeat.sinc, push, 0) for push in heartbeat.staged]
+        if heartbeat.mirror is not None and heartbeat.mirror != known.mirror:
+            known.mirror = heartbeat.mirror
+            found.append(MirrorReported(heartbeat.slave, heartbeat.sinc, heartbeat.mirror))
+        return found
 
     def judge_silence(self, now: float) -> list[Event]:
         """Who has been silent for a lease, in a fixed order; each is reported once."""

@@ -187,6 +187,28 @@ class RunFinished:
     at: float
 
 
+@dataclass(frozen=True, slots=True)
+class LedgerRestored:
+    """A copy took the place of a lost ledger, or an operator raised an old one's counters.
+
+    What was told after the copy was made, and is in no row, must not be told again with another meaning.
+    """
+
+    source: str
+    unknown_from: int  # rounds from here
+    known_again: int  # to below here may have been used; none if both are equal
+    incarnations_above: int  # whoever gets an incarnation from now on gets one above this
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRecovered:
+    """The version of the VersionCommitted before it was made of a file by an operator (`dips recover`)."""
+
+    version: VersionId
+    source: str
+    layers: tuple[str, ...]  # whose momentum was lost: 0
+
+
 Record = (
     IncarnationGiven
     | RoundReserved
@@ -200,6 +222,8 @@ Record = (
     | VersionsRetired
     | Rebalanced
     | RunFinished
+    | LedgerRestored
+    | VersionRecovered
 )
 
 
@@ -280,3 +304,5 @@ class LedgerState:
     rounds: tuple[tuple[str, int], ...] = ()  # ("applied" | "unchanged" | "skipped", how many)
     undone: tuple[VersionRow, ...] = ()  # versions outside the lineage, by round
     undone_ranges: tuple[int, ...] = ()  # trained by those only, and leased to nobody, ascending
+    unknown_rounds: tuple[int, int] = (0, 0)  # from, to below: of a restored ledger, used after the copy was made
+    incarnations_above: int = 0  # of a restored ledger

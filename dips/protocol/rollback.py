@@ -13,7 +13,7 @@ none of it untrue; resetting them would only open a warm-up, in which nobody is 
 from __future__ import annotations
 
 from dips.ids import GENESIS, VersionId
-from dips.protocol import durability, flip
+from dips.protocol import durability, flip, mirrors
 from dips.protocol.entities import Slave
 from dips.protocol.enums import OutcomeKind
 from dips.protocol.events import SlaveRegistered
@@ -81,9 +81,11 @@ def _roll_back(run: RunState, head: VersionId, reason: str) -> None:
     durability.forget_late_snapshot(run)
     for row in undone:
         del run.versions[row.version]
+        run.committed_at.pop(row.version, None)
         run.undone[row.version] = row
         _undo_shares(run, row)
     run.head = head
+    mirrors.advance_target(run)
     if run.finished is not None and run.finished not in run.versions:
         run.finished = None
     for slave in run.ready_slaves():

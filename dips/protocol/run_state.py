@@ -58,6 +58,7 @@ class RunState:
         self.undone: dict[VersionId, VersionRow] = {v.version: v for v in state.undone}
         self.head = state.versions[-1].version
         self.next_round = state.next_round
+        self.unknown_rounds, self.incarnations_above = state.unknown_rounds, state.incarnations_above
         self.tokens_accepted = sum(v.tokens for v in state.versions)  # by the lineage
         self.finished = state.finished
         requeue = options.requeue is RequeuePolicy.UNDONE
@@ -71,6 +72,8 @@ class RunState:
         self.flipping: Fanout | None = None
         self.durability = Durability()
         self.rollback_waits = ""  # for whom, while some slave cannot offer the head
+        self.mirror_target: VersionId | None = None  # what every mirror is to hold next
+        self.committed_at: dict[VersionId, float] = {}  # by this term; of versions that are not retired
         self.closed_at = now  # when the last window closed
         self.update_s = 0.0  # from there to the last flip; 0 if the round left θ as it was
         self.counts = {**dict.fromkeys(map(str, RoundResult), 0), **dict(state.rounds)}
@@ -101,6 +104,10 @@ class RunState:
                     "accepted": t.tokens_accepted, "gated": t.tokens_gated,
                     "lost": t.tokens_lost, "undone": t.tokens_undone,
                 }  # fmt: skip
+
+    def next_incarnation(self, present: int) -> int:
+        """The one after `present`; of a restored ledger one that was never given, whatever was given after the copy."""
+        return max(present, self.incarnations_above) + 1
 
     # ---- saying what is to be done ----
 

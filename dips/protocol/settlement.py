@@ -46,6 +46,7 @@ def commit_version(run: RunState, r: Round, digests: tuple[tuple[str, str], ...]
     shares = tuple((f.push.cluster, f.tokens, f.ranges) for f in row.folds)
     run.versions[version] = VersionRow(version, row.parent, durable, tokens, False, shares)
     run.head, run.round = version, None
+    run.committed_at[version] = run.now
     run.durability.again_at = 0.0  # a new version tries the disks anew
     run.offers_changed()
     run.tokens_accepted += tokens

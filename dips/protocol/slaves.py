@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dips.errors import Busy, ConfigError, StaleTerm, StaleVersion, UnresponsiveSlave
 from dips.ids import GENESIS
-from dips.protocol import durability, flip, pulls, pushes, rollback, round, settlement
+from dips.protocol import durability, flip, mirrors, pulls, pushes, rollback, round, settlement
 from dips.protocol.claims import find_absurd_register
 from dips.protocol.compatibility import find_protocol_mismatch
 from dips.protocol.effects import (
@@ -51,6 +51,7 @@ def on_slave_registered(run: RunState, event: SlaveRegistered) -> None:
         run.out.append(leave)
         return
     slave.registered = True
+    slave.mirror = event.mirror
     lose_slave(run, slave, "its process is a new one" if slave.nonce != event.nonce else "it registered again")
     _give_incarnation(run, slave, event)
     slave.offer = rollback.offered_versions(event)
@@ -83,6 +84,11 @@ def _from_the_future(run: RunState, event: SlaveRegistered) -> Exit | None:
     if event.memory is not None and not run.has_row(event.memory):
         seen = f"slave {event.slave} serves {event.memory}, which has no row in this ledger"
         return Exit(EXIT_OLD_LEDGER, f"{seen}: {OLD_LEDGER}")
+    low, high = run.unknown_rounds
+    missed = [v for v in sorted(rollback.offered_versions(event)) if low <= v.round < high]
+    if missed:
+        seen = f"slave {event.slave} holds {missed[-1]}, which was made after the mirror of the ledger was last written"
+        return Exit(EXIT_OLD_LEDGER, f"{seen}: {OLD_LEDGER}")
     newest = max((v.round for v in rollback.offered_versions(event)), default=0)
     if newest >= run.next_round:
         seen = f"slave {event.slave} holds a version of round {newest}, this ledger knows rounds below {run.next_round}"
@@ -95,7 +101,7 @@ def _from_the_future(run: RunState, event: SlaveRegistered) -> Exit | None:
 
 def _give_incarnation(run: RunState, slave: Slave, event: SlaveRegistered) -> None:
     if slave.nonce != event.nonce:
-        slave.sinc, slave.nonce = slave.sinc + 1, event.nonce
+        slave.sinc, slave.nonce = run.next_incarnation(slave.sinc), event.nonce
         flip.stop_waiting_for(run, slave.name)  # orders to its former incarnation will never be answered
         run.emit_record(IncarnationGiven(Role.SLAVE, slave.name, slave.sinc, event.nonce))
     slave.address, slave.lanes, slave.slots, slave.memory = event.address, event.lanes, event.slots, event.memory
@@ -188,6 +194,7 @@ def lose_slave(run: RunState, slave: Slave, reason: str) -> None:
         return
     run.emit_note("slave_lost", slave=slave.name, sinc=slave.sinc, reason=reason)
     in_doubt = _has_persisted(run, slave)
+    mirrors.advance_target(run)  # the others' mirrors go on without it
     flip.stop_waiting_for(run, slave.name)
     if not in_doubt:
         settlement.skip_round(run, f"{slave.name} was lost: {reason}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dips.protocol import mirrors
 from dips.protocol.entities import Cluster, Slave
 from dips.protocol.enums import DurabilityState
 from dips.protocol.run_state import RunState
@@ -38,7 +39,7 @@ def build_view(run: RunState, now: float) -> dict[str, Any]:
         "undone": [str(v) for v in run.undone][-UNDONE_SHOWN:],
         "undone_total": len(run.undone),
         "clusters": {c.name: _view_cluster(run, c) for c in run.clusters.values()},
-        "slaves": {s.name: _view_slave(run, s) for s in run.slaves.values()},
+        "slaves": {s.name: _view_slave(run, s, now) for s in run.slaves.values()},
         "ranges": {
             "total": run.ranges.total,
             "free": run.ranges.free,
@@ -86,7 +87,7 @@ def _view_cluster(run: RunState, c: Cluster) -> dict[str, Any]:
     }
 
 
-def _view_slave(run: RunState, s: Slave) -> dict[str, Any]:
+def _view_slave(run: RunState, s: Slave, now: float) -> dict[str, Any]:
     return {
         "sinc": s.sinc,
         "state": str(s.state),
@@ -96,4 +97,5 @@ def _view_slave(run: RunState, s: Slave) -> dict[str, Any]:
         "version": str(s.memory) if s.memory else None,
         "slots": s.slots,
         "slots_used": len(run.open_pushes()),
+        "mirror": mirrors.view_mirror(run, s, now),
     }

@@ -53,7 +53,7 @@ class SimDisk:
         self.files: dict[VersionId, Snapshot] = {}
         self.full = False
         self.slowness = 1.0
-        self._mirror: dict[VersionId, Snapshot] = {}  # what an old copy took the place of
+        self._replaced: dict[VersionId, Snapshot] = {}  # what an old copy took the place of
         self.harmed: set[VersionId] = (
             set()
         )  # snapshots that rotted, or were lost with the directory: the machine's fault
@@ -78,16 +78,27 @@ class SimDisk:
         """An old copy in the place of the directory."""
         lost = {v: s for v, s in self.files.items() if v not in copy}
         self.harmed.update(lost)
-        self._mirror.update(lost)
+        self._replaced.update(lost)
         self.files = dict(copy)
 
+    def lose_disk(self) -> None:
+        """The disk is gone for good; another, empty, is in its place."""
+        self.harmed.update(self.files)
+        self.files = {}
+
+    def bring_back(self, version: VersionId, snapshot: Snapshot) -> None:
+        """A copy from a mirror, which is no harm any more."""
+        self.files[version] = Snapshot(snapshot.theta, snapshot.momentum)
+        self.harmed.discard(version)
+        self._replaced.pop(version, None)
+
     def restore_copy(self) -> None:
-        """Somebody brings back from a mirror what rotted or was lost."""
+        """Somebody brings back what rotted or was replaced."""
         for snapshot in self.files.values():
             snapshot.rotten = False
-        self.files.update(self._mirror)
-        self._mirror.clear()
-        self.harmed.clear()
+        self.files.update(self._replaced)
+        self._replaced.clear()
+        self.harmed.difference_update(self.files)  # what went with a lost disk is for the slave's mirror to bring back
 
     @property
     def good_versions(self) -> list[VersionId]:

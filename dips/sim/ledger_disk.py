@@ -10,7 +10,8 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Any
 
-from dips.master.ledger import Ledger
+from dips.master.ledger import MEMORY, Ledger
+from dips.master.ledger_rebuild import MirroredTransaction, rebuild
 from dips.protocol.records import Record, RunRow
 
 
@@ -42,6 +43,9 @@ class LedgerDisk:
         self._db = Ledger.create(":memory:", row)._db
         self._newest: sqlite3.Connection | None = None  # while an old copy lies in its place
         self._copies: list[sqlite3.Connection] = []
+        self._mirrored_base = self._db.serialize()
+        self._mirrored_since: list[MirroredTransaction] = []
+        self._mirrored_term = 0
         self.slowness = 1.0
         self.full = False
 
@@ -68,6 +72,23 @@ class LedgerDisk:
         """The act that the master's refusal asks for."""
         if self._newest is not None:
             self._db, self._newest = self._newest, None
+
+    def begin_mirror(self, term: int) -> None:
+        """A term has begun: the mirror gets a base, unless this is an old copy."""
+        if not self.is_old_copy:
+            self._mirrored_base, self._mirrored_since, self._mirrored_term = self._db.serialize(), [], term
+
+    def mirror_records(self, records: Sequence[Record]) -> None:
+        """A transaction is durable, and in the mirror before anybody is told."""
+        self._mirrored_since.append(MirroredTransaction(tuple(records), 0.0))
+
+    def lose_disk(self) -> list[Record]:
+        """The disk is gone for good; the next master starts with what its mirror holds. Return what was raised."""
+        self._copies.append(self._db)
+        self._db = sqlite3.connect(MEMORY, isolation_level=None, check_same_thread=False)
+        self._db.deserialize(self._mirrored_base)
+        _, raised = rebuild(self.open_ledger(), self._mirrored_term, self._mirrored_since)
+        return raised
 
     def open_ledger(self) -> Ledger:
         return Ledger(self._db, None, lambda: 0.0)

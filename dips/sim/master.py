@@ -111,7 +111,7 @@ class MasterProcess:
     def __init__(self, machine: MasterHost) -> None:
         self.machine, self.world = machine, machine.world
         self.ledger = machine.disk.open_ledger()
-        self.ledger.start_term()
+        machine.disk.begin_mirror(self.ledger.start_term())
         state = self.ledger.read_state()
         now, timing = self.world.heap.now, self.world.options.timing
         self.trusted = not machine.disk.is_old_copy  # what it decides is compared with the reference
@@ -287,6 +287,7 @@ class MasterProcess:
 
     def _report_records(self, records: Sequence[Record]) -> None:
         if self.trusted:
+            self.machine.disk.mirror_records(records)
             for record in records:
                 self.world.monitor.record_written(record)
 

@@ -29,6 +29,15 @@ class MasterMachine:
         if process is not None:
             process.kill_process()
 
+    def lose_disk(self) -> None:
+        """The machine is lost, with every process on it; another one starts with what the ledger's mirror holds."""
+        self.crash()
+        for zombie in self.zombies:
+            zombie.kill_process()
+        self.zombies.clear()
+        for record in self.disk.lose_disk():
+            self.world.monitor.record_written(record)
+
     def abandon_process(self) -> MasterProcess | None:
         """Another will be started beside it, on the same ledger: another host, a mount without locks."""
         process, self.process = self.process, None

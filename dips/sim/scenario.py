@@ -35,6 +35,7 @@ class Scenario:
     lasts_s: float
     parameters: tuple[int, ...] = (2, 1)  # of each layer, by their elements; each rank's piece of one is a chunk
     quiet_at: float = 0.0  # from then on nothing fails; who plans failures keeps to it
+    mirrors: bool = False  # every slave's directory has one
     steady: bool = True  # no message is lost, late or doubled but by a planned failure
     work_s: float = 0.0  # at least, of each piece of a slave's work that grows with the model, and of each load
     stall_s: float | None = None  # a transfer that owes a byte for so long is over; None: what suits short ones

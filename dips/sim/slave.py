@@ -27,6 +27,7 @@ from dips.sim.fiber import Gate
 from dips.sim.flow import SimFlow
 from dips.sim.heap import Heap, Timer
 from dips.sim.master_client import error_of
+from dips.sim.mirror import MirrorShell, SimMirror
 from dips.sim.network import Network
 from dips.sim.scenario import Scenario
 from dips.sim.slave_work import attempt_work, order_s, persisted_version, shard_work_s, written_by
@@ -98,6 +99,7 @@ class SlaveHost(Protocol):
     layers: tuple[int, ...]
     rng: Random
     disk: SimDisk
+    mirror: SimMirror | None
 
     @property
     def world(self) -> SlaveWorld: ...
@@ -128,11 +130,13 @@ class SlaveProcess:
             SlaveTiming(heartbeat_s, CALL_S, BACKOFF_S, BUSY_RETRY_S),
             lambda: Standing.of_shard(self.shard),
             self.flow.list_transfers,
-            lambda: Meters(work_bytes=self._worked()),
+            self._meters,
             partial(self.world.monitor.slave_registered, self),
             machine.rng,
         )
         self.alive = True
+        self._mirror = MirrorShell(machine.mirror, self._call_later, self.world.heap) if machine.mirror else None
+        self._booted = False  # its control server answers
         self._undeceived = False  # the master that last sent it Hold has the newest ledger
         self._work: deque[ShardWork] = deque()  # the first is being done
         self._writing: WriteSnapshot | None = None
@@ -141,7 +145,7 @@ class SlaveProcess:
         self._orders: dict[int, Callable[[Any], None]] = {}  # ticket → who hears the answer
         self._tickets = 0
         self._timer: Timer | None = None
-        self._call_later(BOOT_S, f"{self.name} begins", self._run_tick)
+        self._call_later(BOOT_S, f"{self.name} begins", self._boot)
 
     @property
     def holds(self) -> bool:
@@ -171,7 +175,7 @@ class SlaveProcess:
 
     def take_order(self, order: Order, answer: Callable[[Any], None]) -> None:
         """Hand an order of the master to the core."""
-        if self.alive:
+        if self.alive and self._booted:
             self._tickets += 1
             self._orders[self._tickets] = answer
             self._do_actions(self.core.take_order(self._tickets, order, self.world.heap.now))
@@ -198,6 +202,19 @@ class SlaveProcess:
         reports = self.shard.take_reports()
         if reports:
             self._do_actions(self.core.add_reports(reports))
+
+    def _boot(self) -> None:
+        """What the mirror holds and the disk lacks is brought back before it registers; a mirror that is gone waits."""
+        if self._mirror is not None and not self._mirror.restore():
+            self._call_later(BACKOFF_S[1], f"{self.name} waits for its mirror", self._boot)
+            return
+        self._booted = True
+        self.machine.mark_touched()
+        self._run_tick()
+
+    def _meters(self) -> Meters:
+        mirror = self._mirror.report() if self._mirror is not None else None
+        return Meters(work_bytes=self._worked(), mirror=mirror)
 
     def _run_tick(self) -> None:
         self._timer = None

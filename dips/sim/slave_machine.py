@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from dips.protocol.effects import Order
 from dips.sim.disk import SimDisk
 from dips.sim.heap import Chance
+from dips.sim.mirror import SimMirror
 from dips.sim.slave import SlaveProcess, SlaveWorld
 from dips.slave.ports import F32
 
@@ -30,6 +31,8 @@ class SlaveMachine:
         self.disk = SimDisk(
             genesis, world.chance.generator_for(f"disk/{name}"), lambda: world.monitor.rare_event_occurred("snapshot")
         )
+        rng = world.chance.generator_for(f"mirror/{name}")
+        self.mirror = SimMirror(self.disk, rng) if world.scenario.mirrors else None
         self.process: SlaveProcess | None = None
         self.lives = 0
         self._touched = world.touched

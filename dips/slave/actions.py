@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from dips.ids import VersionId
 from dips.protocol.effects import Order, Registered, SlaveOrder
 from dips.protocol.events import Answer, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
@@ -115,6 +116,13 @@ class WriteSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepInMirror:
+    """Tell the mirror, if there is one, what it is to hold: the last of `versions` next."""
+
+    versions: tuple[VersionId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CallMaster:
     """Ask the master; of each kind of message at most one is under way."""
 
@@ -146,5 +154,5 @@ class EndSlave:
     error: Exception
 
 
-SlaveAction = ShardWork | WriteSnapshot | CallMaster | AnswerOrder | WriteLog | EndSlave
+SlaveAction = ShardWork | WriteSnapshot | KeepInMirror | CallMaster | AnswerOrder | WriteLog | EndSlave
 Actions = list[SlaveAction]

@@ -19,6 +19,7 @@ import typer
 
 from dips.config import RunFile, SlaveSection, host_port, load_run
 from dips.errors import ConfigError
+from dips.mirror import MirrorStore
 from dips.outer import kernels
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
@@ -33,6 +34,7 @@ from dips.slave.runtime import SlaveRuntime
 from dips.slave.servicer import OrderServicer
 from dips.slave.shard import Shard
 from dips.slave.shard_thread import ShardThread
+from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.slave.snapshots import Snapshots
 from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming
 from dips.telemetry import exits, logs, metrics
@@ -84,6 +86,7 @@ class Parts:
     shard: Shard
     thread: ShardThread
     work: WorkMeter
+    mirror: SnapshotMirror | None
     log: logs.Log
 
     def prepare_memory(self, registered: Registered) -> None:
@@ -119,8 +122,16 @@ class Parts:
 
     def read_meters(self) -> Meters:
         """What a heartbeat says of this process; from any thread."""
+        mirror = self.mirror.report() if self.mirror is not None else None
         thread, done = self.thread, self.work.nbytes
-        return Meters(self.flow.bytes_in, self.flow.bytes_out, thread.persist_s, thread.apply_s, done)
+        return Meters(self.flow.bytes_in, self.flow.bytes_out, thread.persist_s, thread.apply_s, done, mirror)
+
+    def restore(self) -> None:
+        """Bring back from the mirror what is newer than the disk, on a new machine everything; then keep the mirror."""
+        if self.mirror is not None:
+            self.mirror.restore(self.disk.complete_versions())
+            self.disk.look_again()
+            self.mirror.start()
 
 
 async def serve(
@@ -132,6 +143,7 @@ async def serve(
     """
     async with AsyncExitStack() as stack:
         parts = _build_parts(config, section, log, stack)
+        await asyncio.to_thread(parts.restore)
         server = control.make_server(lambda method, error: log.error("call_failed", method=method, exc_info=error))
         checker = await control.serve_health(server, HEALTH_SERVICES)
         host, _ = host_port(section.listen)
@@ -185,7 +197,16 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
     versions = Versions(KernelPool(kernels, threads, workers, work), section.slots, section.pinned)
     shard = Shard(name, versions, disk, flow, thread)
     thread.own_shard(shard)
-    return Parts(section, disk, flow, shard, thread, work, log)
+    return Parts(section, disk, flow, shard, thread, work, _mirror(config, section, log, stack), log)
+
+
+def _mirror(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncExitStack) -> SnapshotMirror | None:
+    if section.mirror is None:
+        return None
+    run, name = config.shared.run, section.name
+    mirror = SnapshotMirror(MirrorStore(section.mirror, run, name), section.directory, run, name, log, time.monotonic)
+    stack.callback(mirror.close)
+    return mirror
 
 
 def _make_runtime(config: RunFile, parts: Parts, address: str, stack: AsyncExitStack) -> SlaveRuntime:
@@ -212,7 +233,7 @@ def _make_runtime(config: RunFile, parts: Parts, address: str, stack: AsyncExitS
         Random(),
     )
     stubs = SlaveServiceStub(channel), SlaveServiceStub(heartbeat_channel)
-    return SlaveRuntime(core, parts.thread, *stubs, section.master, parts.log)
+    return SlaveRuntime(core, parts.thread, *stubs, section.master, parts.log, parts.mirror)
 
 
 async def _until_stopped(running: asyncio.Task[None]) -> None:

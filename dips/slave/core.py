@@ -52,7 +52,7 @@ class SlaveCore:
 
         rng  spreads the pauses between two tries to reach the master
         """
-        self.registration = Registration(identity, timing, prepare, rng)
+        self.registration = Registration(identity, timing, prepare, rng, meters)
         self.heartbeats = Heartbeats(identity, timing, self.registration, standing, transfers, meters)
         self.reports = ReportQueue(identity.slave, timing, lambda: standing().sinc, rng)
         self.orders = OrderDesk(timing)

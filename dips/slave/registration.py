@@ -8,6 +8,7 @@ which it was sent (a slave that registers again loses its open round); heartbeat
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 from math import inf
 from random import Random
@@ -23,6 +24,7 @@ from dips.slave.actions import (
     EndSlave,
     FollowRegistration,
     HealTransfers,
+    KeepInMirror,
     WelcomeShard,
     WriteLog,
 )
@@ -45,10 +47,15 @@ class Registration:
     """When to register, and what each answer means."""
 
     def __init__(
-        self, identity: SlaveIdentity, timing: SlaveTiming, prepare: Callable[[Registered], None], rng: Random
+        self,
+        identity: SlaveIdentity,
+        timing: SlaveTiming,
+        prepare: Callable[[Registered], None],
+        rng: Random,
+        meters: Callable[[], Meters] = Meters,
     ) -> None:
         """`prepare(registered)` runs on the shard's thread before the shard is welcomed: it may refuse, for good."""
-        self._identity, self._timing, self._prepare = identity, timing, prepare
+        self._identity, self._timing, self._prepare, self._meters = identity, timing, prepare, meters
         self.phase = RegistrationPhase.PAUSED
         self.number = 0  # of this registration: rises whenever one begins
         self._registered: Registered | None = None
@@ -77,7 +84,7 @@ class Registration:
         """The shard has said what it holds."""
         if isinstance(described, Exception):
             return self._on_failure(described, now)
-        return [CallMaster(described, self._timing.call_s)]
+        return [CallMaster(replace(described, mirror=self._meters().mirror), self._timing.call_s)]
 
     def on_registered(self, registered: Registered | Exception, now: float) -> Actions:
         """The master has answered a Register, or has not."""
@@ -182,6 +189,7 @@ class Heartbeats:
             persist_s=meters.persist_s,
             apply_s=meters.apply_s,
             work_bytes=meters.work_bytes,
+            mirror=meters.mirror,
         )
 
     def on_answer(self, answer: SlaveHeartbeatAnswer | Exception, now: float) -> Actions:
@@ -202,6 +210,8 @@ class Heartbeats:
             return actions + self._registration.request_again(number, now)
         if answer.term == standing.term and sinc == standing.sinc:
             self._live = answer
+            if answer.mirror:
+                actions.append(KeepInMirror(answer.mirror))
             return actions + self._drop_unlisted()
         return actions
 

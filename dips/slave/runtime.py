@@ -17,10 +17,20 @@ from dips.errors import UnavailableMaster
 from dips.protocol.effects import Acknowledged, Order, Registered
 from dips.protocol.events import Answer, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
-from dips.slave.actions import Actions, AnswerOrder, CallMaster, EndSlave, ShardWork, WriteLog, WriteSnapshot
+from dips.slave.actions import (
+    Actions,
+    AnswerOrder,
+    CallMaster,
+    EndSlave,
+    KeepInMirror,
+    ShardWork,
+    WriteLog,
+    WriteSnapshot,
+)
 from dips.slave.core import SlaveCore
 from dips.slave.open_transfers import Report
 from dips.slave.shard_thread import ShardThread
+from dips.slave.snapshot_mirror import SnapshotMirror
 from dips.telemetry.logs import Log
 from dips.transport.control import call_method
 from dips.wire.messages import from_proto, to_proto
@@ -30,9 +40,16 @@ class SlaveRuntime:
     """One incarnation of a slave; `stub` and `heartbeat_stub` are SlaveService stubs on channels of their own."""
 
     def __init__(
-        self, core: SlaveCore, thread: ShardThread, stub: Any, heartbeat_stub: Any, master: str, log: Log
+        self,
+        core: SlaveCore,
+        thread: ShardThread,
+        stub: Any,
+        heartbeat_stub: Any,
+        master: str,
+        log: Log,
+        mirror: SnapshotMirror | None = None,
     ) -> None:
-        self._core, self._thread, self._log = core, thread, log
+        self._core, self._thread, self._log, self._mirror = core, thread, log, mirror
         self._peer = f"the master at {master}"
         self._calls: dict[type, tuple[Any, type]] = {
             SlaveRegistered: (stub.Register, Registered),
@@ -101,6 +118,9 @@ class SlaveRuntime:
             case WriteSnapshot(_, _, write):
                 written = self._loop.run_in_executor(None, write)
                 written.add_done_callback(partial(self._on_done, action))
+            case KeepInMirror(versions):
+                if self._mirror is not None:
+                    self._mirror.want(versions)
             case WriteLog(level, event, fields):
                 getattr(self._log, level)(event, **fields)
             case EndSlave(error):

@@ -57,12 +57,7 @@ class Snapshots:
         self._manifest: Manifest | None = None
         self._genesis: dict[int, str] = {}
         self._sinc = 0
-        busy = f"directory: {directory} is held by another running slave"
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._lock = PidLock(directory / _LOCK, busy=busy, advice="one slave for a directory")
-        except OSError as error:
-            raise ConfigError(f"directory: {directory} cannot be used for snapshots: {error}") from error
+        self._lock = self._take_directory()
         for path in sorted(directory.glob(ASIDE + "*")):
             log.warning("snapshot_unfinished", path=str(path), done="removed: it was never renamed into place")
             shutil.rmtree(path)
@@ -83,6 +78,26 @@ class Snapshots:
         """Give the directory back."""
         self._lock.close()
 
+    def _take_directory(self) -> PidLock:
+        busy = f"directory: {self._directory} is held by another running slave"
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            return PidLock(self._directory / _LOCK, busy=busy, advice="one slave for a directory")
+        except OSError as error:
+            raise ConfigError(f"directory: {self._directory} cannot be used for snapshots: {error}") from error
+
+    def _require_directory(self) -> None:
+        """Make the directory anew if somebody removed it: what is served lies in memory, and is written again."""
+        if self._directory.exists():
+            return
+        self._log.error("directory_gone", path=str(self._directory), done="made anew; its snapshots are lost")
+        self._lock.close()
+        self._whole.clear()
+        try:
+            self._lock = self._take_directory()
+        except ConfigError as error:
+            raise OSError(str(error)) from error
+
     def complete_versions(self) -> tuple[VersionId, ...]:
         """Versions whose snapshot is whole and of this run and slave, ascending; each is read through once."""
         found = {version for path in self._directory.iterdir() if (version := version_of(path)) is not None}
@@ -96,8 +111,13 @@ class Snapshots:
                 self._pass_over(version, error)
         return tuple(sorted(self._whole & found))
 
+    def look_again(self) -> None:
+        """What was passed over may have been brought back: read it through once more."""
+        self._bad.clear()
+
     def reserve_room(self, version: VersionId, nbytes: int) -> None:
         """Take room for a snapshot of `nbytes` of θ and m, in the file that `write_snapshot` fills; OSError if full."""
+        self._require_directory()
         aside = self._aside_path(version)
         try:
             aside.mkdir(exist_ok=True)
@@ -116,6 +136,7 @@ class Snapshots:
         """Make a snapshot durable; return the digest of its manifest. One that holds other bytes is replaced."""
         if version in self._whole and (known := self._find_same(version, theta, momentum)):
             return known
+        self._require_directory()
         aside = self._aside_path(version)
         try:
             aside.mkdir(exist_ok=True)

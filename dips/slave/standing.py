@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dips.ids import PushId, VersionId
+from dips.protocol.events import MirrorReport
 from dips.slave.shard import Shard
 
 
@@ -58,10 +59,11 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Meters:
-    """What the process has measured: bytes since its start, and the duration of its last Apply and Persist."""
+    """What the process knows of itself: bytes since its start, how long its last Apply and Persist took, its mirror."""
 
     bytes_in: int = 0
     bytes_out: int = 0
     persist_s: float = 0.0
     apply_s: float = 0.0
     work_bytes: int = 0  # kernels and disk
+    mirror: MirrorReport | None = None  # None: its directory has no mirror

@@ -55,6 +55,13 @@ RUN = (
     MetricRow(
         "dips_durability_red", "durability.red", "1 if snapshots fail: versions are not durable, or the run stopped."
     ),
+    MetricRow(
+        "dips_ledger_mirror_red", "ledger_mirror.red", "1 if the ledger's mirror lags or fails; 0 if it keeps up."
+    ),
+    MetricRow(
+        "dips_ledger_mirror_behind_transactions", "ledger_mirror.behind_transactions", "Lost with the master's disk."
+    ),
+    MetricRow("dips_ledger_mirror_behind_seconds", "ledger_mirror.behind_s", "Since the mirror kept up."),
     MetricRow("dips_versions_undone", "undone_total", "Versions that were rolled back."),
 )
 CLUSTER = (
@@ -91,6 +98,9 @@ SLAVE = (
     MetricRow("dips_slave_sent_bytes", "bytes_out", "Sent by the data flow since its start.", counter=True),
     MetricRow("dips_slave_persist_seconds", "persist_s", "Its last snapshot took."),
     MetricRow("dips_slave_apply_seconds", "apply_s", "Its last outer step took."),
+    MetricRow("dips_slave_mirror_behind_versions", "mirror.behind_versions", "Outer steps that its mirror lacks."),
+    MetricRow("dips_slave_mirror_behind_seconds", "mirror.behind_s", "Since its mirror held the head."),
+    MetricRow("dips_slave_mirror_failing", "mirror.failing", "1 while its mirror is full, gone or failing."),
     MetricRow("dips_slave_heard_seconds", "heard_s", "Since its last heartbeat."),
 )
 TRANSFER = (

@@ -33,7 +33,29 @@ def draw_headline(status: Status) -> Text:
     durability = status.get("durability", {})
     if durability.get("red"):
         text.append(f"\n{durability.get('state', NONE)}: {durability.get('reason') or NONE}", style="red")
+    mirror = status.get("ledger_mirror") or {}
+    if mirror.get("red"):
+        text.append(f"\nmirror of the ledger: {ledger_mirror_line(mirror)}", style="red")
     return text
+
+
+def ledger_mirror_line(mirror: Mapping[str, Any]) -> str:
+    """How far it lags; what is not in it is lost with the master's disk."""
+    seconds = _format_number(mirror.get("behind_s"), "{:.0f}")
+    lag = f"{mirror.get('behind_transactions', NONE)} transactions, {seconds} s behind"
+    return f"{lag}: {mirror.get('reason') or NONE}"
+
+
+def mirror_line(mirror: Mapping[str, Any] | None) -> str:
+    """How far a slave's mirror lags; what is not in it is lost with that slave's disk."""
+    if mirror is None:
+        return "no mirror"
+    behind = mirror.get("behind_versions")
+    if behind == 0:
+        return ""
+    seconds = _format_number(mirror.get("behind_s"), "{:.0f}")
+    lag = f"mirror: {_format_number(behind, '{:d}')} versions, {seconds} s behind"
+    return f"{lag}: {mirror['reason']}" if mirror.get("reason") else lag
 
 
 def run_line(status: Status) -> str:
@@ -107,7 +129,7 @@ def _slave_row(name: str, s: Mapping[str, Any]) -> ListingRow:
         _format_number(s.get("bytes_in"), "{:.0f}", 1e-6),
         _format_number(s.get("bytes_out"), "{:.0f}", 1e-6),
     )
-    return ListingRow(cells, (_state_reason(s),))
+    return ListingRow(cells, (_state_reason(s), mirror_line(s.get("mirror"))))
 
 
 def _list_columns(*names: str) -> tuple[Column, ...]:

@@ -99,15 +99,20 @@ class Deployment(Run):
         step_s: float = 0.02,
         ranges: bool = True,
         groups: bool = False,
+        mirrors: bool = False,
     ) -> None:
         """
         master  more keys of the run file's section `master`
         step_s  what an inner step takes at least
         groups  every process belongs to a Unix group of its own, by which a packet filter knows its packets
+        mirrors  master and slaves have mirrors in `mirror/`, which stands for another disk
         ranges  each inner step takes a data range of its own, without which a cluster that is cut off cannot train on
         """
         self.ranges, self.groups = ranges, dict[str, int]() if groups else None
         self.loop, self.clusters, self.step_s, self._more = loop, tuple(clusters), step_s, dict(master or {})
+        self._mirrors = {"mirror": "mirror"} if mirrors else {}
+        if mirrors:
+            (directory / "mirror").mkdir()
         self._own: dict[str, dict[str, str]] = {}  # of each slave: what it listens on
         self.to_master: dict[str, CutLine] = {}  # by who dials
         self.orders: dict[str, CutLine] = {}  # by slave
@@ -125,10 +130,16 @@ class Deployment(Run):
     def _run_file(self, timing: Mapping[str, Any]) -> dict[str, Any]:
         file = super()._run_file(timing)
         self.address = file["master"]["listen"] = address()
-        file["master"] |= self._more
+        file["master"] |= {**self._more, **self._mirrors}
         for section in file["slaves"]:
             own = self._own[section["name"]] = {key: address() for key in ("listen", "lane", "master")}
-            section |= {"listen": own["listen"], "lanes": [own["lane"]], "master": own["master"], "stall_s": 4.0}
+            section |= {
+                **self._mirrors,
+                "listen": own["listen"],
+                "lanes": [own["lane"]],
+                "master": own["master"],
+                "stall_s": 4.0,
+            }
         return file
 
     def _weave(self) -> None:
@@ -271,6 +282,10 @@ class Deployment(Run):
     def head(self) -> VersionId:
         with self.ledger() as ledger:
             return ledger.read_state().versions[-1].version
+
+    def lineage(self) -> list[VersionId]:
+        with self.ledger() as ledger:
+            return [row.version for row in ledger.read_state().versions]
 
     def progress(self, versions: int = 2, by: Sequence[str] = (), within_s: float = STEADY_S) -> VersionId:
         """Wait until so many more rounds made a version, and each of `by` is in one of them; return the head."""

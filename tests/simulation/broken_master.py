@@ -8,7 +8,7 @@ from typing import Any
 
 from dips.ids import GENESIS, PushId, VersionId
 from dips.master.ledger import Ledger
-from dips.protocol import pushes, rollback, settlement, slaves
+from dips.protocol import mirrors, pushes, rollback, settlement, slaves
 from dips.protocol.admission import SlotAnswer, SlotAsk, SlotQueue
 from dips.protocol.data import RangeBook
 from dips.protocol.effects import Outcome, Result
@@ -126,3 +126,17 @@ def drop_queue() -> list[Patch]:
         return SlotAnswer(free > 0, 0, 1)
 
     return [(SlotQueue, "request_slot", request_slot)]
+
+
+def forget_mirrors() -> list[Patch]:
+    def mirrored_versions(run: RunState) -> tuple[VersionId, ...]:
+        return ()
+
+    return [(mirrors, "mirrored_versions", mirrored_versions)]
+
+
+def reuse_incarnations() -> list[Patch]:
+    def next_incarnation(self: RunState, present: int) -> int:
+        return present + 1
+
+    return [(RunState, "next_incarnation", next_incarnation)]

@@ -36,6 +36,7 @@ def scenario_of(seed: int) -> Scenario:
         options=_options(chance.generator_for("options")),
         lasts_s=FAULTS_S + QUIET_S + MORE_S,
         quiet_at=FAULTS_S,
+        mirrors=chance.generator_for("mirrors").random() < 0.6,
         steady=False,
     )
 

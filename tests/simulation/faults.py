@@ -36,12 +36,16 @@ ANY_TIME: dict[str, tuple[int, Strike]] = {
     "slow_disk": (1, strikes.slow_disk),
     "rot": (1, strikes.rot),
     "old_snapshots": (1, strikes.old_snapshots),
+    "lose_disk": (2, strikes.lose_disk),
+    "lose_mirror": (1, strikes.lose_mirror),
+    "slow_mirror": (1, strikes.slow_mirror),
     "crash_master": (2, strikes.crash_master),
     "pause_master": (2, strikes.pause_master),
     "zombie_master": (2, strikes.zombie_master),
     "slow_ledger": (1, strikes.slow_ledger),
     "full_ledger": (1, strikes.full_ledger),
     "old_ledger": (1, strikes.old_ledger),
+    "lose_ledger": (2, strikes.lose_ledger),
     "cut": (3, strikes.cut),
     "clog": (1, strikes.clog),
     "cut_data": (1, strikes.cut_data),
@@ -158,6 +162,8 @@ class Faults(Observer):
         strikes.restore_if_all_is_lost(world)
         for machine in world.machines.values():
             machine.disk.repair_disk()
+            if machine.mirror is not None:
+                machine.mirror.repair_mirror()
             machine.start()
             if machine.process is not None:
                 machine.process.gate.open()

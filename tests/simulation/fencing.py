@@ -7,9 +7,10 @@ from typing import Any
 
 from dips.ids import PushId
 from dips.protocol.effects import Order
-from dips.protocol.events import Event, OrderAnswered, OrderFailed, PushRefused, PushStaged
+from dips.protocol.events import Event, MirrorReported, OrderAnswered, OrderFailed, PushRefused, PushStaged
 from dips.protocol.records import (
     IncarnationGiven,
+    LedgerRestored,
     LedgerState,
     Record,
     RoundReserved,
@@ -19,7 +20,7 @@ from dips.sim.slave import SlaveProcess
 from dips.sim.world import World
 from tests.simulation.checks import Invariant
 
-OF_SLAVES = frozenset({PushStaged, PushRefused, OrderAnswered, OrderFailed})
+OF_SLAVES = frozenset({MirrorReported, PushStaged, PushRefused, OrderAnswered, OrderFailed})
 
 
 class FencingInvariant(Invariant):
@@ -100,6 +101,7 @@ class MonotoneInvariant(Invariant):
         self.term = 0
         self.round = 0
         self.lives: dict[tuple[str, str], int] = {}
+        self.above = 0  # of a restored ledger: incarnations up to here may have been given
         self.numbers: dict[tuple[int, int], Order] = {}
 
     def master_restored(self, state: LedgerState) -> None:
@@ -113,9 +115,11 @@ class MonotoneInvariant(Invariant):
         if isinstance(record, RoundReserved):
             self.require(record.round > self.round, f"round {record.round} is reserved after round {self.round}")
             self.round = record.round
+        elif isinstance(record, LedgerRestored):
+            self.above = record.incarnations_above
         elif isinstance(record, IncarnationGiven):
             key = (record.role, record.name)
-            before = self.lives.get(key, 0)
+            before = max(self.lives.get(key, 0), self.above)
             self.require(record.inc == before + 1, f"{record.name} is given incarnation {record.inc} after {before}")
             self.lives[key] = record.inc
 

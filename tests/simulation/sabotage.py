@@ -70,6 +70,12 @@ SABOTAGES: dict[str, Sabotage] = {
     "believe-fresh-slaves": Sabotage(
         "a run does not begin anew for an empty slave", (7,), 2, master.believe_fresh_slaves
     ),
+    "forget-mirrors": Sabotage(
+        "what a mirror holds as its newest stays on every disk", (3, 12), 0, master.forget_mirrors
+    ),
+    "reuse-incarnations-after-restore": Sabotage(
+        "a restored ledger gives no incarnation that may have been given", (5,), 0, master.reuse_incarnations
+    ),
     "lease-twice": Sabotage("a data range is leased to one incarnation at a time", (10,), 0, master.lease_twice),
     "forget-a-range": Sabotage("a push names every data range that it used up", (10,), 0, cluster.forget_a_range),
     "drop-queue": Sabotage(

@@ -163,12 +163,61 @@ def old_snapshots(world: World, rng: Random) -> None:
         world.call_later(4.0 + 14.0 * rng.random(), f"old snapshots are put back on {machine.name}", put_back)
 
 
+def lose_disk(world: World, rng: Random) -> None:
+    """A slave's disk is gone for good, and it starts on another machine with what its mirror holds.
+
+    Not while its mirror holds nothing that is still on offer: then the run is lost, as it is without a mirror.
+    """
+    machine = _machine(world, rng)
+    mirror = machine.mirror
+    if mirror is None or not any(v in world.books.offered_versions for v in mirror.files):
+        return
+    machine.crash()
+    machine.disk.lose_disk()
+    world.monitor.rare_event_occurred("disk_lost")
+    world.call_later(_down_s(rng), f"{machine.name} starts on another machine", machine.start)
+
+
+def lose_mirror(world: World, rng: Random) -> None:
+    """A mirror is full or unreachable for a while; what lies there stays."""
+    mirror = _machine(world, rng).mirror
+    if mirror is not None:
+        mirror.gone = True
+
+        def mend() -> None:
+            mirror.gone = False
+
+        world.call_later(4.0 + 14.0 * rng.random(), "a mirror is there again", mend)
+
+
+def slow_mirror(world: World, rng: Random) -> None:
+    """A mirror takes longer than rounds do: it lags by versions."""
+    mirror = _machine(world, rng).mirror
+    if mirror is not None:
+        mirror.slowness = 5.0 + 20.0 * rng.random()
+
+        def mend() -> None:
+            mirror.slowness = 1.0
+
+        world.call_later(5.0 + 15.0 * rng.random(), "a mirror is fast again", mend)
+
+
 # ---- master --------------------------------------------------------------------------------------------------------
 
 
 def crash_master(world: World, rng: Random) -> None:
     world.crash_master()
     world.call_later(_down_s(rng), "the master starts again", world.start_master)
+
+
+def lose_ledger(world: World, rng: Random) -> None:
+    """The master's machine is gone for good; another master starts with what the ledger's mirror holds."""
+    if world.master.disk.is_old_copy or not world.scenario.mirrors:
+        return
+    world.crash_master()
+    world.master.lose_disk()
+    world.monitor.rare_event_occurred("ledger_lost")
+    world.call_later(_down_s(rng), "the master starts on another machine", world.start_master)
 
 
 def pause_master(world: World, rng: Random) -> None:

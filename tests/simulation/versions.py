@@ -142,8 +142,39 @@ class DurableInvariant(Invariant):
     def record_written(self, record: Record) -> None:
         if isinstance(record, VersionDurable) or (isinstance(record, VersionCommitted) and record.durable):
             self.durable.append(record.version)
+        elif isinstance(record, VersionsRetired):
+            self._mirrors_stay_useful(record)
         elif isinstance(record, RolledBack):
+            self._no_further_than_mirrors(record)
             self.durable = [v for v in self.durable if v not in record.undone]
+
+    def _mirrors_stay_useful(self, record: VersionsRetired) -> None:
+        """A mirror that holds a version on offer holds one after others were retired, too: it lies on all disks."""
+        for machine in self.world.machines.values():
+            known = machine.mirror is not None and machine.mirror.listed
+            held = [
+                v for v in self.world.books.offered_versions if machine.mirror is not None and v in machine.mirror.files
+            ]
+            left = [v for v in held if v not in record.versions]
+            self.require(
+                not known or not held or bool(left),
+                f"{', '.join(map(str, held))} was retired, and {machine.name}'s mirror holds nothing newer",
+            )
+
+    def _no_further_than_mirrors(self, record: RolledBack) -> None:
+        """A lost disk costs what its mirror lags behind: whatever the laggard holds is on all other disks, too."""
+        machines = self.world.machines.values()
+        held = [[v for v in m.mirror.files if v in self.durable] if m.mirror is not None else [] for m in machines]
+        if not all(held):
+            return
+        oldest = min(max(versions) for versions in held)
+        excused = any(oldest in m.disk.harmed and oldest not in m.disk.files for m in machines) or any(
+            not s.good for m in machines for v, s in m.disk.files.items() if v == oldest
+        )
+        self.require(
+            record.head.version >= oldest.version or excused,
+            f"rolled back to {record.head}, every mirror holds {oldest} or a newer one",
+        )
 
     def after_event(self) -> None:
         newest = self.newest

@@ -17,6 +17,7 @@ DIPS = Path(__file__).parents[2] / "dips"
 LOW = {"dips.ids", "dips.errors"}
 CONFIG = {
     "dips.config",
+    "dips.mirror",
     "dips.pidlock",
     "dips.telemetry",
 }  # what daemons and subcommands may use besides
@@ -30,6 +31,7 @@ MAY: dict[str, set[str]] = {
     "dips.errors": set(),
     "dips.ids": {"dips.errors"},
     "dips.pidlock": LOW,
+    "dips.mirror": LOW,
     "dips.config": LOW | {"dips.protocol.enums", "dips.protocol.options"},
     "dips.telemetry": LOW,
     "dips.protocol": LOW,
@@ -53,8 +55,9 @@ MAY: dict[str, set[str]] = {
     | {f"dips.wire.{pure}" for pure in ("codecs", "chunks", "frame", "streams")}
     | {"dips.transport.pool", "dips.transport.shares"}
     | {f"dips.slave.{pure}" for pure in ("core", "actions", "standing", "shard", "shard_round", "order_fences")}
+    | {"dips.slave.mirror_plan", "dips.transport.backoff"}
     | {f"dips.slave.{pure}" for pure in ("open_transfers", "ports", "admission", "receiver", "sender", "moves")}
-    | {f"dips.master.{pure}" for pure in ("core", "held", "ledger", "orders", "outbox")}
+    | {f"dips.master.{pure}" for pure in ("core", "held", "ledger", "ledger_rebuild", "orders", "outbox")}
     | {f"dips.client.agent.{pure}" for pure in ("core", "state", "account", "actions", "pace", "restarts")}
     | {"dips.client.ipc.messages", "dips.client.rank.feedback"},
     "dips.data": LOW,

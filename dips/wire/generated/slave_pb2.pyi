@@ -38,6 +38,7 @@ class SlaveRegistered(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
+    MIRROR_FIELD_NUMBER: _builtins.int
     slave: _builtins.str
     nonce: _builtins.str
     run: _builtins.str
@@ -56,6 +57,10 @@ class SlaveRegistered(_message.Message):
     def prepared(self) -> _names_pb2.VersionId: ...
     @_builtins.property
     def complete(self) -> _containers.RepeatedCompositeFieldContainer[_names_pb2.VersionId]: ...
+    @_builtins.property
+    def mirror(self) -> Global___MirrorReport:
+        """absent: its directory has no mirror"""
+
     def __init__(
         self,
         *,
@@ -72,14 +77,38 @@ class SlaveRegistered(_message.Message):
         reason: _builtins.str = ...,
         key: _builtins.str = ...,
         protocol: _builtins.int = ...,
+        mirror: Global___MirrorReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "prepared", b"prepared"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "mirror", b"mirror", "prepared", b"prepared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "complete", b"complete", "key", b"key", "lanes", b"lanes", "memory", b"memory", "nonce", b"nonce", "prepared", b"prepared", "protocol", b"protocol", "reason", b"reason", "run", b"run", "slave", b"slave", "slots", b"slots", "term_seen", b"term_seen"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "complete", b"complete", "key", b"key", "lanes", b"lanes", "memory", b"memory", "mirror", b"mirror", "nonce", b"nonce", "prepared", b"prepared", "protocol", b"protocol", "reason", b"reason", "run", b"run", "slave", b"slave", "slots", b"slots", "term_seen", b"term_seen"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SlaveRegistered: _TypeAlias = SlaveRegistered  # noqa: Y015
+
+@_typing.final
+class MirrorReport(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELD_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    @_builtins.property
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[_names_pb2.VersionId]: ...
+    def __init__(
+        self,
+        *,
+        held: _abc.Iterable[_names_pb2.VersionId] | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MirrorReport: _TypeAlias = MirrorReport  # noqa: Y015
 
 @_typing.final
 class Registered(_message.Message):
@@ -292,6 +321,7 @@ class SlaveHeartbeat(_message.Message):
     PERSIST_S_FIELD_NUMBER: _builtins.int
     APPLY_S_FIELD_NUMBER: _builtins.int
     WORK_BYTES_FIELD_NUMBER: _builtins.int
+    MIRROR_FIELD_NUMBER: _builtins.int
     slave: _builtins.str
     sinc: _builtins.int
     term: _builtins.int
@@ -309,6 +339,8 @@ class SlaveHeartbeat(_message.Message):
     def staged(self) -> _containers.RepeatedCompositeFieldContainer[_names_pb2.PushId]: ...
     @_builtins.property
     def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Transfer]: ...
+    @_builtins.property
+    def mirror(self) -> Global___MirrorReport: ...
     def __init__(
         self,
         *,
@@ -325,10 +357,11 @@ class SlaveHeartbeat(_message.Message):
         persist_s: _builtins.float = ...,
         apply_s: _builtins.float = ...,
         work_bytes: _builtins.int = ...,
+        mirror: Global___MirrorReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "mirror", b"mirror"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_s", b"apply_s", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "memory", b"memory", "persist_s", b"persist_s", "pool_limit", b"pool_limit", "pool_used", b"pool_used", "sinc", b"sinc", "slave", b"slave", "staged", b"staged", "term", b"term", "transfers", b"transfers", "work_bytes", b"work_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply_s", b"apply_s", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "memory", b"memory", "mirror", b"mirror", "persist_s", b"persist_s", "pool_limit", b"pool_limit", "pool_used", b"pool_used", "sinc", b"sinc", "slave", b"slave", "staged", b"staged", "term", b"term", "transfers", b"transfers", "work_bytes", b"work_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -344,6 +377,7 @@ class SlaveHeartbeatAnswer(_message.Message):
     AS_OF_FIELD_NUMBER: _builtins.int
     PUSHES_FIELD_NUMBER: _builtins.int
     PULLS_FIELD_NUMBER: _builtins.int
+    MIRROR_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     lease_s: _builtins.float
     register: _builtins.bool
@@ -352,6 +386,10 @@ class SlaveHeartbeatAnswer(_message.Message):
     def pushes(self) -> _containers.RepeatedCompositeFieldContainer[_names_pb2.PushId]: ...
     @_builtins.property
     def pulls(self) -> _containers.RepeatedCompositeFieldContainer[_names_pb2.PullId]: ...
+    @_builtins.property
+    def mirror(self) -> _containers.RepeatedCompositeFieldContainer[_names_pb2.VersionId]:
+        """what its mirror is to hold"""
+
     def __init__(
         self,
         *,
@@ -361,10 +399,11 @@ class SlaveHeartbeatAnswer(_message.Message):
         as_of: _builtins.int = ...,
         pushes: _abc.Iterable[_names_pb2.PushId] | None = ...,
         pulls: _abc.Iterable[_names_pb2.PullId] | None = ...,
+        mirror: _abc.Iterable[_names_pb2.VersionId] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of", b"as_of", "lease_s", b"lease_s", "pulls", b"pulls", "pushes", b"pushes", "register", b"register", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of", b"as_of", "lease_s", b"lease_s", "mirror", b"mirror", "pulls", b"pulls", "pushes", b"pushes", "register", b"register", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -129,6 +129,13 @@ CREATE TABLE rebalanced (
 CREATE TABLE rebalances (
     place INTEGER PRIMARY KEY, round INTEGER NOT NULL REFERENCES versions, last_round INTEGER NOT NULL, wall REAL
 ) STRICT;
+CREATE TABLE recoveries (
+    round INTEGER PRIMARY KEY REFERENCES versions, source TEXT NOT NULL, layers TEXT NOT NULL, wall REAL
+) STRICT;
+CREATE TABLE restores (
+    place INTEGER PRIMARY KEY, source TEXT NOT NULL, unknown_from INTEGER NOT NULL, known_again INTEGER NOT NULL,
+    incarnations_above INTEGER NOT NULL, wall REAL
+) STRICT;
 CREATE TABLE retired (round INTEGER PRIMARY KEY REFERENCES versions) STRICT;
 INSERT INTO "retired" VALUES(1);
 INSERT INTO "retired" VALUES(2);

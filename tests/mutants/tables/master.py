@@ -11,6 +11,7 @@ OUTBOX = "tests/unit/master/test_outbox.py"
 HELD = "tests/unit/master/test_held.py"
 JOURNAL = "tests/unit/master/test_journal.py"
 RECOVER = "tests/unit/master/test_recover.py"
+MIRROR = "tests/unit/master/test_ledger_mirror.py"
 GENESIS = "tests/unit/master/test_bites_ledger.py tests/unit/master/test_genesis.py"
 
 MUTANTS = (
@@ -59,6 +60,24 @@ MUTANTS = (
     Mutant("questions are asked without pause", ROOM, "max(now, self._asked_at + pause_s)", "now", HELD),
     Mutant(
         "questions wait for changes only", ROOM, "again_s: float = 2.0", "again_s: float = 200.0", HELD + " " + CORE
+    ),
+    # ---- its mirror
+    Mutant("a half-written mirror is believed", ROOM, "    if not whole:\n        return None", "", MIRROR),
+    Mutant("another run's ledger is restored", ROOM, "if of != run:", "if False:", MIRROR),
+    Mutant("an old ledger beats its mirror", ROOM, "if mirrored > term:", "if False:", MIRROR),
+    Mutant(
+        "effects leave before the mirror has them",
+        ROOM,
+        "await asyncio.wait_for(asyncio.wrap_future(done), self._patience_s)",
+        "await asyncio.sleep(0)",
+        MIRROR,
+    ),
+    Mutant(
+        "a restored ledger gives rounds twice",
+        ROOM,
+        "state.next_round, state.next_round + SPARE",
+        "state.next_round, state.next_round",
+        MIRROR,
     ),
     # ---- the ledger
     Mutant("the ledger is not fsynced", ROOM, "PRAGMA synchronous = FULL", "PRAGMA synchronous = NORMAL", LEDGER),

@@ -11,6 +11,7 @@ RECEIVER = "tests/unit/slave/test_bites_receiver.py tests/unit/slave/test_receiv
 SENDER = "tests/unit/slave/test_bites_sender.py tests/unit/slave/test_sender.py"
 HELLOS = "tests/unit/slave/test_hostile_hellos.py"
 KERNELS = "tests/unit/outer/test_kernels.py"
+MIRROR = "tests/unit/slave/test_mirror.py"
 VERSIONS = "tests/unit/outer/test_bites_versions.py tests/unit/outer/test_versions.py"
 
 REBALANCE = "tests/unit/commands/test_rebalance.py"
@@ -79,6 +80,17 @@ MUTANTS = (
         DISK,
     ),
     Mutant("fsync of a directory does nothing", ROOM + "/tensorfile.py", "        os.fsync(fd)", "        pass", DISK),
+    # ---- mirrors
+    Mutant("rot is copied", ROOM, "            if found != expected:", "            if False:", MIRROR),
+    Mutant("another run's copy is taken", ROOM, "(run, slave, version):", "(manifest.run, slave, version):", MIRROR),
+    Mutant(
+        "old copies go before the new one is whole",
+        ROOM,
+        "if self._wanted[-1] not in self._held:",
+        "if self._wanted[-1] not in self._held and all(v in self._wanted for v in self._held):",
+        MIRROR,
+    ),
+    Mutant("a mirror beats a newer disk", ROOM, "if version.round <= newest:", "if False:", MIRROR),
     # ---- what is believed
     Mutant(
         "the digest of θ is not checked at Load",

@@ -1,0 +1,202 @@
+"""Keeps the ledger's mirror: every transaction lies there before anything that it says is told, or the mirror is red.
+
+The master waits for the mirror as it waits for its own disk, up to `mirror_s`. A mirror that takes longer, is full or
+gone is not waited for from then on: rounds go on, `dips status` says how far it lags, and when it works again it is
+waited for again as soon as it has caught up. So a ledger that is restored while its mirror kept up knows everything
+that was ever told; one whose mirror lagged may not, and restore.py provides for that.
+
+One daemon thread writes, in order. The queue is bounded: a mirror that falls too far behind gets a new base instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from dips.errors import DipsError, StaleTerm
+from dips.master import mirror_files
+from dips.master.ledger_rebuild import MirroredTransaction
+from dips.mirror import MirrorStore
+from dips.protocol.records import Record
+from dips.telemetry.logs import Log
+from dips.transport.backoff import Backoff
+
+MOST_QUEUED = 1_000  # transactions; beyond it a new base is smaller than what it replaces, mostly
+LOGS_TO_A_BASE = 1_000  # then a new base, so that restoring reads no more files than these
+BACKOFF_S = (0.5, 30.0)  # first and longest pause between two tries of a mirror that fails
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    number: int
+    written: MirroredTransaction
+    since: float
+    done: Future[None]
+
+
+class LedgerMirror:
+    """One term's mirror. `take_base` returns (number of transactions in it, the ledger's bytes), from any thread."""
+
+    def __init__(
+        self,
+        store: MirrorStore,
+        run: str,
+        term: int,
+        take_base: Callable[[], tuple[int, bytes]],
+        patience_s: float,
+        clock: Callable[[], float],
+        log: Log,
+    ) -> None:
+        self._store, self._run, self._term, self._take_base = store, run, term, take_base
+        self._patience_s, self._clock, self._log = patience_s, clock, log
+        self._backoff = Backoff(*BACKOFF_S, Random())
+        self._changed = threading.Condition()
+        self._queue: deque[_Waiting] = deque()
+        self._base_due, self._behind = True, True
+        self._behind_since = clock()
+        self._unqueued = 0  # transactions that the next base brings
+        self._reason = "nothing was written yet"
+        self._logs = 0
+        self._ended = self._fenced = False
+        self._thread = threading.Thread(target=self._keep, name="ledger-mirror", daemon=True)
+
+    def start(self) -> bool:
+        """Write the first base; return whether it lies there within the patience. The thread goes on in any case."""
+        self._thread.start()
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._behind, self._patience_s)
+
+    def close(self) -> None:
+        """Write nothing more; what is under way is left to itself."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    async def follow(self, number: int, records: Sequence[Record], wall: float) -> None:
+        """Transaction `number` is durable in the ledger; return when it is mirrored, or not waited for.
+
+        Raise StaleTerm if a later master has begun its term in the mirror: it was restored from there.
+        """
+        done: Future[None] = Future()
+        with self._changed:
+            if self._fenced:
+                raise StaleTerm(self._reason)
+            self._put(_Waiting(number, MirroredTransaction(tuple(records), wall), self._clock(), done))
+            if self._behind:
+                return
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(done), self._patience_s)
+        except TimeoutError:
+            with self._changed:
+                self._fall_behind(f"it took longer than {self._patience_s:g} s")
+        if self._fenced:
+            raise StaleTerm(self._reason)
+
+    def view(self) -> dict[str, Any]:
+        """How far it lags, for status and metrics."""
+        with self._changed:
+            lags = self._unqueued + len(self._queue) if self._behind else 0
+            behind_s = max(0.0, self._clock() - self._behind_since) if self._behind else 0.0
+            return {
+                "red": self._behind,
+                "behind_transactions": lags,
+                "behind_s": behind_s,
+                "reason": self._reason if self._behind else "",
+            }
+
+    # ---- under the lock ----------------------------------------------------------------------------------------------
+
+    def _put(self, waiting: _Waiting) -> None:
+        if len(self._queue) >= MOST_QUEUED:
+            self._unqueued += len(self._queue)
+            self._queue.clear()
+            self._base_due = True
+        self._queue.append(waiting)
+        self._changed.notify_all()
+
+    def _fall_behind(self, reason: str) -> None:
+        if not self._behind:
+            self._log.error("ledger_mirror_lags", mirror=self._store.url, reason=reason)
+            self._behind_since = self._queue[0].since if self._queue else self._clock()
+        self._behind, self._reason = True, reason
+
+    def _catch_up(self) -> None:
+        """Nothing is left to write: from now on it is waited for."""
+        if self._behind:
+            self._log.info("ledger_mirror_keeps_up", mirror=self._store.url, term=self._term)
+        self._behind, self._reason = False, ""
+        self._changed.notify_all()
+
+    # ---- the thread --------------------------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        while self._wait_for_work():
+            try:
+                self._require_newest()
+                if self._fenced:
+                    continue
+                if self._base_due:
+                    self._write_base()
+                else:
+                    self._write_next()
+                self._backoff.reset()
+            except (DipsError, OSError, RuntimeError) as error:  # RuntimeError: the ledger's thread has ended
+                pause_s = self._backoff.next_pause_s()
+                with self._changed:
+                    self._fall_behind(str(error))
+                    self._release_all()
+                    self._changed.wait_for(lambda: self._ended, pause_s)
+
+    def _wait_for_work(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._base_due or bool(self._queue))
+            return not self._ended
+
+    def _require_newest(self) -> None:
+        """No later master has begun here; slaves fence this one by its term, but it should end before."""
+        newest = mirror_files.newest_term(self._store)
+        if newest > self._term:
+            with self._changed:
+                self._fenced = True
+                self._fall_behind(f"this is term {self._term}, its mirror {self._store.url} has term {newest}")
+                self._release_all()
+                self._ended = True
+
+    def _write_base(self) -> None:
+        number, content = self._take_base()
+        mirror_files.write_base(self._store, self._run, self._term, number, content)
+        with self._changed:
+            self._base_due, self._logs, self._unqueued = False, 0, 0
+            while self._queue and self._queue[0].number <= number:
+                self._end(self._queue.popleft())
+            if not self._queue:
+                self._catch_up()
+
+    def _write_next(self) -> None:
+        with self._changed:
+            waiting = self._queue[0]
+        mirror_files.write_transaction(self._store, self._run, self._term, waiting.number, waiting.written)
+        with self._changed:
+            if self._queue and self._queue[0] is waiting:
+                self._queue.popleft()
+            self._end(waiting)
+            self._logs += 1
+            self._base_due = self._base_due or self._logs >= LOGS_TO_A_BASE
+            if not self._queue and not self._base_due:
+                self._catch_up()
+
+    def _release_all(self) -> None:
+        """Who waits is not to wait for a mirror that fails."""
+        for waiting in self._queue:
+            self._end(waiting)
+
+    @staticmethod
+    def _end(waiting: _Waiting) -> None:
+        if not waiting.done.done():
+            waiting.done.set_result(None)

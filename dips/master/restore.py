@@ -1,0 +1,90 @@
+"""Rebuilds a lost ledger from its mirror, when a master starts with none on its disk."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import time
+from pathlib import Path
+
+from dips.config import RunFile
+from dips.errors import ConfigError, Corrupt, FailedMirror
+from dips.master import genesis, mirror_files
+from dips.master.ledger import Ledger, hold_ledger, sync_path
+from dips.master.ledger_rebuild import MirroredLedger, rebuild
+from dips.mirror import MirrorStore
+from dips.protocol.records import LedgerState
+from dips.telemetry.logs import Log
+
+ASIDE = ".restoring"
+
+
+def mirror_of(config: RunFile) -> MirrorStore | None:
+    """Where this run's ledger is mirrored; None: nowhere."""
+    return None if config.master.mirror is None else MirrorStore(config.master.mirror, config.shared.run, "master")
+
+
+def restore_if_lost(config: RunFile, log: Log) -> None:
+    """Put the mirrored ledger and initial model in the place of lost ones; nothing if they are there, or no mirror is.
+
+    Raise ConfigError if the ledger that is there is older than its mirror's, or the mirror holds none either;
+    FailedMirror if a mirror that is needed cannot be read; Corrupt if it is of another run.
+    """
+    store, path = mirror_of(config), genesis.ledger_path(config)
+    if store is None:
+        return
+    if path.exists():
+        _check_not_older(path, store, log)
+        return
+    with hold_ledger(path):  # one master restores it, and a second one finds it
+        found = mirror_files.read_newest(store, config.shared.run)
+        if found is None:
+            raise ConfigError(f"{path}: no ledger is here, and its mirror {store.url} has none; `dips init` makes one")
+        state = _build_file(found, path)
+    genesis.fetch_initial(store, config.master.directory)
+    log.warning(
+        "ledger_restored", mirror=store.url, term=found.term, head=str(state.versions[-1].version),
+        transactions_since_base=len(found.transactions),
+    )  # fmt: skip
+
+
+def _build_file(found: MirroredLedger, path: Path) -> LedgerState:
+    """Write the ledger's file aside, and rename it when it is whole."""
+    aside = path.parent / ASIDE
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    built = aside / path.name
+    try:
+        built.write_bytes(found.base)
+        ledger = Ledger.open(built, wall=time.time)
+        try:
+            state, _ = rebuild(ledger, found.term, found.transactions)
+        finally:
+            ledger.close()  # the last connection moves the WAL into the file
+        sync_path(built)
+        built.rename(path)
+        sync_path(path.parent)
+        return state
+    except sqlite3.DatabaseError as error:
+        raise Corrupt(f"the mirrored ledger cannot be built: {error}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _check_not_older(path: Path, store: MirrorStore, log: Log) -> None:
+    """The disk wins over the mirror, unless a later master than all that this file knows has written to the mirror."""
+    try:
+        mirrored = mirror_files.newest_term(store)
+    except FailedMirror as error:
+        log.warning("ledger_mirror_lags", reason=str(error))
+        return
+    ledger = Ledger.open(path, readonly=True)
+    try:
+        term = ledger.read_state().term
+    finally:
+        ledger.close()
+    if mirrored > term:
+        raise ConfigError(
+            f"{path} knows terms up to {term}, its mirror {store.url} has term {mirrored}: this file is an old copy; "
+            "put the newest one back, or move it away to have it restored from the mirror"
+        )

@@ -1,0 +1,87 @@
+"""What the slaves' mirrors hold: which version each copies next, and which stay on every disk for their sake.
+
+A mirror is of use only if the version that it holds is offered by all other slaves too. So the master names what is
+copied, as it names what is persisted (docs/rationale.md#3): one target for all, the newest durable version; the next
+one when every mirror that works holds it. The newest version that a mirror holds stays on every slave's disk until that
+mirror holds a newer one: then a lost disk costs what its mirror lags behind, and no more. A mirror that fails, or whose
+slave is away, holds up no other; nothing here holds up a round.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dips.ids import VersionId
+from dips.protocol.entities import Slave
+from dips.protocol.events import MirrorReported
+from dips.protocol.run_state import RunState
+
+
+def on_mirror_reported(run: RunState, event: MirrorReported) -> None:
+    """A mirror holds something else than before, or fails for another reason."""
+    slave = run.slaves.get(event.slave)
+    if slave is None or slave.sinc != event.sinc:
+        return
+    failed_before = slave.mirror.reason if slave.mirror is not None else ""
+    slave.mirror = event.report
+    if event.report.reason and not failed_before:
+        run.emit_note("mirror_fails", slave=slave.name, reason=event.report.reason)
+    elif failed_before and not event.report.reason:
+        run.emit_note("mirror_works_again", slave=slave.name)
+    advance_target(run)
+
+
+def advance_target(run: RunState) -> None:
+    """Name the newest durable version as the next to copy, unless some mirror is still busy with the present one."""
+    target = run.mirror_target
+    if target is not None and _is_kept(run, target) and any(_lacks(s, target) for s in run.ready_slaves()):
+        return
+    run.mirror_target = next(
+        (v.version for v in reversed(run.versions.values()) if v.durable and _is_kept(run, v.version)), None
+    )
+
+
+def mirrored_versions(run: RunState) -> tuple[VersionId, ...]:
+    """The newest version of the lineage that each mirror holds, oldest first: on no disk may it be deleted."""
+    return tuple(sorted({v for s in run.slaves.values() if (v := newest_mirrored(run, s)) is not None}))
+
+
+def wanted_versions(run: RunState) -> tuple[VersionId, ...]:
+    """What mirrors are to hold; the last one is to be copied, the others are not to be deleted."""
+    if run.mirror_target is None:
+        return ()
+    return (*(v for v in mirrored_versions(run) if v != run.mirror_target), run.mirror_target)
+
+
+def newest_mirrored(run: RunState, slave: Slave) -> VersionId | None:
+    """The newest version that lies in this mirror and is on offer; None without a mirror, or if it lags too far."""
+    held = slave.mirror.held if slave.mirror is not None else ()
+    return max((v for v in held if _is_kept(run, v)), default=None)
+
+
+def view_mirror(run: RunState, slave: Slave, now: float) -> dict[str, Any] | None:
+    """How far a mirror lags, for people: outer steps, and seconds since it ceased to hold the head."""
+    if slave.mirror is None:
+        return None
+    newest = newest_mirrored(run, slave)
+    version = newest.version if newest is not None else 0
+    missing = [v for v in run.versions if v.version > version]
+    since = run.committed_at.get(missing[0], run.started) if missing else now
+    return {
+        "version": str(newest) if newest is not None else None,
+        "behind_versions": run.head.version - version,
+        "behind_s": max(0.0, now - since),
+        "failing": bool(slave.mirror.reason),
+        "reason": slave.mirror.reason,
+    }
+
+
+def _is_kept(run: RunState, version: VersionId) -> bool:
+    """Whether its snapshots are on offer: in the lineage and not retired; v0@r0 needs no mirror."""
+    row = run.versions.get(version)
+    return row is not None and not row.retired and version.version > 0
+
+
+def _lacks(slave: Slave, target: VersionId) -> bool:
+    """Whether a mirror that works does not hold it yet."""
+    return slave.mirror is not None and not slave.mirror.reason and target not in slave.mirror.held

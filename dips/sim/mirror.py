@@ -1,0 +1,110 @@
+"""The simulated mirror of a slave's directory, and the shell that keeps it: what snapshot_mirror.py does with a thread
+and a store is done here in simulated time. What is copied next, MirrorPlan decides, as in the daemon.
+
+A mirror outlives every disk; it is slow, or gone, at times. A copy that a crash interrupts leaves nothing whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from random import Random
+from typing import Protocol
+
+from dips.ids import VersionId
+from dips.protocol.events import MirrorReport
+from dips.sim.disk import SimDisk, Snapshot
+from dips.sim.heap import Heap, Timer
+from dips.slave.mirror_plan import MirrorJob, MirrorJobKind, MirrorPlan
+from dips.transport.backoff import Backoff
+
+COPY_S = 0.4  # of a snapshot, at most double
+BACKOFF_S = (0.5, 4.0)
+
+
+class Later(Protocol):
+    """Plans something that this incarnation does, if it still lives."""
+
+    def __call__(self, delay_s: float, what: str, action: Callable[[], None]) -> Timer: ...
+
+
+class SimMirror:
+    """What lies in the mirror; belongs to no machine."""
+
+    def __init__(self, disk: SimDisk, rng: Random) -> None:
+        self.disk, self.rng = disk, rng
+        self.files: dict[VersionId, Snapshot] = {}
+        self.gone = False
+        self.listed = False  # whoever keeps it knows what it holds, and has told
+        self.slowness = 1.0
+
+    def repair_mirror(self) -> None:
+        """It is there, and fast."""
+        self.gone, self.slowness = False, 1.0
+
+
+class MirrorShell:
+    """One incarnation of a slave, keeping its mirror."""
+
+    def __init__(self, mirror: SimMirror, later: Later, heap: Heap) -> None:
+        self._mirror, self._later, self._heap = mirror, later, heap
+        mirror.listed = False
+        self._plan = MirrorPlan(Backoff(*BACKOFF_S, mirror.rng))
+        self._timer: Timer | None = None
+
+    def report(self) -> MirrorReport:
+        """What a heartbeat says of it."""
+        return self._plan.report(self._heap.now)
+
+    def want(self, versions: tuple[VersionId, ...]) -> None:
+        """The master says what it is to hold."""
+        self._plan.want(versions)
+        self._look()
+
+    def restore(self) -> bool:
+        """Bring back what is newer than the disk; False if the mirror is gone and the disk has nothing."""
+        disk, mirror = self._mirror.disk, self._mirror
+        newest = max((v.round for v in disk.good_versions), default=0)
+        if mirror.gone:
+            return newest > 0
+        self._plan.on_listed(tuple(mirror.files))
+        mirror.listed = True  # told with the first Register
+        for version, snapshot in mirror.files.items():
+            if version.round > newest:
+                disk.bring_back(version, snapshot)
+        self._look()
+        return True
+
+    def _look(self) -> None:
+        """Begin what is due, and plan when to look again."""
+        now = self._heap.now
+        job = self._plan.next_job(now)
+        if job is not None:
+            work_s = COPY_S * self._mirror.slowness * (1.0 + self._mirror.rng.random())
+            self._later(work_s if job.kind is MirrorJobKind.COPY else 0.0, "a mirror works", lambda: self._end(job))
+            return
+        due = self._plan.next_deadline(now)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._later(due - now, "a mirror's deadline", self._look) if due < inf else None
+
+    def _end(self, job: MirrorJob) -> None:
+        mirror, problem = self._mirror, ""
+        if mirror.gone:
+            problem = "the mirror is gone"
+        elif job.kind is MirrorJobKind.LIST:
+            self._plan.on_listed(tuple(mirror.files))
+        elif job.kind is MirrorJobKind.DELETE:
+            for version in job.versions:
+                del mirror.files[version]
+            self._plan.on_done(job)
+        else:
+            snapshot = mirror.disk.files.get(job.versions[0])
+            if snapshot is None or not snapshot.good:
+                problem = f"{job.versions[0]} is not whole on this disk"
+            else:
+                mirror.files[job.versions[0]] = snapshot
+                self._plan.on_done(job)
+        if problem:
+            self._plan.on_failed(problem, self._heap.now)
+        self._look()

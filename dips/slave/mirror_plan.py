@@ -1,0 +1,107 @@
+"""What a slave's mirror does next: list, copy the newest version that the master wants there, delete what it does not.
+
+Pure: `now` is an argument, a shell does the jobs (snapshot_mirror.py, the simulation's), one at a time. There is no
+queue: a newer wish replaces the one before. What must stay true: nothing is deleted before the newest is whole, and
+nothing that the master names. A failure is told as a reason, and tried again with backoff; nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from math import inf
+
+from dips.ids import VersionId
+from dips.protocol.events import MirrorReport
+from dips.transport.backoff import Backoff
+
+STALL_S = 60.0  # a job that moves nothing for so long is told as failing: a network mount hangs, and raises nothing
+
+
+class MirrorJobKind(Enum):
+    """LIST what lies there; COPY one version; DELETE versions."""
+
+    LIST = "list"
+    COPY = "copy"
+    DELETE = "delete"
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorJob:
+    kind: MirrorJobKind
+    versions: tuple[VersionId, ...] = ()
+
+
+class MirrorPlan:
+    """One slave's mirror, as far as this process knows it."""
+
+    def __init__(self, backoff: Backoff) -> None:
+        self._backoff = backoff
+        self._held: tuple[VersionId, ...] | None = None  # None: not listed yet
+        self._wanted: tuple[VersionId, ...] = ()
+        self._reason = ""
+        self._again_at = 0.0
+        self._busy = False
+        self._moved_at = 0.0  # while busy: when something last moved
+
+    def report(self, now: float) -> MirrorReport:
+        """What heartbeats say of it."""
+        stalled = self._busy and now - self._moved_at >= STALL_S
+        return MirrorReport(self._held or (), f"nothing has moved for {STALL_S:g} s" if stalled else self._reason)
+
+    def on_moved(self, now: float) -> None:
+        """The present job moved some bytes."""
+        self._moved_at = now
+
+    def want(self, versions: tuple[VersionId, ...]) -> None:
+        """The master says what the mirror is to hold, the last of them next; empty: nothing yet."""
+        self._wanted = versions
+
+    def next_deadline(self, now: float) -> float:
+        """When `next_job` has something to do; inf while it has not."""
+        return max(self._again_at, now) if not self._busy and self._find_job() is not None else inf
+
+    def next_job(self, now: float) -> MirrorJob | None:
+        """Begin a job, if there is one and it is time; exactly one of `on_listed`, `on_done`, `on_failed` follows."""
+        if self.next_deadline(now) > now:
+            return None
+        self._busy, self._moved_at = True, now
+        return self._find_job()
+
+    def _find_job(self) -> MirrorJob | None:
+        if self._held is None:
+            return MirrorJob(MirrorJobKind.LIST)
+        if not self._wanted:
+            return None
+        if self._wanted[-1] not in self._held:
+            return MirrorJob(MirrorJobKind.COPY, self._wanted[-1:])
+        superfluous = tuple(v for v in self._held if v not in self._wanted)
+        return MirrorJob(MirrorJobKind.DELETE, superfluous) if superfluous else None
+
+    def on_listed(self, held: tuple[VersionId, ...]) -> None:
+        """These lie there whole; also said before the slave registers, so that the master knows from the beginning."""
+        self._end()
+        self._held = _by_round(held)
+
+    def on_done(self, job: MirrorJob) -> None:
+        """A version was copied, or versions were deleted."""
+        self._end()
+        held = self._held or ()
+        if job.kind is MirrorJobKind.COPY:
+            self._held = _by_round((*held, *job.versions))
+        else:
+            self._held = tuple(v for v in held if v not in job.versions)
+
+    def on_failed(self, reason: str, now: float) -> None:
+        """The mirror is full, gone or slow beyond patience; what lies there is listed anew before the next try."""
+        self._busy = False
+        self._reason = reason
+        self._again_at = now + self._backoff.next_pause_s()
+
+    def _end(self) -> None:
+        self._busy, self._reason, self._again_at = False, "", 0.0
+        self._backoff.reset()
+
+
+def _by_round(versions: tuple[VersionId, ...]) -> tuple[VersionId, ...]:
+    return tuple(sorted(set(versions), key=lambda v: v.round))

@@ -1,0 +1,152 @@
+"""The thread that keeps a slave's mirror: does what MirrorPlan says, beside everything else that the slave does.
+
+What must stay true: the shard's thread and the event loop never wait for it; they leave a wish, and read a report. A
+mount that hangs must not keep the process alive, so its thread is a daemon. Before the slave registers for the first
+time, `restore` brings back what is newer in the mirror than on the disk: on a new machine, everything.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from random import Random
+
+from dips.errors import Corrupt, DipsError, FailedMirror
+from dips.ids import VersionId
+from dips.mirror import MirrorStore
+from dips.protocol.events import MirrorReport
+from dips.slave import mirror_copy
+from dips.slave.mirror_plan import MirrorJob, MirrorJobKind, MirrorPlan
+from dips.telemetry.logs import Log
+from dips.transport.backoff import Backoff
+
+BACKOFF_S = (1.0, 60.0)  # first and longest pause between two tries of a mirror that fails
+IDLE_S = 3600.0  # the thread looks again after so long even if nothing happened
+
+
+class SnapshotMirror:
+    """One slave's mirror; `want` and `report` may be called from any thread, and return at once."""
+
+    def __init__(
+        self, store: MirrorStore, directory: Path, run: str, slave: str, log: Log, clock: Callable[[], float]
+    ) -> None:
+        self._store, self._directory, self._run, self._slave = store, directory, run, slave
+        self._log, self._clock = log, clock
+        self._plan = MirrorPlan(Backoff(*BACKOFF_S, Random()))
+        self._changed = threading.Condition()
+        self._ended = False
+        self._thread = threading.Thread(target=self._keep, name="mirror", daemon=True)
+
+    def start(self) -> None:
+        """Begin to copy, when the master says what."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Begin no other job; one that is under way is left to itself."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+
+    def want(self, versions: tuple[VersionId, ...]) -> None:
+        """The master says what the mirror is to hold."""
+        with self._changed:
+            self._plan.want(versions)
+            self._changed.notify()
+
+    def report(self) -> MirrorReport:
+        """What it holds, and why it holds no more."""
+        with self._changed:
+            return self._plan.report(self._clock())
+
+    # ---- before the slave registers ----------------------------------------------------------------------------------
+
+    def restore(self, on_disk: tuple[VersionId, ...]) -> None:
+        """Bring back every version of a later round than all on the disk; the newest first.
+
+        With an empty disk a mirror that fails is tried again for ever: who registered with nothing could make the run
+        go back to its beginning. Else what the disk has is good enough, and the mirror is tried later.
+        """
+        newest = max((v.round for v in on_disk), default=0)
+        backoff = Backoff(*BACKOFF_S, Random())
+        while True:
+            try:
+                self._bring_back_above(newest)
+                return
+            except FailedMirror as error:
+                if on_disk:
+                    self._log.warning("mirror_fails", reason=str(error), done="what is on the disk is used")
+                    return
+                pause_s = backoff.next_pause_s()
+                self._log.error("restore_waits", reason=str(error), again_in_s=pause_s)
+                threading.Event().wait(pause_s)
+
+    def _bring_back_above(self, newest: int) -> None:
+        whole = mirror_copy.list_whole(self._store, self._run, self._slave, self._log)
+        self._tell(partial(self._plan.on_listed, whole))  # the master hears of it with the first Register
+        for version in reversed(whole):
+            if version.round <= newest:
+                continue
+            self._put_aside(self._directory / str(version))
+            self._log.info("restoring", version=str(version), mirror=self._store.url)
+            try:
+                mirror_copy.bring_back(
+                    self._store, self._directory, self._run, self._slave, version, lambda: None
+                )  # fmt: skip
+                self._log.info("restored", version=str(version), mirror=self._store.url)
+            except Corrupt as error:
+                self._log.error("mirror_passed_over", version=str(version), reason=str(error))
+
+    def _put_aside(self, damaged: Path) -> None:
+        """Keep for a person what lies in the place of a version and is not whole."""
+        if damaged.exists():
+            kept = damaged.with_name(f"damaged-{damaged.name}")
+            shutil.rmtree(kept, ignore_errors=True)
+            damaged.rename(kept)
+
+    # ---- the thread --------------------------------------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        while (job := self._wait_for_job()) is not None:
+            try:
+                self._do(job)
+            except (DipsError, OSError) as error:
+                self._log.warning("mirror_fails", job=job.kind.value, reason=str(error))
+                with self._changed:
+                    self._plan.on_failed(str(error), self._clock())
+
+    def _wait_for_job(self) -> MirrorJob | None:
+        """The next job, when it is time; None at the end."""
+        with self._changed:
+            while not self._ended:
+                now = self._clock()
+                job = self._plan.next_job(now)
+                if job is not None:
+                    return job
+                self._changed.wait(min(self._plan.next_deadline(now) - now, IDLE_S))
+        return None
+
+    def _do(self, job: MirrorJob) -> None:
+        if job.kind is MirrorJobKind.LIST:
+            held = mirror_copy.list_whole(self._store, self._run, self._slave, self._log)
+            self._tell(partial(self._plan.on_listed, held))
+            return
+        if job.kind is MirrorJobKind.DELETE:
+            for version in job.versions:
+                self._store.remove_path(str(version))
+            self._tell(partial(self._plan.on_done, job))
+            return
+        begun = self._clock()
+        mirror_copy.copy_out(self._store, self._directory, job.versions[0], self._on_moved)
+        self._tell(partial(self._plan.on_done, job))
+        self._log.info("mirrored", version=str(job.versions[0]), took_s=self._clock() - begun)
+
+    def _tell(self, happened: Callable[[], None]) -> None:
+        with self._changed:
+            happened()
+
+    def _on_moved(self) -> None:
+        with self._changed:
+            self._plan.on_moved(self._clock())

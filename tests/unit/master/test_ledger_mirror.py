@@ -1,0 +1,307 @@
+"""The ledger's mirror: everything that was told lies there, a mirror that fails holds nothing up, a lost ledger comes
+back."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import structlog
+import yaml
+
+from dips.config import RunFile, load_run
+from dips.errors import ConfigError, Corrupt, FailedMirror, StaleTerm
+from dips.master import genesis, mirror_files, restore
+from dips.master.ledger import Ledger
+from dips.master.ledger_mirror import LedgerMirror
+from dips.master.ledger_rebuild import SPARE
+from dips.mirror import MirrorStore
+from dips.protocol.enums import RoundResult
+from dips.protocol.records import IncarnationGiven, LedgerState, RangesLeased, Record, RoundEnded, RoundReserved
+
+LOG = structlog.get_logger()
+TENSORS = {"a.w": np.ones(2, np.float32), "b.w": np.ones(2, np.float32)}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunFile:
+    """A run of two slaves whose ledger is mirrored to another directory."""
+    (tmp_path / "mirror").mkdir()
+    slaves = [
+        {"name": n, "master": "127.0.0.1:1", "directory": n, "initial_model": "m/initial/model.safetensors"}
+        for n in ("s0", "s1")
+    ]
+    content = {
+        "shared": {"run": "r"}, "master": {"directory": "m", "mirror": "mirror"}, "slaves": slaves, "insecure": True,
+    }  # fmt: skip
+    (tmp_path / "dips.yaml").write_text(yaml.safe_dump(content))
+    config = load_run(tmp_path / "dips.yaml")
+    genesis.make_run(config, TENSORS)
+    return config
+
+
+def transactions() -> Iterator[list[Record]]:
+    """One transaction after another, of every day."""
+    for n in itertools.count(1):
+        yield [RoundReserved(n, 1.0), IncarnationGiven("cluster", "west", n, f"n{n}")]
+        yield [RangesLeased("west", n, 1, (n,)), RoundEnded(n, RoundResult.SKIPPED, "x", (), (), float("nan"))]
+
+
+class Term:
+    """A master's term, as far as its ledger goes."""
+
+    def __init__(self, config: RunFile, patience_s: float = 5.0) -> None:
+        self.ledger = Ledger.open(genesis.ledger_path(config), wall=time.time)
+        self.term, self.written = self.ledger.start_term(), 0
+        self.lock = threading.Lock()  # in the daemon both run on the ledger's thread
+        store = restore.mirror_of(config)
+        assert store is not None
+        self.mirror = LedgerMirror(store, "r", self.term, self.take_base, patience_s, time.monotonic, LOG)
+        self.kept_up = self.mirror.start()
+
+    def take_base(self) -> tuple[int, bytes]:
+        with self.lock:
+            return self.written, self.ledger.serialize()
+
+    def write(self, records: list[Record]) -> None:
+        """Durable here and, unless it lags, in the mirror on return."""
+        wall = time.time()
+        with self.lock:
+            self.ledger.write_records(records, wall)
+            self.written += 1
+        asyncio.run(self.mirror.follow(self.written, records, wall))
+
+    def end(self) -> LedgerState:
+        """As kill -9 leaves it; return what its ledger knew."""
+        self.mirror.close()
+        state = self.ledger.read_state()
+        self.ledger.close()
+        return state
+
+
+def lose(config: RunFile) -> None:
+    shutil.rmtree(config.master.directory)
+
+
+def restored(config: RunFile) -> LedgerState:
+    restore.restore_if_lost(config, LOG)
+    ledger = Ledger.open(genesis.ledger_path(config))
+    try:
+        return ledger.read_state()
+    finally:
+        ledger.close()
+
+
+def like(state: LedgerState, other: LedgerState) -> bool:
+    """The same run, but for what a restored ledger raises."""
+    raised = {"term": 0, "next_round": 0, "rounds": (), "unknown_rounds": (0, 0), "incarnations_above": 0}
+    return replace(state, **raised) == replace(other, **raised)
+
+
+def until(holds: object, what: str) -> None:
+    for _ in range(1000):
+        if holds():  # type: ignore[operator]
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"not within 10 s: {what}")
+
+
+def test_a_lost_ledger_comes_back_with_everything_that_was_told(config: RunFile) -> None:
+    """Base and transactions give the same state; the initial model is there again; nothing is given twice."""
+    term = Term(config)
+    assert term.kept_up
+    for records in itertools.islice(transactions(), 9):
+        term.write(records)
+    assert term.mirror.view() == {"red": False, "behind_transactions": 0, "behind_s": 0.0, "reason": ""}
+    knew = term.end()
+    lose(config)
+    state = restored(config)
+    assert like(state, knew)
+    assert state.term == knew.term + SPARE + 1
+    assert state.unknown_rounds == (knew.next_round, knew.next_round + SPARE)
+    assert state.next_round == knew.next_round + SPARE + 1
+    assert state.incarnations_above == 5 + SPARE
+    assert (config.master.directory / genesis.INITIAL_MODEL).exists()
+    assert [p.name for p in config.master.directory.iterdir() if p.name.startswith(".")] == []
+    again = Term(config)  # and from what this one mirrors, another one
+    assert again.kept_up
+    again.write([RoundReserved(state.next_round, 1.0)])
+    knew = again.end()
+    lose(config)
+    assert restored(config).next_round == knew.next_round + SPARE + 1
+
+
+def test_bases_replace_what_came_before(config: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new base after so many transactions; older files go, and restoring gives the same."""
+    monkeypatch.setattr("dips.master.ledger_mirror.LOGS_TO_A_BASE", 4)
+    term = Term(config)
+    for records in itertools.islice(transactions(), 11):
+        term.write(records)
+    store = restore.mirror_of(config)
+    assert store is not None
+    until(lambda: len(store.list_names("ledger")) <= 5, "the mirror is pruned")
+    knew = term.end()
+    lose(config)
+    assert like(restored(config), knew)
+
+
+def test_a_mirror_that_is_gone_holds_nothing_up_and_catches_up(config: RunFile, tmp_path: Path) -> None:
+    """Transactions go on, red with the reason; when it is back, what was missed is there, in order."""
+    term = Term(config)
+    every = transactions()
+    term.write(next(every))
+    (tmp_path / "mirror").rename(tmp_path / "away")
+    term.write(next(every))
+    began = time.process_time()
+    for records in itertools.islice(every, 3):
+        term.write(records)
+    assert time.process_time() - began < 5
+    view = term.mirror.view()
+    assert view["red"] and view["behind_transactions"] == 4 and "is not there: mount it" in view["reason"]
+    (tmp_path / "away").rename(tmp_path / "mirror")
+    until(lambda: not term.mirror.view()["red"], "it has caught up")
+    term.write(next(every))
+    knew = term.end()
+    lose(config)
+    assert like(restored(config), knew)
+
+
+def test_a_mirror_far_behind_gets_a_new_base(config: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue is bounded: what does not fit comes with a base."""
+    monkeypatch.setattr("dips.master.ledger_mirror.MOST_QUEUED", 3)
+    monkeypatch.setattr("dips.master.ledger_mirror.BACKOFF_S", (0.05, 0.05))
+    (tmp_path / "mirror").rename(tmp_path / "away")
+    term = Term(config, patience_s=0.05)
+    assert not term.kept_up
+    for records in itertools.islice(transactions(), 11):
+        term.write(records)
+    (tmp_path / "away").rename(tmp_path / "mirror")
+    until(lambda: not term.mirror.view()["red"], "it has caught up")
+    knew = term.end()
+    lose(config)
+    assert like(restored(config), knew)
+
+
+def test_a_hung_mirror_is_waited_for_once(config: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `mirror_s` the transaction is told without it, and the next ones do not wait."""
+    term = Term(config, patience_s=0.2)
+    hangs, honest = [True], mirror_files.write_transaction
+
+    def write(*arguments: object) -> None:
+        while hangs:
+            time.sleep(0.01)
+        honest(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("dips.master.mirror_files.write_transaction", write)
+    for records in itertools.islice(transactions(), 3):
+        term.write(records)
+    assert "longer than 0.2 s" in term.mirror.view()["reason"]
+    hangs.clear()
+    until(lambda: not term.mirror.view()["red"], "it has caught up")
+    term.end()
+
+
+def test_what_was_cut_short_is_not_believed(config: RunFile) -> None:
+    """A half transaction at the end is as if it were not there; a half base is none."""
+    term = Term(config)
+    for records in itertools.islice(transactions(), 4):
+        term.write(records)
+    store = restore.mirror_of(config)
+    assert store is not None
+    term.end()
+    last = store.list_names("ledger")[-1]
+    content = store.read_file(f"ledger/{last}", 1 << 20)
+    assert content is not None
+    store.write_file(f"ledger/{last}", content[:-5])
+    found = mirror_files.read_newest(store, "r")
+    assert found is not None and len(found.transactions) == 3
+    base = next(name for name in store.list_names("ledger") if name.endswith(".base"))
+    store.write_file(f"ledger/{base}", b"{}")
+    lose(config)
+    with pytest.raises(Corrupt, match="none of its 1 bases is whole"):
+        restored(config)
+
+
+def test_a_mirror_of_another_run_is_refused(config: RunFile, tmp_path: Path) -> None:
+    """Somebody copied another run's mirror there: the message names both."""
+    Term(config).end()
+    (tmp_path / "mirror" / "other").mkdir()
+    (tmp_path / "mirror" / "r" / "master").rename(tmp_path / "mirror" / "other" / "master")
+    with pytest.raises(Corrupt, match="expected the ledger of run 'other', got one of 'r'"):
+        mirror_files.read_newest(MirrorStore(str(tmp_path / "mirror"), "other", "master"), "other")
+
+
+def test_an_old_ledger_beside_a_newer_mirror_is_refused(config: RunFile) -> None:
+    """A backup was put back: the mirror knows a later term, and the message says what to do."""
+    path = genesis.ledger_path(config)
+    Term(config).end()
+    backup = path.read_bytes()
+    Term(config).end()
+    restore.restore_if_lost(config, LOG)  # the newest is fine
+    for file in path.parent.glob("ledger.sqlite*"):
+        file.unlink()
+    path.write_bytes(backup)
+    with pytest.raises(ConfigError, match=r"knows terms up to 1, its mirror .* has term 2: this file is an old copy"):
+        restore.restore_if_lost(config, LOG)
+    path.unlink()
+    assert restored(config).term == 2 + SPARE + 1
+
+
+def test_a_lost_ledger_whose_mirror_is_gone_says_so(config: RunFile, tmp_path: Path) -> None:
+    """Nothing is begun anew for a mount that is missing."""
+    Term(config).end()
+    (tmp_path / "mirror").rename(tmp_path / "away")
+    lose(config)
+    with pytest.raises(FailedMirror, match="is not there: mount it"):
+        restore.restore_if_lost(config, LOG)
+    (tmp_path / "mirror").mkdir()
+    with pytest.raises(ConfigError, match=r"no ledger is here, and its mirror .* has none"):
+        restore.restore_if_lost(config, LOG)
+
+
+def test_a_run_is_not_made_over_another_ones_mirror(config: RunFile) -> None:
+    """A slave with an empty directory would take the former run's snapshots for its own; --force throws them away."""
+    Term(config).end()
+    lose(config)
+    with pytest.raises(ConfigError, match=r"a run of the name 'r' lies in .*mirror/r/master already"):
+        genesis.make_run(config, TENSORS)
+    genesis.make_run(config, TENSORS, force=True)
+    store = restore.mirror_of(config)
+    assert store is not None and store.list_names() == ["initial"]
+
+
+def test_serialized_bytes_hold_the_wal(config: RunFile, tmp_path: Path) -> None:
+    """What was committed a moment ago, and lies in the WAL only, is in the bytes."""
+    ledger = Ledger.open(genesis.ledger_path(config))
+    ledger.write_records([RoundReserved(7, 0.0)])
+    (tmp_path / "copy.sqlite").write_bytes(ledger.serialize())
+    ledger.close()
+    db = sqlite3.connect(tmp_path / "copy.sqlite")
+    assert db.execute("SELECT max(round) FROM rounds").fetchone() == (7,)
+    db.close()
+
+
+def test_a_master_with_a_successor_in_the_mirror_is_fenced(config: RunFile) -> None:
+    """A machine that was cut off and taken for lost wakes: its next transaction is told to nobody."""
+    every = transactions()
+    old = Term(config)
+    old.write(next(every))
+    config.master.directory.rename(config.master.directory.with_name("lost"))
+    restored(config)
+    new = Term(config)
+    assert new.kept_up and new.term > old.term
+    with pytest.raises(StaleTerm, match=f"this is term {old.term}, its mirror .* has term {new.term}"):
+        old.write(next(every))
+    with pytest.raises(StaleTerm):
+        old.write(next(every))
+    old.end()
+    new.end()

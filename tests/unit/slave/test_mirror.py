@@ -1,0 +1,297 @@
+"""A slave's mirror: what it copies next, what a copy is worth, and what a slave with an empty directory brings back."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+import structlog
+from fsspec.implementations.memory import MemoryFileSystem
+from structlog.testing import capture_logs
+
+from dips.errors import ConfigError, CorruptSnapshot, FailedMirror
+from dips.ids import VersionId
+from dips.mirror import MirrorStore
+from dips.slave import mirror_copy
+from dips.slave.mirror_plan import STALL_S, MirrorJob, MirrorJobKind, MirrorPlan
+from dips.slave.snapshot_mirror import SnapshotMirror
+from dips.transport.backoff import Backoff
+from tests.damage import flip_bit
+from tests.unit.slave.test_snapshots import arrays, opened, read, same
+
+V1, V2, V3 = VersionId(1, 1), VersionId(2, 5), VersionId(3, 6)
+LAYERS = (0, 1, 2, 3)
+LIST = MirrorJob(MirrorJobKind.LIST)
+LOG = structlog.get_logger()
+
+
+def copy(version: VersionId) -> MirrorJob:
+    return MirrorJob(MirrorJobKind.COPY, (version,))
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+def listed(*held: VersionId) -> MirrorPlan:
+    plan = MirrorPlan(Backoff(1.0, 8.0, Random(1)))
+    assert plan.next_job(0.0) == LIST
+    plan.on_listed(held)
+    return plan
+
+
+def test_the_newest_wish_wins_and_what_is_not_named_goes_last() -> None:
+    """Versions that came and went while a copy ran are skipped; old ones are deleted when the newest is whole."""
+    plan = listed(V1)
+    plan.want((V1,))
+    assert plan.next_job(1.0) is None
+    plan.want((V1, V2))
+    assert plan.next_job(1.0) == copy(V2)
+    plan.want((V3,))
+    assert plan.next_job(2.0) is None, "one job at a time"
+    plan.on_done(copy(V2))
+    assert plan.report(2.0).held == (V1, V2)
+    assert plan.next_job(2.0) == copy(V3), "nothing is deleted before the newest is whole"
+    plan.on_done(copy(V3))
+    assert plan.next_job(3.0) == MirrorJob(MirrorJobKind.DELETE, (V1, V2))
+    plan.on_done(MirrorJob(MirrorJobKind.DELETE, (V1, V2)))
+    assert plan.report(3.0).held == (V3,)
+    assert plan.next_job(4.0) is None
+
+
+def test_a_failure_is_told_and_tried_again_with_growing_pauses() -> None:
+    """The reason stands in the report until a job succeeds."""
+    plan, pauses, now = listed(), [], 0.0
+    plan.want((V1,))
+    for _ in range(4):
+        assert plan.next_job(now) == copy(V1)
+        plan.on_failed("it is full", now)
+        assert plan.report(now).reason == "it is full"
+        assert plan.next_job(now) is None
+        pauses.append(plan.next_deadline(now) - now)
+        now = plan.next_deadline(now)
+    assert pauses[0] <= 1.0 and pauses[3] >= 4.0
+    assert plan.next_job(now) == copy(V1)
+    plan.on_done(copy(V1))
+    assert plan.report(now).reason == ""
+
+
+def test_a_copy_in_which_nothing_moves_is_told_as_failing() -> None:
+    """A mount that hangs raises nothing: after a while the report says so, and a byte takes it back."""
+    plan = listed()
+    plan.want((V1,))
+    assert plan.next_job(10.0) == copy(V1)
+    plan.on_moved(10.0 + STALL_S / 2)
+    assert plan.report(10.0 + STALL_S).reason == ""
+    assert "nothing has moved" in plan.report(10.0 + STALL_S / 2 + STALL_S).reason
+    plan.on_moved(10.0 + 2 * STALL_S)
+    assert plan.report(10.0 + 2 * STALL_S).reason == ""
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["file", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A mirror on another disk, and one in an object store."""
+    if request.param == "memory":
+        MemoryFileSystem.store.clear()
+        return f"memory://{tmp_path}/mirror"
+    (tmp_path / "mirror").mkdir()
+    return (tmp_path / "mirror").as_uri()
+
+
+def written(path: Path, *versions: VersionId) -> None:
+    """Snapshots of the slave `s` in run `r`: θ is arrays(seed=version), m arrays(seed=version + 50)."""
+    snapshots = opened(path)
+    for v in versions:
+        snapshots.write_snapshot(v, arrays(LAYERS, v.version), arrays(LAYERS, v.version + 50))
+    snapshots.close()
+
+
+def nothing() -> None:
+    """Who is told that bytes moved."""
+
+
+def test_a_copy_comes_back_bit_for_bit(url: str, tmp_path: Path) -> None:
+    """θ and m of a restored snapshot are those that were copied, and the slave's own check agrees."""
+    written(tmp_path / "s", V1, V2)
+    store = MirrorStore(url, "r", "s")
+    assert mirror_copy.list_whole(store, "r", "s", LOG) == ()
+    for version in (V2, V1):
+        mirror_copy.copy_out(store, tmp_path / "s", version, nothing)
+    assert mirror_copy.list_whole(store, "r", "s", LOG) == (V1, V2)
+    shutil.rmtree(tmp_path / "s")
+    (tmp_path / "s").mkdir()
+    mirror_copy.bring_back(store, tmp_path / "s", "r", "s", V2, nothing)
+    snapshots = opened(tmp_path / "s")
+    assert snapshots.complete_versions() == (V2,)
+    theta, momentum = read(snapshots, V2)
+    assert same(theta, arrays(LAYERS, 2))
+    assert same(momentum, arrays(LAYERS, 52))
+    snapshots.close()
+    store.remove_path(str(V1))
+    assert mirror_copy.list_whole(store, "r", "s", LOG) == (V2,)
+
+
+def test_rot_is_carried_in_neither_direction(url: str, tmp_path: Path) -> None:
+    """A snapshot that rotted is not copied, a copy that rotted is not restored; both say which digest differs."""
+    written(tmp_path / "s", V1, V2)
+    store = MirrorStore(url, "r", "s")
+    flip_bit(tmp_path / "s" / str(V1) / "model.safetensors", "momentum.")
+    with pytest.raises(CorruptSnapshot, match=r"momentum of layer .* expected xxh3-128"):
+        mirror_copy.copy_out(store, tmp_path / "s", V1, nothing)
+    with capture_logs() as logs:
+        assert mirror_copy.list_whole(store, "r", "s", LOG) == ()
+    assert "no manifest" in logs[0]["reason"]
+    mirror_copy.copy_out(store, tmp_path / "s", V2, nothing)
+    name = f"{V2}/model.safetensors"
+    with store.open_file(name) as file:
+        content = bytearray(file.read())
+    content[-1] ^= 1
+    store.write_file(name, bytes(content))
+    shutil.rmtree(tmp_path / "s" / str(V2))
+    with pytest.raises(CorruptSnapshot, match="expected xxh3-128"):
+        mirror_copy.bring_back(store, tmp_path / "s", "r", "s", V2, nothing)
+    assert not list((tmp_path / "s").glob("*v2*")), "nothing half-restored is left"
+
+
+def test_what_is_not_whole_or_of_another_run_is_passed_over(url: str, tmp_path: Path) -> None:
+    """A copy cut short, one of another slave or run, and what else lies there are no versions of ours."""
+    written(tmp_path / "s", V1, V2)
+    store = MirrorStore(url, "r", "s")
+    for version in (V1, V2):
+        mirror_copy.copy_out(store, tmp_path / "s", version, nothing)
+    with store.open_file(f"{V1}/model.safetensors") as file:
+        content = file.read()
+    store.write_file(f"{V1}/model.safetensors", content[:-1])
+    store.write_file("notes/readme.txt", b"not a version")
+    with capture_logs() as logs:
+        assert mirror_copy.list_whole(store, "r", "s", LOG) == (V2,)
+    assert "bytes" in logs[0]["reason"]
+    with capture_logs() as logs:
+        assert mirror_copy.list_whole(MirrorStore(url, "r", "s"), "other", "s", LOG) == ()
+    assert "in run other, got v2@r5 of slave s in run r" in logs[-1]["reason"]
+
+
+def test_a_snapshot_deleted_while_it_is_copied_arrives(tmp_path: Path) -> None:
+    """Its file is open: a mirror slower than rounds still gets the newest whole."""
+    (tmp_path / "mirror").mkdir()
+    written(tmp_path / "s", V1)
+    store = MirrorStore(str(tmp_path / "mirror"), "r", "s")
+
+    def retire() -> None:
+        shutil.rmtree(tmp_path / "s" / str(V1), ignore_errors=True)
+
+    mirror_copy.copy_out(store, tmp_path / "s", V1, retire)
+    assert not (tmp_path / "s" / str(V1)).exists()
+    assert mirror_copy.list_whole(store, "r", "s", LOG) == (V1,)
+
+
+def test_a_mirror_that_is_gone_is_not_made(tmp_path: Path) -> None:
+    """Below the mount point of a disk that is not mounted nothing is written; the message says what to do."""
+    store = MirrorStore(str(tmp_path / "unmounted"), "r", "s")
+    with pytest.raises(FailedMirror, match="is not there: mount it, or make the directory"):
+        store.list_names()
+    with pytest.raises(FailedMirror, match="is not there"):
+        store.write_file("a", b"")
+    assert not (tmp_path / "unmounted").exists()
+
+
+def test_an_url_that_says_nothing_is_refused_without_its_password() -> None:
+    """An unknown scheme or a package that is missing is a mistake of the run file."""
+    with pytest.raises(ConfigError, match="mirror: nosuch://host/x/r cannot be used") as error:
+        MirrorStore("nosuch://me:secret@host/x", "r")
+    assert "secret" not in str(error.value)
+
+
+# ---- the thread ------------------------------------------------------------------------------------------------------
+
+
+def kept(tmp_path: Path, url: str) -> SnapshotMirror:
+    return SnapshotMirror(MirrorStore(url, "r", "s"), tmp_path / "s", "r", "s", LOG, time.monotonic)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if holds():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("not within 10 s")
+
+
+def test_the_thread_copies_what_is_wanted_and_a_new_machine_restores_it(url: str, tmp_path: Path) -> None:
+    """The newest two stay in the mirror; with an empty directory both come back, with a newer disk nothing does."""
+    written(tmp_path / "s", V1, V2, V3)
+    mirror = kept(tmp_path, url)
+    mirror.restore((V1, V2, V3))
+    mirror.start()
+    for wanted in ((V1,), (V1, V2), (V2, V3)):
+        mirror.want(wanted)
+        until(lambda wanted=wanted: mirror.report().held == wanted)
+    mirror.close()
+    again = kept(tmp_path, url)
+    shutil.rmtree(tmp_path / "s")
+    (tmp_path / "s").mkdir()
+    again.restore(())
+    assert again.report().held == (V2, V3), "the first Register tells it"
+    snapshots = opened(tmp_path / "s")
+    assert snapshots.complete_versions() == (V2, V3)
+    snapshots.close()
+    shutil.rmtree(tmp_path / "s" / str(V2))
+    kept(tmp_path, url).restore((V3,))
+    assert not (tmp_path / "s" / str(V2)).exists(), "older than the disk"
+
+
+def test_a_damaged_snapshot_is_kept_beside_the_one_that_is_brought_back(url: str, tmp_path: Path) -> None:
+    """What lies in a version's place and is not whole stays, for a person."""
+    written(tmp_path / "s", V1)
+    mirror_copy.copy_out(MirrorStore(url, "r", "s"), tmp_path / "s", V1, nothing)
+    flip_bit(tmp_path / "s" / str(V1) / "model.safetensors", "theta.")
+    snapshots = opened(tmp_path / "s")
+    assert snapshots.complete_versions() == ()
+    kept(tmp_path, url).restore(())
+    assert snapshots.complete_versions() == (), "it was read through, and is not again"
+    snapshots.look_again()
+    assert snapshots.complete_versions() == (V1,)
+    snapshots.close()
+    assert (tmp_path / "s" / f"damaged-{V1}").exists()
+
+
+def test_a_mirror_that_comes_back_catches_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is gone the report says so and the slave goes on; then the newest arrives."""
+    monkeypatch.setattr("dips.slave.snapshot_mirror.BACKOFF_S", (0.01, 0.05))
+    written(tmp_path / "s", V1, V2)
+    mirror = kept(tmp_path, str(tmp_path / "mirror"))
+    mirror.restore((V1, V2))
+    mirror.start()
+    mirror.want((V2,))
+    until(lambda: "is not there" in mirror.report().reason)
+    (tmp_path / "mirror").mkdir()
+    until(lambda: mirror.report().held == (V2,))
+    assert mirror.report().reason == ""
+    mirror.close()
+
+
+def test_an_empty_directory_waits_for_a_mirror_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who registered with nothing could make the run begin anew: it waits, and says for what."""
+    monkeypatch.setattr("dips.slave.snapshot_mirror.BACKOFF_S", (0.01, 0.05))
+    written(tmp_path / "s", V1)
+    (tmp_path / "mirror").mkdir()
+    mirror_copy.copy_out(MirrorStore(str(tmp_path / "mirror"), "r", "s"), tmp_path / "s", V1, nothing)
+    shutil.rmtree(tmp_path / "s")
+    (tmp_path / "s").mkdir()
+    (tmp_path / "mirror").rename(tmp_path / "away")
+    with capture_logs() as logs:
+        waiting = threading.Thread(target=kept(tmp_path, str(tmp_path / "mirror")).restore, args=((),))
+        waiting.start()
+        until(lambda: any(line["event"] == "restore_waits" for line in logs))
+        (tmp_path / "away").rename(tmp_path / "mirror")
+        waiting.join(10)
+    snapshots = opened(tmp_path / "s")
+    assert snapshots.complete_versions() == (V1,)
+    snapshots.close()
