@@ -40,6 +40,7 @@ from dips.slave.actions import (
     EndSlave,
     ExecuteOrder,
     FollowRegistration,
+    KeepInMirror,
     ShardWork,
     WriteLog,
     WriteSnapshot,
@@ -240,6 +241,10 @@ class SlaveProcess:
         work_s = order_s(Persist, self.machine.disk, self.machine.rng)
         self._call_later(work_s, f"{self.name} writes", partial(self._write_snapshot, action))
 
+    def _keep_in_mirror(self, action: KeepInMirror) -> None:
+        if self._mirror is not None:
+            self._mirror.want(action.versions)
+
     def _end_process(self, action: EndSlave) -> None:
         raise AssertionError(f"{self.name} ends: {action.error!r}")
 
@@ -310,6 +315,7 @@ _SHELL: Mapping[type, Callable[[SlaveProcess, Any], None]] = {
     CallMaster: SlaveProcess._call_master,
     AnswerOrder: SlaveProcess._answer_order,
     WriteSnapshot: SlaveProcess._begin_write,
+    KeepInMirror: SlaveProcess._keep_in_mirror,
     EndSlave: SlaveProcess._end_process,
     WriteLog: SlaveProcess._skip_log,
 }

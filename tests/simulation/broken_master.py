@@ -47,7 +47,7 @@ def record_before_all_persisted() -> list[Patch]:
 def reuse_round_after_restart() -> list[Patch]:
     honest = Ledger.read_state
 
-    def start_term(self: Ledger) -> int:
+    def start_term(self: Ledger, above: int = 0) -> int:
         return 1
 
     def state(self: Ledger) -> LedgerState:

@@ -41,12 +41,12 @@ SABOTAGES: dict[str, Sabotage] = {
         "the row waits for every slave's disk", (3,), 1, master.record_before_all_persisted
     ),
     "flip-on-prepared": Sabotage("a slave serves a version after its Commit only", (2,), 0, slave.flip_on_prepared),
-    "refold-on-retry": Sabotage("a repeated order repeats its answer, not its work", (1, 4), 0, slave.refold_on_retry),
+    "refold-on-retry": Sabotage("a repeated order repeats its answer, not its work", (1, 4), 1, slave.refold_on_retry),
     "reuse-round-after-restart": Sabotage(
         "terms and rounds come from the ledger", (1, 5), 0, master.reuse_round_after_restart
     ),
     "unpin-at-send": Sabotage("a pin ends when its last byte is gone", (1, 11), 0, slave.unpin_at_send),
-    "free-at-move": Sabotage("a bank is free when nothing of it is in flight", (1, 11), 2, slave.free_at_move),
+    "free-at-move": Sabotage("a bank is free when nothing of it is in flight", (1, 11), 3, slave.free_at_move),
     "keep-local": Sabotage("the master names what is deleted", (3,), 0, slave.keep_local),
     "stats-of-skipped-rounds": Sabotage(
         "statistics move with a committed version", (8,), 0, master.stats_of_skipped_rounds
@@ -58,14 +58,14 @@ SABOTAGES: dict[str, Sabotage] = {
         "progress is cut at the freeze, not at the pull", (9,), 0, cluster.tokens_cut_at_pull
     ),
     "lose-what-was-settled": Sabotage(
-        "what was settled since a heartbeat is not lost", (9,), 0, cluster.lose_what_was_settled
+        "what was settled since a heartbeat is not lost", (9,), 1, cluster.lose_what_was_settled
     ),
     "offers-without-ledger": Sabotage("only a row makes a snapshot a version", (2, 4), 15, slave.offers_without_ledger),
     "tell-gated-as-accepted": Sabotage(
         "the outcome of a push is what the ledger has", (4,), 0, master.tell_gated_as_accepted
     ),
     "believe-fresh-slaves": Sabotage(
-        "a run does not begin anew for an empty slave", (7,), 2, master.believe_fresh_slaves
+        "a run does not begin anew for an empty slave", (7,), 4, master.believe_fresh_slaves
     ),
     "forget-mirrors": Sabotage(
         "what a mirror holds as its newest stays on every disk", (3, 12), 0, master.forget_mirrors
