@@ -68,7 +68,7 @@ SABOTAGES: dict[str, Sabotage] = {
         "the outcome of a push is what the ledger has", (4,), 0, master.tell_gated_as_accepted
     ),
     "believe-fresh-slaves": Sabotage(
-        "a run does not begin anew for an empty slave", (7,), 2, master.believe_fresh_slaves
+        "a run does not begin anew for an empty slave", (7,), 4, master.believe_fresh_slaves
     ),
     "forget-mirrors": Sabotage(
         "what a mirror holds as its newest stays on every disk", (3, 12), 0, master.forget_mirrors
