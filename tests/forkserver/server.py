@@ -118,6 +118,7 @@ def fork_twice() -> int:
 
 def prepare(words: Sequence[str]) -> None:
     """Import what the programs of a command line import, each once; what is missing they will miss themselves."""
+    gc.disable()  # imports make much and leave little to collect
     for program in commands.programs(words):
         if program.script:
             wanted = list(commands.imported_by(Path(program.script)))
@@ -134,6 +135,7 @@ def prepare(words: Sequence[str]) -> None:
         _imported.add("kernels")
         sys.modules["dips.outer.kernels"].warm_up()
     gc.freeze()  # a collection in a fork would write to, and so copy, every page of every library
+    gc.enable()
 
 
 def _import(module: str, names: Sequence[str]) -> None:
