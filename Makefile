@@ -15,6 +15,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 CPU_TORCH := https://download.pytorch.org/whl/cpu
 SEEDS ?= 1000
 STORM_S ?= 60
+unexport PYTHONDONTWRITEBYTECODE  # or every worker and every command of a test would compile all of dips and tests again
 
 help: ## list these words
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 
@@ -14,6 +15,17 @@ from tests.forkserver.fixtures import guarded
 # Two shared cores are slow at times; a test that hangs has its own timeout.
 settings.register_profile("dips", deadline=None, print_blob=True)
 settings.load_profile("dips")
+
+
+def pytest_configure() -> None:
+    """Until all is collected only more is kept: the collector would walk over every library again and again."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What stays until the end is walked over no more."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

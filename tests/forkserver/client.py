@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,9 +30,9 @@ _start_really = subprocess._fork_exec  # type: ignore[attr-defined]
 class ForkServer:
     """Our end of the socket to one server."""
 
-    def __init__(self, connection: socket.socket, environment: Mapping[str, str]) -> None:
-        """`environment`: what the server had when it imported its libraries."""
-        self.served, self._environment = 0, environment
+    def __init__(self, connection: socket.socket, environment: Mapping[str, str], door: str = "") -> None:
+        """`environment`: what the server had when it imported its libraries; `door`: see shim.py."""
+        self.served, self.door, self._environment = 0, door, environment
         self._connection, self._lock, self._pid = connection, threading.Lock(), os.getpid()
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             connection.setsockopt(socket.SOL_SOCKET, option, REQUEST_BYTES)
@@ -77,14 +78,19 @@ class ForkServer:
 def start() -> tuple[ForkServer, subprocess.Popen[bytes]]:
     """Start a server with nothing imported yet; it imports what a command needs when it is first asked for one."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    name = f"dips-forkserver-{uuid.uuid4().hex}"
+    door.bind(f"\0{name}")  # in no directory
+    door.listen()
     space = "." * 4096  # for the command lines of its children, see set_command_line
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # threads would not be forked
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.forkserver.server", str(its.fileno()), space],
-        cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=[its.fileno()],
+        [sys.executable, "-m", "tests.forkserver.server", str(its.fileno()), str(door.fileno()), space],
+        cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=[its.fileno(), door.fileno()],
     )  # fmt: skip
     its.close()
-    return ForkServer(ours, environment), process
+    door.close()
+    return ForkServer(ours, environment, name), process
 
 
 @contextmanager

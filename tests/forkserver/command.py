@@ -1,7 +1,8 @@
 """What a command line asks of Python, and which modules it will import: pure reading, nothing is started here.
 
 A command is served by a fork only if it is plain: this interpreter, no flag but -u, and a script, a module, or the one
-line of a console script. Everything else, `python -c` with code of its own above all, is started as the real command.
+line of a console script, in this network namespace or by `ip netns exec` in another. Everything else, `python -c` with
+code of its own above all, is started as the real command.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 CONSOLE_SCRIPT = re.compile(r"from ([\w.]+) import main; main\(\)")
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "NUMBA_", "GRPC_", "LD_", "MALLOC_")
-FREE = {"PYTHONPATH", "PYTHONUNBUFFERED"}  # a forked program obeys these, too
+FREE = {"PYTHON", "PYTHONPATH", "PYTHONUNBUFFERED"}  # nothing to Python; a forked program obeys these, too
+IN_NAMESPACE = ["ip", "netns", "exec"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Program:
     module: str = ""
     code: str = ""
     unbuffered: bool = False
+    namespace: str = ""  # a network's, by its name
 
     @property
     def entry(self) -> str:
@@ -38,6 +41,9 @@ class Program:
 
 def parse(command: Sequence[str]) -> Program | None:
     """Return what a command line runs, None if only the real command can run it."""
+    if list(command[:3]) == IN_NAMESPACE and len(command) > 4:
+        program = parse(command[4:])
+        return program and replace(program, namespace=command[3])
     if not command or command[0] != sys.executable:
         return None
     words = list(command[1:])

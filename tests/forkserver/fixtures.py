@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import uuid
@@ -15,7 +16,7 @@ import pytest
 from tests.forkserver import client
 from tests.forkserver.process import MARK, reap_servers
 
-GUARD = Path(__file__).with_name("guard.py")
+GUARD, SHIM = (Path(__file__).with_name(name) for name in ("guard.py", "shim.py"))
 
 
 @contextmanager
@@ -63,6 +64,14 @@ def forked_commands(request: pytest.FixtureRequest, end_of_servers: None) -> Ite
     with nullcontext() if real else client.forking(_server()):
         yield
     reap_servers()
+
+
+@pytest.fixture
+def python_of_scripts(request: pytest.FixtureRequest) -> str:
+    """What a script of bash writes for `python`, if its plain commands are to be forks, too."""
+    if request.node.get_closest_marker("real_commands"):
+        return sys.executable
+    return shlex.join([sys.executable, "-S", "-E", str(SHIM), _server().door, sys.executable])
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,8 @@ from pathlib import Path
 from dips.client.agent import trainer
 
 SERVER_NAME = "dips-forkserver"  # at most 15 bytes, in /proc/PID/comm
+CLONE_NEWNET = 0x40000000
+NAMESPACES = Path("/run/netns")  # where `ip netns add` puts them
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 MARK = "DIPS_TEST_RUN"  # in the environment of whatever a test starts
 
@@ -25,6 +27,13 @@ def die_with_parent() -> None:
 def adopt_orphans() -> None:
     """Become the parent of what is left behind below this process; a forked program's real parent exits at once."""
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def enter_namespace(name: str) -> None:
+    """Go on in a network namespace that `ip netns add` made; its sysfs is not mounted, nothing here reads that."""
+    with (NAMESPACES / name).open("rb") as file:
+        if _libc.setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns to {name}")
 
 
 def set_name(name: str) -> None:

@@ -1,8 +1,11 @@
-"""The fork server, `python -m tests.forkserver.server FD SPACE`: it forks itself into the programs it is asked for.
+"""The fork server, `python -m tests.forkserver.server FD DOOR SPACE`: it forks itself into what it is asked for.
 
 It has one thread, so that a fork of it is a whole process, and imports what a program imports without running it. A
 program is forked twice: its parent ends at once, and the kernel makes it a child of who asked, which adopts orphans.
 So ids, exit codes, signals, sessions and the tree of processes are as if the command had been started.
+
+Who is no child of the test, a command in a script of bash, asks at the door DOOR, a listening socket (shim.py). What is
+forked for him is the child of a keeper, which tells him how it ended, and kills it when he is killed.
 
 A program that starts others (the agent, the master, torchrun) gets a server of its own, a fork from before its first
 thread. Every server ends when the process that it serves does.
@@ -15,6 +18,7 @@ import gc
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -39,10 +43,10 @@ _environment = dict(os.environ)  # of the first server: what libraries read when
 _imported = set[Any]()
 
 
-def main(connection: socket.socket) -> None:
+def main(connection: socket.socket, door: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     trainer.list_descendants = process.descendants  # the agent kills whatever is left below it, but not its server
-    request = serve(connection)
+    request = serve(connection, door)
     while True:  # from here on in a forked program, or again in a server of it
         enter(request)
         program = commands.parse(request["words"])
@@ -64,7 +68,7 @@ def main(connection: socket.socket) -> None:
         return
 
 
-def serve(connection: socket.socket) -> dict[str, Any]:
+def serve(connection: socket.socket, door: socket.socket | None = None) -> dict[str, Any]:
     """Fork whoever is asked for; return, in each of them, what it was asked to be."""
     process.die_with_parent()
     process.set_name(process.SERVER_NAME)
@@ -73,7 +77,10 @@ def serve(connection: socket.socket) -> dict[str, Any]:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     while True:
-        message, fds, _, _ = socket.recv_fds(connection, REQUEST_BYTES, 64)
+        asker = connection
+        if door is not None and connection not in select.select([connection, door], [], [])[0]:
+            asker, _ = door.accept()
+        message, fds, _, _ = socket.recv_fds(asker, REQUEST_BYTES, 64)
         if not message:
             os._exit(0)  # who asked is gone
         request: dict[str, Any] = json.loads(message)
@@ -81,17 +88,23 @@ def serve(connection: socket.socket) -> dict[str, Any]:
             prepare(request["words"])
             if (many := process.threads()) != 1:
                 raise RuntimeError(f"{many} threads after the imports of {request['words']}: a fork would be broken")
-            pid = fork_twice()
+            pid = fork_twice() if asker is connection else fork_kept(asker, fds)
         except Exception as error:  # noqa: BLE001  sent to who asked, where the test fails
             answer: dict[str, Any] = {"error": repr(error)}
         else:
             if pid == 0:
                 connection.close()
+                if door is not None:
+                    door.close()
                 return {**request, "fds": fds}
             answer = {"pid": pid}
         for fd in fds:
             os.close(fd)
-        connection.send(json.dumps(answer).encode())
+        if asker is connection or "error" in answer:
+            asker.send(json.dumps(answer).encode())
+        if asker is not connection:
+            asker.close()
+            reap_keepers()
 
 
 def fork_twice() -> int:
@@ -116,8 +129,34 @@ def fork_twice() -> int:
     return pid
 
 
+def fork_kept(asker: socket.socket, fds: Sequence[int]) -> int:
+    """Fork a keeper and a program below it; return the keeper's id, and 0 in the program."""
+    if keeper := os.fork():
+        return keeper
+    if (pid := os.fork()) == 0:
+        asker.close()
+        return 0
+    for fd in fds:
+        os.close(fd)
+    asker.send(json.dumps({"pid": pid}).encode())
+    ended = os.pidfd_open(pid)
+    if asker in select.select([asker, ended], [], [])[0]:  # it says no more: it was killed
+        signal.pidfd_send_signal(ended, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with suppress(OSError):
+        asker.send(json.dumps({"code": code}).encode())
+    os._exit(0)
+
+
+def reap_keepers() -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
 def prepare(words: Sequence[str]) -> None:
     """Import what the programs of a command line import, each once; what is missing they will miss themselves."""
+    gc.disable()  # imports make much and leave little to collect
     for program in commands.programs(words):
         if program.script:
             wanted = list(commands.imported_by(Path(program.script)))
@@ -134,6 +173,7 @@ def prepare(words: Sequence[str]) -> None:
         _imported.add("kernels")
         sys.modules["dips.outer.kernels"].warm_up()
     gc.freeze()  # a collection in a fork would write to, and so copy, every page of every library
+    gc.enable()
 
 
 def _import(module: str, names: Sequence[str]) -> None:
@@ -146,7 +186,8 @@ def _import(module: str, names: Sequence[str]) -> None:
 def enter(request: dict[str, Any]) -> None:
     """Become what was asked for: name, session, directory, environment, descriptors, handlers of signals."""
     process.set_name("python")
-    process.set_command_line(request["words"])
+    words = request["words"]
+    process.set_command_line(words[4:] if words[:3] == commands.IN_NAMESPACE else words)
     if not request["fds"]:
         return  # it called exec: the rest is as it was
     if request["session"]:
@@ -156,6 +197,9 @@ def enter(request: dict[str, Any]) -> None:
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    program = commands.parse(request["words"])
+    if program is not None and program.namespace:
+        process.enter_namespace(program.namespace)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -183,4 +227,4 @@ def leave(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    end(lambda: main(socket.socket(fileno=int(sys.argv[1]))))
+    end(lambda: main(*(socket.socket(fileno=int(fd)) for fd in sys.argv[1:3])))

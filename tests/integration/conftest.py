@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.forkserver.fixtures import end_of_servers, forked_commands, real_commands
+from tests.forkserver.fixtures import end_of_servers, forked_commands, python_of_scripts, real_commands
 
-__all__ = ["end_of_servers", "forked_commands", "real_commands"]
+__all__ = ["end_of_servers", "forked_commands", "python_of_scripts", "real_commands"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,21 +32,21 @@ done
 for node in "${nodes[@]}"; do wait "$node" || exit; done
 """
 PROGRAMS = {
-    "dips-client": '"$PYTHON" -c "from dips.client.app import main; main()" "$@"',
-    "torchrun": '"$PYTHON" -m torch.distributed.run "$@"',
+    "dips-client": 'exec $PYTHON -c "from dips.client.app import main; main()" "$@"',
+    "torchrun": 'exec $PYTHON -m torch.distributed.run "$@"',
     "srun": SRUN,
 }
 
 
 @pytest.fixture(name="environment")
-def made_environment(tmp_path: Path) -> dict[str, str]:
+def made_environment(tmp_path: Path, python_of_scripts: str) -> dict[str, str]:
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, body in PROGRAMS.items():
-        (programs / name).write_text(f"#!/bin/bash\n{body if name == 'srun' else 'exec ' + body}\n")
+        (programs / name).write_text(f"#!/bin/bash\n{body}\n")
         (programs / name).chmod(0o755)
     return {
-        **os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHON": sys.executable,
+        **os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHON": python_of_scripts,
         "PYTHONPATH": str(harness.ROOT),
         "GPUS": "1", "SLURM_NNODES": "1", "SLURM_NODEID": "0", "MASTER_PORT": str(harness.free_port()),
         "OMP_NUM_THREADS": "1",

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,39 @@ def test_a_program_ends_the_same(tmp_path: Path, end: str) -> None:
     assert served == 1
     assert (forked.returncode, forked.stdout) == (real.returncode, real.stdout)
     assert forked.stderr.splitlines()[-1:] == real.stderr.splitlines()[-1:]
+
+
+@pytest.mark.parametrize("end", ["", "9", "some words", "TERM", "KILL"])
+def test_a_command_of_a_script_ends_the_same(tmp_path: Path, python_of_scripts: str, end: str) -> None:
+    """By the door: arguments, standard input and output, environment, directory, code or signal."""
+    seen = []
+    for python in (python_of_scripts, sys.executable):
+        script = f'{python} {PROBE} {tmp_path / "out"} "{end}"; echo "$?"'
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, input="said\n", cwd=tmp_path)
+        found = json.loads((tmp_path / "out").read_text())
+        seen.append((done.stdout, *(found[name] for name in ("argv", "path", "cwd", "stdin", "fds", "command"))))
+    assert seen[0] == seen[1]
+
+
+def test_a_signal_to_a_command_of_a_script_is_passed_on(tmp_path: Path, python_of_scripts: str) -> None:
+    """TERM reaches the program as it is; who is killed takes the program along."""
+    script = tmp_path / "waits.py"
+    script.write_text("import os, sys, time\nopen(sys.argv[1], 'w').write(str(os.getpid()))\ntime.sleep(60)\n")
+    for at, number in enumerate((signal.SIGTERM, signal.SIGKILL)):
+        asker = subprocess.Popen(["bash", "-c", f"exec {python_of_scripts} {script} {tmp_path}/pid{at}"])
+        until(lambda at=at: (tmp_path / f"pid{at}").exists() and (tmp_path / f"pid{at}").read_text())
+        pid = int((tmp_path / f"pid{at}").read_text())
+        assert Path(f"/proc/{pid}").exists() and pid != asker.pid
+        asker.send_signal(number)
+        assert asker.wait(10) == -number
+        until(lambda pid=pid: not Path(f"/proc/{pid}").exists())
+
+
+def until(holds: Callable[[], Any]) -> None:
+    end = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import zmq.auth
 
 from benchmarks import namespaces
 from dips.client.rank import orphan
+from tests.forkserver.process import is_server
 from tests.integration import cluster_harness as harness
 from tests.integration import test_constant_model as constant
 from tests.integration import train_constant as script
@@ -126,7 +127,8 @@ def test_an_agent_on_a_host_of_its_own(
         ]
         run.until(lambda: len(run.versions()) >= 3, 120, "three versions")
         for child in psutil.Process(nodes[1].pid).children():
-            child.kill()
+            if not is_server(child.pid):
+                child.kill()
         for process in (*nodes, agent):
             run.wait(process, 150)
         run.check()

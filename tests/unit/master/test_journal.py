@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -59,34 +60,42 @@ class Journalled(Coordinator):
         return self.made[self.term - 1]
 
 
-@pytest.fixture
-def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Play a seed of the simulated world with its master's journal in the test's directory."""
-
-    def play(seed: int = 0, **options: Any) -> Path:
-        Journalled.directory, Journalled.made, Journalled.options = tmp_path, [], JournalSection(**options)
-        monkeypatch.setattr(sim_master, "Coordinator", Journalled)
-        monkeypatch.setattr(journal_module, "CLOSE_S", 60.0)  # a busy machine is no slow disk
-        assert play_seed((seed, None)).failure is None
+def journal_into(directory: Path, **options: Any) -> Path:
+    """Play a seed of the simulated world with its master's journal in a directory."""
+    Journalled.directory, Journalled.made, Journalled.options = directory, [], JournalSection(**options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sim_master, "Coordinator", Journalled)
+        patch.setattr(journal_module, "CLOSE_S", 60.0)  # a busy machine is no slow disk
+        assert play_seed((0, None)).failure is None
         for journal in Journalled.made:
             journal.close()
-        return tmp_path
-
-    return play
+    return directory
 
 
-def test_the_same_effects_again(play: Callable[..., Path]) -> None:
+@pytest.fixture(name="played", scope="module")
+def played_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The journal of a whole run; whoever changes it takes a copy."""
+    return journal_into(tmp_path_factory.mktemp("played"))
+
+
+@pytest.fixture(name="copy")
+def copied(played: Path, tmp_path: Path) -> Path:
+    """A journal of its own for a test that changes it."""
+    return shutil.copytree(played, tmp_path / "copy")
+
+
+def test_the_same_effects_again(played: Path) -> None:
     """A run full of faults, with restarts of its master, is decided again from its journals, event for event."""
-    done = replay_journal(play())
+    done = replay_journal(played)
     assert [one.differs for one in done] == [""] * len(done)
     assert len({one.term for one in done}) > 1
     assert sum(one.events for one in done) > 400
     assert not any(one.torn or one.other_code for one in done)
 
 
-def test_segments_rotate_and_each_begins_with_the_whole_state(play: Callable[..., Path]) -> None:
+def test_segments_rotate_and_each_begins_with_the_whole_state(tmp_path: Path) -> None:
     """A full segment is followed by another that can be replayed alone, and that begins where the first ended."""
-    directory = play(segment_bytes=8192, segments=1000)
+    directory = journal_into(tmp_path, segment_bytes=16384, segments=1000)
     done = replay_journal(directory)
     assert len(done) > 3
     assert not any(one.differs for one in done)
@@ -96,9 +105,9 @@ def test_segments_rotate_and_each_begins_with_the_whole_state(play: Callable[...
     assert alone.events > 0 and not alone.differs
 
 
-def test_old_segments_go(play: Callable[..., Path]) -> None:
+def test_old_segments_go(tmp_path: Path) -> None:
     """Only the newest are kept, whatever the term, and they are whole."""
-    directory = play(segment_bytes=8192, segments=3)
+    directory = journal_into(tmp_path, segment_bytes=8192, segments=3)
     assert len(list_segments(directory)) == 3
     assert newest_term(directory) == len(Journalled.made)
     assert not any(one.differs for one in replay_journal(directory))
@@ -112,14 +121,14 @@ def in_another_process(directory: Path, seed: str) -> subprocess.CompletedProces
 
 
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
-def test_the_same_under_another_hash_seed(play: Callable[..., Path], hash_seed: str) -> None:
+def test_the_same_under_another_hash_seed(played: Path, hash_seed: str) -> None:
     """`dips-master replay` in processes whose hashes differ from ours gives the same effects."""
-    done = in_another_process(play(), hash_seed)
+    done = in_another_process(played, hash_seed)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the same effects" in done.stdout
 
 
-def test_a_walk_over_a_set_is_found(play: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_walk_over_a_set_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check bites: code that tells a set in its own order is found by another process, where it did."""
 
     def note_set(run: Any, event: Any) -> None:
@@ -128,7 +137,7 @@ def test_a_walk_over_a_set_is_found(play: Callable[..., Path], monkeypatch: pyte
 
     staged = pushes.on_push_staged
     monkeypatch.setitem(sys.modules["dips.protocol.coordinator"].HANDLERS, pushes.PushStaged, note_set)
-    directory = play()
+    directory = journal_into(tmp_path)
     assert not any(one.differs for one in replay_journal(directory))
     script = "import sys; from dips.protocol import coordinator, pushes\nstaged = pushes.on_push_staged\n"
     script += "def note_set(w, event):\n    staged(w, event)\n"
@@ -146,28 +155,26 @@ def test_a_walk_over_a_set_is_found(play: Callable[..., Path], monkeypatch: pyte
     assert any("PushStaged" in text and "of the same kinds, with other contents" in text for text in said)
 
 
-def test_where_it_differs_is_said(play: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_differs_is_said(played: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that has changed since is shown at its first event, with what was ordered then and now; exit code 1."""
-    directory = play()
     monkeypatch.setitem(sys.modules["dips.protocol.coordinator"].HANDLERS, OrderAnswered, lambda w, event: None)
-    result = CliRunner().invoke(cli, ["replay", str(directory)])
+    result = CliRunner().invoke(cli, ["replay", str(played)])
     assert result.exit_code == 1
     assert re.search(r"line \d+: at [0-9.]+ s the effects of\n.*PullRequested", result.stdout)
     assert "  then: Reply\n  now:\n    Reply(" in result.stdout
 
 
-def test_a_torn_end_is_no_difference(play: Callable[..., Path]) -> None:
+def test_a_torn_end_is_no_difference(copy: Path) -> None:
     """A master that was killed in the middle of a line leaves a journal that is good up to there."""
-    last = list_segments(play())[-1]
+    last = list_segments(copy)[-1]
     last.write_bytes(last.read_bytes()[:-7])
     (one,) = replay_journal(last)
     assert one.torn and not one.differs and one.events > 0
 
 
-def test_what_ended_the_master_is_in_its_journal(play: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ended_the_master_is_in_its_journal(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The event at which the deciding code raised is the last line, and a replay raises the same."""
-    directory = play()
-    path = list_segments(directory)[-1]
+    path = list_segments(copy)[-1]
     line = [1e6, ["Ticked"], "raised", ["KeyError('x')"]]
     path.write_text(path.read_text() + json.dumps(line) + "\n")
     (one,) = replay_journal(path)
@@ -195,9 +202,9 @@ def test_what_is_no_journal_is_refused(tmp_path: Path, content: bytes | None, er
         replay_journal(path)
 
 
-def test_a_journal_of_another_version_is_refused(play: Callable[..., Path]) -> None:
+def test_a_journal_of_another_version_is_refused(copy: Path) -> None:
     """A state whose classes had other fields is not guessed at."""
-    path = list_segments(play())[0]
+    path = list_segments(copy)[0]
     head, _, rest = path.read_text().partition("\n")
     raw = json.loads(head)
     raw["shapes"]["Options"].append("colour")
