@@ -96,7 +96,7 @@ class Penalty:
             reason = "not finite: NaN, Inf or overflow in its parameters"
             return Verdict(False, 0.0, 0.0, reason, tracked=False, finite=False)
         if self._options.rule is PenaltyRule.NONE:
-            return Verdict(True, g, 0.0, "finite")
+            return Verdict(True, g, 0.0, "finite", inner_steps=inner_steps)
         return replace(self._judge_norm(self.penalty_row(cluster), g, inner_steps, exempt), inner_steps=inner_steps)
 
     def _judge_norm(self, row: PenaltyRow, g: float, inner_steps: int, exempt: bool) -> Verdict:

@@ -247,10 +247,6 @@ class SlaveProcess:
         if self._mirror is not None:
             self._mirror.want(action.versions)
 
-    def _keep_in_mirror(self, action: KeepInMirror) -> None:
-        if self._mirror is not None:
-            self._mirror.want(action.versions)
-
     def _end_process(self, action: EndSlave) -> None:
         raise AssertionError(f"{self.name} ends: {action.error!r}")
 

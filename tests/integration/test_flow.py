@@ -416,11 +416,10 @@ def test_a_rank_that_holds_nothing_is_waited_for_and_told_done():
             lambda p: replace(p, offset=p.offset - 9, length=p.length + 9, array=np.zeros(p.length + 9, np.float32)),
             "rank 0 and from rank 1",
         ),
-        (lambda p: replace(p, offset=p.offset + 9), "were named, it has"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused_by_name(change, says):
-    """A gap, an overlap, a range beyond the parameter: each rank hears which, and the master does."""
+    """A gap, an overlap: each rank hears which, and the master does."""
     with running_flow() as slave:
         push_id = PushId("fast", 1, 1)
         slave.open_push(push_id, 2)
@@ -437,6 +436,21 @@ def test_ranks_that_do_not_fit_are_refused_by_name(change, says):
             assert "layers.0.w" in text
         assert says in slave.heard.wait("refused", push_id)
         assert not slave.heard.of("staged", push_id)
+
+
+def test_a_range_beyond_its_parameter_is_refused_to_its_rank_alone():
+    """Whoever says such a HELLO hears why; the push stands, and the rank's next HELLO counts."""
+    with running_flow() as slave:
+        values, push_id = model(1), PushId("fast", 1, 1)
+        buffers = slave.open_push(push_id, 2)
+        hands = shares(values, 2)
+        wrong = [hands[1][0], replace(hands[1][1], offset=hands[1][1].offset + 9), *hands[1][2:]]
+        with pytest.raises(LocalProtocolError, match=r"layers\.0\.w.* were named, it has"):
+            push_pieces(slave.grant(2), base(1, 1), wrong)
+        together(*(lambda r=r: push_pieces(slave.grant(2), base(1, r), hands[r]) for r in range(2)))
+        slave.heard.wait("staged", push_id)
+        assert not slave.heard.of("refused", push_id)
+        assert same(buffers, values)
 
 
 @pytest.mark.usefixtures("stage_threads")

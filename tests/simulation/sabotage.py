@@ -61,7 +61,11 @@ SABOTAGES: dict[str, Sabotage] = {
         "progress is cut at the freeze, not at the pull", (9,), 0, cluster.tokens_cut_at_pull
     ),
     "lose-what-was-settled": Sabotage(
-        "what was settled since a heartbeat is not lost", (9,), 1, cluster.lose_what_was_settled
+        # 12: a push of tokens that no heartbeat told of is held back for ever
+        "what was settled since a heartbeat is not lost",
+        (9, 12),
+        1,
+        cluster.lose_what_was_settled,
     ),
     "offers-without-ledger": Sabotage("only a row makes a snapshot a version", (2, 4), 15, slave.offers_without_ledger),
     "tell-gated-as-accepted": Sabotage(
