@@ -24,7 +24,7 @@ demo: $(VENV)/demo.stamp ## two unequal clusters train one model through a maste
 	@$(BIN)/dips demo $(ARGS)
 
 test: $(VENV)/dev.stamp ## unit, transcript, simulation and integration tests, two files at a time; about 9 minutes (ARGS="-k word" picks some)
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(VENV)/dev.stamp ## the tests that make test leaves out: longer runs of real frameworks
 	@$(BIN)/python -m pytest -m slow $(ARGS)

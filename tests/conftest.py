@@ -5,12 +5,41 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from dips.transport import pipeline
 from tests.forkserver.fixtures import guarded
+
+TESTS = Path(__file__).parent
+DEAREST = (  # the longest files, the longest first; --durations=0 tells
+    "simulation/test_seeds.py",
+    "integration/test_adapters.py",
+    "integration/test_lazy_install.py",
+    "simulation/test_sabotages.py",
+    "integration/test_client_agent.py",
+    "integration/test_nodes.py",
+    "integration/test_deploy_scripts.py",
+    "integration/test_control.py",
+    "integration/test_operator.py",
+    "unit/protocol/test_codec.py",
+    "integration/test_constant_model.py",
+    "integration/test_overlap.py",
+    "integration/test_killed_tests.py",
+    "unit/master/test_journal.py",
+    "integration/test_performer.py",
+    "integration/test_real_commands.py",
+    "integration/test_flow.py",
+    "integration/test_dcp.py",
+    "unit/wire/test_messages.py",
+    "simulation/test_month.py",
+    "simulation/test_slow_cluster.py",
+    "integration/test_ranges.py",
+    "integration/test_preflight.py",
+    "unit/protocol/test_bounded.py",
+)
 
 # Two shared cores are slow at times; a test that hangs has its own timeout.
 settings.register_profile("dips", deadline=None, print_blob=True)
@@ -20,6 +49,14 @@ settings.load_profile("dips")
 def pytest_configure() -> None:
     """Until all is collected only more is kept: the collector would walk over every library again and again."""
     gc.disable()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with the dearest files, so that no worker is left with one of them when the others are done."""
+    if missing := [name for name in DEAREST if not (TESTS / name).is_file()]:
+        raise pytest.UsageError(f"DEAREST of {__file__}: {', '.join(missing)} is not there")
+    rank = {TESTS / name: at for at, name in enumerate(DEAREST)}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
 
 def pytest_collection_finish() -> None:

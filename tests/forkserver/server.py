@@ -24,6 +24,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -172,6 +173,8 @@ def prepare(words: Sequence[str]) -> None:
     if "dips.outer.kernels" in sys.modules and "kernels" not in _imported:
         _imported.add("kernels")
         sys.modules["dips.outer.kernels"].warm_up()
+    for finalizer in weakref.finalize._registry.values():  # type: ignore[attr-defined]
+        finalizer.atexit = False  # else torch would take every operator of every library apart at each program's end
     gc.freeze()  # a collection in a fork would write to, and so copy, every page of every library
     gc.enable()
 

@@ -12,6 +12,7 @@ import copy
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ class Side:
         self.layout = lay_out(self.model, collectives, spread_items=SPREAD_ITEMS)
         self.memory = memory(self.layout.adapter, self.layout.held, self.layout.plan, collectives)
         self.inner = self.model.module if kind == "ddp" else self.model
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        one_mesh = kind not in ("tp", "tp_fsdp")  # one call for all parameters spares dispatches of DTensor
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, foreach=one_mesh)
 
     def land(self, theta: Theta, *, merge: bool = False) -> None:
         """A version lies whole in host memory, on all ranks."""
@@ -71,13 +73,17 @@ def alike(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, ours, theirs)) and len(ours) == len(theirs)
 
 
+@cache
+def start() -> Theta:
+    """What the seed gives."""
+    return {name: p.detach().numpy() for name, p in seeded().named_parameters()}
+
+
+@cache
 def version(number: int) -> Theta:
     """Another θ for each number, near the one that the seed gives."""
     rng = np.random.default_rng(number)
-    return {
-        name: p.detach().numpy() + 0.05 * rng.standard_normal(tuple(p.shape), np.float32)
-        for name, p in seeded().named_parameters()
-    }
+    return {name: p + 0.05 * rng.standard_normal(p.shape, np.float32) for name, p in start().items()}
 
 
 def hooks(model: nn.Module) -> int:

@@ -24,6 +24,7 @@ from tests.integration import train_constant as script
 
 HERE = Path(__file__).parent
 TINY = str(HERE / "train_tiny.py")
+VERSIONS = 15
 
 
 def tensors() -> dict[str, Any]:
@@ -32,7 +33,7 @@ def tensors() -> dict[str, Any]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Any]:
-    with harness.Run(tmp_path, tensors(), shared={"penalty": {"rule": "none"}, "stop": {"versions": 30}}) as run:
+    with harness.Run(tmp_path, tensors(), shared={"penalty": {"rule": "none"}, "stop": {"versions": VERSIONS}}) as run:
         yield run
 
 
@@ -44,13 +45,6 @@ def marks(run: Any, cluster: str, kind: str) -> list[dict[str, Any]]:
 def versions(run: Any) -> list[Any]:
     with run.ledger() as ledger:
         return [r for r in ledger.read_history(1000) if r.version is not None]
-
-
-def test_the_agent_does_not_import_torch() -> None:
-    """The library is resolved when it is asked for, not before."""
-    code = "import sys, dips.client, dips.client.app; assert 'torch' not in sys.modules; dips.client.OuterLoop"
-    check = "assert 'torch' in sys.modules"
-    subprocess.run([sys.executable, "-c", f"{code}; {check}"], cwd=harness.ROOT, check=True, timeout=60)
 
 
 @pytest.mark.timeout(120)
@@ -66,7 +60,7 @@ def test_a_killed_trainer_comes_back_in_the_same_incarnation(run: Any, tmp_path:
     lives = [line for line in (tmp_path / "out").read_text().splitlines() if line.startswith("incarnation")]
     assert lives[0] == "incarnation v0@r0" and len(lives) == 2 and lives[1] != "incarnation v0@r0"
     rounds = versions(run)
-    assert len(rounds) == 30 > before
+    assert len(rounds) == VERSIONS > before
     assert {fold.push.inc for r in rounds for fold in r.folds} == {1}
     lost = marks(run, "west", "trainer_gone")[-1]["tokens_lost"]
     assert marks(run, "west", "inner")[-1]["tokens"] == sum(r.tokens for r in rounds) + lost
@@ -92,7 +86,7 @@ def test_a_master_that_is_late_is_waited_for(run: Any, tmp_path: Path) -> None:
     run.until(lambda: "the master does not answer" in west.log.read_text(), 60, "the agent says that it waits")
     run.start_master()
     run.wait(west, 60)
-    assert len(versions(run)) == 30
+    assert len(versions(run)) == VERSIONS
 
 
 @pytest.mark.timeout(120)
@@ -105,7 +99,7 @@ def test_a_restarted_master_finds_its_cluster(run: Any, tmp_path: Path) -> None:
     master.kill()
     run.start_master()
     run.wait(west, 90)
-    assert len(versions(run)) == 30
+    assert len(versions(run)) == VERSIONS
     assert (tmp_path / "out").read_text().count("incarnation") == 1
 
 

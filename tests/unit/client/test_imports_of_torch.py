@@ -1,4 +1,4 @@
-"""What a rank imports before it knows that it needs it: torch's DTensor and FSDP cost seconds."""
+"""What agent and rank import before they know that they need it: torch costs seconds, its DTensor and FSDP more."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import sys
 from pathlib import Path
 
 
-def test_a_rank_of_a_plain_model_loads_no_dtensor() -> None:
-    """Importing OuterLoop, in an interpreter of its own, loads neither torch.distributed.tensor nor FSDP."""
+def test_the_agent_loads_no_torch_and_a_rank_of_a_plain_model_no_dtensor() -> None:
+    """The library is resolved when it is asked for, not before; and OuterLoop, in an interpreter of its own, loads
+    neither torch.distributed.tensor nor FSDP.
+    """
     code = (
-        "import sys, dips.client; dips.client.OuterLoop; assert 'torch' in sys.modules; "
+        "import sys, dips.client, dips.client.app; assert 'torch' not in sys.modules; "
+        "dips.client.OuterLoop; assert 'torch' in sys.modules; "
         "print([m for m in ('torch.distributed.tensor', 'torch.distributed.fsdp') if m in sys.modules])"
     )
     done = subprocess.run(
