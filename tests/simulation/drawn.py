@@ -28,6 +28,7 @@ def scenario_of(seed: int) -> Scenario:
         clusters=_ways(chance.generator_for("ways"), shapes),
         slaves=slaves,
         layers=layers,
+        ranges_at_once=chance.generator_for("ranges").choice((2, 6, 6)),
         parameters=chance.generator_for("parameters").choice(((3,), (2, 1))),
         slots=rng.randint(1, 2),
         pinned=rng.randint(0, 1),
