@@ -13,7 +13,7 @@ from dips.sim.scenario import ClusterShape, Scenario
 FAULTS_S = 76.0  # simulated seconds with faults
 QUIET_S = 50.0  # and without: everything heals
 MORE_S = 50.0  # for a seed whose faults left no time for rounds
-OVERLAP_SLOWNESS = 2.0  # of inner steps that go on while parameters move: so that a round holds ten of them, not twenty
+OVERLAP_SLOWNESS = 3.0  # of inner steps that go on while parameters move: a round holds ten of them, not twenty
 
 
 def scenario_of(seed: int) -> Scenario:
