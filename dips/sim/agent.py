@@ -28,7 +28,7 @@ from dips.errors import DipsError
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Finished, Grant, Joined, Outcome
 from dips.protocol.heartbeats import OWN_PACE, ClusterHeartbeatAnswer
-from dips.sim.fiber import Fiber, Gate, Resume, Story, Wait, sleep
+from dips.sim.fiber import ChangeSignal, Fiber, Gate, Story, Wait, sleep
 from dips.sim.master_client import SimMasterClient
 from dips.sim.network import Network
 from dips.sim.ports import TrainerWorld
@@ -107,7 +107,8 @@ class SimAgent:
         self._nonces = 0
         identity = ClusterIdentity(settings.run, self.name, settings.config_digest)
         pace = Pace(aligned=site.aligned_steps) if site.aligned_steps else Pace(steps=settings.inner_steps)
-        timing = AgentSettings(identity, world.options.timing.heartbeat_s, RETRY_S, site.overlap, MAX_RESTARTS)
+        heartbeat_s, ranges = world.options.timing.heartbeat_s, settings.ranges_at_once
+        timing = AgentSettings(identity, heartbeat_s, RETRY_S, site.overlap, MAX_RESTARTS, ranges)
         self.core = AgentCore(timing, pace, self._make_nonce, world.chance.generator_for(f"agent/{process}"), former)
         self.left = former  # behind, on its disk
         self.gate = Gate()  # closed while the whole machine is stopped
@@ -117,7 +118,7 @@ class SimAgent:
         self.meets = False  # it pushes when the master plans, together with others
         self.finished: VersionId | None = None  # the run is over and it holds its last version
         self._master = SimMasterClient(world.heap, world.network, self.name, self.gate, self)
-        self._waiting: list[Resume] = []  # rank 0 waits for a change
+        self._changed = ChangeSignal(world.heap)  # rank 0 waits for it
         self._clock = Fiber(self._keep_time(), self.gate)
         self.torchrun = SimTorchrun(world, site, self, self.core.plan_first_launch())
         self.torchrun.start()
@@ -221,19 +222,7 @@ class SimAgent:
 
     def next_change(self, at_most_s: float) -> Wait:
         """Wait until the core has done something, or so long."""
-
-        def begin_wait(resume: Resume) -> None:
-            timer = self.world.heap.call_later(at_most_s, f"{self.name} polls", lambda: end_wait(None))
-
-            def end_wait(value: Any) -> None:
-                if end_wait in self._waiting:
-                    self._waiting.remove(end_wait)
-                    timer.cancel()
-                    resume(value)
-
-            self._waiting.append(end_wait)
-
-        return begin_wait
+        return self._changed.wait_for_change(at_most_s, f"{self.name} polls")
 
     # ---- the master ------------------------------------------------------------------------------------------------
 
@@ -250,12 +239,8 @@ class SimAgent:
                     self._on_mark(action)
                 case StopTrainer():
                     self._on_stop(action)
-        if actions and self._waiting:  # not at once: whoever changed it is still at work
-            self.world.call_later(0.0, f"{self.name} wakes rank 0", self._on_wake)
-
-    def _on_wake(self) -> None:
-        for resume in list(self._waiting):
-            resume(None)
+        if actions and self._changed.awaited:  # not at once: whoever changed it is still at work
+            self.world.call_later(0.0, f"{self.name} wakes rank 0", self._changed.wake_waiters)
 
     def _on_mark(self, mark: RecordMark) -> None:
         if mark.kind == "joined":

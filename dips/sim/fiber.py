@@ -91,3 +91,35 @@ def sleep(heap: Heap, seconds: float, what: str) -> Wait:
         heap.call_later(seconds, what, lambda: resume(None))
 
     return begin_wait
+
+
+class ChangeSignal:
+    """Wakes everybody who waits for a change; each waits for a limited time."""
+
+    def __init__(self, heap: Heap) -> None:
+        self._heap = heap
+        self._waiting: list[Resume] = []
+
+    @property
+    def awaited(self) -> bool:
+        return bool(self._waiting)
+
+    def wait_for_change(self, at_most_s: float, what: str) -> Wait:
+        """Wait until something changes, or so long."""
+
+        def begin_wait(resume: Resume) -> None:
+            timer = self._heap.call_later(at_most_s, what, lambda: end_wait(None))
+
+            def end_wait(value: Any) -> None:
+                if end_wait in self._waiting:
+                    self._waiting.remove(end_wait)
+                    timer.cancel()
+                    resume(value)
+
+            self._waiting.append(end_wait)
+
+        return begin_wait
+
+    def wake_waiters(self) -> None:
+        for end_wait in list(self._waiting):
+            end_wait(None)

@@ -34,6 +34,7 @@ class Scenario:
     options: Options
     lasts_s: float
     parameters: tuple[int, ...] = (2, 1)  # of each layer, by their elements; each rank's piece of one is a chunk
+    ranges_at_once: int = 2  # data ranges that an agent leases together
     quiet_at: float = 0.0  # from then on nothing fails; who plans failures keeps to it
     mirrors: bool = False  # every slave's directory has one
     steady: bool = True  # no message is lost, late or doubled but by a planned failure

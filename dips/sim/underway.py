@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dips.client.ipc.messages import PullNow, PushNow
-from dips.sim.fiber import Resume, Wait
+from dips.sim.fiber import ChangeSignal, Wait
 from dips.sim.heap import Heap
 from dips.sim.streams import SimTransfer
 
@@ -21,14 +21,13 @@ class SimBackgroundTransfer:
         self._heap, self.verdict = heap, verdict
         self.over = False
         self.result: Any = None
-        self._waiting: list[Resume] = []
+        self._changed = ChangeSignal(heap)
         self.moving = start(self._on_end)
         self.meter = self.moving.meter
 
     def _on_end(self, result: object) -> None:
         self.over, self.result = True, result
-        for resume in list(self._waiting):
-            resume(None)
+        self._changed.wake_waiters()
 
     def halt_transfer(self) -> None:
         """It leads nowhere: nothing more is sent or received."""
@@ -38,16 +37,4 @@ class SimBackgroundTransfer:
 
     def next_change(self, at_most_s: float, what: str) -> Wait:
         """Wait for its end, or so long."""
-
-        def begin_wait(resume: Resume) -> None:
-            timer = self._heap.call_later(at_most_s, what, lambda: end_wait(None))
-
-            def end_wait(value: Any) -> None:
-                if end_wait in self._waiting:
-                    self._waiting.remove(end_wait)
-                    timer.cancel()
-                    resume(value)
-
-            self._waiting.append(end_wait)
-
-        return begin_wait
+        return self._changed.wait_for_change(at_most_s, what)

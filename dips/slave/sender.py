@@ -268,6 +268,8 @@ class Sender:
 
     def list_sources(self) -> list[tuple[PullId, VersionId, list[PullSource]]]:
         """Every pull that is not released, its version, and all sources that its readers may still read."""
+        if not self._pulls:
+            return []
         with self._lock:
             return [(p.pull, p.version, [p.source, *p.former]) for p in self._pulls.values()]
 

@@ -14,7 +14,7 @@ FAULTS_S = 76.0  # simulated seconds with faults
 QUIET_S = 50.0  # and without: everything heals
 CROWD = 3
 MORE_S = 50.0  # for a seed whose faults left no time for rounds
-OVERLAP_SLOWNESS = 2.0  # of inner steps that go on while parameters move: so that a round holds ten of them, not twenty
+OVERLAP_SLOWNESS = 3.0  # of inner steps that go on while parameters move: a round holds ten of them, not twenty
 
 
 def scenario_of(seed: int) -> Scenario:
@@ -29,6 +29,7 @@ def scenario_of(seed: int) -> Scenario:
         clusters=_ways(chance.generator_for("ways"), shapes),
         slaves=slaves,
         layers=layers,
+        ranges_at_once=chance.generator_for("ranges").choice((2, 6, 6)),
         parameters=chance.generator_for("parameters").choice(((3,), (2, 1))),
         slots=rng.randint(1, 2),
         pinned=rng.randint(0, 1),

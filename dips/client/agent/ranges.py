@@ -17,7 +17,6 @@ from dips.client.ipc.messages import Answer, AskAgain, RangeGiven, RangesEnded, 
 from dips.protocol.effects import Finished, Pending, Ranges, Refused
 from dips.protocol.events import RangesRequested
 
-RANGES_AT_ONCE = 2  # leased together: the one needed, and one so that the next is here before it is asked for
 END_S = 600.0  # at the end of the data, the last push is tried for so long
 
 NONE_LEFT = "no data range is left to lease"
@@ -86,7 +85,7 @@ def _give_up_rest(s: AgentState) -> Answer:
 def ask_ranges(s: AgentState, claims: tuple[int, ...] = ()) -> None:
     """Ask for more data ranges, or for named ones."""
     s.range_requests.seq += 1
-    count = len(claims) or RANGES_AT_ONCE
+    count = len(claims) or s.settings.ranges_at_once
     event = RangesRequested(0, s.cluster, s.membership.inc, s.range_requests.seq, count, claims)
     ask_master(s, Channel.RANGES, event)
 

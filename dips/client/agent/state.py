@@ -24,6 +24,7 @@ from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant, Progress
 from dips.transport.backoff import Backoff
 
+RANGES_AT_ONCE = 2  # leased together: the one needed, and one so that the next is here before it is asked for
 PATIENCE_HEARTBEATS = 5  # a trainer waits so long for a master that does not answer, then trains on
 
 
@@ -45,6 +46,7 @@ class AgentSettings:
     retry_s: float  # the longest pause before a master that did not answer is asked again
     overlap: bool = False  # the trainer trains on while its push moves, its window is open and its pull arrives
     max_restarts: int = 0  # of the training command, after it crashed
+    ranges_at_once: int = RANGES_AT_ONCE
 
     @property
     def patience_s(self) -> float:
