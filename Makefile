@@ -23,7 +23,7 @@ help: ## list these words
 demo: $(VENV)/demo.stamp ## two unequal clusters train one model through a master and two slaves, with a crash of each kind
 	@$(BIN)/dips demo $(ARGS)
 
-test: $(VENV)/dev.stamp ## unit, transcript, simulation and integration tests, two files at a time; about 9 minutes (ARGS="-k word" picks some)
+test: $(VENV)/dev.stamp ## unit, transcript, simulation and integration tests, three files at a time (ARGS="-k word" picks some)
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(VENV)/dev.stamp ## the tests that make test leaves out: longer runs of real frameworks
@@ -45,7 +45,7 @@ check: $(VENV)/dev.stamp ## ruff, format, mypy --strict, generated stubs, manife
 sim: $(VENV)/dev.stamp ## the simulated world, SEEDS=N of them; a failing seed prints itself, a table what they met (ARGS="--days 33")
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) $(ARGS)
 
-chaos: $(VENV)/dev.stamp ## kill, stop and partition real processes, fill and rot their disks, two files at a time; about 15 minutes (STORM_S=600)
+chaos: $(VENV)/dev.stamp ## kill, stop and partition real processes, fill and rot their disks, two files at a time; about 8 minutes (STORM_S=600)
 	@DIPS_STORM_S=$(STORM_S) $(BIN)/python -m pytest -m chaos -n 2 --dist loadfile tests/chaos $(ARGS)
 
 bench: $(VENV)/dev.stamp ## measure each part beside what it must reach; appends to benchmarks/LOG.md (ARGS="--quick kernels")
