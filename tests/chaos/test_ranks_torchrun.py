@@ -39,6 +39,7 @@ def test_each_of_two_ranks_dies_at_every_point(tmp_path: Path, loop: Loop) -> No
             )
             assert _died(deployment, name) == planned
             deployment.count_kill(name, len(planned))
+            deployment.seen_after(deployment.timeline(name), "trainer_attached", len(planned) + 1)
         deployment.progress(3, by=deployment.clusters)
         deployment.check()
         for name, kind in (("east", "push"), ("west", "pull")):

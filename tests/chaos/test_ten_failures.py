@@ -5,6 +5,8 @@ tests/unit/test_ten_failures.py says where each of the ten is.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from dips.slave.export import export_snapshot
 from tests.chaos import disks, predict
 from tests.chaos.deployment import EVER, LEASE_S, SEEN_S, Deployment
 from tests.chaos.wires import Loop
+from tests.integration.cluster_harness import ROOT
 
 DEPLOYMENT = {"ranges": False}  # who waits for data ranges cannot train on by itself
 WILD = ("1e6", "nan", "inf")
@@ -80,7 +83,10 @@ def test_failure_3_lost_acknowledgement_lost_run(deployment: Deployment) -> None
 
 
 def test_failure_5_a_poisoned_detector(tmp_path: Path, loop: Loop) -> None:
-    """The first push of a run is 10^6-fold, then NaN, then Inf: gated each, without a trace in θ or statistics."""
+    """The first push of a run is 10^6-fold, then NaN, then Inf: gated each, without a trace in θ or statistics.
+
+    Who pushes what is not finite is quarantined then, until an operator readmits it.
+    """
     with Deployment(
         tmp_path, loop, clusters=("east", "west", "north"), shared={"penalty": {"rule": "dips"}}
     ) as deployment:
@@ -90,10 +96,20 @@ def test_failure_5_a_poisoned_detector(tmp_path: Path, loop: Loop) -> None:
         gated = [deployment.seen_after(deployment.master_timeline, "push_gated", n + 1) for n in range(len(WILD))]
         assert "hard cap" in gated[0]["reason"] and all("not finite" in g["reason"] for g in gated[1:])
         assert deployment.head().version == 0
+        deployment.until(lambda: _readmit(deployment, "north"), SEEN_S, "north is quarantined, and readmitted")
         deployment.cluster("east")
         deployment.cluster("west")
         deployment.progress(4, by=deployment.clusters, within_s=90)
         deployment.check()
+
+
+def _readmit(deployment: Deployment, cluster: str) -> bool:
+    """Type `dips readmit`; return whether there was a quarantine to lift."""
+    words = ("readmit", cluster, "--config", str(deployment.file))
+    command = [sys.executable, "-c", "from dips.cli import main; main()", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0 or "is not quarantined" in done.stderr, done.stderr
+    return done.returncode == 0
 
 
 def test_failure_7_joining_while_busy(deployment: Deployment) -> None:
