@@ -27,7 +27,7 @@ test: $(VENV)/dev.stamp ## unit, transcript, simulation and integration tests, t
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(VENV)/dev.stamp ## the tests that make test leaves out: longer runs of real frameworks
-	@$(BIN)/python -m pytest -m slow $(ARGS)
+	@$(BIN)/python -m pytest -m slow -n 2 --dist load $(ARGS)
 
 mutants: $(VENV)/dev.stamp ## break one line at a time and run the tests that must find it, two mutants at a time (ARGS="--only word")
 	@$(BIN)/python -m tests.mutants $(ARGS)
