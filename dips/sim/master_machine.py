@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dips.protocol.records import RunRow
+from dips.protocol.records import Record, RunRow
 from dips.sim.ledger_disk import LedgerDisk
 from dips.sim.master import Answer, MasterProcess, MasterWorld
 
@@ -17,11 +17,15 @@ class MasterMachine:
         self.rng = world.chance.generator_for("master")
         self.disk = LedgerDisk(row)
         self.process: MasterProcess | None = None
+        self._raised: list[Record] = []  # by a restore; lost again before anybody serves, it is as if it had not been
         self.zombies: list[MasterProcess] = []  # stopped, and taken for dead: each has a successor
         world.network.attach_host("master", self)
 
     def start(self) -> None:
         if self.process is None:
+            for record in self._raised:
+                self.world.monitor.record_written(record)
+            self._raised = []
             self.process = MasterProcess(self)
 
     def crash(self) -> None:
@@ -35,8 +39,7 @@ class MasterMachine:
         for zombie in self.zombies:
             zombie.kill_process()
         self.zombies.clear()
-        for record in self.disk.lose_disk():
-            self.world.monitor.record_written(record)
+        self._raised = self.disk.lose_disk()
 
     def abandon_process(self) -> MasterProcess | None:
         """Another will be started beside it, on the same ledger: another host, a mount without locks."""
