@@ -19,6 +19,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from dips.errors import ConfigError, DipsError, FailedMirror
+from dips.fsync import sync_path
 
 PIECE_BYTES = 8 << 20  # read and written at a time
 ASIDE = ".unfinished-"
@@ -72,7 +73,7 @@ class MirrorStore:
             with self.create_file(str(PurePosixPath(name).with_name(aside.name))) as file:
                 file.write(content)
             aside.rename(path)
-            _sync_directory(path.parent)
+            sync_path(path.parent)
 
     @contextmanager
     def create_file(self, name: str) -> Iterator[IO[bytes]]:
@@ -131,11 +132,3 @@ class MirrorStore:
 
 def _error_text(error: Exception) -> str:
     return str(error) or type(error).__name__
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,7 +17,8 @@ from safetensors.numpy import save_file
 
 from dips.config import RunFile
 from dips.errors import ConfigError, FailedMirror
-from dips.master.ledger import Ledger, hold_ledger, sync_path
+from dips.fsync import sync_path
+from dips.master.ledger import Ledger, hold_ledger
 from dips.mirror import PIECE_BYTES, MirrorStore
 from dips.protocol.manifest import Layer, Manifest
 from dips.protocol.placement import place_layers

@@ -7,13 +7,13 @@ it is written, the Coordinator decides; this file does not know.
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from dips.errors import ConfigError, Corrupt, StaleTerm
+from dips.fsync import sync_path
 from dips.master.ledger_history import RoundHistory, read_history
 from dips.master.ledger_rebalances import RebalanceHistory, read_digests, read_rebalances
 from dips.master.ledger_rows import write_record, write_run
@@ -206,15 +206,6 @@ def _take_lock(path: Path | str) -> PidLock | None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     busy = f"{path}: this ledger is in use by another master"
     return PidLock(Path(f"{path}.lock"), busy=busy, advice="stop it first")
-
-
-def sync_path(path: Path) -> None:
-    """Make a file, or a directory's list of files, durable: a new file exists only when its directory says so."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from dips.config import RunFile
 from dips.errors import ConfigError, Corrupt, FailedMirror
+from dips.fsync import sync_path
 from dips.master import genesis, mirror_files
-from dips.master.ledger import Ledger, hold_ledger, sync_path
+from dips.master.ledger import Ledger, hold_ledger
 from dips.master.ledger_rebuild import MirroredLedger, rebuild
 from dips.mirror import MirrorStore
 from dips.protocol.records import LedgerState

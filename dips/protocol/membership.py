@@ -104,10 +104,6 @@ class Judge:
         self._due = None
         self._clusters.pop(cluster, None)
 
-    def forget_slave(self, slave: str) -> None:
-        self._due = None
-        self._slaves.pop(slave, None)
-
     def on_cluster_heartbeat(self, heartbeat: ClusterHeartbeat, now: float) -> list[Event]:
         """Renew the lease; report a trainer that began or ceased to move, and a bandwidth that has changed."""
         self._due = None

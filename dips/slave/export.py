@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from dips.errors import ConfigError
+from dips.fsync import sync_path
 from dips.ids import VersionId
 from dips.slave import tensorfile
 from dips.slave.ports import F32
 from dips.slave.snapshot_files import find_whole, read_theta
 from dips.slave.snapshot_manifest import MODEL_FILE, LayerRecord, SnapshotManifest
-from dips.slave.tensorfile import Reader, sync_directory
+from dips.slave.tensorfile import Reader
 
 Place = tuple[Path, LayerRecord]  # a snapshot's directory and a layer that lies in it
 
@@ -38,7 +39,7 @@ def export_snapshot(directories: Sequence[Path], version: VersionId | None, outp
         output.parent.mkdir(parents=True, exist_ok=True)
         tensorfile.write_tensors(aside, metadata, shapes, _read_layers(places))
         aside.rename(output)
-        sync_directory(output.parent)
+        sync_path(output.parent)
     except OSError as error:
         raise ConfigError(f"{output}: {chosen} cannot be written: {error}") from error
     finally:

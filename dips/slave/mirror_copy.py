@@ -16,11 +16,12 @@ from typing import IO
 import xxhash
 
 from dips.errors import Corrupt, CorruptSnapshot, FailedMirror
+from dips.fsync import sync_path
 from dips.ids import VersionId
 from dips.mirror import PIECE_BYTES, MirrorStore
 from dips.slave.snapshot_files import ASIDE
 from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE, SnapshotManifest
-from dips.slave.tensorfile import ITEM, MAX_HEADER_BYTES, sync_directory
+from dips.slave.tensorfile import ITEM, MAX_HEADER_BYTES
 from dips.telemetry.logs import Log
 
 MOST_MANIFEST_BYTES = 64 << 20
@@ -82,9 +83,9 @@ def bring_back(store: MirrorStore, directory: Path, run: str, slave: str, versio
         with (partial / MANIFEST_FILE).open("wb") as target:
             target.write(text)
             _sync(target)
-        sync_directory(partial)
+        sync_path(partial)
         partial.rename(directory / str(version))
-        sync_directory(directory)
+        sync_path(directory)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 
 from dips.errors import ConfigError, CorruptSnapshot
+from dips.fsync import sync_path
 from dips.ids import VersionId
 from dips.protocol.manifest import Manifest
 from dips.slave import tensorfile
@@ -32,7 +33,7 @@ from dips.slave.snapshot_files import (
 from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE, MOMENTUM, THETA, LayerRecord
 from dips.slave.snapshots import LISTING_BYTES
 from dips.slave.staged_snapshots import STAGED, delete_snapshot, staged_path
-from dips.slave.tensorfile import Reader, sync_directory
+from dips.slave.tensorfile import Reader
 
 Report = Callable[[int], None]  # is told bytes as they are done
 Digests = Mapping[tuple[int, str], str]  # by (round, slave), of the manifests, as the ledger has them
@@ -125,7 +126,7 @@ def stage_snapshot(copy: SnapshotCopy, report: Report) -> str:
         if staged.exists():
             shutil.rmtree(staged)
         aside.rename(staged)
-        sync_directory(copy.directory)
+        sync_path(copy.directory)
     return manifest_digest(staged)
 
 

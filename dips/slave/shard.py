@@ -89,11 +89,6 @@ class Shard:
         """Pushes that are full and not measured: every heartbeat names them."""
         return self.transfers.staged_pushes()
 
-    @property
-    def has_reports(self) -> bool:
-        """Whether there is something to report to the master."""
-        return bool(self.transfers.reports)
-
     # ---- orders --------------------------------------------------------------------------------
 
     def execute_order(self, order: e.Order) -> Answer:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from dips.errors import ConfigError, CorruptSnapshot
+from dips.fsync import sync_path
 from dips.ids import VersionId
 from dips.protocol.manifest import Layer, Manifest
 from dips.slave import tensorfile
@@ -27,7 +28,7 @@ from dips.slave.snapshot_manifest import (
     digest_of,
     split_layer,
 )
-from dips.slave.tensorfile import OnPiece, Reader, sync_directory
+from dips.slave.tensorfile import OnPiece, Reader
 
 ASIDE = ".unfinished-"  # before the name of what is not whole yet, or no longer: removed when its slave starts
 
@@ -98,7 +99,7 @@ def write_snapshot(
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    sync_directory(path)
+    sync_path(path)
     return text
 
 

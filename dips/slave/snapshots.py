@@ -18,6 +18,7 @@ from pathlib import Path
 import xxhash
 
 from dips.errors import ConfigError, CorruptSnapshot, LocalProtocolError, Stale
+from dips.fsync import sync_path
 from dips.ids import GENESIS, VersionId
 from dips.outer.work_meter import WorkMeter
 from dips.pidlock import PidLock
@@ -35,7 +36,7 @@ from dips.slave.snapshot_files import (
 )
 from dips.slave.snapshot_manifest import MANIFEST_FILE, MODEL_FILE, THETA, SnapshotManifest, digest_of, split_layer
 from dips.slave.staged_snapshots import promote_if_ours, staged_path, staged_versions
-from dips.slave.tensorfile import Reader, sync_directory
+from dips.slave.tensorfile import Reader
 from dips.telemetry.logs import Log
 
 LISTING_BYTES = 4096  # for each parameter, in the two lists of a snapshot: a name, a shape, places, digests
@@ -192,7 +193,7 @@ class Snapshots:
             path, aside = self._directory / str(version), self._aside_path(version)
             if path.exists():
                 path.rename(aside)
-                sync_directory(self._directory)
+                sync_path(self._directory)
                 shutil.rmtree(aside)
             if (staged := staged_path(self._directory, version)).exists():  # of a rebalance that came to nothing
                 shutil.rmtree(staged)
@@ -245,7 +246,7 @@ class Snapshots:
             self._log.warning("snapshot_replaced", version=str(version), path=str(path))
             self._remove_old(path, version)
         aside.rename(path)
-        sync_directory(self._directory)
+        sync_path(self._directory)
 
     def _remove_old(self, path: Path, version: VersionId) -> None:
         old = self._directory / f"{ASIDE}old-{version}"

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from dips.errors import CorruptSnapshot
+from dips.fsync import sync_path
 from dips.ids import VersionId
 from dips.slave.snapshot_files import ASIDE, read_manifest, version_of
-from dips.slave.tensorfile import sync_directory
 
 STAGED = ".rebalanced-"
 KEPT = "old-"  # --keep-old: what a person may delete
@@ -47,21 +47,21 @@ def promote_snapshot(directory: Path, version: VersionId, discard: Callable[[Pat
     if path.exists():
         (discard or delete_snapshot)(path)
     staged_path(directory, version).rename(path)
-    sync_directory(directory)
+    sync_path(directory)
 
 
 def delete_snapshot(path: Path) -> None:
     """Remove a snapshot, first out of its name, so that a half-removed one is never taken for one."""
     aside = path.with_name(f"{ASIDE}old-{path.name}")
     path.rename(aside)
-    sync_directory(path.parent)
+    sync_path(path.parent)
     shutil.rmtree(aside)
 
 
 def keep_snapshot(path: Path) -> None:
     """Move a snapshot out of its name: nobody reads it any more, and nobody deletes it."""
     path.rename(path.with_name(f"{KEPT}{path.name}"))
-    sync_directory(path.parent)
+    sync_path(path.parent)
 
 
 def _layers_of(path: Path) -> set[int] | None:

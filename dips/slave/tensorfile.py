@@ -138,15 +138,6 @@ class Reader:
         return metadata, header, 8 + length
 
 
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _make_header(metadata: Mapping[str, str], shapes: Shapes) -> bytes:
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0

@@ -17,6 +17,7 @@ DIPS = Path(__file__).parents[2] / "dips"
 LOW = {"dips.ids", "dips.errors"}
 CONFIG = {
     "dips.config",
+    "dips.fsync",
     "dips.mirror",
     "dips.pidlock",
     "dips.telemetry",
@@ -30,8 +31,9 @@ MAY: dict[str, set[str]] = {
     "dips.__init__": set(),
     "dips.errors": set(),
     "dips.ids": {"dips.errors"},
+    "dips.fsync": LOW,
     "dips.pidlock": LOW,
-    "dips.mirror": LOW,
+    "dips.mirror": LOW | {"dips.fsync"},
     "dips.config": LOW | {"dips.protocol.enums", "dips.protocol.options"},
     "dips.telemetry": LOW,
     "dips.protocol": LOW,

@@ -64,22 +64,22 @@ MUTANTS = (
         "the model is not fsynced", ROOM + "/tensorfile.py", "        os.fsync(file.fileno())", "        pass", DISK
     ),
     Mutant("the manifest is not fsynced", ROOM + "/snapshot_files.py", "os.fsync(file.fileno())", "pass", DISK),
-    Mutant("the names in a snapshot are not fsynced", ROOM, "sync_directory(path)", "pass", DISK),
+    Mutant("the names in a snapshot are not fsynced", ROOM, "sync_path(path)", "pass", DISK),
     Mutant(
         "the rename is not fsynced",
         ROOM,
-        "aside.rename(path)\n        sync_directory(self._directory)",
+        "aside.rename(path)\n        sync_path(self._directory)",
         "aside.rename(path)",
         DISK,
     ),
     Mutant(
         "the removal is not fsynced",
         ROOM,
-        "path.rename(aside)\n                sync_directory(self._directory)",
+        "path.rename(aside)\n                sync_path(self._directory)",
         "path.rename(aside)",
         DISK,
     ),
-    Mutant("fsync of a directory does nothing", ROOM + "/tensorfile.py", "        os.fsync(fd)", "        pass", DISK),
+    Mutant("fsync of a directory does nothing", "dips/fsync.py", "os.fsync(descriptor)", "pass", DISK),
     # ---- mirrors
     Mutant("rot is copied", ROOM, "            if found != expected:", "            if False:", MIRROR),
     Mutant("another run's copy is taken", ROOM, "(run, slave, version):", "(manifest.run, slave, version):", MIRROR),
