@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dips.errors import ConfigError
 from dips.ids import check_name
-from dips.protocol.enums import AskOrder, DurabilityMode, PersistFailurePolicy, PushCodec, RequeuePolicy
+from dips.protocol.enums import AskOrder, DurabilityMode, PersistFailurePolicy, PullCodec, PushCodec, RequeuePolicy
 from dips.protocol.options import (
     DataOptions,
     Options,
@@ -50,12 +50,21 @@ class Shared(Section):
     data: DataOptions = DataOptions()
     chunk_bytes: Annotated[int, Field(ge=4096, le=MIB)] = MIB  # larger ZeroMQ messages were 3 to 5 times slower
     codec: PushCodec = PushCodec.FP32  # of pushes; lossy ones cost a rank 8 B more per parameter it pushes
+    pull_codec: PullCodec = PullCodec.FP32  # of pulls; lossy ones make each θ of what clusters pull; the ranks' 8 B too
 
     @field_validator("data", mode="before")
     @classmethod
     def _own_data(cls, value: Any) -> Any:
         """`data: own` is the word for no ranges: clusters keep their loaders, and nobody tracks what they read."""
         return {"ranges": 0} if value == "own" else value
+
+    @model_validator(mode="after")
+    def _require_momentum(self) -> Self:
+        if self.pull_codec is not PullCodec.FP32 and not self.outer.momentum:
+            raise ValueError(
+                "a lossy pull_codec needs outer.momentum above 0: by it comes back what rounding leaves over"
+            )
+        return self
 
     @property
     def digest(self) -> str:
@@ -253,8 +262,9 @@ def load_cluster(path: Path) -> ClusterFile:
     _check_names(path, [(config.shared.run, "run"), (config.cluster, "cluster")])
     addresses = [("master", config.master), *([("metrics", config.metrics)] if config.metrics else [])]
     _check_loopback(path, config.insecure, addresses)
-    if config.install == "streaming" and config.shared.codec is not PushCodec.FP32:
-        raise ConfigError(f"{path}: install: streaming needs shared.codec fp32, got {config.shared.codec}")
+    for key in ("codec", "pull_codec") if config.install == "streaming" else ():
+        if (word := getattr(config.shared, key)) != "fp32":
+            raise ConfigError(f"{path}: install: streaming needs shared.{key} fp32, got {word}")
     if config.install == "streaming" and config.overlap == "full":
         raise ConfigError(
             f"{path}: install: streaming and overlap: full exclude each other: a merge needs a whole version"

@@ -190,7 +190,7 @@ def _check_memory(plan: RebalancePlan, model: Manifest, after: RunFile) -> None:
     """Hold each slave's sum against its `memory_bytes`, or against this machine's memory."""
     for name, layers in plan.after:
         section = after.slave_section(name)
-        memory = memory_of(section, sum(model.layers[layer].numel for layer in layers))
+        memory = memory_of(section, sum(model.layers[layer].numel for layer in layers), after.shared.pull_codec)
         try:
             memory.require_memory(section.memory_bytes or machine_bytes())
         except ConfigError as error:
@@ -259,7 +259,8 @@ def _describe(work: Rebalancing, after: RunFile) -> None:
     print(f"moved: {len(plan.moves)} of {len(model.layers)} layers, {_megabytes(moved)} of θ and m")
     print(f"written: {len(work.copies)} whole snapshots, {_megabytes(written)}")
     for name, layers in plan.after:
-        memory = memory_of(after.slave_section(name), sum(model.layers[layer].numel for layer in layers))
+        numel = sum(model.layers[layer].numel for layer in layers)
+        memory = memory_of(after.slave_section(name), numel, after.shared.pull_codec)
         print(f"{name}: {len(layers)} layers, memory {memory.describe_sum()}")
 
 

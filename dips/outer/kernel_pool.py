@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from dips.outer.pool import BYTES, Arrays
+from dips.outer.updates import Fields, Update, cut_parameters
 from dips.outer.work_meter import WorkMeter
 
 F32 = npt.NDArray[np.float32]
 
 SLICE = 1 << 20  # elements, 4 MiB: some 100 µs of work for 3 µs of Python; part of what makes sums repeatable
+
+_NO_STEPS = np.zeros(0, np.float32)
 
 
 class Kernels(Protocol):
@@ -32,6 +35,14 @@ class Kernels(Protocol):
 
     def apply(
         self, theta: F32, acc: F32, momentum: F32, scale: float, lr: float, mu: float, theta_next: F32
+    ) -> None: ...
+
+    def round_int8(
+        self, theta: F32, theta_next: F32, momentum_next: F32, back: float, codes: Any, steps: F32
+    ) -> None: ...
+
+    def round_bf16(
+        self, theta: F32, theta_next: F32, momentum_next: F32, back: float, codes: Any, steps: F32
     ) -> None: ...
 
 
@@ -74,6 +85,24 @@ class KernelPool:
             return 0.0
 
         self._map_slices(theta, apply_slice)
+
+    def round_update(
+        self, codec: str, theta: Arrays, theta_next: Arrays, momentum: Arrays, back: float, update: Update, at: Fields
+    ) -> None:
+        """Make θ′ of what `codec` brings of it, and write that; what it leaves over goes into m′."""
+        kernel = self._kernels.round_int8 if codec == "int8" else self._kernels.round_bf16
+        blocks: dict[tuple[int, int], slice] = {}
+        tasks = []
+        for layer, cut, held in cut_parameters(at, SLICE):
+            blocks[layer, cut.start] = held
+            tasks.append((layer, cut))
+
+        def round_slice(i: int, cut: slice) -> float:
+            steps = update.steps[i][blocks[i, cut.start]] if update.steps else _NO_STEPS
+            kernel(theta[i][cut], theta_next[i][cut], momentum[i][cut], back, update.codes[i][cut], steps)
+            return 0.0
+
+        self._run_tasks(tasks, round_slice)
 
     def copy_theta(self, source: Arrays, target: Arrays) -> None:
         """Copy θ of a version to where a push's differences will be added to it."""

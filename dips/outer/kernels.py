@@ -17,6 +17,10 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from dips.outer import reference
+from dips.outer.reference import BLOCK as UPDATE_BLOCK
+from dips.outer.reference import TINIEST
+
 F32 = npt.NDArray[np.float32]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -98,6 +102,51 @@ def _apply_loop(
         theta_next[i] = theta[i] - lr * (g + mu * m)
 
 
+@_compile_nogil(fastmath={"nnan", "nsz"})
+def _largest_change(a: F32, b: F32) -> np.float32:
+    top = np.float32(0)
+    for i in range(a.size):
+        top = max(top, abs(b[i] - a[i]))
+    return top
+
+
+@_compile_nogil(fastmath=_SUMS)
+def _zero_if_finite(a: F32, b: F32) -> np.float32:
+    total = np.float32(0)
+    for i in range(a.size):
+        total += (b[i] - a[i]) * np.float32(0)
+    return total
+
+
+@_compile_nogil()
+def _round_block(
+    theta: F32, theta_next: F32, momentum: F32, back: np.float32, codes: npt.NDArray[np.int8], step: np.float32
+) -> None:
+    inverse = np.float32(1) / step if step > 0 else np.float32(0)
+    for i in range(theta.size):
+        target = theta_next[i]
+        code = np.int8(np.int32(np.rint((target - theta[i]) * inverse)))
+        made = theta[i] + np.float32(code) * step
+        momentum[i] = momentum[i] - back * (target - made)
+        theta_next[i] = made
+        codes[i] = code
+
+
+@_compile_nogil()
+def _round_loop(
+    theta: F32, theta_next: F32, momentum: F32, back: np.float32, codes: npt.NDArray[np.int8], steps: F32, tiniest: Any
+) -> None:
+    for block in range(steps.size):
+        begin = block * UPDATE_BLOCK
+        end = min(begin + UPDATE_BLOCK, theta.size)
+        top = _largest_change(theta[begin:end], theta_next[begin:end])
+        step = top / np.float32(127) if top >= tiniest else np.float32(0)
+        if _zero_if_finite(theta[begin:end], theta_next[begin:end]) != 0:  # NaN is not 0 either
+            step = np.float32(np.nan)
+        steps[block] = step
+        _round_block(theta[begin:end], theta_next[begin:end], momentum[begin:end], back, codes[begin:end], steps[block])
+
+
 def measure(theta: F32, theta_j: F32) -> float:
     """Return the squared norm of a push's pseudo-gradient in one layer (or slice): Σ(θ − θ_j)².
 
@@ -155,6 +204,27 @@ def apply(theta: F32, acc: F32, momentum: F32, scale: float, lr: float, mu: floa
     _apply_loop(theta, acc, momentum, np.float32(scale), np.float32(lr), np.float32(mu), theta_next)
 
 
+def round_int8(
+    theta: F32, theta_next: F32, momentum_next: F32, back: float, codes: npt.NDArray[np.int8], steps: F32
+) -> None:
+    """Make θ′ of what an int8 update brings; what that leaves over goes into m′, to come back in later steps.
+
+    theta          f32[n]  in      θ of the version being left, one parameter of it or a slice from a block's begin
+    theta_next     f32[n]  in/out  θ′ of `apply`; afterwards θ + codes·steps, in one fp32 addition
+    momentum_next  f32[n]  in/out  m′ −= back·(θ′ of `apply` − θ′)
+    back           > 0             updates.returned_share
+    codes          i8[n]   out     whole steps, −127 to 127
+    steps          f32[n/256]  out   of each block, its largest |change| / 127; NaN if one is not finite
+
+    Cost    reads 5n floats, writes 2n and n bytes, allocates nothing.
+    Errors  none; equal lengths are the caller's promise.
+    """
+    _round_loop(theta, theta_next, momentum_next, np.float32(back), codes, steps, TINIEST)
+
+
+round_bf16 = reference.round_bf16  # passes over spans in the cache: no bits to be had of a float in numba
+
+
 def warm_up() -> None:
     """Compile every kernel now (seconds; milliseconds from the cache), so that no order pays for it."""
     a, b, c, d = (np.zeros(8, dtype=np.float32) for _ in range(4))
@@ -162,3 +232,4 @@ def warm_up() -> None:
     fold_first(a, b)
     fold(b, a, c, 1.0)
     apply(a, b, c, 1.0, 0.7, 0.8, d)
+    round_int8(a, d, b, 1.0, np.zeros(8, np.int8), c[:1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import ceil
 
 import numpy as np
 import numpy.typing as npt
@@ -33,14 +34,16 @@ class MemorySum:
     slots: int
     pinned: int
     transit_bytes: int
+    update_bytes: float = 0.0  # of all updates, a parameter (updates.py)
 
     @property
-    def per_parameter(self) -> int:
-        return BYTES * (FIXED_BANKS + self.slots + self.pinned)
+    def per_parameter(self) -> float:
+        banks = BYTES * (FIXED_BANKS + self.slots + self.pinned)
+        return banks + self.update_bytes if self.update_bytes else banks
 
     @property
     def pool_bytes(self) -> int:
-        return self.numel * self.per_parameter
+        return ceil(self.numel * self.per_parameter)
 
     @property
     def total_bytes(self) -> int:
@@ -48,9 +51,10 @@ class MemorySum:
 
     def describe_sum(self) -> str:
         """Write the sum as a person checks it."""
+        updates = f" + {self.update_bytes:.3g} of updates" if self.update_bytes else ""
         return (
-            f"{self.numel:,} parameters x (16 + 4 x {self.slots} slots + 4 x {self.pinned} pinned) = "
-            f"{self.numel:,} x {self.per_parameter} B = {_format_size(self.pool_bytes)} pool"
+            f"{self.numel:,} parameters x (16 + 4 x {self.slots} slots + 4 x {self.pinned} pinned{updates}) = "
+            f"{self.numel:,} x {self.per_parameter:.4g} B = {_format_size(self.pool_bytes)} pool"
             f" + {_format_size(self.transit_bytes)} transit + {_format_size(WRITER_BYTES)} snapshot writer"
             f" + {_format_size(PROCESS_BYTES)} process = {_format_size(self.total_bytes)}"
         )

@@ -11,6 +11,10 @@ import numpy.typing as npt
 
 F32 = npt.NDArray[np.float32]
 
+BLOCK = 256  # elements of an update that share one fp32 step
+TINIEST = np.float32(2.0**-119)  # a block of smaller changes is zeros: its step would not be a normal number
+_SPAN = 64 * BLOCK  # elements done at once: what one pass writes the next reads in the cache
+
 
 def measure(theta: F32, theta_j: F32) -> float:
     """Return Σ(θ − θ_j)²; not finite if any element is not."""
@@ -38,6 +42,38 @@ def apply(theta: F32, acc: F32, momentum: F32, scale: float, lr: float, mu: floa
         g = np.float32(scale) * acc
         acc[:] = np.float32(mu) * momentum + g
         theta_next[:] = theta - np.float32(lr) * (g + np.float32(mu) * acc)
+
+
+def round_int8(
+    theta: F32, theta_next: F32, momentum_next: F32, back: float, codes: npt.NDArray[np.int8], steps: F32
+) -> None:
+    """Make θ′ = θ + codes·steps; m′ takes what that leaves over."""
+    with np.errstate(all="ignore"):
+        for block in range(steps.size):
+            cut = slice(block * BLOCK, (block + 1) * BLOCK)
+            change = theta_next[cut] - theta[cut]
+            top = np.abs(change).max()
+            step = np.float32(0) if top < TINIEST else top / np.float32(127)
+            steps[block] = step if np.isfinite(step) else np.nan
+            np.copyto(codes[cut], np.rint(change * (np.float32(1) / step if step > 0 else step)), casting="unsafe")
+            made = theta[cut] + codes[cut].astype(np.float32) * steps[block]
+            momentum_next[cut] -= np.float32(back) * (theta_next[cut] - made)
+            theta_next[cut] = made
+
+
+def round_bf16(
+    theta: F32, theta_next: F32, momentum_next: F32, back: float, codes: npt.NDArray[np.uint16], steps: F32
+) -> None:
+    """Make θ′ = θ + codes, read as bf16: to nearest, ties to even; m′ takes what that leaves over. No steps."""
+    with np.errstate(all="ignore"):
+        for begin in range(0, theta.size, _SPAN):
+            cut = slice(begin, begin + _SPAN)
+            change = theta_next[cut] - theta[cut]
+            bits = change.view(np.uint32)
+            codes[cut] = np.where(np.isnan(change), np.uint32(0x7FC0), (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)
+            made = theta[cut] + (codes[cut].astype(np.uint32) << 16).view(np.float32)
+            momentum_next[cut] -= np.float32(back) * (theta_next[cut] - made)
+            theta_next[cut] = made
 
 
 def _sum_sq(a: F32) -> float:

@@ -20,6 +20,7 @@ from dips.errors import Busy, ConfigError, LocalProtocolError, StalePush, StaleV
 from dips.ids import PullId, PushId, VersionId
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.pool import FIXED_BANKS, Arrays, Bank, Pool
+from dips.outer.updates import Fields, Update, Updates, returned_share
 
 Fill = Callable[[Arrays, Arrays], None]  # writes θ and m of a version, or raises and leaves nothing to use
 
@@ -46,8 +47,11 @@ class Next:
 class Versions:
     """The memory of one slave; empty until `allocate_banks`, without a version until `load_version`."""
 
-    def __init__(self, kernel_pool: KernelPool, slots: int, pinned: int) -> None:
+    def __init__(self, kernel_pool: KernelPool, slots: int, pinned: int, pull_codec: str = "fp32") -> None:
+        """`pull_codec` is the run's: of the updates that clusters pull, and so of what every θ′ is made of."""
         self._kernel_pool = kernel_pool
+        self._updates = Updates(pull_codec, pinned)
+        self._fields: Fields = {}
         self.slots = slots
         self._pinned = pinned
         self._pool = Pool({}, FIXED_BANKS + slots + pinned)
@@ -61,8 +65,8 @@ class Versions:
         self._older: list[Theta] = []  # oldest first
         self._from_file: dict[PullId, VersionId] = {}
 
-    def allocate_banks(self, layers: Mapping[int, int]) -> None:
-        """Take and touch all memory for `layers` (index → parameters), once.
+    def allocate_banks(self, layers: Mapping[int, int], fields: Fields | None = None) -> None:
+        """Take and touch all memory for `layers` (index → parameters), once; `fields`: where each parameter lies.
 
         Raise ConfigError if a repetition names others: what is held may be served as nobody else's.
         """
@@ -75,6 +79,8 @@ class Versions:
             )
         self._layers = dict(layers)
         self._pool = Pool(layers, FIXED_BANKS + self.slots + self._pinned)
+        self._fields = fields or {layer: ((0, numel),) for layer, numel in layers.items()}
+        self._updates.allocate_buffers(layers, self._fields)
 
     # ---- what is held --------------------------------------------------------------------------------
 
@@ -120,11 +126,11 @@ class Versions:
 
     @property
     def used_bytes(self) -> int:
-        return self._pool.used_bytes
+        return self._pool.used_bytes + self._updates.nbytes
 
     @property
     def limit_bytes(self) -> int:
-        return self._pool.limit_bytes
+        return self._pool.limit_bytes + self._updates.nbytes
 
     def bank_holders(self) -> list[str]:
         """Who holds each bank in use, for status and for those who check the sum."""
@@ -196,8 +202,10 @@ class Versions:
         theta_next = self._pool.take_bank(f"θ′ {version}")
         try:
             self._kernel_pool.apply(head.bank.arrays, acc.arrays, momentum.arrays, scale, lr, mu, theta_next.arrays)
+            self._round_update(head.bank.arrays, theta_next.arrays, acc.arrays, lr, mu)
         except BaseException:
             self._pool.give_back(theta_next)
+            self._updates.drop_update()
             raise
         acc.holder = f"m′ {version}"
         self._next, self._acc = Next(version, theta_next, acc), None
@@ -208,6 +216,8 @@ class Versions:
         if made is None or made.version != version or momentum is None:
             raise LocalProtocolError(f"{version} is not prepared; {self._held_names()}")
         self._pool.give_back(momentum)
+        assert self._head is not None, "what is prepared came of what is served"
+        self._updates.publish_update(version, self._head.version)
         self._leave_served()
         self._serve_version(version, made.theta, made.momentum)
         self._next = None
@@ -217,6 +227,7 @@ class Versions:
 
         written  being written to the disk: if it is θ′ and m′, their banks are free only after `free_abandoned`
         """
+        self._updates.drop_update()
         if self._next is not None and self._next.version == written:
             assert self._abandoned is None, "one snapshot is written at a time"
             self._abandoned, self._next = self._next, None
@@ -269,6 +280,10 @@ class Versions:
         theta.pulls.add(pull)
         return theta.bank.arrays
 
+    def pin_updates(self, pull: PullId, version: VersionId) -> tuple[Update, ...]:
+        """Keep the updates that led to `version` for a pull, until it is unpinned; () if there are none to be had."""
+        return self._updates.pin_chain(pull, version)
+
     def pin_file(self, pull: PullId, version: VersionId) -> None:
         """Take note of a pull that reads an older version from a file: it holds no bank."""
         if pull in self.pins:
@@ -294,11 +309,19 @@ class Versions:
     def unpin_version(self, pull: PullId) -> None:
         """End a pin; the last one of an older version frees it. An unknown pull has nothing to end."""
         self._from_file.pop(pull, None)
+        self._updates.unpin_chain(pull)
         for theta in self._all_thetas():
             theta.pulls.discard(pull)
         self._free_unread()
 
     # ---- leaves --------------------------------------------------------------------------------
+
+    def _round_update(self, theta: Arrays, theta_next: Arrays, momentum: Arrays, lr: float, mu: float) -> None:
+        """Make θ′ of what clusters will pull of it (docs/protocol.md#updates)."""
+        updates = self._updates
+        if updates.codec != "fp32":
+            back, update = returned_share(lr, mu), updates.begin_update()
+            self._kernel_pool.round_update(updates.codec, theta, theta_next, momentum, back, update, self._fields)
 
     def _free_unread(self) -> None:
         for theta in [t for t in self._older if not t.pulls]:

@@ -12,6 +12,7 @@ from math import inf
 from typing import Protocol
 
 from dips.ids import PullId, PushId, VersionId
+from dips.outer.updates import Update
 from dips.protocol.heartbeats import Transfer
 from dips.sim.fiber import Gate
 from dips.sim.heap import Heap, Timer
@@ -91,8 +92,8 @@ class SimFlow:
     def drop_push(self, push: PushId) -> None:
         self.receiver.drop_push(push)
 
-    def open_pull(self, pull: PullId, version: VersionId, source: Arrays) -> None:
-        self.sender.open_pull(pull, version, source, self._heap.now)
+    def open_pull(self, pull: PullId, version: VersionId, source: Arrays, chain: tuple[Update, ...] = ()) -> None:
+        self.sender.open_pull(pull, version, source, self._heap.now, chain)
         self._plan_tick()
 
     def move_pull(self, pull: PullId, source: Arrays) -> None:

@@ -5,7 +5,8 @@ A chunk's bytes are read when the last of them leaves the slave; libzmq may hold
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,6 +19,16 @@ from dips.slave.ports import F32
 from dips.slave.sender import ChunkSend
 from dips.wire.chunks import Range, split_chunks
 from dips.wire.frame import Kind
+from dips.wire.streams import decode_welcome
+from dips.wire.updates import UpdateSpelling, spelling_of
+
+
+@dataclass(frozen=True, slots=True)
+class HeldVersion:
+    """A version that the ranks hold, and that updates may be added to."""
+
+    version: VersionId
+    theta: Mapping[int, F32]
 
 
 class Pulled:
@@ -45,8 +56,12 @@ class PullStream(SimStream):
         pulled: Pulled,
         ranks: int,
         ended: Callable[[], None],
+        held: HeldVersion | None,
     ) -> None:
-        super().__init__(net, moving, pull, address, str(grant.version), pulled.rank, ranks)
+        named = "" if held is None else str(held.version)
+        super().__init__(net, moving, pull, address, str(grant.version), pulled.rank, ranks, named)
+        self._base = held
+        self._spelling: UpdateSpelling | None = None
         self.pulled, self.ended, self._granted = pulled, ended, grant.version
         self._missing = dict.fromkeys(split_chunks(self.pieces, CHUNK_BYTES))
 
@@ -55,6 +70,8 @@ class PullStream(SimStream):
 
     def _on_message(self, kind: Kind, body: bytes) -> None:
         assert kind is Kind.WELCOME, kind
+        welcome = decode_welcome(body)
+        self._spelling = spelling_of(welcome.dtype, welcome.depth)
         self._send_want(tuple(self._missing))
         self._end_if_whole()
 
@@ -73,7 +90,7 @@ class PullStream(SimStream):
         held_s = links.held_s * rng.random() if rng.random() < links.held_share else 0.0
 
         def leave_slave() -> None:
-            body = bytes(send.body)
+            body = bytes(send.make_body())
             if held_s:
                 net.heap.call_later(held_s, f"libzmq lets go of a {what}", let_go)
             else:
@@ -97,15 +114,25 @@ class PullStream(SimStream):
         net.heap.call_later(delay_s, what, leave_slave)
 
     def _on_chunk(self, chunk: Range, body: bytes) -> None:
+        chunk = Range(*chunk)
         if chunk not in self._missing:
             return
         self._last_message_at = self.net.heap.now
         del self._missing[chunk]
         begin, end = self.net.layout.place_range(chunk)
         self.pulled.versions.append(self._granted)
-        self.pulled.pieces.append((chunk.layer, slice(begin, end), np.frombuffer(body, np.float32)))
+        self.pulled.pieces.append((chunk.layer, slice(begin, end), self._read_chunk(chunk, body)))
         self.moving.meter.nbytes += len(body)
         self._end_if_whole()
+
+    def _read_chunk(self, chunk: Range, body: bytes) -> F32:
+        """A chunk's parameters; of updates, what they make of the version that the rank holds."""
+        if self._spelling is None:
+            return np.frombuffer(body, np.float32)
+        assert self._base is not None
+        values = self._base.theta[chunk.layer][slice(*self.net.layout.place_range(chunk))].copy()
+        self._spelling.add_updates(body, chunk, values)
+        return values
 
     def _end_if_whole(self) -> None:
         if not self._missing:

@@ -13,7 +13,7 @@ from dips.client.rank.feedback import Feedback
 from dips.ids import VersionId
 from dips.sim.flow import CHUNK_BYTES
 from dips.sim.pieces import pieces_of
-from dips.sim.pull_stream import Pulled
+from dips.sim.pull_stream import HeldVersion, Pulled
 from dips.slave.ports import F32
 from dips.transport.shares import Piece
 from dips.wire import codecs
@@ -26,9 +26,10 @@ Arrays = dict[int, F32]  # flat layers by number
 class SimRanks:
     """The model as `ranks` processes hold it together."""
 
-    def __init__(self, layout: LayerLayout, ranks: int, lossy: bool) -> None:
+    def __init__(self, layout: LayerLayout, ranks: int, lossy: bool, updates: bool = False) -> None:
         self.layout, self.sizes, self.ranks = layout, layout.numel, ranks
         self._pieces = [pieces_of(layout, self.sizes, rank, ranks) for rank in range(ranks)]
+        self._updates = updates
         self.theta: Arrays = {}
         self.held: list[VersionId | None] = [None] * ranks  # what each rank installed last
         self.base: VersionId | None = None  # what all of them installed last
@@ -89,6 +90,10 @@ class SimRanks:
             for feedback in self._feedback:
                 feedback.set_base(version)
         return bool(allowed)
+
+    def held_version(self) -> HeldVersion | None:
+        """What a pull's updates may be added to: all ranks hold it, as Feedback does."""
+        return HeldVersion(self.base, self.received) if self._updates and self.base is not None else None
 
     def may_merge(self) -> bool:
         """What was trained since the push was frozen is finite on all ranks."""

@@ -41,6 +41,7 @@ class Scenario:
     work_s: float = 0.0  # at least, of each piece of a slave's work that grows with the model, and of each load
     stall_s: float | None = None  # a transfer that owes a byte for so long is over; None: what suits short ones
     chunk_s: float | None = None  # on a stream, one chunk behind the other; None: all that were asked at once travel so
+    pull_codec: str = "fp32"
     run: str = "simulated"
     config_digest: str = "config"
 

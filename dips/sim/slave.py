@@ -124,7 +124,7 @@ class SlaveProcess:
             self.gate,
             self.world.frame_refused,
         )
-        self.versions = Versions(KernelPool(reference), settings.slots, settings.pinned)
+        self.versions = Versions(KernelPool(reference), settings.slots, settings.pinned, settings.pull_codec)
         self.shard = Shard(self.name, self.versions, machine.disk, self.flow, self)
         self.core = SlaveCore(
             SlaveIdentity(settings.run, self.name, nonce, f"{self.name}:1", (f"{self.name}:2",), "master"),

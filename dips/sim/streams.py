@@ -67,13 +67,14 @@ class SimStream(ABC):
         version: str,
         rank: int,
         ranks: int,
+        held: str = "",
     ) -> None:
         self.net, self.moving, self.address, self.rank = net, moving, address, rank
         self.label = f"{self.kind} {name} rank {rank} at {address.name}"
         self.pieces = net.rank_pieces(address.layers, rank, ranks)
         self.epoch = 0
         self.over = False
-        self._transfer, self._version = name, version
+        self._transfer, self._version, self._held = name, version, held
         self._peer = b""
         self._stream = 0
         self._flow: SimFlow | None = None
@@ -122,7 +123,17 @@ class SimStream(ABC):
         t, rank = self._transfer, self.rank
         slave, sinc = self.address.name, self.address.sinc
         name = StreamName(
-            self.net.run, self.kind, t.cluster, t.inc, t.seq, rank, slave, sinc, self.epoch, self._version
+            self.net.run,
+            self.kind,
+            t.cluster,
+            t.inc,
+            t.seq,
+            rank,
+            slave,
+            sinc,
+            self.epoch,
+            self._version,
+            held=self._held,
         )
         self._peer, self._stream = self.net.new_connection(), name.stream_id
         flow.begin_stream(self._peer, self, name, self.pieces)

@@ -57,7 +57,9 @@ class SimTrainer:
         self.agent, self.world, self.site, self.launch, self.restart = agent, world, site, launch, restart
         self.gate = Gate(agent.gate)  # closed while it hangs
         self.attempt = self._number = self._ranges_asked = self._look_in = 0
-        self._ranks = SimRanks(world.data.layout, site.ranks, world.options.codec != "fp32")
+        self._ranks = SimRanks(
+            world.data.layout, site.ranks, world.options.codec != "fp32", world.scenario.pull_codec != "fp32"
+        )
         self.in_hand = WorkInHand()
         self.range: int | None = None
         self.finished = False
@@ -264,7 +266,14 @@ class SimTrainer:
         pull = PullId(self.site.name, verdict.inc, verdict.seq)
         self._ranks.on_verdict(verdict)
         self.agent.record_pull(pull)
-        start = partial(self.world.data.begin_pull, pull, verdict.grant, self.site.ranks, self.agent.gate)
+        start = partial(
+            self.world.data.begin_pull,
+            pull,
+            verdict.grant,
+            self.site.ranks,
+            self.agent.gate,
+            self._ranks.held_version(),
+        )
         return SimBackgroundTransfer(self.world.heap, verdict, start)
 
     def _freeze_push(self, push: PushId, verdict: PushNow) -> partial[Buffer]:

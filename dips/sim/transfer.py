@@ -14,7 +14,7 @@ from dips.protocol.manifest import Manifest
 from dips.sim.data_links import DataLinks, Flows
 from dips.sim.fiber import Gate
 from dips.sim.heap import Heap
-from dips.sim.pull_stream import Pulled, PullStream
+from dips.sim.pull_stream import HeldVersion, Pulled, PullStream
 from dips.sim.push_stream import PushStream, Spell
 from dips.sim.streams import Meter, SimTransfer
 
@@ -58,7 +58,13 @@ class DataNetwork(DataLinks):
         return moving
 
     def begin_pull(
-        self, pull: PullId, grant: Grant, ranks: int, gate: Gate, done: Callable[[list[Pulled]], None]
+        self,
+        pull: PullId,
+        grant: Grant,
+        ranks: int,
+        gate: Gate,
+        held: HeldVersion | None,
+        done: Callable[[list[Pulled]], None],
     ) -> SimTransfer:
         """Bring every rank its own pieces from all slaves; `done` gets what each rank has in host memory."""
         moving = self._new_transfer(pull.cluster, gate)
@@ -73,7 +79,7 @@ class DataNetwork(DataLinks):
 
         for address in grant.slaves:
             for rank in range(ranks):
-                PullStream(self, moving, pull, grant, address, landed[rank], ranks, one_ended).begin_epoch()
+                PullStream(self, moving, pull, grant, address, landed[rank], ranks, one_ended, held).begin_epoch()
         return moving
 
     def _new_transfer(self, cluster: str, gate: Gate) -> SimTransfer:

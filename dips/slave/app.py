@@ -88,13 +88,14 @@ class Parts:
     work: WorkMeter
     mirror: SnapshotMirror | None
     log: logs.Log
+    pull_codec: str
 
     def prepare_memory(self, registered: Registered) -> None:
         """Learn the layers: check the memory that they need before it is taken; on the shard's thread."""
         manifest = Manifest.from_json(registered.manifest)
         if self.thread.standing.sinc == 0:
             numel = sum(manifest.layers[layer].numel for layer in registered.layers)
-            memory = memory_of(self.section, numel)
+            memory = memory_of(self.section, numel, self.pull_codec)
             self.log.info("memory", sum=memory.describe_sum())
             memory.require_memory(available_bytes(self.section))
             self.flow.set_layers(manifest, registered.layers)
@@ -194,10 +195,14 @@ def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: A
     )
     stack.callback(flow.close)
     thread = ShardThread(executor, time.monotonic, log)
-    versions = Versions(KernelPool(kernels, threads, workers, work), section.slots, section.pinned)
+    versions = Versions(
+        KernelPool(kernels, threads, workers, work), section.slots, section.pinned, config.shared.pull_codec
+    )
     shard = Shard(name, versions, disk, flow, thread)
     thread.own_shard(shard)
-    return Parts(section, disk, flow, shard, thread, work, _mirror(config, section, log, stack), log)
+    return Parts(
+        section, disk, flow, shard, thread, work, _mirror(config, section, log, stack), log, config.shared.pull_codec
+    )
 
 
 def _mirror(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncExitStack) -> SnapshotMirror | None:

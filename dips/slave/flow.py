@@ -19,6 +19,7 @@ import zmq
 
 from dips.config import host_port
 from dips.ids import PullId, PushId, VersionId
+from dips.outer.updates import Update
 from dips.protocol.heartbeats import Transfer
 from dips.protocol.manifest import Manifest
 from dips.slave.admission import Admission
@@ -170,9 +171,9 @@ class ZmqFlow:
         """Stop receiving; on return nobody writes into its buffers."""
         self._receiver.drop_push(push)
 
-    def open_pull(self, pull: PullId, version: VersionId, source: Arrays) -> None:
-        """Serve `source` until the pull is closed or stalls."""
-        self._sender.open_pull(pull, version, source, self._clock())
+    def open_pull(self, pull: PullId, version: VersionId, source: Arrays, chain: tuple[Update, ...] = ()) -> None:
+        """Serve `source`, or of `chain` what a rank lacks, until the pull is closed or stalls."""
+        self._sender.open_pull(pull, version, source, self._clock(), chain)
 
     def move_pull(self, pull: PullId, source: Arrays) -> None:
         """Serve the rest from `source`; `on_source_moved` follows when no byte of the old one is in flight."""
@@ -273,7 +274,8 @@ class ZmqFlow:
     @_catch_bad_frames
     def _send_chunk(self, job: ChunkSend) -> None:
         if job.still_wanted():
-            frame = Outgoing(job.stream.peer, job.make_header(self._run), job.body, watch=job)
+            header = job.make_header(self._run)
+            frame = Outgoing(job.stream.peer, header, job.body, watch=job)
             self._lanes[job.stream.lane].post_frame(frame)
         else:
             self._sender.on_not_sent(job)

@@ -7,13 +7,15 @@ from pathlib import Path
 
 from dips.config import SlaveSection
 from dips.outer.pool import MemorySum
+from dips.outer.updates import bytes_per_parameter
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
-def memory_of(section: SlaveSection, numel: int) -> MemorySum:
+def memory_of(section: SlaveSection, numel: int, pull_codec: str) -> MemorySum:
     """What a slave of so many parameters takes."""
-    return MemorySum(numel, section.slots, section.pinned, section.transit_bytes)
+    updates = bytes_per_parameter(pull_codec, section.pinned)
+    return MemorySum(numel, section.slots, section.pinned, section.transit_bytes, updates)
 
 
 def available_bytes(section: SlaveSection) -> int:

@@ -154,7 +154,7 @@ class OpenTransfers:
         _refuse_closed(self.closed_pulls, pull)
         source = self._pin_version(pull, order.version)
         try:
-            self.flow.open_pull(pull, order.version, source)
+            self.flow.open_pull(pull, order.version, source, self.versions.pin_updates(pull, order.version))
         except BaseException:
             self.versions.unpin_version(pull)
             raise

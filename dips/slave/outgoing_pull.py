@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dips.ids import PullId, VersionId
+from dips.outer.updates import Update
 from dips.transport.credit import MOST_BYTES, MOST_CHUNKS
 from dips.transport.rate import Rate
 from dips.wire.chunks import Range
@@ -53,6 +54,8 @@ class OutStream:
     queued: int = 0  # bytes asked, not parked and not handed to libzmq
     jobs: int = 0  # chunks asked, not parked and not handed to libzmq
     over: bool = False  # DONE, superseded by a later epoch, or unreachable
+    updates: tuple[Update, ...] = ()  # what each of its chunks brings; none: parameters
+    spelled: type[Range] = Range  # its chunks, counted in what really travels
 
     def unsent(self, more: Iterable[Range] = ()) -> tuple[int, int]:
         """Chunks and bytes that are asked, with `more`, and have not left: the rank knows each of them as in flight."""
@@ -87,7 +90,13 @@ class OutgoingPull:
     closed: str = ""  # the reason, once nothing more is served
     streams: list[OutStream] = field(default_factory=list)  # superseded ones too, while libzmq reads for them
     out: int = 0  # bytes that left libzmq
+    chain: tuple[Update, ...] = ()  # the updates that led to the version, pinned as long as it is
     former: list[PullSource] = field(default_factory=list)  # sources before the present one, while chunks are in flight
+
+    def find_updates(self, held: str) -> tuple[Update, ...]:
+        """What makes the version of the one that a rank holds; () if that is not to be had."""
+        begins = [str(update.parent) for update in self.chain]
+        return self.chain[begins.index(held) :] if held in begins else ()
 
     @property
     def idle(self) -> bool:

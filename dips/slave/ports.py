@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dips.ids import PullId, PushId, VersionId
+from dips.outer.updates import Update
 from dips.protocol.heartbeats import Transfer
 
 F32 = npt.NDArray[np.float32]
@@ -54,8 +55,11 @@ class Flow(Protocol):
     def drop_push(self, push: PushId) -> None:
         """Stop receiving; on return nobody writes into its buffers. An unknown push is nothing to drop."""
 
-    def open_pull(self, pull: PullId, version: VersionId, source: Arrays) -> None:
-        """Serve `source` to the pull's ranks until it is closed, or one of them does not take what it asked for."""
+    def open_pull(self, pull: PullId, version: VersionId, source: Arrays, chain: tuple[Update, ...] = ()) -> None:
+        """Serve `source` to the pull's ranks until it is closed, or one of them does not take what it asked for.
+
+        chain  the updates that led to the version, the last one last: for ranks that hold where one of them begins
+        """
 
     def move_pull(self, pull: PullId, source: Arrays) -> None:
         """Serve the rest from `source`, the same bytes elsewhere; `on_source_moved` once none of the old is in flight.

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from math import inf
 
 import numpy as np
+import xxhash
 
 from dips.ids import PullId, VersionId
+from dips.outer.updates import Update
 from dips.protocol.heartbeats import Transfer
 from dips.slave.checksums import Checksums
 from dips.slave.counters import ByCluster
@@ -29,8 +31,9 @@ from dips.transport.credit import MOST_BYTES, MOST_CHUNKS
 from dips.transport.rate import Rate
 from dips.wire import streams
 from dips.wire.chunks import LayerLayout, Range
-from dips.wire.frame import ITEM_BYTES, BadFrame, Header, Kind, pack_header
+from dips.wire.frame import ITEM_BYTES, BadFrame, Buffer, Dtype, Header, Kind, pack_header
 from dips.wire.streams import StreamName, Welcome
+from dips.wire.updates import range_of
 
 MOST_STREAMS = 1 << 16  # of all open pulls, one for each rank and lane: about 30 MB
 
@@ -42,15 +45,25 @@ class ChunkSend:
     sender: Sender
     stream: OutStream
     chunk: Range
-    body: memoryview
     source: PullSource
+    body: Buffer  # of updates: from `make_body` on
+
+    def make_body(self) -> Buffer:
+        """Cut a chunk's updates out of where they lie; parameters are sent from there."""
+        if self.stream.updates:
+            self.body = self.sender.cut_updates(self.stream.updates, self.chunk)
+        return self.body
 
     def make_header(self, run: int) -> bytes:
         """Make the checksum and the header. Cost: reads the chunk, if no pull of its version has asked for it."""
-        layer, param, offset, _ = self.chunk
-        checksum = self.sender.checksums.chunk_checksum(self.stream.pull.version, self.chunk, self.body)
+        layer, param, offset, _ = chunk = self.chunk
+        body = self.make_body()
+        if self.stream.updates:
+            checksum = xxhash.xxh3_64_intdigest(body)
+        else:
+            checksum = self.sender.checksums.chunk_checksum(self.stream.pull.version, chunk, body)
         return pack_header(
-            Header(Kind.CHUNK, run, self.stream.stream, self.body.nbytes, checksum, layer, param, offset)
+            Header(Kind.CHUNK, run, self.stream.stream, chunk.nbytes, checksum, layer, param, offset, chunk.dtype)
         )
 
     def still_wanted(self) -> bool:
@@ -61,6 +74,12 @@ class ChunkSend:
 
     def on_not_sent(self) -> None:
         self.sender.on_not_sent(self)
+
+
+def _dtype_of(updates: tuple[Update, ...]) -> Dtype:
+    if not updates:
+        return Dtype.FP32
+    return Dtype.INT8_UPDATE if updates[0].steps else Dtype.BF16_UPDATE
 
 
 class Sender:
@@ -90,12 +109,17 @@ class Sender:
         """Say which layers this slave holds."""
         self._layout = layout
 
-    def open_pull(self, pull: PullId, version: VersionId, source: Arrays, now: float) -> None:
-        """Serve `source` until close or stall, however late its ranks come; opening it again changes nothing."""
+    def open_pull(
+        self, pull: PullId, version: VersionId, source: Arrays, now: float, chain: tuple[Update, ...] = ()
+    ) -> None:
+        """Serve `source` until close or stall, however late its ranks come; opening it again changes nothing.
+
+        chain  the updates that led to the version: a rank that holds where one of them begins gets these
+        """
         served = self._make_source(source)
         with self._lock:
             if pull not in self._pulls:
-                self._pulls[pull] = OutgoingPull(pull, version, served, now, Rate(now))
+                self._pulls[pull] = OutgoingPull(pull, version, served, now, Rate(now), chain=chain)
 
     def move_pull(self, pull_id: PullId, source: Arrays) -> None:
         """Cut chunks from `source` from now on; `tick` returns SourceMoved when the former one is in flight no more."""
@@ -124,11 +148,14 @@ class Sender:
             pull.moved_at = now
             if place in self._latest:
                 self._end_stream(self._latest[place])
-            named = sum(piece.nbytes for piece in pieces)
-            stream = OutStream(pull, lane, peer, name.epoch, name.stream_id, named)
+            updates = pull.find_updates(name.held)
+            dtype = _dtype_of(updates)
+            spelled = range_of(dtype, len(updates))
+            named = sum(spelled(*piece).nbytes for piece in pieces)
+            stream = OutStream(pull, lane, peer, name.epoch, name.stream_id, named, updates=updates, spelled=spelled)
             pull.streams.append(stream)
             self._streams[lane, peer, name.stream_id] = self._latest[place] = stream
-            body = streams.encode_welcome(Welcome(named, self._chunk_bytes))
+            body = streams.encode_welcome(Welcome(named, self._chunk_bytes, int(dtype), len(updates)))
             return [Say(lane, peer, Kind.WELCOME, name.stream_id, body)]
 
     def _refuse_hello(
@@ -157,6 +184,7 @@ class Sender:
             if outside:
                 raise BadFrame("range", f"pull {stream.pull.pull}: {outside}")
             self._reap_stream(stream, now)
+            chunks = tuple(stream.spelled(*chunk) for chunk in chunks) if stream.updates else chunks
             asked, nbytes = stream.unsent(chunks)
             if asked > MOST_CHUNKS or nbytes > max(MOST_BYTES, self._chunk_bytes):
                 raise BadFrame("credit", f"pull {stream.pull.pull}: {asked} chunks, {nbytes} bytes asked and not sent")
@@ -183,7 +211,9 @@ class Sender:
             stream.queued += chunk.nbytes
             stream.jobs += 1
             source.in_flight += 1
-            jobs.append(ChunkSend(self, stream, chunk, self._view_chunk(source, chunk), source))
+            jobs.append(
+                ChunkSend(self, stream, chunk, source, b"" if stream.updates else self._view_chunk(source, chunk))
+            )
         if stream.parked:
             self._parked[stream] = None
         else:
@@ -199,15 +229,26 @@ class Sender:
         begin, end = self._layout.place_range(chunk)
         return source.views[chunk.layer][begin * ITEM_BYTES : end * ITEM_BYTES].data
 
+    def cut_updates(self, updates: tuple[Update, ...], chunk: Range) -> bytes:
+        """A chunk's updates, one after the other: the steps of the blocks that it touches, its elements."""
+        assert self._layout is not None
+        begin, end = self._layout.place_range(chunk)
+        blocks, parts = self._layout.place_blocks(chunk), list[memoryview]()
+        for update in updates:
+            if update.steps:
+                parts.append(update.steps[chunk.layer][blocks].view(np.uint8).data)
+            parts.append(update.codes[chunk.layer][begin:end].view(np.uint8).data)
+        return b"".join(parts)
+
     def on_sent(self, job: ChunkSend, tracker: Tracker) -> None:
         """The lane handed the chunk to libzmq, which reads it until the tracker is done."""
         with self._lock:
             self._unqueue_chunk(job)
             if not job.stream.pull.owed:
                 job.stream.pull.moved_at = self._clock()  # from now on something is owed to us
-            job.stream.held.append((tracker, job.body.nbytes, job.source))
-            self.bytes_out += job.body.nbytes
-            self._sent_to.add_bytes(job.stream.pull.pull.cluster, job.body.nbytes)
+            job.stream.held.append((tracker, job.chunk.nbytes, job.source))
+            self.bytes_out += job.chunk.nbytes
+            self._sent_to.add_bytes(job.stream.pull.pull.cluster, job.chunk.nbytes)
             self._reap_stream(job.stream, self._clock())
 
     def on_not_sent(self, job: ChunkSend) -> None:
@@ -219,7 +260,7 @@ class Sender:
 
     def _unqueue_chunk(self, job: ChunkSend) -> None:
         job.stream.jobs -= 1
-        job.stream.queued -= job.body.nbytes
+        job.stream.queued -= job.chunk.nbytes
 
     def _reap_stream(self, stream: OutStream, now: float) -> None:
         freed = stream.reap_sent()

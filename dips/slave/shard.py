@@ -226,7 +226,11 @@ class Shard:
         """
         manifest = Manifest.from_json(registered.manifest)
         self._fences.see_term(registered.term, "Registered")
-        self.versions.allocate_banks({layer: manifest.layers[layer].numel for layer in registered.layers})
+        layers = {index: manifest.layers[index] for index in registered.layers}
+        fields = {
+            i: tuple(zip(x.param_offsets(), (p.numel for p in x.parameters), strict=True)) for i, x in layers.items()
+        }
+        self.versions.allocate_banks({i: layer.numel for i, layer in layers.items()}, fields)
         if registered.sinc != self.sinc:
             self.transfers.drop_all()
             self._fences.sinc = registered.sinc

@@ -82,6 +82,7 @@ class Field(NamedTuple):
     name: str
     start: int  # element of the layer's flat array
     numel: int
+    block: int = 0  # of the layer's updates, its first
 
 
 class LayerLayout:
@@ -93,8 +94,10 @@ class LayerLayout:
         for index in layers:
             layer = manifest.layers[index]
             self.numel[index] = layer.numel
+            block = 0
             for k, (parameter, start) in enumerate(zip(layer.parameters, layer.param_offsets(), strict=True)):
-                self.fields[index, k] = Field(parameter.name, start, parameter.numel)
+                self.fields[index, k] = Field(parameter.name, start, parameter.numel, block)
+                block += -(-parameter.numel // BLOCK)
 
     @property
     def nbytes(self) -> int:
@@ -128,6 +131,11 @@ class LayerLayout:
             return outside
         named, most = sum(piece.length for piece in pieces), sum(self.numel.values())
         return f"{named} elements were named, the layers here have {most}" if named > most else None
+
+    def place_blocks(self, piece: Range) -> slice:
+        """The blocks that a range touches, among those of its layer's updates: each parameter begins a block."""
+        first = self.fields[piece.layer, piece.param].block
+        return slice(first + piece.offset // BLOCK, first - (-(piece.offset + piece.length) // BLOCK))
 
 
 def split_chunks(pieces: Iterable[Range], chunk_bytes: int) -> Iterator[Range]:

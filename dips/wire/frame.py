@@ -72,10 +72,15 @@ class Dtype(IntEnum):
     BF16 = 1
     INT8 = 2
     INT4 = 3
+    BF16_UPDATE = 4
+    INT8_UPDATE = 5
 
 
-# The header's codec, given by the dtype: 0 the elements are parameters, 1 they are differences to the granted base.
-_CODEC = {Dtype.FP32: 0, Dtype.BF16: 1, Dtype.INT8: 1, Dtype.INT4: 1}
+# The header's codec, given by the dtype: 0 the elements are parameters, 1 they are differences to the granted base,
+# 2 the updates from the puller's base to its version (updates.py).
+_CODEC = {
+    Dtype.FP32: 0, Dtype.BF16: 1, Dtype.INT8: 1, Dtype.INT4: 1, Dtype.BF16_UPDATE: 2, Dtype.INT8_UPDATE: 2,
+}  # fmt: skip
 
 
 _KINDS = {int(kind): kind for kind in Kind}  # a look-up costs a sixth of Kind(n), and every frame needs one
@@ -188,9 +193,11 @@ def _is_whole(header: Header) -> bool:
     """Whether a body of this length can be a number of whole elements."""
     if header.dtype is Dtype.INT8:  # each block is a step and 1 to 256 elements
         return not 1 <= header.length % (ITEM_BYTES + BLOCK) <= ITEM_BYTES
+    if header.dtype is Dtype.INT8_UPDATE:  # its range says how many; the shortest is a step and an element
+        return header.length > ITEM_BYTES
     if header.dtype is Dtype.INT4:  # likewise, two elements in a byte
         return not 1 <= header.length % (ITEM_BYTES + INT4_BLOCK // 2) <= ITEM_BYTES
-    return header.length % (2 if header.dtype is Dtype.BF16 else ITEM_BYTES) == 0
+    return header.length % (2 if header.dtype in (Dtype.BF16, Dtype.BF16_UPDATE) else ITEM_BYTES) == 0
 
 
 def check_body(header: Header, body: Buffer) -> None:

@@ -58,12 +58,13 @@ class StreamName:
     epoch: int  # rises with each new connection
     version: str  # "v12@r17" for pulls, "" for pushes
     lane: int = 0  # index of the slave's lane
+    held: str = ""  # pull: the version that the rank's buffer holds, if it can take updates from there; "": none
 
     @cached_property
     def stream_id(self) -> int:
         """The name in 64 bits, as every header carries it."""
         who = f"{self.run}|{self.kind}|{self.cluster}|{self.inc}|{self.seq}|{self.rank}|{self.slave}|{self.sinc}"
-        return xxhash.xxh3_64_intdigest(f"{who}|{self.epoch}|{self.version}|{self.lane}".encode())
+        return xxhash.xxh3_64_intdigest(f"{who}|{self.epoch}|{self.version}|{self.lane}|{self.held}".encode())
 
 
 _NAME_TYPES = tuple(int if f.type == "int" else str for f in fields(StreamName))
@@ -74,7 +75,9 @@ class Welcome:
     """The slave knows the stream; `missing` bytes of a push it does not have yet (pulls: of what HELLO named)."""
 
     missing: int
-    chunk_bytes: int  # no WANT of this stream names a longer range
+    chunk_bytes: int  # no WANT of this stream names a longer range, in bytes of fp32
+    dtype: int = 0  # of a pull's chunks: of parameters, or of updates
+    depth: int = 0  # how many updates each chunk brings, one after the other; 0: parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +111,15 @@ def decode_hello(body: Buffer) -> tuple[StreamName, tuple[Range, ...]]:
 
 
 def encode_welcome(welcome: Welcome) -> bytes:
-    return _pack_body([welcome.missing, welcome.chunk_bytes])
+    return _pack_body([welcome.missing, welcome.chunk_bytes, welcome.dtype, welcome.depth])
 
 
 def decode_welcome(body: Buffer) -> Welcome:
     """Read a WELCOME."""
-    missing, chunk_bytes = _check_list(body, 2)
+    missing, chunk_bytes, dtype, depth = _check_list(body, 4)
     if not 4 <= _check_number(chunk_bytes) <= MESSAGE_LIMIT:
         raise BadFrame("message", f"expected chunks of 4 to {MESSAGE_LIMIT} bytes, got {chunk_bytes}")
-    return Welcome(_check_number(missing), chunk_bytes)
+    return Welcome(_check_number(missing), chunk_bytes, _check_number(dtype), _check_number(depth))
 
 
 def encode_want(chunks: Sequence[Range]) -> bytes:

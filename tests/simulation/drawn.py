@@ -39,6 +39,7 @@ def scenario_of(seed: int) -> Scenario:
         quiet_at=FAULTS_S,
         mirrors=chance.generator_for("mirrors").random() < 0.6,
         steady=False,
+        pull_codec=chance.generator_for("pull codec").choice(("fp32", "fp32", "bf16", "int8", "int8")),
     )
 
 

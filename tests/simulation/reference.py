@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import frexp, ldexp, sqrt
 from statistics import median
 
 from dips.ids import GENESIS, VersionId
@@ -34,6 +34,14 @@ def pack(numbers: Numbers) -> bytes:
     return struct.pack(f"<{len(numbers)}f", *numbers)
 
 
+def _round_bf16(x: float) -> float:
+    """The nearest of the numbers with 8 bits, of two the even one."""
+    if x == 0.0:
+        return x
+    mantissa, exponent = frexp(x)
+    return ldexp(round(ldexp(mantissa, 8)), exponent - 8)
+
+
 @dataclass(frozen=True)
 class Content:
     """One version as the reference has it; `bytes_of` what a slave must hold, by layer: (θ, m)."""
@@ -50,7 +58,9 @@ def _content(theta: dict[int, Numbers], momentum: dict[int, Numbers]) -> Content
 class LineageReference:
     """Every version of the lineage, made anew from its row."""
 
-    def __init__(self, genesis: Mapping[int, F32]) -> None:
+    def __init__(self, genesis: Mapping[int, F32], parameters: tuple[int, ...] = (), pull_codec: str = "fp32") -> None:
+        """`parameters` of each layer, by their elements: of an update each is one block."""
+        self._parameters, self._codec = parameters, pull_codec
         theta = {layer: unpack(a) for layer, a in genesis.items()}
         self.versions: dict[VersionId, Content] = {
             GENESIS: _content(theta, {l: [0.0] * len(x) for l, x in theta.items()})
@@ -64,6 +74,8 @@ class LineageReference:
         for layer, numbers in old.theta.items():
             acc = self._sum(layer, numbers, row.folds, pushed)
             theta[layer], momentum[layer] = self._step(row, numbers, acc, old.momentum[layer])
+            if self._codec != "fp32":
+                self._round(row, numbers, theta[layer], momentum[layer])
         made = self.versions[row.version] = _content(theta, momentum)
         return made
 
@@ -85,6 +97,27 @@ class LineageReference:
             next_momentum.append(m_next)
             next_theta.append(f32(t - f32(lr * f32(g + f32(mu * m_next)))))
         return next_theta, next_momentum
+
+    def _round(self, row: VersionCommitted, old: Numbers, theta: Numbers, momentum: Numbers) -> None:
+        """θ′ becomes θ and what travels of the change; m′ takes the rest, so that it comes back."""
+        back = f32((1 - row.momentum) / (row.lr * row.momentum * row.momentum))
+        begin = 0
+        for numel in self._parameters:
+            block = range(begin, begin + numel)
+            begin += numel
+            change = {i: f32(theta[i] - old[i]) for i in block}
+            top = max(abs(c) for c in change.values())
+            step = f32(top / 127)
+            for i, c in change.items():
+                if self._codec == "bf16":
+                    update = _round_bf16(c)
+                elif top < 2.0**-119:
+                    update = 0.0
+                else:
+                    update = f32(round(f32(c * f32(1 / step))) * step)
+                made = f32(old[i] + update)
+                momentum[i] = f32(momentum[i] - f32(back * f32(theta[i] - made)))
+                theta[i] = made
 
     def norm(self, version: VersionId, content: Mapping[int, F32], inner_steps: int) -> float:
         """G of a push against a version: Σ over layers ‖θ − θ_j‖₂, over √(inner steps)."""

@@ -24,7 +24,7 @@ class LineageInvariant(Invariant):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.reference = LineageReference(world.genesis)
+        self.reference = LineageReference(world.genesis, world.scenario.parameters, world.scenario.pull_codec)
         self._kept: dict[str, tuple[VersionId, list[tuple[int, tuple[bytes, bytes]]]]] = {}  # by slave
 
     def record_written(self, record: Record) -> None:

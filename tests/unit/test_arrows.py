@@ -54,7 +54,7 @@ MAY: dict[str, set[str]] = {
     # The real deciding, computing and holding parts, and nothing that has a socket or a thread.
     "dips.sim": LOW
     | {"dips.protocol", "dips.outer"}
-    | {f"dips.wire.{pure}" for pure in ("codecs", "chunks", "frame", "streams")}
+    | {f"dips.wire.{pure}" for pure in ("codecs", "chunks", "frame", "streams", "updates")}
     | {"dips.transport.pool", "dips.transport.shares"}
     | {f"dips.slave.{pure}" for pure in ("core", "actions", "standing", "shard", "shard_round", "order_fences")}
     | {"dips.slave.mirror_plan", "dips.transport.backoff"}

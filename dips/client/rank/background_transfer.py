@@ -70,12 +70,15 @@ class ThreadedTransfer(BackgroundTransfer):
         self,
         thread: TransferThread,
         seq: int,
-        total: int,
+        total: Callable[[], int],
         collectives: JobCollectives,
         report_progress: Callable[[], str],
         on_end: Callable[[], None] = do_nothing,
     ) -> None:
-        """`report_progress` returns why to give up, or ""; `on_end` is called once, when the transfer is over."""
+        """`report_progress` returns why to give up, or ""; `on_end` is called once, when the transfer is over.
+
+        total  bytes over all ranks; asked when it is over
+        """
         self._thread, self._seq, self._total, self._collectives = thread, seq, total, collectives
         self._report_progress, self._on_end = report_progress, on_end
 
@@ -104,7 +107,7 @@ class ThreadedTransfer(BackgroundTransfer):
         if failed:
             thread.cancel()
         self._on_end()
-        return TransferResult(not failed, thread.reason if failed else "", self._total)
+        return TransferResult(not failed, thread.reason if failed else "", self._total())
 
 
 class TransferThread:

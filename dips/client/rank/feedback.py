@@ -65,6 +65,13 @@ class Feedback:
         """Whether differences to `base` can be computed."""
         return base is not None and base == self._version
 
+    def restore_base(self) -> VersionId | None:
+        """Put the base into the host buffer, for updates to be added to; return its version, None if there is none."""
+        if self._version is not None:
+            for host, base in zip(self._host, self._base, strict=True):
+                np.copyto(host, base)
+        return self._version
+
     def freeze_push(self, seq: int, codec: str) -> None:
         """Turn θ_local in the host buffer into what push `seq` carries in `codec`. Reads 3 floats an element."""
         if self._contained:

@@ -17,6 +17,7 @@ from dips.transport.shares import Share, check_piece, deal_pieces
 from dips.transport.stream import Stream
 from dips.wire.codecs import Codec
 from dips.wire.streams import StreamName
+from dips.wire.updates import UpdateSpelling
 
 
 @dataclass(eq=False, slots=True)
@@ -30,6 +31,7 @@ class LanePart:
     intake: Intake | None = None  # pull: from the first WELCOME on
     posted: int = 0  # push: bytes that were sent
     done: bool = False
+    spelling: UpdateSpelling | None = None  # pull: how the slave spells its chunks; None: as parameters
 
 
 def check_order(order: LayerOrder, name: str) -> None:
@@ -51,6 +53,7 @@ def open_parts(
     """Open the streams of a transfer, in the order of the grant; a push has one to every lane, even without pieces."""
     grant, base, rng = order.grant, order.base, random.Random()
     version = str(grant.version) if kind == "pull" else ""
+    held = str(order.held or "")
     own_keys = curve.new_keys()  # anonymous, for this transfer only
     for index in grant.order[base.rank]:
         slave = grant.slaves[index]
@@ -59,7 +62,7 @@ def open_parts(
             share = Share(pieces)
             name = StreamName(
                 base.run, kind, base.cluster, base.inc, base.seq, base.rank, slave.name, slave.sinc,
-                order.first_epoch, version, lane,
+                order.first_epoch, version, lane, held,
             )  # fmt: skip
             keys = (own_keys, slave.key) if slave.key else None
             stream = Stream(context, slave.lanes[lane], name, share.ranges, order.stall_s, rng, keys)

@@ -70,7 +70,10 @@ class OuterLoop:
         self._collectives = JobCollectives(self._config.collective_s)
         layout = lay_out(model, self._collectives, optimizer, self._config.max_transfer_ranks)
         memory = MEMORY[self._config.install](layout.adapter, layout.held, layout.plan, self._collectives)
-        self._shard_transfer = ShardTransfer(memory, self._collectives, self._config.stall_s, self._config.shared.codec)
+        shared = self._config.shared
+        self._shard_transfer = ShardTransfer(
+            memory, self._collectives, self._config.stall_s, shared.codec, shared.pull_codec
+        )
         self._agent_client = AgentClient(self._collectives, agent, self._config.poll_s)
         self._state = _attach_trainer(self._agent_client, layout.plan.manifest.to_json(), self._shard_transfer.ranks)
         self._inner = InnerState()

@@ -27,7 +27,7 @@ from dips.client.rank.background_transfer import (
 )
 from dips.client.rank.collectives import JobCollectives
 from dips.client.rank.feedback import Feedback
-from dips.client.rank.transfer_types import TransferIdentity, TransferStats
+from dips.client.rank.transfer_types import TransferIdentity, TransferRate, TransferStats
 from dips.errors import LocalProtocolError
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
@@ -51,14 +51,38 @@ class TransferRequest:
     accepted: int = 0  # seq of this incarnation's last push whose Outcome was accepted: settles the error feedback
 
 
+class MovedBytes:
+    """What all ranks have moved, as this one estimates it by its own share."""
+
+    def __init__(self, total: int, own: int) -> None:
+        """`total` and `own` are what was expected; updates are fewer bytes than the parameters that they bring."""
+        self._total, self._own = total, own
+        self._moved, self._whole = 0, own
+
+    def record_rate(self, rate: TransferRate) -> None:
+        self._moved, self._whole = rate.nbytes, rate.total
+
+    def of_all_ranks(self) -> tuple[int, int]:
+        """Bytes moved and in all."""
+        return self._moved * self._total // self._own, self._whole * self._total // self._own
+
+
 class ShardTransfer:
     """This rank's share of every transfer of the job; every method is collective."""
 
-    def __init__(self, memory: HostMemory, collectives: JobCollectives, stall_s: float, codec: str = "fp32") -> None:
-        """`codec` is the run's: a lossy one takes 8 B more for each parameter that this rank pushes."""
+    def __init__(
+        self,
+        memory: HostMemory,
+        collectives: JobCollectives,
+        stall_s: float,
+        codec: str = "fp32",
+        pull_codec: str = "fp32",
+    ) -> None:
+        """The codecs are the run's: a lossy one takes 8 B more for each parameter that this rank moves."""
         self._collectives, self._stall_s = collectives, stall_s
         self._memory = memory
-        self._feedback = None if codec == "fp32" else Feedback(memory.pieces)
+        self._feedback = None if codec == pull_codec == "fp32" else Feedback(memory.pieces)
+        self._takes_updates = pull_codec != "fp32"
         # Numbered among the ranks that move bytes, the same in both directions.
         self.rank, self.ranks = collectives.number_ranks(bool(memory.pieces))
         pulled, *pushed = collectives.all_sum([_wire_bytes(c, memory.pieces) for c in ("fp32", *codecs.CODECS)])
@@ -105,7 +129,7 @@ class ShardTransfer:
         """A transfer that has failed on this rank, and will on the others when they meet."""
         thread = TransferThread(None)
         thread.mark_failed(reason)
-        return ThreadedTransfer(thread, request.base.seq, 0, self._collectives, lambda: "")
+        return ThreadedTransfer(thread, request.base.seq, lambda: 0, self._collectives, lambda: "")
 
     # ---- pull --------------------------------------------------------------------------------------------------------
 
@@ -119,7 +143,9 @@ class ShardTransfer:
             return StreamedTransfer(partial(self._pull_layers, self._memory, request))
         if self._feedback is not None:
             self._feedback.settle_last_push(request.base.inc, request.accepted)
-        return self._begin_move(transfer.pull_pieces, self._memory.pieces, self._total["pull", "fp32"], request)
+        held = self._feedback.restore_base() if self._feedback is not None and self._takes_updates else None
+        move = partial(transfer.pull_pieces, held=held)
+        return self._begin_move(move, self._memory.pieces, self._total["pull", "fp32"], request)
 
     def install_version(self, version: VersionId) -> None:
         """Copy what was pulled on all ranks into the model's own memory; optimizer moments stay as they are.
@@ -211,8 +237,7 @@ class ShardTransfer:
         if base.rank >= len(grant.order):  # requested by a former attempt of the trainer, with fewer ranks
             order = (slaves_for_worker(r, len(grant.slaves)) for r in range(self.ranks))
             grant = replace(grant, order=tuple(order))
-        own = max(1, _wire_bytes(grant.codec, pieces))
-        moved = [0]
+        moved = MovedBytes(total, max(1, _wire_bytes(grant.codec, pieces)))
 
         def run_move(cancel: threading.Event) -> TransferStats:
             return move(
@@ -221,14 +246,16 @@ class ShardTransfer:
                 pieces,
                 stall_s=self._stall_s,
                 cancel=cancel,
-                progress=lambda rate: moved.__setitem__(0, rate.nbytes),
+                progress=moved.record_rate,
             )
 
         def report_progress() -> str:
-            return request.report_progress(moved[0] * total // own, total)
+            return request.report_progress(*moved.of_all_ranks())
 
         thread = TransferThread(run_move if pieces else None)
-        return ThreadedTransfer(thread, base.seq, total, self._collectives, report_progress, on_end)
+        return ThreadedTransfer(
+            thread, base.seq, lambda: moved.of_all_ranks()[1], self._collectives, report_progress, on_end
+        )
 
 
 def _report_layer(report_progress: ReportProgress, before: int, total: int, moved: int, _: int) -> str:

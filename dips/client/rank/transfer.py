@@ -27,7 +27,8 @@ from dips.client.rank.transfer_types import (
     TransferRate,
     TransferStats,
 )
-from dips.errors import RemoteProtocolError
+from dips.errors import RemoteProtocolError, UnavailableSlave
+from dips.ids import VersionId
 from dips.protocol.effects import Grant
 from dips.transport.intake import Intake
 from dips.transport.pool import Transit
@@ -36,6 +37,7 @@ from dips.transport.stream import Arrived
 from dips.wire import streams
 from dips.wire.chunks import Range
 from dips.wire.frame import BadFrame, Buffer, Kind, check_body, pack_header
+from dips.wire.updates import spelling_of
 
 __all__ = [
     "EncodeChunk",
@@ -89,15 +91,18 @@ def pull_pieces(
     cancel: threading.Event | None = None,
     progress: Progress | None = None,
     first_epoch: int = 1,
+    held: VersionId | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TransferStats:
     """Fill `pieces` with the grant's version; return when every element is there, checked.
 
     After an error the arrays hold anything. A pull may come in several calls, one after the other, each with other
     pieces and a `first_epoch` above the last one's `TransferStats.last_epoch`.
+
+    held    the version that the pieces hold now: slaves may bring the updates from there; None: anything
     Errors  as for push, and StaleVersion: the pull is open on another version.
     """
-    return PullTransfer(LayerOrder(grant, base, pieces, stall_s, clock, first_epoch)).run(
+    return PullTransfer(LayerOrder(grant, base, pieces, stall_s, clock, first_epoch, held)).run(
         cancel or threading.Event(), progress
     )
 
@@ -147,8 +152,18 @@ class PullTransfer(TransferLoop):
         self._pool = Transit(TRANSIT_BYTES)
 
     def on_welcome(self, part: LanePart, welcome: streams.Welcome, now: float) -> None:
+        spelling = spelling_of(welcome.dtype, welcome.depth)
+        if spelling is not None and self._order.held is None:
+            raise BadFrame("message", "updates are offered to a rank that holds no version")
         if part.intake is None:
-            part.intake = Intake(part.share.ranges, welcome.chunk_bytes, self._pool, now)
+            part.spelling, ranges = spelling, part.share.ranges
+            if spelling is not None:
+                ranges = tuple(spelling.range(*piece) for piece in ranges)
+            part.intake = Intake(ranges, welcome.chunk_bytes, self._pool, now)
+            self._total += part.intake.total - part.nbytes
+            part.nbytes = part.intake.total
+        elif part.spelling is not spelling:
+            raise UnavailableSlave(f"{self._name}: slave {part.slave.name} offers other chunks than before")
 
     def after_frames(self, now: float) -> None:
         """Ask the first CONCURRENT_STREAMS that are not done; beside one that is slow, the next is asked as well."""
@@ -177,7 +192,10 @@ class PullTransfer(TransferLoop):
             check_body(staged.frame.header, staged.frame.body)
         except BadFrame:
             return 0
-        np.copyto(np.frombuffer(staged.view, np.uint8), np.frombuffer(staged.frame.body, np.uint8))
+        if staged.part.spelling is not None:
+            staged.part.spelling.add_updates(staged.frame.body, staged.chunk, np.frombuffer(staged.view, np.float32))
+        else:
+            np.copyto(np.frombuffer(staged.view, np.uint8), np.frombuffer(staged.frame.body, np.uint8))
         return 1
 
     def on_processed(self, staged: StagedChunk, value: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dips.errors import DipsError
+from dips.ids import VersionId
 from dips.protocol.effects import Grant
 from dips.protocol.heartbeats import remaining_s
 from dips.transport.shares import Piece
@@ -67,3 +68,4 @@ class LayerOrder:
     stall_s: float
     clock: Callable[[], float]
     first_epoch: int = 1  # of its streams
+    held: VersionId | None = None  # pull: the version that the pieces hold, which updates may be added to

@@ -27,7 +27,7 @@ class TwoRanks:
 
 def begin(ranks: TwoRanks, thread: TransferThread, ended: list[str] | None = None) -> ThreadedTransfer:
     on_end = (lambda: ended.append("once")) if ended is not None else (lambda: None)
-    return ThreadedTransfer(thread, SEQ, 100, ranks, lambda: "", on_end)  # type: ignore[arg-type]
+    return ThreadedTransfer(thread, SEQ, lambda: 100, ranks, lambda: "", on_end)  # type: ignore[arg-type]
 
 
 def moves_until_cancelled(cancel: threading.Event) -> TransferStats:
