@@ -139,6 +139,8 @@ class PullStream(SimStream):
             assert self._flow is not None
             self._flow.take_done(self._peer, self._stream)
             self._end_stream()
+            if self._spelling is not None and self.pieces:
+                self.net.flows.updates_landed(self._spelling.range(*self.pieces[0]).depth)
             self.ended()
 
     def _give_up(self) -> None:

@@ -227,6 +227,10 @@ class World:
         """A slave or a rank would not take a frame."""
         self.monitor.rare_event_occurred("frame")
 
+    def updates_landed(self, depth: int) -> None:
+        """A rank has all of its pieces from a slave, as updates of the version that it held."""
+        self.monitor.rare_event_occurred("updates" if depth == 1 else "two_updates")
+
     def take_inner_step(self, theta: dict[int, F32], rng: Random) -> None:
         """One inner step: the whole model moves a little."""
         noise = self._noise[int(NOISES * rng.random())]

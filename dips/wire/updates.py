@@ -25,9 +25,9 @@ from dips.wire.frame import BLOCK, ITEM_BYTES, BadFrame, Buffer, Dtype
 F32 = npt.NDArray[np.float32]
 
 
-def blocks_of(piece: Range) -> slice:
+def blocks_of(piece: Range) -> range:
     """The blocks of its parameter that a range touches."""
-    return slice(piece.offset // BLOCK, -(-(piece.offset + piece.length) // BLOCK))
+    return range(piece.offset // BLOCK, -(-(piece.offset + piece.length) // BLOCK))
 
 
 class UpdateRange(Range):
@@ -62,8 +62,7 @@ class Int8UpdateRange(UpdateRange):
 
     @property
     def nbytes(self) -> int:
-        blocks = blocks_of(self)
-        return self.depth * (self.length + ITEM_BYTES * (blocks.stop - blocks.start))
+        return self.depth * (self.length + ITEM_BYTES * len(blocks_of(self)))
 
     @property
     def dtype(self) -> Dtype:
@@ -117,8 +116,8 @@ def _add_bf16(body: Buffer, chunk: UpdateRange, target: F32) -> None:
 
 def _add_int8(body: Buffer, chunk: UpdateRange, target: F32) -> None:
     """What lies in the range's first block goes first; from there on blocks are whole, as in a push."""
-    raw, blocks = np.frombuffer(body, np.uint8), blocks_of(chunk)
-    count = ITEM_BYTES * (blocks.stop - blocks.start)
+    raw = np.frombuffer(body, np.uint8)
+    count = ITEM_BYTES * len(blocks_of(chunk))
     first = min(-chunk.offset % BLOCK, chunk.length)
     if first:
         step = np.frombuffer(raw[:ITEM_BYTES].tobytes(), np.float32)

@@ -78,7 +78,7 @@ class ReceivedPush:
     def drop_push(self, push: PushId) -> None:
         self.buffers.pop(push, None)
 
-    def open_pull(self, pull: object, version: VersionId, source: Arrays) -> None:
+    def open_pull(self, pull: object, version: VersionId, source: Arrays, chain: object = ()) -> None:
         raise AssertionError("no pull is opened here")
 
     def move_pull(self, pull: object, source: Arrays) -> None:

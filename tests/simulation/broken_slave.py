@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from dips.ids import PullId, PushId, VersionId
+from dips.outer.updates import Update
 from dips.protocol.effects import Apply, Fold, Order, Registered
 from dips.protocol.events import Answer, Folded
 from dips.sim.disk import SimDisk
 from dips.sim.flow import SimFlow
 from dips.slave import open_transfers
 from dips.slave.order_fences import OrderFences
+from dips.slave.outgoing_pull import OutgoingPull
 from dips.slave.ports import Arrays
 from dips.slave.receiver import Receiver
 from dips.slave.shard import Shard
@@ -66,6 +68,13 @@ def unpin_at_send() -> list[Patch]:
         self._call_later(0.0, f"{pull} is sent", lambda: self._listener().on_pull_released(pull, "sent"))
 
     return [(SimFlow, "open_pull", open_pull)]
+
+
+def update_from_anywhere() -> list[Patch]:
+    def find_updates(self: OutgoingPull, held: str) -> tuple[Update, ...]:
+        return self.chain[-1:] if held else ()
+
+    return [(OutgoingPull, "find_updates", find_updates)]
 
 
 def free_at_move() -> list[Patch]:

@@ -57,6 +57,8 @@ POINTS: dict[str, str] = {
     "durable_again": "and durable again",
     "stopped": "the run stopped for a broken disk, and went on when it was mended",
     "lossy": "a push in bf16, int8 or int4 was accepted",
+    "updates": "a rank pulled the update to a version instead of its parameters",
+    "two_updates": "a rank two versions behind pulled both updates",
     "one_way": "a link was parted one way only",
     "quarantine": "a diverged push was gated",
     "unmerged": "what was trained under overlap was not finite, and the version was installed whole",

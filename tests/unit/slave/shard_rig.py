@@ -68,7 +68,7 @@ class RecordingFlow:
     def drop_push(self, push: PushId) -> None:
         self.pushes.pop(push, None)
 
-    def open_pull(self, pull: PullId, version: VersionId, source: Arrays) -> None:
+    def open_pull(self, pull: PullId, version: VersionId, source: Arrays, chain: object = ()) -> None:
         if self.broken:
             raise RemoteProtocolError("no")
         self.pulls[pull] = source

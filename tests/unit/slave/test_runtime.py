@@ -73,7 +73,7 @@ class BufferFlow:
     def drop_push(self, push: PushId) -> None:
         self.pushes.pop(push, None)
 
-    def open_pull(self, pull: PullId, version: VersionId, source: Arrays) -> None:
+    def open_pull(self, pull: PullId, version: VersionId, source: Arrays, chain: object = ()) -> None:
         raise AssertionError("no pull is opened here")
 
     def close_pull(self, pull: PullId) -> None:
