@@ -86,7 +86,7 @@ SABOTAGES: dict[str, Sabotage] = {
         "a slot goes to who asked first, not to who asks now", (12,), 0, master.drop_queue, crowd_of
     ),
     "update-from-anywhere": Sabotage(
-        "updates are for ranks that hold where they begin", (1,), 0, slave.update_from_anywhere
+        "updates are for ranks that hold where they begin", (1,), 1, slave.update_from_anywhere
     ),
     "leak-slot": Sabotage("what was dropped is never opened again", (11, 12), 0, slave.leak_slot),
 }

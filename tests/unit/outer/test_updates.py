@@ -1,0 +1,214 @@
+"""Updates: a version is what its update makes of the one before, what rounding leaves over comes back, none is torn."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dips.ids import GENESIS, PullId, PushId, VersionId
+from dips.outer import kernels, reference
+from dips.outer.kernel_pool import KernelPool
+from dips.outer.pool import MemorySum
+from dips.outer.updates import BLOCK, Update, bytes_per_parameter, count_buffers, cut_parameters, returned_share
+from dips.outer.versions import Versions
+from dips.wire import frame
+
+LR, MU = 0.7, 0.8
+FIELDS = {0: ((0, BLOCK + 5), (BLOCK + 5, 3)), 4: ((0, 7),)}
+LAYERS = {0: BLOCK + 8, 4: 7}
+LOSSY = ("bf16", "int8")
+
+
+def version(n: int) -> VersionId:
+    return VersionId(n, n)
+
+
+def pull(seq: int) -> PullId:
+    return PullId("a", 1, seq)
+
+
+def made(codec: str, pinned: int = 1) -> Versions:
+    versions = Versions(KernelPool(reference), 1, pinned, codec)
+    versions.allocate_banks(LAYERS, FIELDS)
+    rng = np.random.default_rng(3)
+    start = {layer: rng.standard_normal(n).astype(np.float32) for layer, n in LAYERS.items()}
+
+    def load(theta: dict[int, np.ndarray], momentum: dict[int, np.ndarray]) -> None:
+        for layer, numbers in start.items():
+            theta[layer][:], momentum[layer][:] = numbers, 0
+
+    versions.load_version(GENESIS, load)
+    return versions
+
+
+def prepare(versions: Versions, n: int) -> None:
+    """Fold a push of some change and make version n of it."""
+    rng, push = np.random.default_rng(n), PushId("a", 1, n)
+    assert versions.served_version is not None
+    theta = versions.theta(versions.served_version)
+    for layer, slot in versions.open_slot(push).items():
+        slot[:] = theta[layer] + 1e-3 * rng.standard_normal(slot.size).astype(np.float32)
+    versions.fold_push(push, 1.0)
+    versions.prepare_version(version(n), 1.0, LR, MU)
+
+
+def step(versions: Versions, n: int) -> dict[int, np.ndarray]:
+    """Make and serve version n; return its θ."""
+    prepare(versions, n)
+    versions.flip_version(version(n))
+    return {layer: a.copy() for layer, a in versions.theta(version(n)).items()}
+
+
+def add(update: Update, theta: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
+    """What an update makes of a version, one element after another."""
+    out = {layer: a.copy() for layer, a in theta.items()}
+    for layer, parameters in FIELDS.items():
+        block = 0
+        for start, numel in parameters:
+            for i in range(numel):
+                code = update.codes[layer][start + i]
+                change = np.uint32(code << np.uint32(16)).view(np.float32) if not update.steps else (
+                    np.float32(code) * update.steps[layer][block + i // BLOCK]
+                )  # fmt: skip
+                out[layer][start + i] += change
+            block += -(-numel // BLOCK)
+    return out
+
+
+def same(a: dict[int, np.ndarray], b: dict[int, np.ndarray]) -> bool:
+    return all(np.array_equal(a[layer].view(np.uint32), b[layer].view(np.uint32)) for layer in a)
+
+
+@pytest.mark.parametrize("name", ["round_int8", "round_bf16"])
+@pytest.mark.parametrize("size", [1, BLOCK - 1, BLOCK, BLOCK + 1, 70 * BLOCK + 3])
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-36, 1e-44])
+def test_both_kernels_have_the_same_bits(name: str, size: int, scale: float) -> None:
+    """Compiled and plain: θ′, m′, steps and elements; also where changes are too small for a step."""
+    rng = np.random.default_rng(size)
+    theta, momentum = (rng.standard_normal(size).astype(np.float32) * (scale >= 1e-3) for _ in range(2))
+    after = (theta + scale * rng.standard_normal(size)).astype(np.float32)
+    outs = []
+    for kernel in (getattr(kernels, name), getattr(reference, name)):
+        codes = np.zeros(size, np.int8 if name == "round_int8" else np.uint16)
+        out = after.copy(), momentum.copy(), codes, np.zeros(-(-size // BLOCK), np.float32)
+        kernel(theta, out[0], out[1], 0.4, out[2], out[3])
+        outs.append(out)
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(*outs, strict=True))
+    bound = np.abs(after - theta).max() / (254 if name == "round_int8" else 256)
+    assert np.abs(outs[0][0] - after).max() <= 1.001 * bound + 2.0**-119 + np.abs(after).max() * 2.0**-23
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_so_in_its_block(bad: float) -> None:
+    """A θ′ that overflowed is no number afterwards either; the next block is well."""
+    for module in (kernels, reference):
+        theta, after, momentum = (np.zeros(2 * BLOCK, np.float32) for _ in range(3))
+        after[3], after[BLOCK + 3], steps = bad, 1.0, np.zeros(2, np.float32)
+        module.round_int8(theta, after, momentum, 0.4, np.zeros(2 * BLOCK, np.int8), steps)
+        assert np.isnan(steps[0]) and np.isnan(after[:BLOCK]).all() and np.isfinite(after[BLOCK:]).all()
+
+
+def test_constants_are_those_of_the_wire() -> None:
+    """dips/outer knows no frames: it says again what both must agree on."""
+    assert BLOCK == frame.BLOCK
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_a_version_is_what_its_updates_make_of_an_older_one(codec: str) -> None:
+    """Bit for bit, over every parameter's blocks, from each version that a chain begins at [invariant 1]."""
+    versions, thetas = made(codec), {}
+    for n in range(1, 7):
+        thetas[version(n)] = step(versions, n)
+        chain = versions.pin_updates(pull(n), version(n))
+        assert len(chain) == min(n, 2 if codec == "int8" else 1)
+        for first in range(len(chain)):
+            parent = chain[first].parent
+            assert parent is not None
+            theta = thetas.get(parent)
+            for update in chain[first:] if theta else ():
+                theta = add(update, theta)
+            assert theta is None or same(theta, thetas[version(n)])
+        versions.unpin_version(pull(n))
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_what_rounding_leaves_over_comes_back(codec: str) -> None:
+    """After 200 steps θ is within 1/(1 − μ) times the largest remainder of exact steps; without m′ it drifts away."""
+    rng, n = np.random.default_rng(1), 3 * BLOCK
+    theta = {how: np.zeros(n, np.float32) for how in ("back", "lost")}
+    momentum = {how: np.zeros(n, np.float32) for how in theta}
+    exact, exact_m, remainder = np.zeros(n), np.zeros(n), 0.0
+    tilt = 1e-5 * rng.standard_normal(n)  # far below half a step: alone, it would never be seen
+    for _ in range(200):
+        g = (1e-3 * rng.standard_normal(n) * (rng.random(n) < 0.02) + tilt).astype(np.float32)
+        exact_m = MU * exact_m + g
+        exact = exact - LR * (g + MU * exact_m)
+        for how in theta:
+            acc, after = g.copy(), np.empty(n, np.float32)
+            reference.apply(theta[how], acc, momentum[how], 1.0, LR, MU, after)
+            target, back = after.copy(), returned_share(LR, MU) if how == "back" else 0.0
+            kernel = reference.round_int8 if codec == "int8" else reference.round_bf16
+            kernel(
+                theta[how], after, acc, back, np.zeros(n, np.int8 if codec == "int8" else np.uint16), np.zeros(3, "f4")
+            )
+            remainder = max(remainder, float(np.abs(target - after).max())) if how == "back" else remainder
+            theta[how], momentum[how] = after, acc
+    error, drift = (np.abs(theta[how] - exact).max() for how in ("back", "lost"))
+    assert error <= remainder / (1 - MU) + 200 * np.abs(exact).max() * 2.0**-24
+    assert codec == "bf16" or drift > 3 * error
+
+
+def test_an_update_that_was_aborted_is_nobodys() -> None:
+    """Its buffer is the next one's, and what led to the head before is still to be had."""
+    versions = made("int8")
+    first = step(versions, 1)
+    prepare(versions, 2)
+    versions.abort_round()
+    assert [u.version for u in versions.pin_updates(pull(1), version(1))] == [version(1)]
+    assert versions.pin_updates(pull(2), version(2)) == ()
+    theta = step(versions, 3)
+    chain = versions.pin_updates(pull(3), version(3))
+    assert [(u.parent, u.version) for u in chain] == [(GENESIS, version(1)), (version(1), version(3))]
+    assert same(add(chain[1], first), theta)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("pinned", [0, 1, 3])
+def test_slow_readers_never_hold_the_last_buffer(codec: str, pinned: int) -> None:
+    """What a pull may read is not written while it may; the next step never waits; later pulls bring parameters."""
+    versions, held = made(codec, pinned), {}
+    empty = 0
+    for n in range(1, 12):
+        step(versions, n)
+        chain = versions.pin_updates(pull(n), version(n))
+        held[n] = [(u, {layer: a.tobytes() for layer, a in u.codes.items()}) for u in chain]
+        empty += not chain
+        for update, codes in (pair for pairs in held.values() for pair in pairs):
+            assert {layer: a.tobytes() for layer, a in update.codes.items()} == codes
+    assert empty > 0
+    for n in held:
+        versions.unpin_version(pull(n))
+    step(versions, 12)
+    assert versions.pin_updates(pull(12), version(12))
+
+
+@pytest.mark.parametrize("codec", ["fp32", *LOSSY])
+def test_updates_stand_in_the_memory_sum(codec: str) -> None:
+    """What is allocated is what was printed, but for a step more for each parameter that ends within a block."""
+    numel, pinned = 64 * BLOCK, 1
+    memory = MemorySum(numel, 1, pinned, 0, bytes_per_parameter(codec, pinned))
+    versions = Versions(KernelPool(reference), 1, pinned, codec)
+    versions.allocate_banks({0: numel})
+    assert versions.limit_bytes == memory.pool_bytes
+    assert ("updates" in memory.describe_sum()) == (codec != "fp32")
+    assert count_buffers("fp32", 5) == 0
+    assert round(bytes_per_parameter("int8", 1), 2) == 3.05 and bytes_per_parameter("bf16", 1) == 4
+
+
+def test_slices_cut_no_block_and_no_parameter() -> None:
+    """Each element is in one slice, each block in one slice's blocks."""
+    cuts = cut_parameters({0: ((0, 5 * BLOCK + 1), (5 * BLOCK + 1, 9))}, 2 * BLOCK)
+    assert [(c.start, c.stop) for _, c, _ in cuts] == [
+        (0, 2 * BLOCK), (2 * BLOCK, 4 * BLOCK), (4 * BLOCK, 5 * BLOCK + 1), (5 * BLOCK + 1, 5 * BLOCK + 10),
+    ]  # fmt: skip
+    assert [(b.start, b.stop) for _, _, b in cuts] == [(0, 2), (2, 4), (4, 6), (6, 7)]
