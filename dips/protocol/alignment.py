@@ -28,6 +28,7 @@ LATE_SHARE = 0.25  # of the period: who is later than that goes to the next wind
 LEAST_STEP_S = 1e-6  # no inner step is faster: a smaller number was not measured
 NEVER_S = 1e9  # thirty years: an absurd speed must not give numbers that the other end of the wire refuses
 WORKED_SHARE = 0.5  # of the period: who has worked less since its last push was in this window
+MOST_PERIODS = 2  # of work since its last push: who has missed so many windows waits for none
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,8 @@ class Alignment:
             return OWN_PACE
         self._follow_windows(timing, now)
         assert self._anchor is not None
+        if member.since_push * member.step_s >= MOST_PERIODS * self.period_s:
+            return 0.0  # windows of others move the grid before its push can begin, again and again
         least = max(1, ceil(member.wanted * LEAST_SHARE))
         if member.since_push < least:
             earliest = now + (least - member.since_push) * member.step_s

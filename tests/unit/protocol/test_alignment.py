@@ -169,3 +169,17 @@ def test_the_longest_push_has_the_slot_next_to_the_window() -> None:
     one_slot = WindowTiming(None, 1, 300)  # 3 s for the one, 1 s for the other; the window is 6.4 s away
     assert alignment.push_in_s("long", one_slot, 0.0) == pytest.approx(6.4 - 3.0)
     assert alignment.push_in_s("short", one_slot, 0.0) == pytest.approx(6.4 - 3.0 - 1.0)
+
+
+def test_windows_of_others_do_not_hold_a_slow_link_back_for_ever() -> None:
+    """Its push must begin before the next window, and each window that opens meanwhile moves that away: seed 40."""
+    alignment, opened, waits = Alignment(), 0.0, []
+    slow = heartbeat("a", 0.1, since=0, bytes_per_s=1.0)
+    alignment.record_heartbeat(slow)
+    alignment.push_in_s("a", gathering(nbytes=2), 0.0)  # the period is 6.4 s, its push takes 2 s
+    for step in range(1, 200):
+        now = 0.1 * step
+        opened = now - now % 2.0  # somebody pushes every 2 s
+        alignment.record_heartbeat(heartbeat("a", 0.1, since=step, bytes_per_s=1.0))
+        waits.append(alignment.push_in_s("a", gathering(opened, nbytes=2), now))
+    assert min(waits[:127]) > 0.0 and waits[127:] == [0.0] * len(waits[127:])
