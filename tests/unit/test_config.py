@@ -202,6 +202,22 @@ def test_the_codec_is_agreed_on_and_reaches_the_coordinator(tmp_path: Path) -> N
     assert plain.shared.digest != lossy.shared.digest
 
 
+def test_the_pull_codec_is_agreed_on_and_needs_momentum(tmp_path: Path) -> None:
+    """It is part of the digest; without momentum nothing would come back of what rounding leaves over."""
+    lossy = changed(RUN, "shared.pull_codec", "int8")
+    assert (
+        load_run(write(tmp_path / "dips.yaml", lossy)).shared.digest
+        != load_run(write(tmp_path / "p.yaml", RUN)).shared.digest
+    )
+    with pytest.raises(ConfigError, match=r"pull_codec needs outer\.momentum above 0"):
+        load_run(write(tmp_path / "still.yaml", changed(lossy, "shared.outer.momentum", 0.0)))
+    with pytest.raises(ConfigError, match=r"shared\.pull_codec.*'int4'"):
+        load_run(write(tmp_path / "int4.yaml", changed(RUN, "shared.pull_codec", "int4")))
+    streaming = {**changed(CLUSTER, "shared.pull_codec", "bf16"), "install": "streaming"}
+    with pytest.raises(ConfigError, match=r"install: streaming needs shared\.pull_codec fp32, got bf16"):
+        load_cluster(write(tmp_path / "cluster.yaml", streaming))
+
+
 @pytest.mark.parametrize(("old", "new"), [("beat_s", "heartbeat_s"), ("speakers", "max_transfer_ranks")])
 def test_a_cluster_file_from_before_the_renames_is_refused_with_both_names(tmp_path: Path, old: str, new: str) -> None:
     """Whoever upgrades reads which key to change, and into what."""

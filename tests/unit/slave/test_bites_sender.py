@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from dips.ids import PullId, VersionId
+from dips.outer.updates import Update
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave.moves import Say
 from dips.slave.sender import Sender
 from dips.transport.credit import MOST_BYTES, MOST_CHUNKS
 from dips.wire import streams
 from dips.wire.chunks import LayerLayout, Range
-from dips.wire.frame import BadFrame, Kind
+from dips.wire.frame import BLOCK, BadFrame, Kind
 from dips.wire.streams import StreamName
 
 PULL, V = PullId("a", 1, 1), VersionId(2, 2)
@@ -116,3 +119,43 @@ def test_a_want_of_an_ended_stream_does_not_wait_on() -> None:
     sender.on_want(0, b"p", name().stream_id, (chunk,), 0.0)
     answer(sender, name(2))
     assert sender.due(0, 0.1) == []
+
+
+def offering(*parents: VersionId) -> Sender:
+    """A pull of V, with the updates that begin at `parents`, the last one last."""
+    sender = Sender(4096, 10.0, lambda: 0.0)
+    sender.set_layers(LayerLayout(MANIFEST, (0,)))
+    chain = tuple(
+        Update({0: np.full(ITEMS, k, np.int8)}, {0: np.ones(-(-ITEMS // BLOCK), np.float32)}, parent=parent)
+        for k, parent in enumerate(parents, 1)
+    )
+    sender.open_pull(PULL, V, {0: np.zeros(ITEMS, np.float32)}, 0.0, chain)
+    return sender
+
+
+@pytest.mark.parametrize(
+    ("held", "depth"), [("v0@r0", 2), ("v1@r1", 1), ("v2@r2", 0), ("v1@r9", 0), ("", 0), ("None", 0), ("x" * 64, 0)]
+)
+def test_updates_are_for_who_holds_where_they_begin(held: str, depth: int) -> None:
+    """Named to the letter; for everybody else there are parameters."""
+    sender, who = offering(VersionId(0, 0), VersionId(1, 1)), replace(name(), held=held)
+    (say,) = sender.on_hello(0, b"p", who, (Range(0, 0, 0, ITEMS),), 0.0)
+    assert isinstance(say, Say)
+    welcome = streams.decode_welcome(say.body)
+    assert welcome.depth == depth
+    (job,) = sender.on_want(0, b"p", who.stream_id, (Range(0, 0, 3, 8),), 0.0)
+    body = job.make_body()
+    assert len(body) == job.chunk.nbytes == (8 * 4 if depth == 0 else depth * (4 + 8))
+    assert depth < 2 or bytes(body) == (np.float32(1).tobytes() + b"\1" * 8) + (np.float32(1).tobytes() + b"\2" * 8)
+
+
+def test_a_moved_reader_goes_on_with_its_updates() -> None:
+    """Its bank is free, and what it was offered is not of the bank."""
+    sender, who = offering(VersionId(1, 1)), replace(name(), held="v1@r1")
+    sender.on_hello(0, b"p", who, (), 0.0)
+    sender.move_pull(PULL, {0: np.ones(ITEMS, np.float32)})
+    again = replace(who, epoch=2)
+    (say,) = sender.on_hello(0, b"p", again, (), 0.0)
+    assert isinstance(say, Say) and streams.decode_welcome(say.body).depth == 1
+    (job,) = sender.on_want(0, b"p", again.stream_id, (Range(0, 0, 0, 8),), 0.0)
+    assert bytes(job.make_body())[4:] == b"\1" * 8

@@ -29,6 +29,7 @@ class FakeSlaves:
         self.theta: float | list[np.ndarray] = 0.0
         self.pushed: list[np.ndarray] = []
         self.fails_at = 0
+        self.found: tuple[VersionId | None, list[np.ndarray]] = (None, [])  # by a pull: what it says, and what is there
         monkeypatch.setattr(transfer, "push_pieces", self._push)
         monkeypatch.setattr(transfer, "pull_pieces", self._pull)
 
@@ -37,7 +38,8 @@ class FakeSlaves:
         self.pushed = [CODEC.decode(body, length).copy() for body, length in bodies]
         return TransferStats(0, 0.0, 1)
 
-    def _pull(self, grant: Grant, base: Any, pieces: Any, **_: Any) -> TransferStats:
+    def _pull(self, grant: Grant, base: Any, pieces: Any, held: Any = None, **_: Any) -> TransferStats:
+        self.found = held, [piece.array.copy() for piece in pieces]
         self.fails_at -= 1
         if self.fails_at == 0:
             raise UnavailableSlave("ps1 is gone")
@@ -54,13 +56,13 @@ def slaves(monkeypatch: pytest.MonkeyPatch) -> FakeSlaves:
 class TransferRank:
     """A rank of a job of one, under int8 pushes."""
 
-    def __init__(self, memory: type[HostMemory] = HostMemory, codec: str = "int8") -> None:
+    def __init__(self, memory: type[HostMemory] = HostMemory, codec: str = "int8", pull_codec: str = "fp32") -> None:
         torch.manual_seed(3)
         self.model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
         collectives = JobCollectives()
         layout = lay_out(self.model, collectives)
         self.transfers = ShardTransfer(
-            memory(layout.adapter, layout.held, layout.plan, collectives), collectives, 1.0, codec
+            memory(layout.adapter, layout.held, layout.plan, collectives), collectives, 1.0, codec, pull_codec
         )
         self._seq = 0
 
@@ -149,3 +151,26 @@ def test_a_streamed_pull_is_torn_once_a_layer_was_installed(slaves: FakeSlaves, 
     assert (result.ok, result.torn) == (False, fails_at == 2)
     untouched = [torch.equal(p, q) for p, q in zip(rank.model.parameters(), before, strict=True)]
     assert untouched == ([True] * 4 if fails_at == 1 else [False, False, True, True])
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_a_pull_of_updates_begins_with_the_version_that_it_names(slaves: FakeSlaves, codec: str) -> None:
+    """Whatever was pushed, or came of a pull that failed: the host buffer is the base again, and HELLO names it."""
+    rank = TransferRank(codec=codec, pull_codec="int8")
+    slaves.theta = 0.5
+    rank.pull(GENESIS)
+    assert slaves.found[0] is None
+    rank.train()
+    rank.transfers.begin_push(rank.request(GENESIS, 0, codec)).wait(5)
+    slaves.theta = 0.75
+    rank.pull(V1)
+    assert slaves.found[0] == GENESIS and all((a == 0.5).all() for a in slaves.found[1])
+    slaves.theta, slaves.fails_at = 9.0, 1
+    assert not rank.transfers.begin_pull(rank.request(V2, 0, "fp32")).wait(5).ok
+    rank.pull(V2)
+    assert slaves.found[0] == V1 and all((a == 0.75).all() for a in slaves.found[1])
+
+
+def test_without_updates_a_pull_names_nothing(indebted: TransferRank, slaves: FakeSlaves) -> None:
+    """Lossy pushes keep a base as well; it is not spent on a copy that nobody needs."""
+    assert slaves.found[0] is None
