@@ -36,6 +36,12 @@ def reference(rounds: Sequence[tuple[VersionId, Sequence[FoldRow]]], numel: int)
     return history
 
 
+def pull_bytes(timeline: Path) -> list[int]:
+    """Likewise of its pulls."""
+    marks = [json.loads(line) for line in timeline.read_text().splitlines()]
+    return [m["nbytes"] for m in marks if m["kind"] == "pull_end" and m["installed"]]
+
+
 def push_bytes(timeline: Path) -> list[int]:
     """What each of a cluster's pushes took on the wire, all ranks together."""
     marks = [json.loads(line) for line in timeline.read_text().splitlines()]
@@ -60,6 +66,7 @@ def test_every_element_is_one_number_and_the_twin_predicts_it(
         "outer": {"lr": LR, "momentum": MOMENTUM, "clip": {"norm": CLIP}},
         "penalty": {"rule": "none"},
         "codec": codec,
+        "pull_codec": "fp32" if codec == "fp32" else "int8",
     }
     path = str(HERE / "train_constant.py")
     with harness.Run(tmp_path, tensors, shared=shared) as run:
@@ -90,3 +97,6 @@ def test_every_element_is_one_number_and_the_twin_predicts_it(
         moved = push_bytes(tmp_path / cluster / "timeline.jsonl")
         assert set(moved) <= {4 * numel, element_bytes * numel}  # fp32 where the base was not the head
         assert element_bytes * numel in moved, f"{cluster}: no push in {codec}"
+        pulled = pull_bytes(tmp_path / cluster / "timeline.jsonl")
+        assert pulled[0] == 4 * numel, f"{cluster}: it held nothing at first"
+        assert (min(pulled) < 3 * numel) == (codec != "fp32"), f"{cluster}: its pulls took {pulled} bytes"
