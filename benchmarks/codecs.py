@@ -28,7 +28,7 @@ from dips.demo.model import Decoder, Shape, loss_of
 from dips.outer import kernels
 from dips.outer.updates import BLOCK, Update, returned_share
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.slave.sender import Sender
+from dips.slave.update_chunks import cut_updates
 from dips.wire.chunks import LayerLayout, Range, split_chunks
 from dips.wire.codecs import CODECS, Codec
 from dips.wire.frame import Dtype
@@ -43,6 +43,7 @@ CLUSTERS, INNER_STEPS, SEQUENCES, LENGTH = 3, 10, 8, 128
 INNER_LR, OUTER_LR, MOMENTUM = 3e-3, 0.7, 0.8
 LEAST_LR = 0.1  # of INNER_LR, at the end
 SEEDS = (0, 1, 2)
+NUDGE = 1e-6  # some roundings: the losses of two such runs differ by chance alone
 LOSSY = ("bf16", "int8", "int4")
 WAYS = (("bf16", "bf16"), ("int8", "int8"), ("int4", "int8"))  # push, pull
 MOST_BYTES = {("int8", "int8"): 2.1, ("int4", "int8"): 1.6}  # of a round, a parameter
@@ -105,8 +106,7 @@ class PulledVersions:
         numel = theta.size
         self._codec, self._momentum, self.theta = codec, np.zeros_like(theta), theta.copy()
         self._whole, layout = Range(0, 0, 0, numel), Manifest((Layer("all", (Parameter("all", (numel,)),)),))
-        self._sender = Sender(1 << 20, 1.0, lambda: 0.0)
-        self._sender.set_layers(LayerLayout(layout, (0,)))
+        self._layout = LayerLayout(layout, (0,))
         codes = np.zeros(numel, np.int8 if codec == "int8" else np.uint16)
         steps = {0: np.zeros(-(-numel // BLOCK), np.float32)} if codec == "int8" else {}
         self._update = Update({0: codes}, steps)
@@ -131,15 +131,21 @@ class PulledVersions:
         assert spelling is not None
         for chunk in split_chunks([self._whole], 1 << 20):
             cut = slice(chunk.offset, chunk.offset + chunk.length)
-            spelling.add_updates(self._sender.cut_updates((self._update,), chunk), chunk, self.theta[cut])
+            spelling.add_updates(cut_updates(self._layout, (self._update,), chunk), chunk, self.theta[cut])
 
 
 def train(
-    mean: Mean, rounds: int, watch: Callable[[list[F32]], None] = lambda _: None, pull: str = "fp32", seed: int = 0
+    mean: Mean,
+    rounds: int,
+    watch: Callable[[list[F32]], None] = lambda _: None,
+    pull: str = "fp32",
+    seed: int = 0,
+    nudge: float = 0.0,
 ) -> float:
-    """Take `rounds` outer steps; return the validation loss, nats per byte."""
+    """Take `rounds` outer steps; return the validation loss, nats per byte. `nudge` is a share of θ at the begin."""
     torch.manual_seed(seed)
     model, corpus = Decoder(SHAPE), data.load_corpus(1)
+    load(model, flat(model) * np.float32(1 + nudge))
     served = PulledVersions(flat(model), pull)
     states = [torch.optim.AdamW(model.parameters(), lr=INNER_LR).state_dict() for _ in range(CLUSTERS)]
     for round_ in range(rounds):
@@ -231,14 +237,22 @@ def losses(bench: Bench, rounds: int, exact: list[float]) -> None:
         bench.say(f"{rounds} outer steps in fp32, seed {seed}")
         exact.append(train(partial(average, channels("fp32", False)), rounds, seed=seed))
     bench.row("loss, fp32 both ways", float(np.mean(exact)), "nats")
+    bench.say(f"{rounds} outer steps in fp32, θ nudged")
+    nudged = [train(partial(average, channels("fp32", False)), rounds, seed=seed, nudge=NUDGE) for seed in seeds]
+    bench.note(
+        f"loss of fp32 against itself, θ begun {NUDGE:g} larger: {compare(nudged, exact)}: what chance alone does"
+    )
     for push, pull in WAYS:
         bench.say(f"{rounds} outer steps, {push} pushes and {pull} pulls")
         found = [train(partial(average, channels(push, True)), rounds, pull=pull, seed=seed) for seed in seeds]
         least = None if bench.quick else LEAST_LOSS
         name = f"loss, {push} pushes and {pull} pulls"
         bench.row(name, float(np.mean(found)), "nats", against="fp32", of=float(np.mean(exact)), least=least, less=True)
-        each = ", ".join(f"{loss / of - 1:+.2%}" for loss, of in zip(found, exact, strict=True))
-        bench.note(f"loss of {push} pushes and {pull} pulls against fp32's, seed by seed: {each}")
+        bench.note(f"loss of {push} pushes and {pull} pulls against fp32's, seed by seed: {compare(found, exact)}")
+
+
+def compare(found: list[float], exact: list[float]) -> str:
+    return ", ".join(f"{loss / of - 1:+.2%}" for loss, of in zip(found, exact, strict=True))
 
 
 def bytes_of_rounds(bench: Bench) -> None:

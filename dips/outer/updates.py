@@ -59,6 +59,7 @@ class Updates:
         self.codec, self._count = codec, count_buffers(codec, pinned)
         self._buffers: list[Update] = []  # the least recently published first
         self._writing: Update | None = None
+        self.nbytes = 0  # of all buffers
 
     def allocate_buffers(self, layers: Mapping[int, int], fields: Fields) -> None:
         """Take and touch all memory."""
@@ -67,11 +68,7 @@ class Updates:
             codes: dict[int, Codes] = {layer: _take_touched(numel, self.codec) for layer, numel in layers.items()}
             steps = {layer: np.full(blocks[layer], 0, np.float32) for layer in layers if self.codec == "int8"}
             self._buffers.append(Update(codes, steps))
-
-    @property
-    def nbytes(self) -> int:
-        """Of all buffers."""
-        return sum(a.nbytes for u in self._buffers for arrays in (u.codes, u.steps) for a in arrays.values())
+            self.nbytes += sum(a.nbytes for arrays in (codes, steps) for a in arrays.values())
 
     def begin_update(self) -> Update:
         """Take a buffer to write the next update into: the oldest that nobody reads."""
@@ -95,15 +92,14 @@ class Updates:
         self._writing = None
 
     def pin_chain(self, pull: PullId, version: VersionId) -> tuple[Update, ...]:
-        """Keep the updates that led to `version`, the last one last, for a pull; as many as there are, or none."""
+        """Keep the updates that led to `version`, the last one last, for a pull: as many as there are and may be."""
         chain: list[Update] = []
         while len(chain) < CHAINED[self.codec] and (last := self._update_to(version)) is not None:
             chain.insert(0, last)
             assert last.parent is not None
             version = last.parent
-        read = [update for update in self._buffers if update.pulls or update in chain]
-        if len(read) > self._count - WRITTEN:
-            return ()  # slow readers hold the others: this pull brings parameters
+        while chain and self._count_read(chain) > self._count - WRITTEN:
+            chain.pop(0)  # slow readers hold the others
         for update in chain:
             update.pulls.add(pull)
         return tuple(chain)
@@ -112,6 +108,9 @@ class Updates:
         """The pull reads nothing any more."""
         for update in self._buffers:
             update.pulls.discard(pull)
+
+    def _count_read(self, more: list[Update]) -> int:
+        return sum(bool(update.pulls) or update in more for update in self._buffers)
 
     def _update_to(self, version: VersionId) -> Update | None:
         return next((update for update in self._buffers if update.version == version), None)

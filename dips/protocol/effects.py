@@ -235,7 +235,7 @@ class Grant:
     slaves: tuple[SlaveAddress, ...]
     order: tuple[tuple[int, ...], ...]  # for each rank, indices into `slaves` in its order of asking
     deadline_s: float
-    codec: PushCodec = PushCodec.FP32  # push: what it carries, as in OpenPush; pulls are always fp32
+    codec: PushCodec = PushCodec.FP32  # push: what it carries, as in OpenPush; of pulls the slaves decide
     base: VersionId | None = None  # push in a lossy codec: what its differences are to
 
 

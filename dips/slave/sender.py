@@ -27,11 +27,12 @@ from dips.slave.counters import ByCluster
 from dips.slave.moves import Closed, Move, Released, Say, SourceMoved, error_message
 from dips.slave.outgoing_pull import OutgoingPull, OutStream, PullSource, Tracker
 from dips.slave.ports import Arrays
+from dips.slave.update_chunks import cut_updates, dtype_of
 from dips.transport.credit import MOST_BYTES, MOST_CHUNKS
 from dips.transport.rate import Rate
 from dips.wire import streams
 from dips.wire.chunks import LayerLayout, Range
-from dips.wire.frame import ITEM_BYTES, BadFrame, Buffer, Dtype, Header, Kind, pack_header
+from dips.wire.frame import ITEM_BYTES, BadFrame, Buffer, Header, Kind, pack_header
 from dips.wire.streams import StreamName, Welcome
 from dips.wire.updates import range_of
 
@@ -49,9 +50,8 @@ class ChunkSend:
     body: Buffer  # of updates: from `make_body` on
 
     def make_body(self) -> Buffer:
-        """Cut a chunk's updates out of where they lie; parameters are sent from there."""
-        if self.stream.updates:
-            self.body = self.sender.cut_updates(self.stream.updates, self.chunk)
+        """What leaves. Cost: copies a chunk of updates."""
+        self.body = self.sender.make_body(self)
         return self.body
 
     def make_header(self, run: int) -> bytes:
@@ -74,12 +74,6 @@ class ChunkSend:
 
     def on_not_sent(self) -> None:
         self.sender.on_not_sent(self)
-
-
-def _dtype_of(updates: tuple[Update, ...]) -> Dtype:
-    if not updates:
-        return Dtype.FP32
-    return Dtype.INT8_UPDATE if updates[0].steps else Dtype.BF16_UPDATE
 
 
 class Sender:
@@ -149,7 +143,7 @@ class Sender:
             if place in self._latest:
                 self._end_stream(self._latest[place])
             updates = pull.find_updates(name.held)
-            dtype = _dtype_of(updates)
+            dtype = dtype_of(updates)
             spelled = range_of(dtype, len(updates))
             named = sum(spelled(*piece).nbytes for piece in pieces)
             stream = OutStream(pull, lane, peer, name.epoch, name.stream_id, named, updates=updates, spelled=spelled)
@@ -229,16 +223,10 @@ class Sender:
         begin, end = self._layout.place_range(chunk)
         return source.views[chunk.layer][begin * ITEM_BYTES : end * ITEM_BYTES].data
 
-    def cut_updates(self, updates: tuple[Update, ...], chunk: Range) -> bytes:
-        """A chunk's updates, one after the other: the steps of the blocks that it touches, its elements."""
+    def make_body(self, job: ChunkSend) -> Buffer:
+        """Cut a chunk's updates out of where they lie; parameters are sent from there."""
         assert self._layout is not None
-        begin, end = self._layout.place_range(chunk)
-        blocks, parts = self._layout.place_blocks(chunk), list[memoryview]()
-        for update in updates:
-            if update.steps:
-                parts.append(update.steps[chunk.layer][blocks].view(np.uint8).data)
-            parts.append(update.codes[chunk.layer][begin:end].view(np.uint8).data)
-        return b"".join(parts)
+        return cut_updates(self._layout, job.stream.updates, job.chunk) if job.stream.updates else job.body
 
     def on_sent(self, job: ChunkSend, tracker: Tracker) -> None:
         """The lane handed the chunk to libzmq, which reads it until the tracker is done."""

@@ -12,11 +12,54 @@ SENDER = "tests/unit/slave/test_bites_sender.py tests/unit/slave/test_sender.py"
 HELLOS = "tests/unit/slave/test_hostile_hellos.py"
 KERNELS = "tests/unit/outer/test_kernels.py"
 MIRROR = "tests/unit/slave/test_mirror.py"
+UPDATES = "tests/unit/outer/test_updates.py"
 VERSIONS = "tests/unit/outer/test_bites_versions.py tests/unit/outer/test_versions.py"
 
 REBALANCE = "tests/unit/commands/test_rebalance.py"
 
 MUTANTS = (
+    # ---- updates
+    Mutant("what rounding leaves over is lost", OUTER, "return (1 - mu) / (lr * mu * mu)", "return 0.0", UPDATES),
+    Mutant(
+        "what rounding leaves over comes twice",
+        OUTER,
+        "return (1 - mu) / (lr * mu",
+        "return 2 * (1 - mu) / (lr * mu",
+        UPDATES,
+    ),
+    Mutant("a read update is written over", OUTER, "if not update.pulls]", "]", UPDATES),
+    Mutant("slow readers take the last buffer", OUTER, "> self._count - WRITTEN:", "> self._count:", UPDATES),
+    Mutant(
+        "an aborted update is published",
+        OUTER,
+        "        self._updates.drop_update()\n        if",
+        "        if",
+        UPDATES,
+    ),
+    Mutant(
+        "an update that is not finite is zeros", OUTER, "step = np.float32(np.nan)", "step = np.float32(0)", UPDATES
+    ),
+    Mutant(
+        "updates for whoever holds anything",
+        ROOM,
+        "if held in begins else ()",
+        "if held in begins else self.chain",
+        SENDER,
+    ),
+    Mutant(
+        "an offer of updates to a rank without a version is taken",
+        "dips/client/rank",
+        "if spelling is not None and self._order.held is None:",
+        "if False:",
+        "tests/integration/test_updates.py",
+    ),
+    Mutant(
+        "a pull begins with what a push left",
+        "dips/client/rank",
+        "self._feedback.restore_base() if",
+        "self._feedback._version if",
+        "tests/unit/client/rank/test_shard_transfer.py",
+    ),
     # ---- slaves come and go
     Mutant(
         "a rebalance is no incarnation",

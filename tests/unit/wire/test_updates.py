@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dips.outer import reference
 from dips.outer.updates import Update
 from dips.protocol.manifest import Layer, Manifest, Parameter
-from dips.slave.sender import Sender
+from dips.slave.update_chunks import cut_updates
 from dips.wire.chunks import LayerLayout, Range
 from dips.wire.frame import BLOCK, BadFrame, Dtype
 from dips.wire.updates import SPELLINGS, range_of, spelling_of
@@ -43,12 +43,6 @@ def chain_of(dtype: int, depth: int) -> tuple[np.ndarray, np.ndarray, tuple[Upda
 CHAINS = {key: chain_of(*key) for key in SPELLINGS}
 
 
-def sender() -> Sender:
-    made = Sender(4096, 1.0, lambda: 0.0)
-    made.set_layers(LAYOUT)
-    return made
-
-
 @st.composite
 def ranges(draw: st.DrawFn) -> Range:
     param = draw(st.integers(0, len(SIZES) - 1))
@@ -64,7 +58,7 @@ def test_any_range_becomes_the_newer_version(key: tuple[int, int], piece: Range)
     start, after, updates = CHAINS[key]
     spelling = spelling_of(*key)
     assert spelling is not None
-    body = sender().cut_updates(updates, piece)
+    body = cut_updates(LAYOUT, updates, piece)
     assert len(body) == spelling.range(*piece).nbytes
     cut = slice(*LAYOUT.place_range(piece))
     target = start[cut].copy()
