@@ -43,11 +43,11 @@ CLUSTERS, INNER_STEPS, SEQUENCES, LENGTH = 3, 10, 8, 128
 INNER_LR, OUTER_LR, MOMENTUM = 3e-3, 0.7, 0.8
 LEAST_LR = 0.1  # of INNER_LR, at the end
 SEEDS = (0, 1, 2)
-NUDGE = 1e-6  # some roundings: the losses of two such runs differ by chance alone
+NUDGE = 1e-6  # of θ, at the begin: how far a few roundings alone move a loss
 LOSSY = ("bf16", "int8", "int4")
 WAYS = (("bf16", "bf16"), ("int8", "int8"), ("int4", "int8"))  # push, pull
 MOST_BYTES = {("int8", "int8"): 2.1, ("int4", "int8"): 1.6}  # of a round, a parameter
-LEAST_LOSS = 0.995  # fp32's over a codec's
+LEAST_LOSS = 0.995  # fp32's over a codec's: the mean of the seeds may not be worse by more
 NUMEL = 16 << 20  # of the counted round
 
 
@@ -239,9 +239,7 @@ def losses(bench: Bench, rounds: int, exact: list[float]) -> None:
     bench.row("loss, fp32 both ways", float(np.mean(exact)), "nats")
     bench.say(f"{rounds} outer steps in fp32, θ nudged")
     nudged = [train(partial(average, channels("fp32", False)), rounds, seed=seed, nudge=NUDGE) for seed in seeds]
-    bench.note(
-        f"loss of fp32 against itself, θ begun {NUDGE:g} larger: {compare(nudged, exact)}: what chance alone does"
-    )
+    bench.note(f"loss of fp32 against itself, θ begun {NUDGE:g} larger: {compare(nudged, exact)}")
     for push, pull in WAYS:
         bench.say(f"{rounds} outer steps, {push} pushes and {pull} pulls")
         found = [train(partial(average, channels(push, True)), rounds, pull=pull, seed=seed) for seed in seeds]
