@@ -210,6 +210,13 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
+class ManifestWanted:
+    """The cluster's model is not the run's: join again with the manifest itself, and hear where they differ."""
+
+    digest: str  # of the run's
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """Accepted tokens over the run's: what drives every cluster's learning-rate schedule."""
 
@@ -311,6 +318,7 @@ class Failed:
 Result = (
     Registered
     | Joined
+    | ManifestWanted
     | Grant
     | Pending
     | Refused

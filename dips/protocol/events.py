@@ -13,7 +13,7 @@ from dips.ids import PullId, PushId, VersionId
 
 # The messages between master, slaves and clusters. A peer says at Join and Register which number it speaks; one from
 # before the numbers says 0. Raised by every change after which an older peer would be misunderstood.
-PROTOCOL = 3
+PROTOCOL = 4
 
 # ---- from slaves ---------------------------------------------------------------------------------------------------
 
@@ -110,8 +110,9 @@ class ClusterJoined:
     cluster: str
     nonce: str
     run: str
-    manifest: str  # JSON, so that a mismatch can be answered with its first differences
+    manifest_digest: str
     config_digest: str
+    manifest: str = ""  # JSON, after ManifestWanted: a mismatch is answered with its first differences
     protocol: int = PROTOCOL
 
 

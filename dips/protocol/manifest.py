@@ -18,6 +18,7 @@ from dips.errors import CorruptManifest
 
 BYTES_PER_PARAMETER = 4  # the global model is fp32
 MAX_NUMEL = (1 << 53) - 1  # of a model; bounds each dimension too
+MAX_JSON_BYTES = 12 << 20  # of a manifest: 50,000 parameters take 3 MiB; with its message it stays below 16 MiB
 MAX_DIMENSIONS = 64  # of a parameter; torch itself refuses more
 
 
@@ -78,6 +79,8 @@ class Manifest:
     @classmethod
     def from_json(cls, text: str) -> Manifest:
         """Read what `to_json` wrote; raise CorruptManifest on anything else."""
+        if len(text) > MAX_JSON_BYTES:
+            raise CorruptManifest(f"expected a manifest of at most {MAX_JSON_BYTES} bytes, got {len(text)}")
         try:
             raw = json.loads(text)
             if raw["format"] != 1:
