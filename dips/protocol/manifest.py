@@ -108,9 +108,10 @@ class Manifest:
         order of names, numbers in them counted as numbers, is the one that all can make.
         """
         groups: dict[str, list[Parameter]] = {}
-        for name, shape in sorted(shapes, key=lambda pair: _natural_key(pair[0])):
+        keys = _PartKeys()
+        for name, shape in sorted(shapes, key=lambda pair: keys.natural_key(pair[0])):
             groups.setdefault(layer_of(name), []).append(Parameter(name, tuple(shape)))
-        in_order = sorted(groups.items(), key=lambda group: _natural_key(group[0]))
+        in_order = sorted(groups.items(), key=lambda group: keys.natural_key(group[0]))
         return cls(tuple(Layer(name, tuple(parameters)) for name, parameters in in_order))
 
     def describe_differences(self, other: Manifest, most: int = 5) -> list[str]:
@@ -151,6 +152,13 @@ def layer_of(parameter: str) -> str:
     return ".".join(parts[:-1]) or parameter
 
 
-def _natural_key(name: str) -> list[tuple[int, str]]:
-    """A key that puts `layers.2` before `layers.10`."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+class _PartKeys(dict[str, tuple[int, str]]):
+    """The keys of the parts of names: they are few, and a model has tens of thousands of names."""
+
+    def natural_key(self, name: str) -> list[tuple[int, str]]:
+        """A key that puts `layers.2` before `layers.10`."""
+        return [self[part] for part in name.split(".")]
+
+    def __missing__(self, part: str) -> tuple[int, str]:
+        key = self[part] = (int(part), "") if part.isdigit() else (-1, part)
+        return key

@@ -116,6 +116,10 @@ class _Planner:
     def _deal_cut(self, cut: SlabCut) -> Iterator[tuple[int, int, int]]:
         """Deal a slab's pieces to its candidates, those with the least load first."""
         slab, load = cut.slab, self._load
+        if len(cut.candidates) == 1:  # the usual case: a shard that one rank holds
+            load[cut.candidates[0]] += slab.end - slab.begin
+            yield slab.begin, slab.end, cut.candidates[0]
+            return
         chosen = sorted(cut.candidates, key=lambda rank: (load[rank], rank))[: cut.count]
         for mover, begin in zip(chosen, range(slab.begin, slab.end, cut.step), strict=False):
             end = min(begin + cut.step, slab.end)
