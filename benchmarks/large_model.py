@@ -1,6 +1,6 @@
 """The names and shapes of a model of 50,000 tensors: DeepSeek-V3, with 67 layers instead of 61.
 
-740 billion elements: nothing here allocates them.
+740 billion elements, which nothing here allocates.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ Shape = tuple[str, tuple[int, ...]]
 LAYERS, DENSE_LAYERS, EXPERTS = 67, 3, 256
 HIDDEN, VOCABULARY = 7168, 129_280
 DENSE_WIDTH, EXPERT_WIDTH = 18_432, 2048
+SHRINK = 512  # of every dimension
 ATTENTION = {
     "q_a_proj": (1536, HIDDEN),
     "q_a_layernorm": (1536,),
@@ -23,18 +24,19 @@ ATTENTION = {
 }
 
 
-def large_shapes(layers: int = LAYERS, experts: int = EXPERTS, shrink: int = 1) -> Iterator[Shape]:
-    """Yield every parameter's name and shape; `shrink` divides all dimensions, so that a machine can hold them."""
-    for name, shape in _full_shapes(layers, experts):
-        yield name, tuple(max(1, dim // shrink) for dim in shape)
-
-
-def _full_shapes(layers: int, experts: int) -> Iterator[Shape]:
+def large_shapes() -> Iterator[Shape]:
+    """Yield every parameter's name and shape."""
     yield "model.embed_tokens.weight", (VOCABULARY, HIDDEN)
-    for layer in range(layers):
-        yield from _layer_shapes(f"model.layers.{layer}", 0 if layer < DENSE_LAYERS else experts)
+    for layer in range(LAYERS):
+        yield from _layer_shapes(f"model.layers.{layer}", 0 if layer < DENSE_LAYERS else EXPERTS)
     yield "model.norm.weight", (HIDDEN,)
     yield "lm_head.weight", (VOCABULARY, HIDDEN)
+
+
+def small_shapes() -> Iterator[Shape]:
+    """As many parameters of the same names, so small that a machine can hold them: 12 MB in all."""
+    for name, shape in large_shapes():
+        yield name, tuple(max(1, dim // SHRINK) for dim in shape)
 
 
 def _layer_shapes(layer: str, experts: int) -> Iterator[Shape]:

@@ -85,7 +85,7 @@ class OuterLoop:
         memory = MEMORY[self._config.install](layout.adapter, layout.held, layout.plan, self._collectives)
         self._shard_transfer = ShardTransfer(memory, self._collectives, self._config.stall_s, self._config.shared.codec)
         self._agent_client = AgentClient(self._collectives, agent, self._config.poll_s)
-        self._state = _attach_trainer(self._agent_client, layout.plan.manifest, self._shard_transfer.ranks)
+        self._state = attach_trainer(self._agent_client, layout.plan.manifest, self._shard_transfer.ranks)
         self._inner = InnerState()
         self._outer_steps = OuterSteps(self._config, self._state, self._agent_client, self._shard_transfer)
         self._data_ranges = DataRanges(self._state, self._agent_client, self._outer_steps)
@@ -287,7 +287,7 @@ def _load_config(config: str | os.PathLike[str] | None) -> ClusterFile:
     return load_cluster(Path(path))
 
 
-def _attach_trainer(agent_client: AgentClient, manifest: Manifest, transfer_ranks: int) -> OuterState:
+def attach_trainer(agent_client: AgentClient, manifest: Manifest, transfer_ranks: int) -> OuterState:
     """Announce this start of the trainer to the agent; raise CorruptManifest if the model is not the run's."""
     incarnation, restart = (int(os.environ.get(key, "0")) for key in ("DIPS_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
     attach = Attach(incarnation, restart, process_name(), manifest.digest, transfer_ranks, transfer_ranks)
