@@ -195,7 +195,7 @@ class Registered:
     head: VersionId
     layers: tuple[int, ...]  # indices into the manifest
     genesis: tuple[str, ...]  # xxh3-128 of each of those layers at v0@r0, in hexadecimal
-    manifest: str  # JSON
+    manifest: str  # JSON; empty if the slave knows it
 
 
 @dataclass(frozen=True, slots=True)

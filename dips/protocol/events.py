@@ -45,6 +45,7 @@ class SlaveRegistered:
     key: str = ""  # public, of the data lanes; empty: they are plain
     protocol: int = PROTOCOL
     mirror: MirrorReport | None = None  # None: its directory has no mirror
+    manifest_digest: str = ""  # of the manifest that it knows; "": none
 
 
 @dataclass(frozen=True, slots=True)

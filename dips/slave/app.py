@@ -26,7 +26,6 @@ from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
 from dips.outer.work_meter import WorkMeter
 from dips.protocol.effects import Registered
-from dips.protocol.manifest import Manifest
 from dips.slave import metrics as slave_metrics
 from dips.slave.core import SlaveCore
 from dips.slave.flow import ZmqFlow
@@ -92,7 +91,7 @@ class Parts:
 
     def prepare_memory(self, registered: Registered) -> None:
         """Learn the layers: check the memory that they need before it is taken; on the shard's thread."""
-        manifest = Manifest.from_json(registered.manifest)
+        manifest = self.shard.learn_manifest(registered)
         if self.thread.standing.sinc == 0:
             numel = sum(manifest.layers[layer].numel for layer in registered.layers)
             memory = memory_of(self.section, numel)
