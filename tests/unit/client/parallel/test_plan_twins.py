@@ -106,3 +106,16 @@ def test_both_find_the_same_fault(seed: int) -> None:
         ranks[number] = RankLayout.from_claims(claims, ranks[number].host, ranks[number].staged)
     for me in range(len(ranks)):
         assert outcome(make_plan, ranks, me, 256, 7) == outcome(make_plain_plan, ranks, me, 256, 7), (seed, me)
+
+
+def test_loads_count_that_decide_only_through_others() -> None:
+    """Rank 6 shares a parameter with 5, 5 one with 4, and so on to 0, who alone moves one more: each moves the next."""
+    whole = Holding((4,), (Rect.flat_run(0, 4),), (Rect.flat_run(0, 4),))
+    holders = {"p.0.w": (0,), **{f"p.{i + 1}.w": (i, i + 1) for i in range(6)}}
+    ranks = [
+        RankLayout.from_claims([(name, whole) for name, held in holders.items() if rank in held], "h", staged=True)
+        for rank in range(7)
+    ]
+    plan = make_plan(ranks, 6)
+    assert plan == make_plain_plan(ranks, 6)
+    assert [piece.layer for piece in plan.pieces] == [6]
