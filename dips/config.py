@@ -31,6 +31,7 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 MIB = 1 << 20
 MOST_LANES = 16
 CORES_PER_LANE = 2  # its I/O thread and its stage; on fewer a second lane only adds wake-ups
+TRANSFER_RANKS = 256  # of a cluster that move bytes, unless its file says another number
 AUTO_LANES = 4  # by cores no more: beyond them memory is the limit, not threads
 
 
@@ -203,7 +204,7 @@ class ClusterFile(Section):
     max_restarts: Annotated[int, Field(ge=0)] = 10  # of the trainer, by the agent
     # Ranks that move bytes to and from the slaves; in a larger job the others hand theirs to one on their host, so
     # that no slave has more connections than this times its lanes from one cluster.
-    max_transfer_ranks: Annotated[int, Field(ge=1)] = 256
+    max_transfer_ranks: Annotated[int, Field(ge=1)] = TRANSFER_RANKS
     # whole: a pulled version lies in host memory (4 B per parameter of a rank's shard) before any of it is installed.
     # streaming: one layer at a time, for hosts that have no room for that; a broken pull leaves a model that must pull
     # again before it can train, and pushes are read from the model while they travel. Needs the codec fp32.

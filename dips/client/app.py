@@ -32,12 +32,14 @@ from dips.client.agent.relay import Relay
 from dips.client.agent.state import AgentSettings, AgentState, ClusterIdentity
 from dips.client.ipc.address import PID_FILE, over_network
 from dips.client.ipc.process import AGENT_HOME, AGENT_PID, process_home
-from dips.config import ClusterFile, host_port, load_cluster
+from dips.config import AUTO_LANES, ClusterFile, host_port, load_cluster
 from dips.errors import ConfigError
+from dips.open_files import raise_open_files
 from dips.pidlock import PidLock
 from dips.telemetry import exits, logs, metrics
 from dips.telemetry.timeline import Timeline
 
+MASTER_CONNECTIONS = 2
 SCRAPE_S = 5.0  # Prometheus waits for 10
 # Ranks of torchrun meet at a store that outlives restarts: there the next ones find addresses of the dead, dial them
 # and end, too (pytorch/pytorch#135712, seen with torch 2.13 on gloo). With this each restart has a store of its own.
@@ -105,6 +107,7 @@ def _lock_directory(directory: Path) -> PidLock:
 async def _run_agent(config: ClusterFile, path: Path, command: list[str], log_level: str) -> int:
     log = logs.configure_log("client", config.cluster, log_level)
     set_process_attribute(PR_SET_CHILD_SUBREAPER, 1)  # workers whose torchrun was killed become ours, to be killed too
+    _raise_open_files(config, log)
     timeline = Timeline(config.directory / "timeline.jsonl", config.cluster)
     master = MasterLink(config.master)
     identity = ClusterIdentity(config.shared.run, config.cluster, config.shared.digest)
@@ -131,6 +134,16 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], log_le
             await asyncio.to_thread(relay.close)
         await master.close()
         timeline.close()
+
+
+def _raise_open_files(config: ClusterFile, log: logs.Log) -> None:
+    """One for each rank of other hosts; with a relay one to the rank and one to the slave for each lane."""
+    ranks = config.max_transfer_ranks
+    remote = ranks if over_network(config) is not None else 0
+    relayed = 2 * ranks * AUTO_LANES if config.relay else 0
+    peers = f"{ranks} ranks{f', relayed to {AUTO_LANES} lanes' if relayed else ''}"
+    if warning := raise_open_files(MASTER_CONNECTIONS + remote + relayed, peers):
+        log.warning("open_files", problem=warning)
 
 
 def _serve_metrics(config: ClusterFile, state: AgentState, relay: Relay | None, log: logs.Log) -> Callable[[], None]:

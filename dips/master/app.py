@@ -27,6 +27,7 @@ from dips.master.links import SlaveLinks
 from dips.master.runtime import Runtime
 from dips.master.servicer import ClusterServicer, OperatorServicer, SlaveServicer, StatusServicer
 from dips.master.supervisor import Supervisor
+from dips.open_files import raise_open_files
 from dips.protocol.coordinator import Coordinator
 from dips.protocol.effects import Effect, Order
 from dips.protocol.events import Event, OrderAnswered, OrderFailed
@@ -44,6 +45,8 @@ from dips.wire.generated.status_pb2_grpc import add_StatusServiceServicer_to_ser
 KEY = "master.listen"
 SERVICES = ("", "dips.v1.ClusterService", "dips.v1.SlaveService", "dips.v1.StatusService", "dips.v1.OperatorService")
 SCRAPE_S = 5.0  # Prometheus waits for 10
+# At once, for the limit of open files. An agent opens two, a slave two, and the master one to each slave.
+CLUSTERS, AGENT_CONNECTIONS, SLAVE_CONNECTIONS = 1000, 2, 3
 GRACE_S = 2.0  # calls under way at the end may finish for so long
 
 cli = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -99,6 +102,7 @@ async def serve(
     Raise ConfigError or Corrupt if the run file, the ledger or the port is not usable.
     """
     async with AsyncExitStack() as stack:
+        _raise_open_files(config, log)
         restore.restore_if_lost(config, log)
         ledger = Ledger.open(genesis.ledger_path(config), wall=time.time)
         stack.callback(ledger.close)
@@ -125,6 +129,13 @@ async def serve(
         await checker.enter_graceful_shutdown()
     log.info("stopped", code=code)
     return code
+
+
+def _raise_open_files(config: RunFile, log: logs.Log) -> None:
+    slaves = len(config.slaves)
+    connections = CLUSTERS * AGENT_CONNECTIONS + slaves * SLAVE_CONNECTIONS
+    if warning := raise_open_files(connections, f"{CLUSTERS} clusters and {slaves} slaves"):
+        log.warning("open_files", problem=warning)
 
 
 class _Outside:

@@ -20,7 +20,7 @@ from dips.errors import ConfigError, FailedMirror
 from dips.fsync import sync_path
 from dips.master.ledger import Ledger, hold_ledger
 from dips.mirror import PIECE_BYTES, MirrorStore
-from dips.protocol.manifest import Layer, Manifest
+from dips.protocol.manifest import MAX_JSON_BYTES, Layer, Manifest
 from dips.protocol.placement import place_layers
 from dips.protocol.records import RunRow
 
@@ -146,7 +146,13 @@ def _manifest_of(tensors: Mapping[str, Tensor]) -> Manifest:
     empty = [name for name, t in tensors.items() if t.size == 0]
     if empty:
         raise ConfigError(f"expected parameters with elements; empty: {_shorten_lines(empty)}")
-    return Manifest.from_shapes((name, t.shape) for name, t in tensors.items())
+    manifest = Manifest.from_shapes((name, t.shape) for name, t in tensors.items())
+    if (length := len(manifest.to_json())) > MAX_JSON_BYTES:
+        raise ConfigError(
+            f"expected names and shapes that take at most {MAX_JSON_BYTES} bytes as JSON, got {length} for "
+            f"{len(tensors)} parameters: some 150,000 fit"
+        )
+    return manifest
 
 
 def _shorten_lines(lines: list[str], most: int = 5) -> str:

@@ -7,7 +7,7 @@ from dips.errors import Busy, ConfigError, CorruptManifest, RemoteProtocolError
 from dips.protocol import pulls, pushes
 from dips.protocol.claims import ToldProgress
 from dips.protocol.compatibility import find_protocol_mismatch
-from dips.protocol.effects import Acknowledged, Failed, Finished, Joined, Ranges
+from dips.protocol.effects import Acknowledged, Failed, Finished, Joined, ManifestWanted, Ranges
 from dips.protocol.entities import Cluster
 from dips.protocol.enums import ClusterStanding, Role
 from dips.protocol.events import (
@@ -60,7 +60,7 @@ def _settled_pushes(run: RunState, cluster: Cluster) -> int:
     return cluster.counts["accepted"] + cluster.counts["gated"] + len(in_window)
 
 
-def _find_mismatch(run: RunState, event: ClusterJoined) -> Failed | None:
+def _find_mismatch(run: RunState, event: ClusterJoined) -> Failed | ManifestWanted | None:
     if mismatch := find_protocol_mismatch(event):
         return mismatch
     if event.run != run.row.run:
@@ -73,15 +73,25 @@ def _find_mismatch(run: RunState, event: ClusterJoined) -> Failed | None:
             f"shared: digest {event.config_digest[:12]} differs from the run's {run.row.config_digest[:12]}; "
             "copy the section `shared` of the run file",
         )
-    try:
-        differences = run.manifest.describe_differences(Manifest.from_json(event.manifest))
-    except CorruptManifest as error:
-        return Failed(CorruptManifest, str(error))
-    if differences:
-        return Failed(CorruptManifest, "this model is not the run's: " + "; ".join(differences))
+    if event.manifest_digest != run.manifest.digest:
+        return _compare_models(run.manifest, event) if event.manifest else ManifestWanted(run.manifest.digest)
     if event.cluster not in run.clusters and len(run.clusters) >= MAX_CLUSTERS:
         return Failed(Busy, f"this run has had {MAX_CLUSTERS} cluster names, its limit")
     return None
+
+
+def _compare_models(ours: Manifest, event: ClusterJoined) -> Failed:
+    """Say where a model with another digest than the run's differs from it."""
+    try:
+        theirs = Manifest.from_json(event.manifest)
+    except CorruptManifest as error:
+        return Failed(CorruptManifest, str(error))
+    if theirs.digest != event.manifest_digest:
+        return Failed(
+            CorruptManifest,
+            f"expected a manifest of digest {event.manifest_digest[:12]}, as announced, got {theirs.digest[:12]}",
+        )
+    return Failed(CorruptManifest, "this model is not the run's: " + "; ".join(ours.describe_differences(theirs)))
 
 
 def _begin_incarnation(run: RunState, event: ClusterJoined, old: Cluster | None) -> Cluster:

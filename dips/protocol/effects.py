@@ -195,7 +195,7 @@ class Registered:
     head: VersionId
     layers: tuple[int, ...]  # indices into the manifest
     genesis: tuple[str, ...]  # xxh3-128 of each of those layers at v0@r0, in hexadecimal
-    manifest: str  # JSON
+    manifest: str  # JSON; empty if the slave knows it
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +207,13 @@ class Joined:
     ranges: tuple[int, ...]  # still leased to this cluster, in order
     accounted: int = 0  # tokens of the incarnation before: accepted, gated, written off, or with its last push
     settled: int = 0  # pushes of this cluster, accepted or gated, in all its incarnations; with one in a window
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestWanted:
+    """The cluster's model is not the run's: join again with the manifest itself, and hear where they differ."""
+
+    digest: str  # of the run's
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +318,7 @@ class Failed:
 Result = (
     Registered
     | Joined
+    | ManifestWanted
     | Grant
     | Pending
     | Refused

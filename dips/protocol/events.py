@@ -13,7 +13,7 @@ from dips.ids import PullId, PushId, VersionId
 
 # The messages between master, slaves and clusters. A peer says at Join and Register which number it speaks; one from
 # before the numbers says 0. Raised by every change after which an older peer would be misunderstood.
-PROTOCOL = 3
+PROTOCOL = 4
 
 # ---- from slaves ---------------------------------------------------------------------------------------------------
 
@@ -45,6 +45,7 @@ class SlaveRegistered:
     key: str = ""  # public, of the data lanes; empty: they are plain
     protocol: int = PROTOCOL
     mirror: MirrorReport | None = None  # None: its directory has no mirror
+    manifest_digest: str = ""  # of the manifest that it knows; "": none
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +111,9 @@ class ClusterJoined:
     cluster: str
     nonce: str
     run: str
-    manifest: str  # JSON, so that a mismatch can be answered with its first differences
+    manifest_digest: str
     config_digest: str
+    manifest: str = ""  # JSON, after ManifestWanted: a mismatch is answered with its first differences
     protocol: int = PROTOCOL
 
 

@@ -59,7 +59,8 @@ def on_slave_registered(run: RunState, event: SlaveRegistered) -> None:
     order = _ping_first(run, slave) if slave.needs_ping else _order_for(run, event)
     _enter_state(run, slave, event, order)
     genesis = tuple(run.row.genesis[layer] for layer in slave.layers)
-    run.reply_to(event.req, Registered(run.term, slave.sinc, order, run.head, slave.layers, genesis, run.row.manifest))
+    manifest = "" if event.manifest_digest == run.manifest.digest else run.row.manifest
+    run.reply_to(event.req, Registered(run.term, slave.sinc, order, run.head, slave.layers, genesis, manifest))
 
 
 def _why_unknown(run: RunState, name: str) -> str:

@@ -17,15 +17,15 @@ from typing import Annotated, Any
 
 import typer
 
-from dips.config import RunFile, SlaveSection, host_port, load_run
+from dips.config import TRANSFER_RANKS, RunFile, SlaveSection, host_port, load_run
 from dips.errors import ConfigError
 from dips.mirror import MirrorStore
+from dips.open_files import raise_open_files
 from dips.outer import kernels
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.versions import Versions
 from dips.outer.work_meter import WorkMeter
 from dips.protocol.effects import Registered
-from dips.protocol.manifest import Manifest
 from dips.slave import metrics as slave_metrics
 from dips.slave.core import SlaveCore
 from dips.slave.flow import ZmqFlow
@@ -91,7 +91,7 @@ class Parts:
 
     def prepare_memory(self, registered: Registered) -> None:
         """Learn the layers: check the memory that they need before it is taken; on the shard's thread."""
-        manifest = Manifest.from_json(registered.manifest)
+        manifest = self.shard.learn_manifest(registered)
         if self.thread.standing.sinc == 0:
             numel = sum(manifest.layers[layer].numel for layer in registered.layers)
             memory = memory_of(self.section, numel)
@@ -142,6 +142,7 @@ async def serve(
     Raise ConfigError if the directory, a port or the memory is not usable, another DipsError if the master refuses us.
     """
     async with AsyncExitStack() as stack:
+        _raise_open_files(section, log)
         parts = _build_parts(config, section, log, stack)
         await asyncio.to_thread(parts.restore)
         server = control.make_server(lambda method, error: log.error("call_failed", method=method, exc_info=error))
@@ -164,6 +165,14 @@ async def serve(
         await checker.enter_graceful_shutdown()
     log.info("stopped")
     return 0
+
+
+def _raise_open_files(section: SlaveSection, log: logs.Log) -> None:
+    """For as many clusters as may push at once; more may pull, but their files are not known here."""
+    lanes = len(section.data_lanes(available_cores()))
+    peers = f"{section.slots} clusters of {TRANSFER_RANKS} ranks on {lanes} lanes"
+    if warning := raise_open_files(section.slots * TRANSFER_RANKS * lanes, peers):
+        log.warning("open_files", problem=warning)
 
 
 def _build_parts(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncExitStack) -> Parts:

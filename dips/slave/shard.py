@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dips.errors import (
+    CorruptManifest,
     FailedDisk,
     LocalProtocolError,
     StaleVersion,
@@ -43,6 +44,7 @@ class Shard:
         self.name = name
         self.versions = versions
         self.reason = ""  # why this slave does not hold what it was ordered to hold
+        self._manifest: Manifest | None = None  # the run's, once it was told
         self._disk = disk
         self._snapshots = ShardSnapshots(name, disk)
         self._flow = flow
@@ -217,14 +219,23 @@ class Shard:
             slots=self.versions.slots,
             reason=self.reason,
             key=key,
+            manifest_digest=self._manifest.digest if self._manifest else "",
         )
+
+    def learn_manifest(self, registered: e.Registered) -> Manifest:
+        """Return the run's manifest, which comes with the first answer; raise CorruptManifest if it cannot be read."""
+        if registered.manifest:
+            self._manifest = Manifest.from_json(registered.manifest)
+        if self._manifest is None:
+            raise CorruptManifest("the master sent no manifest, and this slave knows none")
+        return self._manifest
 
     def on_registered(self, registered: e.Registered) -> None:
         """Take the incarnation, the term and, the first time, the layers: memory is allocated here.
 
         Raises StaleTerm for the answer of an old master, CorruptManifest if the manifest cannot be read.
         """
-        manifest = Manifest.from_json(registered.manifest)
+        manifest = self.learn_manifest(registered)
         self._fences.see_term(registered.term, "Registered")
         self.versions.allocate_banks({layer: manifest.layers[layer].numel for layer in registered.layers})
         if registered.sinc != self.sinc:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import signal
 import subprocess
@@ -197,9 +198,14 @@ class ClusterScript:
         self.done = Counter[str]()  # tokens and inner steps, as heartbeats tell them
 
     async def join(self, nonce: str = "n1", manifest: str | None = None, digest: str | None = None) -> effects.Joined:
+        """Join as an agent does: by the model's digest, and with the manifest itself if the master wants it."""
         text = (self.config.master.directory / INITIAL_MANIFEST).read_text() if manifest is None else manifest
-        said = events.ClusterJoined(0, self.name, nonce, "toy", text, digest or self.config.shared.digest)
-        joined: effects.Joined = messages.unwrap_oneof(await ask(self.stub.Join, said))
+        sha256 = hashlib.sha256(text.encode()).hexdigest()
+        said = events.ClusterJoined(0, self.name, nonce, "toy", sha256, digest or self.config.shared.digest)
+        joined = messages.unwrap_oneof(await ask(self.stub.Join, said))
+        if isinstance(joined, effects.ManifestWanted):
+            joined = messages.unwrap_oneof(await ask(self.stub.Join, replace(said, manifest=text)))
+        assert isinstance(joined, effects.Joined), joined
         self.inc = joined.inc
         return joined
 

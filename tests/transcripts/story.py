@@ -143,7 +143,7 @@ class Teller:
     # ---- commands: clusters ----------------------------------------------------------------------------------------
 
     def joins(self, cluster: str, words: Words) -> list[str]:
-        event = ev.ClusterJoined(0, cluster, words.get("process", "p1"), RUN, self.manifest.to_json(), CONFIG)
+        event = ev.ClusterJoined(0, cluster, words.get("process", "p1"), RUN, self.manifest.digest, CONFIG)
         return self.step(event, cluster)
 
     def asks_push(self, cluster: str, words: Words) -> list[str]:

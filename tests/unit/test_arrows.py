@@ -19,6 +19,7 @@ CONFIG = {
     "dips.config",
     "dips.fsync",
     "dips.mirror",
+    "dips.open_files",
     "dips.pidlock",
     "dips.telemetry",
 }  # what daemons and subcommands may use besides
@@ -32,6 +33,7 @@ MAY: dict[str, set[str]] = {
     "dips.errors": set(),
     "dips.ids": {"dips.errors"},
     "dips.fsync": LOW,
+    "dips.open_files": LOW,
     "dips.pidlock": LOW,
     "dips.mirror": LOW | {"dips.fsync"},
     "dips.config": LOW | {"dips.protocol.enums", "dips.protocol.options"},

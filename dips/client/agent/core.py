@@ -28,6 +28,7 @@ from dips.client.ipc.messages import (
     Detach,
     ErrorReply,
     LossReported,
+    ManifestSent,
     Message,
     Notice,
     PullMoved,
@@ -46,6 +47,12 @@ from dips.protocol.events import ClusterLeft
 from dips.protocol.heartbeats import ClusterHeartbeatAnswer
 
 EXIT_BUG = 70  # EX_SOFTWARE
+
+# What answers a trainer that has no attempt's number yet.
+ATTACHING: Mapping[type, Callable[[AgentState, Any], Answer]] = {
+    Attach: attempts.attach_trainer,
+    ManifestSent: attempts.take_manifest,
+}
 
 # What answers each message of the present attempt; notices are answered by None.
 MESSAGES: Mapping[type, Callable[[AgentState, Any], Answer | None]] = {
@@ -94,11 +101,8 @@ class AgentCore:
     def on_message(self, message: Message, now: float) -> tuple[Answer | None, Actions]:
         """Answer rank 0; None for notices, AskAgain if it is to ask the same again after a change."""
         self.state.now = now
-        answer = (
-            attempts.attach_trainer(self.state, message)
-            if isinstance(message, Attach)
-            else self._answer_message(message)
-        )
+        attach = ATTACHING.get(type(message))
+        answer = attach(self.state, message) if attach else self._answer_message(message)
         return answer, self._take_actions()
 
     def on_trainer_gone(self, reason: str, now: float) -> Actions:

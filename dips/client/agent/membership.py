@@ -13,20 +13,34 @@ from dips.client.agent.pulls import end_transfer
 from dips.client.agent.questions import ask_master, close_channel
 from dips.client.agent.state import AgentState
 from dips.client.agent.verdicts import give_verdict, train_on
-from dips.protocol.effects import Joined
+from dips.errors import CorruptManifest
+from dips.protocol.effects import Joined, ManifestWanted
 from dips.protocol.events import ClusterJoined, ClusterLeft
 
 
-def join_run(s: AgentState, reason: str) -> None:
-    """Begin a new incarnation; the one before, if there was one, ends by this."""
+def join_run(s: AgentState, reason: str, manifest: str = "") -> None:
+    """Begin a new incarnation; the one before, if there was one, ends by this.
+
+    manifest  JSON; "" unless the master wanted it
+    """
     member = s.membership
     if s.joined:
         member.former, s.account = PastIncarnation(member.inc, s.account.consumed_tokens), Account()
     member.nonce = s.new_nonce()
     s.sync.phase, s.sync.reason, s.sync.grant = SyncPhase.JOINING, reason, None
     who = s.settings.identity
-    event = ClusterJoined(0, who.cluster, member.nonce, who.run, member.manifest, who.config_digest)
+    member.wants_manifest = False
+    event = ClusterJoined(0, who.cluster, member.nonce, who.run, member.manifest_digest, who.config_digest, manifest)
     ask_master(s, Channel.SYNC, event)
+
+
+def on_manifest_wanted(s: AgentState, result: ManifestWanted) -> None:
+    """The model is not the run's: have rank 0 send the manifest, so that the master can say where they differ."""
+    digests = f"this model is not the run's: its manifest's digest is {s.membership.manifest_digest[:12]}, the run's"
+    s.sync.reason = f"{digests} is {result.digest[:12]}"
+    s.membership.wants_manifest = True
+    if s.trainer.alive and s.trainer.attached:  # the same manifest was the run's: `dips init` made another run
+        s.fail_training(CorruptManifest(f"{s.sync.reason}, and was another when this trainer attached"))
 
 
 def on_joined(s: AgentState, result: Joined) -> None:

@@ -60,7 +60,8 @@ class Membership:
 
     inc: int = 0  # 0: never joined
     nonce: str = ""  # of the last Join
-    manifest: str = ""  # of the model that was joined with, JSON
+    manifest_digest: str = ""  # of the model that was joined with
+    wants_manifest: bool = False  # the master does: the model is not the run's
     term: int = 0
     progress: Progress = Progress(0, 0, None)
     settled: int = 0  # pushes of this cluster that were accepted or gated, in all its incarnations
@@ -81,6 +82,7 @@ class TrainerAttempt:
     pull_ranks: int = 1
     base: VersionId | None = None  # the version that it trains on; None: no parameters of the run, or torn ones
     must_pull: bool = False  # it trained under a former incarnation: a pull will overwrite that work
+    attached: bool = False  # it was told so
     starved: bool = False  # it waits for a data range
     detached: bool = False  # it ended the outer loop itself
     inner_steps: int = 0  # since the agent's start, as are tokens and loss

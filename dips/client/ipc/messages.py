@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dips.protocol.effects import Grant
+from dips.protocol.effects import Grant, ManifestWanted
 
 # ---- questions of rank 0 ---------------------------------------------------------------------------------------------
 
@@ -21,9 +21,17 @@ class Attach:
     launch: int  # DIPS_ATTEMPT: which start of the training command by the agent; 0: others started it
     restart: int  # torchrun's own count of restarts, on rank 0's host
     process: str  # a name that no other process of the job has or had
-    manifest: str  # JSON
+    manifest_digest: str
     push_ranks: int  # ranks that hold something to push
     pull_ranks: int  # ranks that hold something to pull
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestSent:
+    """The model's manifest itself, after ManifestWanted; answered as Attach is."""
+
+    process: str  # as in Attach
+    packed: bytes  # packed_manifest.py; empty: it is too large to travel
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +269,7 @@ class ErrorReply:
 
 Question = (
     Attach
+    | ManifestSent
     | PushWanted
     | PushMoved
     | PullWanted
@@ -275,6 +284,7 @@ Notice = Stepped | LossReported
 Answer = (
     AskAgain
     | Attached
+    | ManifestWanted
     | PushNow
     | PullNow
     | TrainOn

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
-import msgpack
 import torch
 from torch import nn
 
-from dips.client.parallel.plan import SPREAD_ITEMS, ParameterClaim, RankLayout, TransferPlan, make_plan
+from dips.client.parallel.plan import SPREAD_ITEMS, TransferPlan, make_plan
+from dips.client.parallel.rank_layout import GatherMessages, Holding, RankLayout, gather_layouts
 from dips.client.parallel.rect import Rect
-from dips.client.parallel.seam import Adapter, HeldParameter
+from dips.client.parallel.seam import Adapter, HeldParameter, TensorBlock
 from dips.client.parallel.tensors import TorchAdapter, plain_name
 from dips.errors import ConfigError
 
@@ -31,14 +31,6 @@ FOREIGN = {
 }
 
 
-class LayoutCollectives(Protocol):
-    """The collectives that are needed here; JobCollectives has them."""
-
-    rank: int
-
-    def all_gather(self, message: bytes) -> list[bytes]: ...
-
-
 @dataclass(frozen=True)
 class ModelLayout:
     """A model as this rank holds it, and the rank's part in moving it."""
@@ -50,7 +42,7 @@ class ModelLayout:
 
 def lay_out(
     model: nn.Module | Sequence[nn.Module],
-    collectives: LayoutCollectives,
+    collectives: GatherMessages,
     optimizer: Any = None,
     max_transfer_ranks: int = 256,
     spread_items: int = SPREAD_ITEMS,
@@ -61,17 +53,13 @@ def lay_out(
             hold different models
     """
     adapter, held, problem = _describe_model(model, optimizer)
-    own = {"problem": problem, "host": socket.gethostname(), "staged": bool(adapter and adapter.staged)}
-    own["claims"] = [
-        (h.name, h.shape, *([astuple(block.rect) for block in blocks] for blocks in (h.reads, h.writes))) for h in held
-    ]
-    by_rank = [msgpack.unpackb(message) for message in collectives.all_gather(msgpack.packb(own))]
-    problems = [f"rank {rank}: {one['problem']}" for rank, one in enumerate(by_rank) if one["problem"]]
+    claims = ((h.name, Holding(h.shape, _rects_of(h.reads), _rects_of(h.writes))) for h in held)
+    own = RankLayout.from_claims(claims, socket.gethostname(), adapter is not None and adapter.staged)
+    ranks, by_rank = gather_layouts(own, problem, collectives)
+    problems = [f"rank {rank}: {one}" for rank, one in enumerate(by_rank) if one]
     if problems:
-        same = {one["problem"] for one in by_rank}
-        raise ConfigError(problem if len(same) == 1 else "; ".join(problems[:5]))
+        raise ConfigError(problem if len(set(by_rank)) == 1 else "; ".join(problems[:5]))
     assert adapter is not None
-    ranks = [RankLayout(tuple(_read_claim(*c) for c in one["claims"]), one["host"], one["staged"]) for one in by_rank]
     return ModelLayout(adapter, held, make_plan(ranks, collectives.rank, max_transfer_ranks, spread_items))
 
 
@@ -130,5 +118,5 @@ def _merge_tied(held: list[HeldParameter]) -> list[HeldParameter]:
     return list(found.values())
 
 
-def _read_claim(name: str, shape: list[int], reads: list[list[int]], writes: list[list[int]]) -> ParameterClaim:
-    return ParameterClaim(name, tuple(shape), tuple(Rect(*r) for r in reads), tuple(Rect(*w) for w in writes))
+def _rects_of(blocks: Sequence[TensorBlock]) -> tuple[Rect, ...]:
+    return tuple(block.rect for block in blocks)

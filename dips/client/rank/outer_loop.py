@@ -23,7 +23,18 @@ from typing import Any
 from torch import nn
 
 from dips.client.ipc import address
-from dips.client.ipc.messages import Attach, Attached, Detach, Healed, Resume, Resumed, Saved, SaveWanted
+from dips.client.ipc.messages import (
+    Attach,
+    Attached,
+    Detach,
+    Healed,
+    ManifestSent,
+    Resume,
+    Resumed,
+    Saved,
+    SaveWanted,
+)
+from dips.client.ipc.packed_manifest import pack_manifest
 from dips.client.ipc.process import process_name
 from dips.client.parallel import HostMemory, LazyMemory, StreamedMemory, lay_out
 from dips.client.rank.agent_client import AgentClient
@@ -38,6 +49,8 @@ from dips.client.rank.step_reports import StepReports
 from dips.config import ClusterFile, Shared, load_cluster
 from dips.errors import ConfigError, LocalProtocolError
 from dips.ids import VersionId
+from dips.protocol.effects import ManifestWanted
+from dips.protocol.manifest import Manifest
 
 MEMORY = {"whole": HostMemory, "streaming": StreamedMemory, "lazy": LazyMemory}  # by `install`
 
@@ -72,7 +85,7 @@ class OuterLoop:
         memory = MEMORY[self._config.install](layout.adapter, layout.held, layout.plan, self._collectives)
         self._shard_transfer = ShardTransfer(memory, self._collectives, self._config.stall_s, self._config.shared.codec)
         self._agent_client = AgentClient(self._collectives, agent, self._config.poll_s)
-        self._state = _attach_trainer(self._agent_client, layout.plan.manifest.to_json(), self._shard_transfer.ranks)
+        self._state = attach_trainer(self._agent_client, layout.plan.manifest, self._shard_transfer.ranks)
         self._inner = InnerState()
         self._outer_steps = OuterSteps(self._config, self._state, self._agent_client, self._shard_transfer)
         self._data_ranges = DataRanges(self._state, self._agent_client, self._outer_steps)
@@ -274,11 +287,13 @@ def _load_config(config: str | os.PathLike[str] | None) -> ClusterFile:
     return load_cluster(Path(path))
 
 
-def _attach_trainer(agent_client: AgentClient, manifest: str, transfer_ranks: int) -> OuterState:
+def attach_trainer(agent_client: AgentClient, manifest: Manifest, transfer_ranks: int) -> OuterState:
     """Announce this start of the trainer to the agent; raise CorruptManifest if the model is not the run's."""
     incarnation, restart = (int(os.environ.get(key, "0")) for key in ("DIPS_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
-    question = Attach(incarnation, restart, process_name(), manifest, transfer_ranks, transfer_ranks)
-    attached = agent_client.ask_until_answered(question)
+    attach = Attach(incarnation, restart, process_name(), manifest.digest, transfer_ranks, transfer_ranks)
+    attached = agent_client.ask_until_answered(attach)
+    if isinstance(attached, ManifestWanted):  # it is not the run's, and the master says where it differs
+        attached = agent_client.ask_until_answered(ManifestSent(attach.process, pack_manifest(manifest)))
     if not isinstance(attached, Attached):
         raise LocalProtocolError(f"expected Attached from the agent, got {attached!r}")
     return OuterState(attached.attempt, attached.progress)

@@ -28,14 +28,18 @@ class ClusterJoined(_message.Message):
     CLUSTER_FIELD_NUMBER: _builtins.int
     NONCE_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
-    MANIFEST_FIELD_NUMBER: _builtins.int
+    MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
     CONFIG_DIGEST_FIELD_NUMBER: _builtins.int
+    MANIFEST_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     nonce: _builtins.str
     run: _builtins.str
-    manifest: _builtins.str
+    manifest_digest: _builtins.str
+    """SHA-256 of the JSON, in hexadecimal"""
     config_digest: _builtins.str
+    manifest: _builtins.str
+    """JSON; empty unless the master wanted it"""
     protocol: _builtins.int
     """the number of these messages: see dips/protocol/events.py"""
     def __init__(
@@ -44,13 +48,14 @@ class ClusterJoined(_message.Message):
         cluster: _builtins.str = ...,
         nonce: _builtins.str = ...,
         run: _builtins.str = ...,
-        manifest: _builtins.str = ...,
+        manifest_digest: _builtins.str = ...,
         config_digest: _builtins.str = ...,
+        manifest: _builtins.str = ...,
         protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "config_digest", b"config_digest", "manifest", b"manifest", "nonce", b"nonce", "protocol", b"protocol", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "config_digest", b"config_digest", "manifest", b"manifest", "manifest_digest", b"manifest_digest", "nonce", b"nonce", "protocol", b"protocol", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -345,9 +350,32 @@ class ClusterLeft(_message.Message):
 Global___ClusterLeft: _TypeAlias = ClusterLeft  # noqa: Y015
 
 @_typing.final
-class Joined(_message.Message):
-    """---- answers -----------------------------------------------------------------------------------------------------------"""
+class ManifestWanted(_message.Message):
+    """---- answers -----------------------------------------------------------------------------------------------------------
 
+    The model is not the run's: join again with the manifest, and hear where they differ.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    digest: _builtins.str
+    """of the run's"""
+    def __init__(
+        self,
+        *,
+        digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ManifestWanted: _TypeAlias = ManifestWanted  # noqa: Y015
+
+@_typing.final
+class Joined(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TERM_FIELD_NUMBER: _builtins.int
@@ -722,6 +750,7 @@ class JoinReply(_message.Message):
     PENDING_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    MANIFEST_WANTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def joined(self) -> Global___Joined: ...
     @_builtins.property
@@ -730,6 +759,8 @@ class JoinReply(_message.Message):
     def refused(self) -> Global___Refused: ...
     @_builtins.property
     def finished(self) -> Global___Finished: ...
+    @_builtins.property
+    def manifest_wanted(self) -> Global___ManifestWanted: ...
     def __init__(
         self,
         *,
@@ -737,12 +768,13 @@ class JoinReply(_message.Message):
         pending: Global___Pending | None = ...,
         refused: Global___Refused | None = ...,
         finished: Global___Finished | None = ...,
+        manifest_wanted: Global___ManifestWanted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "joined", b"joined", "pending", b"pending", "refused", b"refused", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "joined", b"joined", "manifest_wanted", b"manifest_wanted", "pending", b"pending", "refused", b"refused", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "joined", b"joined", "pending", b"pending", "refused", b"refused", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "joined", b"joined", "manifest_wanted", b"manifest_wanted", "pending", b"pending", "refused", b"refused", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["joined", "pending", "refused", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["joined", "pending", "refused", "finished", "manifest_wanted"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 

@@ -39,6 +39,7 @@ class SlaveRegistered(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     MIRROR_FIELD_NUMBER: _builtins.int
+    MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
     slave: _builtins.str
     nonce: _builtins.str
     run: _builtins.str
@@ -49,6 +50,8 @@ class SlaveRegistered(_message.Message):
     key: _builtins.str
     protocol: _builtins.int
     """the number of these messages: see dips/protocol/events.py"""
+    manifest_digest: _builtins.str
+    """of the manifest that it knows"""
     @_builtins.property
     def lanes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -78,10 +81,11 @@ class SlaveRegistered(_message.Message):
         key: _builtins.str = ...,
         protocol: _builtins.int = ...,
         mirror: Global___MirrorReport | None = ...,
+        manifest_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "mirror", b"mirror", "prepared", b"prepared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "complete", b"complete", "key", b"key", "lanes", b"lanes", "memory", b"memory", "mirror", b"mirror", "nonce", b"nonce", "prepared", b"prepared", "protocol", b"protocol", "reason", b"reason", "run", b"run", "slave", b"slave", "slots", b"slots", "term_seen", b"term_seen"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "complete", b"complete", "key", b"key", "lanes", b"lanes", "manifest_digest", b"manifest_digest", "memory", b"memory", "mirror", b"mirror", "nonce", b"nonce", "prepared", b"prepared", "protocol", b"protocol", "reason", b"reason", "run", b"run", "slave", b"slave", "slots", b"slots", "term_seen", b"term_seen"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -128,6 +132,7 @@ class Registered(_message.Message):
     term: _builtins.int
     sinc: _builtins.int
     manifest: _builtins.str
+    """JSON; empty if the slave knows it"""
     @_builtins.property
     def hold(self) -> Global___Hold: ...
     @_builtins.property

@@ -8,6 +8,10 @@ AGENT, RANK = "dips/client/agent", "dips/client/rank"
 TRANSFER = "tests/unit/client/rank/test_transfer.py tests/unit/client/rank/test_shard_transfer.py"
 FEEDBACK = "tests/unit/client/rank/test_feedback.py"
 RANKS = "tests/unit/client/rank/test_background_transfer.py tests/unit/client/rank/test_outer_steps.py"
+IPC, PARALLEL = "dips/client/ipc", "dips/client/parallel"
+PACKED = "tests/unit/client/ipc/test_packed_manifest.py"
+PLAN = "tests/unit/client/parallel/test_plan_twins.py"
+GATHERED = "tests/unit/client/parallel/test_rank_layout.py"
 HEARTBEATS = "tests/unit/client/agent/test_heartbeats.py tests/unit/client/agent/test_membership.py"
 
 MUTANTS = (
@@ -48,4 +52,25 @@ MUTANTS = (
         "result.exhausted",
         "tests/unit/client/agent/test_checkpoints.py",
     ),
+    # ---- the manifest, and the plan of a large job
+    Mutant("another manifest than the announced is taken", IPC, "if found != digest:", "if False:", PACKED),
+    Mutant("a torn manifest is taken", IPC, "not inflate.eof or", "False and", PACKED),
+    Mutant("a manifest that unpacks to too much is taken", IPC, "len(text) > MAX_JSON_BYTES:", "False:", PACKED),
+    Mutant(
+        "an older attempt's manifest is compared",
+        AGENT,
+        "if message.process != s.trainer.process:\n        return ErrorReply(",
+        "if False:\n        return ErrorReply(",
+        "tests/unit/client/agent/test_membership.py",
+    ),
+    Mutant("loads that decide are left out", PARALLEL, " or not counted.isdisjoint(cut.candidates)]", "]", PLAN),
+    Mutant("loads that depend on others stand alone", PARALLEL, "bool(more)", "False", PLAN),
+    Mutant(
+        "a piece's exchange is another rank's",
+        PARALLEL,
+        "cut.exchanges[begin, end, mover]",
+        "cut.exchanges[begin, end, 0]",
+        PLAN,
+    ),
+    Mutant("lists of names never travel", PARALLEL, "if len(first) > 1:", "if False:", GATHERED),
 )

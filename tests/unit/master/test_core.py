@@ -127,7 +127,7 @@ class Shell:
         return self.req
 
     def join(self, name: str = "a", nonce: str = "n") -> int:
-        return self.ask(lambda r: ClusterJoined(r, name, nonce, "r", MANIFEST.to_json(), "c"))
+        return self.ask(lambda r: ClusterJoined(r, name, nonce, "r", MANIFEST.digest, "c"))
 
     def ask_pull(self) -> int:
         return self.ask(lambda r: PullRequested(r, PULL, 1))

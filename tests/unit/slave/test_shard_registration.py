@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from dips.errors import (
+    CorruptManifest,
     CorruptSnapshot,
     StaleTerm,
     StaleVersion,
@@ -19,10 +22,11 @@ from dips.protocol.effects import (
     Hold,
     LoadVersion,
     OpenPush,
+    Registered,
     RegisterLater,
 )
 from dips.slave.shard_registration import Followed, Unfollowed
-from tests.unit.slave.shard_rig import P1, P2, P3, PULL, V1, ShardRig
+from tests.unit.slave.shard_rig import MANIFEST, P1, P2, P3, PULL, V1, ShardRig
 
 
 def test_registration_says_what_is_held() -> None:
@@ -93,6 +97,20 @@ def test_a_rollback_drops_pushes_and_closes_pulls() -> None:
     np.testing.assert_array_equal(source[0], copy)
     slave.shard.transfers.on_pull_released(PULL, "closed")
     assert slave.shard.versions.used_bytes == 2 * 28
+
+
+def test_the_manifest_is_told_once() -> None:
+    """A slave that knows it says its digest, and an answer without it is an answer; who knows none must be told."""
+    slave = ShardRig()
+    unknown = slave.shard.make_registration(3, "nonce", "run", "h:1", ("h:2",))
+    told = Registered(1, 7, RegisterLater(1.0, "later"), GENESIS, (0, 2), ("", ""), MANIFEST.to_json())
+    with pytest.raises(CorruptManifest, match="sent no manifest"):
+        slave.shard.on_registered(replace(told, manifest=""))
+    slave.shard.on_registered(told)
+    known = slave.shard.make_registration(3, "nonce", "run", "h:1", ("h:2",))
+    assert (unknown.manifest_digest, known.manifest_digest) == ("", MANIFEST.digest)
+    assert slave.shard.learn_manifest(replace(told, manifest="")) == MANIFEST
+    slave.shard.on_registered(replace(told, manifest=""))
 
 
 def test_another_incarnation_restarts_the_flow() -> None:

@@ -40,11 +40,14 @@ from dips.protocol.effects import Acknowledged, Committed, Grant, Joined, Outcom
 from dips.protocol.enums import ClusterStanding, OutcomeKind
 from dips.protocol.events import ClusterJoined, PullFinished, PullRequested, PushFinished, PushRequested, RoundAwaited
 from dips.protocol.heartbeats import ClusterHeartbeat, ClusterHeartbeatAnswer
+from dips.protocol.manifest import Manifest
 
 H = 64
 HEARTBEAT_S = 2.0  # so a trainer waits 10 s for a master that does not answer
 V1 = VersionId(1, 1)
 NONE_YET = Progress(0, 1000, None)
+MODEL = Manifest.from_shapes([("norm.weight", (8,))])
+DIGEST = MODEL.digest
 E = TypeVar("E")
 
 
@@ -107,7 +110,7 @@ class Play:
         return PushWanted(self.s.trainer.attempt, next(self.number), demanded=True)
 
     def attach(self, launch: int = 1, restart: int = 0, pid: int = 7) -> Attach:
-        return Attach(launch, restart, str(pid), '{"format":1,"layers":[]}', 1, 2)
+        return Attach(launch, restart, str(pid), DIGEST, 1, 2)
 
     # ---- the master ------------------------------------------------------------------------------------------------
 

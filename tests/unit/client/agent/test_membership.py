@@ -7,12 +7,14 @@ import pytest
 from dips.client.agent.account import PastIncarnation
 from dips.client.agent.actions import Channel
 from dips.client.agent.membership import past_incarnation
-from dips.client.ipc.messages import AskAgain, Detach, ErrorReply, PullMoved, PullNow, PushNow, TrainOn
+from dips.client.ipc.messages import AskAgain, Detach, ErrorReply, ManifestSent, PullMoved, PullNow, PushNow, TrainOn
+from dips.client.ipc.packed_manifest import pack_manifest
 from dips.errors import CorruptManifest
-from dips.protocol.effects import Acknowledged, Joined
+from dips.protocol.effects import Acknowledged, Joined, ManifestWanted
 from dips.protocol.enums import ClusterStanding, OutcomeKind
 from dips.protocol.events import ClusterJoined, ClusterLeft, PullFinished
-from tests.unit.client.agent.play import NONE_YET, V1, Play, grant, outcome
+from dips.protocol.manifest import Manifest
+from tests.unit.client.agent.play import DIGEST, MODEL, NONE_YET, V1, Play, grant, outcome
 
 
 @pytest.fixture
@@ -80,6 +82,60 @@ def test_a_wrong_model_fails_the_trainer_and_stops(play: Play) -> None:
     play.do(play.core.on_error(play.asks[Channel.SYNC], error, 0.0))
     assert play.send(play.attach()) == ErrorReply("CorruptManifest", str(error))
     assert play.stops[0].code == 65
+
+
+def wanted(play: Play) -> None:
+    """The master has another digest, and rank 0 is asked for the manifest."""
+    assert isinstance(play.send(play.attach()), AskAgain)
+    joining = play.asked(ClusterJoined)
+    assert (joining.manifest_digest, joining.manifest) == (DIGEST, "")
+    play.reply(ManifestWanted("f" * 64))
+    assert play.send(play.attach()) == ManifestWanted(DIGEST)
+
+
+def test_the_manifest_travels_only_when_its_digest_is_not_the_runs(play: Play) -> None:
+    """The master asks for it once, to say where the two models differ."""
+    wanted(play)
+    sent = ManifestSent("7", pack_manifest(MODEL))
+    assert isinstance(play.send(sent), AskAgain)
+    joining = play.asked(ClusterJoined)
+    assert (joining.manifest_digest, joining.manifest) == (DIGEST, MODEL.to_json())
+    play.do(play.core.on_error(play.asks[Channel.SYNC], CorruptManifest("norm.weight: expected …"), 0.0))
+    assert play.send(sent) == ErrorReply("CorruptManifest", "norm.weight: expected …")
+
+
+@pytest.mark.parametrize(
+    ("packed", "error", "words"),
+    [
+        (pack_manifest(MODEL)[:-3], "RemoteProtocolError", "torn"),
+        (pack_manifest(Manifest.from_shapes([("norm.weight", (4,))])), "RemoteProtocolError", "as announced"),
+        (b"", "CorruptManifest", "the run's is ffffffffffff, and too large to be compared"),
+    ],
+)
+def test_what_is_not_the_announced_manifest_ends_the_attempt(play: Play, packed: bytes, error: str, words: str) -> None:
+    """Torn, of another model, or too large to travel: nothing of it reaches the master."""
+    wanted(play)
+    asked = play.asks[Channel.SYNC]
+    answer = play.send(ManifestSent("7", packed))
+    assert isinstance(answer, ErrorReply) and answer.error == error and words in answer.message
+    assert play.asks[Channel.SYNC] is asked and len(play.stops) == 1
+
+
+def test_a_manifest_of_an_older_attempt_changes_nothing(play: Play) -> None:
+    """Rank 0 died while the master wanted it; the next attempt is asked."""
+    wanted(play)
+    assert play.send(play.attach(restart=1, pid=8)) == ManifestWanted(DIGEST)
+    answer = play.send(ManifestSent("7", pack_manifest(MODEL)))
+    assert isinstance(answer, ErrorReply) and answer.error == "StaleIncarnation"
+    assert isinstance(play.send(ManifestSent("8", pack_manifest(MODEL))), AskAgain)
+
+
+def test_a_run_that_was_made_anew_of_another_model_ends_its_trainer(play: Play) -> None:
+    """Its lease ran out, and the master that it joins again serves another model."""
+    play.begin()
+    play.answer_heartbeat(ClusterStanding.GONE)
+    play.reply(ManifestWanted("f" * 64))
+    assert play.stops[0].code == 65 and "was another when this trainer attached" in play.stops[0].reason
 
 
 def test_leaving_loses_what_was_not_pushed(play: Play) -> None:
