@@ -1,4 +1,4 @@
-"""A whole run in one process, for its cost: the real MasterCore, Coordinator and Judge; slaves and clusters are scripted.
+"""A whole run in one process, for its cost: the real MasterCore, Coordinator and Judge under scripted peers.
 
 Every slave answers every order at once and in turn. Clusters are known from the ledger, as after a restart of the
 master. After each event the core is asked all that a daemon's loop asks it: tick, actions, when to wake. Only that is

@@ -42,12 +42,16 @@ from dips.protocol import (
     manifest,
     moves,
     options,
+    order_book,
     penalty,
     records,
+    roster,
     run_state,
+    timers,
+    transfer_book,
 )
 
-FORMAT = 3  # 2 knew no claims of a cluster
+FORMAT = 4  # 3 had no indexes
 MODULES: tuple[ModuleType, ...] = (
     ids,
     admission,
@@ -60,9 +64,13 @@ MODULES: tuple[ModuleType, ...] = (
     manifest,
     moves,
     options,
+    order_book,
     penalty,
     records,
+    roster,
     run_state,
+    timers,
+    transfer_book,
 )
 PLAIN: tuple[type, ...] = (run_state.RunState, penalty.Penalty, data.RangeBook)  # spelled by their attributes
 SCALARS = (bool, int, float, str, type(None))

@@ -29,7 +29,8 @@ def offered_versions(event: SlaveRegistered) -> frozenset[VersionId]:
 
 def consider_rollback(run: RunState) -> None:
     """A slave has named what it offers: roll back if one of them lacks the head and all have named theirs."""
-    lacking = [s.name for s in run.slaves.values() if s.offer is not None and not _can_offer(run, s, run.head)]
+    offering = (s for s in run.slaves.values() if s.offer is not None)
+    lacking = [s.name for s in offering if not _can_offer(run, s, run.head)]
     run.rollback_waits = ""
     if not lacking or run.round is not None:
         return  # a round that is being written down ends first: its row says what the head is
@@ -69,7 +70,7 @@ def _describe_offers(run: RunState) -> str:
 
 def _ask_offer(run: RunState, slave: Slave, reason: str) -> None:
     """It serves on; the answer to its next heartbeat orders it to register."""
-    slave.set_state(SlaveState.RESTORING, reason)
+    run.set_slave_state(slave, SlaveState.RESTORING, reason)
     flip.stop_waiting_for(run, slave.name)
 
 
@@ -85,6 +86,8 @@ def _roll_back(run: RunState, head: VersionId, reason: str) -> None:
         run.undone[row.version] = row
         _undo_shares(run, row)
     run.head = head
+    for slave in run.slaves.values():
+        mirrors.count_mirror(run, slave)
     mirrors.advance_target(run)
     if run.finished is not None and run.finished not in run.versions:
         run.finished = None

@@ -193,9 +193,9 @@ class Shard:
 
         An answer that says `register` lists nothing to go by; one of an old term changes nothing.
         """
-        if answer.register or answer.term < self.term:
+        if answer.register or answer.live is None or answer.term < self.term:
             return []
-        return self.transfers.drop_unlisted(answer.pushes, answer.pulls, (answer.term, answer.as_of))
+        return self.transfers.drop_unlisted(answer.live.pushes, answer.live.pulls, (answer.term, answer.as_of))
 
     # ---- registration --------------------------------------------------------------------------------
 
@@ -226,6 +226,7 @@ class Shard:
         """
         manifest = Manifest.from_json(registered.manifest)
         self._fences.see_term(registered.term, "Registered")
+        self.transfers.place, self.transfers.slaves = registered.place, registered.slaves
         self.versions.allocate_banks({layer: manifest.layers[layer].numel for layer in registered.layers})
         if registered.sinc != self.sinc:
             self.transfers.drop_all()

@@ -35,7 +35,7 @@ def record_before_all_persisted() -> list[Patch]:
     honest = slaves.take_answer
 
     def take_answer(run: RunState, event: OrderAnswered) -> Fanout | None:
-        found = run.fanouts.get(event.number)
+        found = run.orders.find_order(event.number)
         fanout = honest(run, event)
         if fanout is None and found is not None and found[0].kind is FanoutKind.PERSIST and found[0].answers:
             run.forget_orders(frozenset({FanoutKind.PERSIST}))

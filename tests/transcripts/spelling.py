@@ -26,7 +26,8 @@ def spell(effect: e.Effect, asked: Mapping[int, str]) -> str:
 def spell_order(body: e.OrderBody) -> str:
     match body:
         case e.OpenPush():
-            return f"OpenPush {body.push}, asking ranks {_list(body.order)}{_codec(body)}"
+            first = f", after {body.first} others" if body.first else ""
+            return f"OpenPush {body.push}, asking {body.ranks} ranks{first}{_codec(body)}"
         case e.Reorder():
             return f"Reorder {body.push}, its ranks at places {_list(body.places)}"
         case e.DropPush():

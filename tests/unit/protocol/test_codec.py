@@ -134,7 +134,7 @@ def test_one_object_stays_one() -> None:
         deque([1.0, 2.0], maxlen=2),
         VersionId(12, 17),
         (Ticked(), OrderAnswered("s", 1, 2, Persisted(VersionId(1, 1), "d"))),
-        Order("s", 1, 1, 1, OpenPush(PushId("a", 1, 1), (0, 1), 5.0), 1.0),
+        Order("s", 1, 1, 1, OpenPush(PushId("a", 1, 1), 2, 5.0), 1.0),
         (Reply(1, Acknowledged()), Note("x", (("a", "b"),))),
         (Reply(1, Failed(StalePush, "old")), OrderFailed("s", 1, 2, FailedDisk, "full")),
     ],

@@ -11,7 +11,7 @@ from dips.errors import Busy, ConfigError, LocalProtocolError, StaleTerm, Unavai
 from dips.ids import GENESIS, PushId
 from dips.protocol.effects import Hold, LoadVersion, Registered, RegisterLater, SlaveOrder
 from dips.protocol.events import SlaveRegistered
-from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
+from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeat, SlaveHeartbeatAnswer
 from dips.slave.actions import (
     CallMaster,
     DescribeShard,
@@ -155,8 +155,8 @@ def test_no_heartbeat_before_the_first_incarnation() -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        SlaveHeartbeatAnswer(1, 8.0, True, 0, (), ()),
-        SlaveHeartbeatAnswer(2, 8.0, False, 0, (), ()),
+        SlaveHeartbeatAnswer(1, 8.0, True, 0, LiveTransfers(1, (), ())),
+        SlaveHeartbeatAnswer(2, 8.0, False, 0, LiveTransfers(1, (), ())),
         StaleTerm("you are early"),
     ],
     ids=["register", "a later term", "stale"],
@@ -175,7 +175,7 @@ def test_an_answer_from_before_a_register_asks_for_no_second_one() -> None:
     slave.heartbeats.tick(0.0)
     slave.heartbeat(2.0)
     assert slave.registration.request_again(slave.registration.number, 2.1) == [DESCRIBE]
-    late = SlaveHeartbeatAnswer(1, 8.0, True, 0, (), ())
+    late = SlaveHeartbeatAnswer(1, 8.0, True, 0, LiveTransfers(1, (), ()))
     assert work_of(slave.heartbeats.on_answer(late, 2.2)) == []
     slave.answer(Hold(), Followed.SERVES, 2.3)
     slave.heartbeat(4.0)
@@ -190,7 +190,7 @@ def test_the_newest_list_of_what_is_live_heals_once_the_shard_has_a_turn() -> No
     """While the shard is busy lists replace each other; an old term or incarnation heals nothing."""
     slave = RegistrationRig().serving()
     slave.heartbeats.tick(0.0)
-    lists = [SlaveHeartbeatAnswer(1, 8.0, False, n, (PushId("x", 1, n),), ()) for n in range(4)]
+    lists = [SlaveHeartbeatAnswer(1, 8.0, False, n, LiveTransfers(n, (PushId("x", 1, n),), ())) for n in range(4)]
     slave.heartbeat(2.0)
     assert slave.heartbeats.on_answer(lists[0], 2.1) == [HealTransfers(lists[0])]
     for n, now in ((1, 4.0), (2, 6.0)):
@@ -199,7 +199,7 @@ def test_the_newest_list_of_what_is_live_heals_once_the_shard_has_a_turn() -> No
     assert slave.heartbeats.on_healed([]) == [HealTransfers(lists[2])]
     assert slave.heartbeats.on_healed([]) == []
     slave.heartbeat(8.0)
-    assert slave.heartbeats.on_answer(SlaveHeartbeatAnswer(0, 8.0, False, 9, (), ()), 8.1) == []
+    assert slave.heartbeats.on_answer(SlaveHeartbeatAnswer(0, 8.0, False, 9, LiveTransfers(1, (), ())), 8.1) == []
     slave.heartbeat(10.0)
     slave.standing = Standing(8, 1, GENESIS, (), 0, 0)
     assert slave.heartbeats.on_answer(lists[3], 10.1) == []
@@ -211,7 +211,7 @@ def test_a_silent_master_is_told_to_the_log_once_and_so_is_its_return() -> None:
     slave.heartbeats.tick(0.0)
     events = []
     answers: list[SlaveHeartbeatAnswer | Exception] = [
-        UnavailableMaster("1"), UnavailableMaster("2"), SlaveHeartbeatAnswer(1, 8.0, False, 0, (), ())
+        UnavailableMaster("1"), UnavailableMaster("2"), SlaveHeartbeatAnswer(1, 8.0, False, 0, LiveTransfers(1, (), ()))
     ]  # fmt: skip
     for n, answer in enumerate(answers):
         slave.heartbeat(2.0 * (n + 1))
