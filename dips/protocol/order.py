@@ -29,11 +29,6 @@ def slaves_for_worker(worker: int, slaves: int) -> tuple[int, ...]:
     return tuple((worker + turn) % slaves for turn in range(slaves))
 
 
-def workers_for_slave(slave: int, workers: int, slaves: int) -> tuple[int, ...]:
-    """The workers in the order in which `slave` asks them: the transpose of `slaves_for_worker`."""
-    return tuple(sorted(range(workers), key=lambda w: ((slave - w) % slaves, w)))
-
-
 def slaves_in_order(rule: AskOrder, worker: int, slaves: int, salt: str) -> tuple[int, ...]:
     """`slaves_for_worker`, or any order: `salt` names the transfer."""
     return shuffle_numbers(slaves, f"{salt}/{worker}") if rule is AskOrder.RANDOM else slaves_for_worker(worker, slaves)

@@ -259,7 +259,7 @@ MUTANTS = (
     Mutant("the committed push's ranges are freed", ROOM, "if r not in keep)", "if True)", DATA),
     # ---- order, pace, deadlines
     Mutant("all workers begin where they are", ROOM, "(worker + turn) % slaves", "(turn) % slaves", ORDER),
-    Mutant("a slave's line runs backwards", ROOM, "(slave - w) % slaves", "(slave + w) % slaves", ORDER),
+    Mutant("a slave's line runs backwards", ROOM, "(slave - worker) % slaves", "(slave + worker) % slaves", ORDER),
     Mutant("begin at a slave with hardly any link left", ROOM, "LEAST_SHARE = 0.5 ", "LEAST_SHARE = 0.01 ", ORDER),
     Mutant("meet after the meeting", ROOM, "begin = self._anchor - ", "begin = self._anchor + ", PACE),
     Mutant("shortest push first", ROOM, "(-durations[name], name)", "(durations[name], name)", PACE),
