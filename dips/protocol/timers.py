@@ -16,7 +16,7 @@ STALE_KEPT = 16  # entries beyond twice the names: fewer are not worth a new hea
 
 @dataclass
 class Timers:
-    """At most one time for each name; -inf and inf are times too."""
+    """At most one time for each name; -inf is a time too, inf is none."""
 
     at: dict[str, float] = field(default_factory=dict)
     heap: list[tuple[float, str]] = field(default_factory=list)
@@ -44,12 +44,18 @@ class Timers:
             heappop(heap)
         return inf
 
+    def take_first(self) -> str:
+        """Forget and return the name with the earliest time; there must be one."""
+        self.first_at()  # puts its entry on top
+        name = heappop(self.heap)[1]
+        del self.at[name]
+        return name
+
     def take_due(self, now: float) -> list[str]:
         """Forget and return the names whose time has come, earliest first."""
         due = list[str]()
-        while self.first_at() <= now and self.heap:  # the top is its entry
-            due.append(heappop(self.heap)[1])
-            del self.at[due[-1]]
+        while self.first_at() <= now:
+            due.append(self.take_first())
         return due
 
     def shift_times(self, gap_s: float) -> None:
