@@ -1,10 +1,10 @@
 """Spells what this package holds as text, and reads it back: events, effects, and the Coordinator's whole state.
 
 One walk over the objects serves all, so no field can be forgotten: a dataclass is spelled by its fields, RunState,
-Penalty and RangeBook by their attributes, and what the walk does not know is an error. Objects that change keep their
-identity: one push that stands in a cluster and in a round is one push again when it is read. Sets are spelled in
-ascending order, so the same state gives the same text in every process. No pickle: text that names another class is
-refused.
+Penalty, LastNorms and RangeBook by their attributes, and what the walk does not know is an error. Objects that change
+keep their identity: one push that stands in a cluster and in a round is one push again when it is read. Sets are
+spelled in ascending order, so the same state gives the same text in every process. No pickle: text that names another
+class is refused.
 
     scalar                         as JSON has it (Infinity and NaN as Python spells them)
     ["t", …] ["l", …]              tuple, list
@@ -14,7 +14,7 @@ refused.
     ["r", 3]                       the fourth object that changes, again
     ["VersionId", 12, 17]          a dataclass with its fields in their order, or a member of an enum
     ["e", "StaleTerm"]             a class of dips.errors
-    ["RunState", {"head": …, …}]   one of the three classes that are no dataclasses
+    ["RunState", {"head": …, …}]   one of the four classes that are no dataclasses
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from dips.protocol import (
     enums,
     events,
     intervals,
+    last_norms,
     manifest,
     moves,
     options,
@@ -63,6 +64,7 @@ MODULES: tuple[ModuleType, ...] = (
     enums,
     events,
     intervals,
+    last_norms,
     manifest,
     moves,
     options,
@@ -74,7 +76,12 @@ MODULES: tuple[ModuleType, ...] = (
     timers,
     transfer_book,
 )
-PLAIN: tuple[type, ...] = (run_state.RunState, penalty.Penalty, data.RangeBook)  # spelled by their attributes
+PLAIN: tuple[type, ...] = (
+    run_state.RunState,
+    penalty.Penalty,
+    last_norms.LastNorms,
+    data.RangeBook,
+)  # spelled by their attributes
 SCALARS = (bool, int, float, str, type(None))
 
 Encoder = Callable[["_StateWriter", Any], Any]
