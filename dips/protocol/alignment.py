@@ -138,8 +138,8 @@ class Alignment:
 
     def _lead_s(self, cluster: str, timing: WindowTiming, now: float) -> float:
         """How long before the window its push begins: its own duration, and of those that follow it in its slot."""
-        few = len(self._members) <= MOST_AT_ONCE
-        if (few and self._changed) or now >= self._plan_again_at or timing != self._planned_for:
+        may_plan = len(self._members) <= MOST_AT_ONCE or now >= self._plan_again_at
+        if (self._changed and may_plan) or timing != self._planned_for:
             self._changed, self._planned_for, self._plan_again_at = False, timing, now + PLAN_S
             self._leads = plan_leads({name: m.duration_s(timing) for name, m in self._members.items()}, timing.slots)
         lead_s = self._leads.get(cluster)

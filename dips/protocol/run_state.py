@@ -175,11 +175,9 @@ class RunState:
         if cluster.state is not ClusterState.TRAINING or not cluster.moving:
             self.next_pushes.drop_timer(cluster.name)
             return
-        due, interval_s = cluster.requested_at, cluster.push_interval_s
-        if due is None or interval_s is None:
-            due = -inf
-        else:
-            due += interval_s + self.moving_s(cluster)  # paces are from request to request
+        due = -inf  # at once, for all that is known
+        if cluster.requested_at is not None and (interval_s := cluster.push_interval_s) is not None:
+            due = cluster.requested_at + interval_s + self.moving_s(cluster)  # paces are from request to request
         self.next_pushes.set_timer(cluster.name, due)
 
     def count_in_window(self, cluster: Cluster, push: Push, times: int) -> None:
