@@ -218,3 +218,37 @@ def test_a_silent_master_is_told_to_the_log_once_and_so_is_its_return() -> None:
         actions = slave.heartbeats.on_answer(answer, 2.0 * (n + 1))
         events += [action.event for action in actions if isinstance(action, WriteLog)]
     assert events == ["master_silent", "master_back"]
+
+
+def test_a_list_that_is_not_sent_again_is_the_one_that_the_slave_has() -> None:
+    """Its number goes with every heartbeat; what the slave holds is compared with it each time, as of the newest order.
+
+    An answer that was lost changes nothing: the next heartbeat names the same number.
+    """
+    slave = RegistrationRig().serving()
+    slave.heartbeats.tick(0.0)
+    live = LiveTransfers(5, (PushId("x", 1, 1),), ())
+    assert slave.heartbeat(2.0).live == 0
+    first = SlaveHeartbeatAnswer(1, 8.0, False, 10, live)
+    assert slave.heartbeats.on_answer(first, 2.1) == [HealTransfers(first)]
+    slave.heartbeats.on_healed([])
+    assert slave.heartbeat(4.0).live == 5
+    same = SlaveHeartbeatAnswer(1, 8.0, False, 20)
+    assert slave.heartbeats.on_answer(same, 4.1) == [HealTransfers(SlaveHeartbeatAnswer(1, 8.0, False, 20, live))]
+    slave.heartbeats.on_healed([])
+    assert slave.heartbeat(6.0).live == 5
+    slave.heartbeats.on_answer(UnavailableMaster("lost"), 6.1)
+    assert slave.heartbeat(8.0).live == 5
+
+
+def test_a_list_is_good_for_its_term_only() -> None:
+    """A later master counts its lists anew: it is told 0, and an answer of it without a list heals nothing."""
+    slave = RegistrationRig().serving()
+    slave.heartbeats.tick(0.0)
+    slave.heartbeat(2.0)
+    slave.heartbeats.on_answer(SlaveHeartbeatAnswer(1, 8.0, False, 10, LiveTransfers(5, (), ())), 2.1)
+    slave.heartbeats.on_healed([])
+    slave.standing = Standing(7, 2, GENESIS, (), 0, 0)
+    assert slave.heartbeat(4.0).live == 0
+    assert slave.heartbeats.on_answer(SlaveHeartbeatAnswer(2, 8.0, False, 3), 4.1) == []
+    assert slave.heartbeat(6.0).live == 0
