@@ -1,4 +1,4 @@
-"""What is found without a look at everything: timers, intervals, ranges, the last norms, the queue, held to plain models.
+"""What is found without a look at everything, held to plain models: timers, intervals, ranges, last norms, the queue.
 
 The indexes of a whole run are held to scans in the simulation (tests/simulation/indexes.py).
 """

@@ -252,3 +252,15 @@ def test_a_list_is_good_for_its_term_only() -> None:
     assert slave.heartbeat(4.0).live == 0
     assert slave.heartbeats.on_answer(SlaveHeartbeatAnswer(2, 8.0, False, 3), 4.1) == []
     assert slave.heartbeat(6.0).live == 0
+
+
+def test_a_list_is_good_for_its_registration_only() -> None:
+    """A master that was restored from an old copy may begin a term anew; it hears from its slaves first."""
+    slave = RegistrationRig().serving()
+    slave.heartbeats.tick(0.0)
+    slave.heartbeat(2.0)
+    slave.heartbeats.on_answer(SlaveHeartbeatAnswer(1, 8.0, False, 10, LiveTransfers(5, (), ())), 2.1)
+    slave.heartbeats.on_healed([])
+    slave.registration.request_again(slave.registration.number, 2.2)
+    slave.answer(Hold(), Followed.SERVES, 2.3)
+    assert slave.heartbeat(4.0).live == 0
