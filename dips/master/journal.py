@@ -2,8 +2,9 @@
 (docs/rationale.md#30).
 
     journal-<term>-<n>.jsonl        one segment: a head, then one line for each event
-    {"journal": 1, "term": 3, …, "state": […]}       the head, with the Coordinator's whole state before the first event
-    [12.25, ["Ticked"], "0f3a…", ["Note", "Order"]]  when (master's clock), the event, digest and kinds of the effects
+    {"journal": 2, "term": 3, …, "state": […]}       the head, with the Coordinator's whole state before the first event
+    [12.25, ["Ticked"], "0f3a…", ["Note", "2 Order"]]
+                                                     when (master's clock), the event, digest and kinds of the effects
     [12.25, ["Ticked"], "raised", ["KeyError('x')"]] the event that ended the master, and how: the last line
 
 The event loop hands over what it stepped through and goes on: a thread encodes and writes. A disk that is full, or
@@ -15,12 +16,12 @@ in it, the Judge's verdicts are. `dips-master replay` reads it.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any
@@ -34,7 +35,7 @@ from dips.protocol.effects import Effect
 from dips.protocol.events import Event
 from dips.telemetry.logs import Log
 
-FORMAT = 1
+FORMAT = 2  # 1 listed each effect's kind by itself
 RAISED = "raised"
 MOST_WAITING = (
     20_000  # steps not yet written; some 20 MB, and seconds of the busiest run: a slower disk is no journal's
@@ -42,6 +43,7 @@ MOST_WAITING = (
 AT_ONCE = 256  # steps spelled into one write
 RETRY_S = 60.0  # after it stopped, before a new segment is tried
 CLOSE_S = 2.0  # a graceful end waits so long for the disk
+_OF_NOTHING = codec.value_digest(())  # most events have no effect
 _NAME = re.compile(r"journal-(\d+)-(\d+)\.jsonl")
 
 
@@ -197,7 +199,7 @@ class _JournalWriter:
             "shapes": codec.field_names(head.state),
             "state": head.state,
         }
-        self._append_lines(json.dumps(about, separators=(",", ":"), ensure_ascii=False).encode() + b"\n")
+        self._append_lines(codec.spell_json(about).encode() + b"\n")
         self._size = 0  # a state as large as a segment must not begin the next one at once
         for old in list_segments(self._directory)[: -self._options.segments]:
             old.unlink(missing_ok=True)
@@ -224,8 +226,15 @@ def _step_line(step: _Step) -> bytes:
     if isinstance(step.effects, Exception):
         line = [step.now, event, RAISED, [repr(step.effects)]]
     else:
-        line = [step.now, event, codec.value_digest(tuple(step.effects)), [type(e).__name__ for e in step.effects]]
-    return json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"
+        digest = codec.value_digest(tuple(step.effects)) if step.effects else _OF_NOTHING
+        line = [step.now, event, digest, count_kinds(step.effects)]
+    return codec.spell_json(line).encode() + b"\n"
+
+
+def count_kinds(effects: Sequence[Effect]) -> list[str]:
+    """The kinds of effects in their order, those that follow each other counted: an order to every slave is one."""
+    runs = [(kind, len(list(same))) for kind, same in groupby(type(effect).__name__ for effect in effects)]
+    return [kind if count == 1 else f"{count} {kind}" for kind, count in runs]
 
 
 def list_segments(directory: Path) -> list[Path]:

@@ -84,6 +84,8 @@ PLAIN: tuple[type, ...] = (
 )  # spelled by their attributes
 SCALARS = (bool, int, float, str, type(None))
 
+spell_json: Callable[[Any], str] = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode  # on one line
+
 Encoder = Callable[["_StateWriter", Any], Any]
 
 
@@ -94,7 +96,7 @@ def encode_value(value: object) -> Any:
 
 def encode_text(value: object) -> str:
     """Spell a value on one line; equal values give equal text in every process."""
-    return json.dumps(encode_value(value), separators=(",", ":"), ensure_ascii=False)
+    return spell_json(encode_value(value))
 
 
 def value_digest(value: object) -> str:
@@ -157,8 +159,8 @@ CLASSES: dict[str, type] = _known_classes()
 
 @cache
 def _fields_of(cls: Hashable) -> list[str]:
-    """Names of a dataclass's fields in their order."""
-    return [f.name for f in fields(cast(Any, cls))]
+    """Names of a dataclass's fields in their order, but for those that are made of the others (`derived`)."""
+    return [f.name for f in fields(cast(Any, cls)) if "derived" not in f.metadata]
 
 
 def _is_mutable(cls: type) -> bool:
@@ -230,7 +232,7 @@ def _frozen_encoder(cls: type) -> Encoder:
 
 
 def _mutable_encoder(cls: type) -> Encoder:
-    plain_write, names = _frozen_encoder(cls), set(_fields_of(cls))
+    plain_write, names = _frozen_encoder(cls), {f.name for f in fields(cast(Any, cls))}
 
     def encode_mutable(w: _StateWriter, value: Any) -> Any:
         extra = vars(value).keys() - names
@@ -318,6 +320,8 @@ class _StateReader:
         items = rest[0].items() if cls in PLAIN else zip(_fields_of(cast(Hashable, cls)), rest, strict=True)
         for name, item in items:
             object.__setattr__(made, name, self.read_value(item))  # frozen ones take it only so
+        if hasattr(made, "build_derived"):
+            made.build_derived()
         return made
 
 

@@ -19,7 +19,8 @@ class Timers:
     """At most one time for each name; -inf is a time too, inf is none."""
 
     at: dict[str, float] = field(default_factory=dict)
-    heap: list[tuple[float, str]] = field(default_factory=list)
+    # Made of `at`, and tidied up by who only looks: no part of a state that is compared or kept (codec.py).
+    heap: list[tuple[float, str]] = field(default_factory=list, compare=False, metadata={"derived": True})
 
     def set_timer(self, name: str, at: float) -> None:
         """Give a name its time, in the place of the one that it had."""
@@ -28,7 +29,7 @@ class Timers:
         self.at[name] = at
         heappush(self.heap, (at, name))
         if len(self.heap) > 2 * len(self.at) + STALE_KEPT:
-            self._build_heap()
+            self.build_derived()
 
     def drop_timer(self, name: str) -> None:
         """Forget a name; nothing for one that has no time."""
@@ -65,12 +66,13 @@ class Timers:
     def replace_times(self, times: Mapping[str, float]) -> None:
         """These, and no others."""
         self.at = dict(times)
-        self._build_heap()
+        self.build_derived()
 
     def clear_timers(self) -> None:
         """Forget all."""
         self.replace_times({})
 
-    def _build_heap(self) -> None:
+    def build_derived(self) -> None:
+        """Make the heap of the times."""
         self.heap = [(at, name) for name, at in self.at.items()]
         heapify(self.heap)
