@@ -39,7 +39,7 @@ def layers_of(slave: int, layers: int, slaves: int) -> tuple[int, ...]:
 class ScaleRun:
     """`clusters` train, `slaves` serve v0@r0."""
 
-    def __init__(self, clusters: int, slaves: int, layers: int, slots: int = 4, pushing: int = 1) -> None:
+    def __init__(self, clusters: int, slaves: int, layers: int, slots: int = 4) -> None:
         self.manifest = Manifest(tuple(Layer(f"l{i}", (Parameter("w", (LAYER_NUMEL,)),)) for i in range(layers)))
         self.clusters = [f"c{i:04}" for i in range(clusters)]
         self.slaves = [f"s{i:04}" for i in range(slaves)]
@@ -48,7 +48,8 @@ class ScaleRun:
         row = RunRow("scale", "digest", self.manifest.to_json(), placement, ("0" * 32,) * layers, (1.0,) * layers)
         versions, peers = (VersionRow(GENESIS, GENESIS, True, 0, False),), tuple(map(_peer, self.clusters))
         state = LedgerState(row, 1, 1, versions, peers, (), (), (), ScoreHistory((), ()), (), (), None)
-        options = Options(timing=TimingOptions(window_s=1.0))
+        timing = TimingOptions(window_s=1.0, lease_heartbeats=100_000, hang_s=1e6)  # nobody is silent, or hangs
+        options = Options(timing=timing)
         self.now = 100.0
         self.coordinator = Coordinator(state, self.manifest, options, self.now)
         self.steps: list[tuple[float, Event, list[Effect]]] = []  # for the journal; kept only if `journaled`
@@ -174,6 +175,10 @@ class ScaleRun:
         assert str(outcome.kind) == "accepted", outcome
         self.wait_for(self.ask(ev.PullFinished(0, PullId(cluster, 1, seq), True)))
         self.answer_orders()
+
+    def abort_push(self, cluster: str, seq: int) -> None:
+        """It gives up its push, or its place in the queue."""
+        self.answers.pop(self.ask(ev.PushAborted(0, PushId(cluster, 1, seq), "over")))
 
     def open_pull(self, cluster: str, seq: int, ranks: int = 8) -> Any:
         return self.wait_for(self.ask(ev.PullRequested(0, PullId(cluster, 1, seq), ranks)))

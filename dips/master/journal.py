@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import dips.protocol
 from dips.config import JournalSection
@@ -54,8 +54,9 @@ class _Head:
     state: Any  # spelled
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class JournalStep(NamedTuple):
+    """One event, and what came of it."""
+
     now: float
     event: Event
     effects: Sequence[Effect] | Exception  # effects are frozen, so another thread may read them
@@ -65,7 +66,7 @@ class Journal:
     """Called by the event loop only; the thread inside owns the files."""
 
     def __init__(self, directory: Path, run: str, term: int, options: JournalSection, log: Log) -> None:
-        self._queue: SimpleQueue[_Head | _Step | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Head | JournalStep | None] = SimpleQueue()
         self._log = log
         self._stopped_at: float | None = None
         self._writer = _JournalWriter(directory, run, term, options, log)
@@ -114,7 +115,7 @@ class Journal:
         if self._writer.failed or self._queue.qsize() >= MOST_WAITING:
             self._stop_writer()
             return
-        self._queue.put(_Step(now, event, effects))
+        self._queue.put(JournalStep(now, event, effects))
 
     def read_status(self) -> dict[str, Any]:
         """For the status: whether it is writing, how much it wrote, and how much is waiting."""
@@ -165,7 +166,7 @@ class _JournalWriter:
         self.full = self.failed = False
         self.why = ""
 
-    def write_batch(self, batch: Sequence[_Head | _Step]) -> None:
+    def write_batch(self, batch: Sequence[_Head | JournalStep]) -> None:
         lines = bytearray()
         try:
             for item in batch:
@@ -174,7 +175,7 @@ class _JournalWriter:
                     lines.clear()
                     self._open_segment(item)
                 elif self._file is not None:
-                    lines += _step_line(item)
+                    lines += spell_step(item)
             self._append_lines(lines)
         except (OSError, DipsError) as error:
             self._on_failure(error)
@@ -221,7 +222,8 @@ class _JournalWriter:
             self._file = None  # it said what it had to say
 
 
-def _step_line(step: _Step) -> bytes:
+def spell_step(step: JournalStep) -> bytes:
+    """The line of one step."""
     event = codec.encode_value(step.event)
     if isinstance(step.effects, Exception):
         line = [step.now, event, RAISED, [repr(step.effects)]]

@@ -20,6 +20,7 @@ from dips.protocol.enums import AskOrder
 Lines = tuple[tuple[int, ...], ...]  # for each slave the workers, in the order in which it asks them
 
 LEAST_SHARE = 0.5  # of its own rate: a worker begins at a slave that has so much of its link left
+MAX_RANKS = 65_536  # that speak in one transfer
 MOST_PAIRS = 128  # of workers and slaves that are matched; beyond, a rotation: a decision must not take long
 _EPSILON = 1e-9
 

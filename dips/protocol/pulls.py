@@ -12,7 +12,7 @@ from dips.protocol.entities import Cluster, Fanout, Pull, Tombstone
 from dips.protocol.enums import FanoutKind
 from dips.protocol.events import PullFinished, PullRequested
 from dips.protocol.moves import ClusterState
-from dips.protocol.pushes import MAX_RANKS
+from dips.protocol.order import MAX_RANKS
 from dips.protocol.run_state import RunState
 
 

@@ -33,10 +33,10 @@ from dips.protocol.entities import Cluster, Fanout, Push, Tombstone
 from dips.protocol.enums import DurabilityState, FanoutKind, OutcomeKind, PushCodec
 from dips.protocol.events import PushAborted, PushFinished, PushRefused, PushRequested, PushStaged, RoundAwaited
 from dips.protocol.moves import ClusterState
+from dips.protocol.order import MAX_RANKS
 from dips.protocol.roster import name_some
 from dips.protocol.run_state import OLD_LEDGER, RunState
 
-MAX_RANKS = 65_536
 MAX_TOKENS = (1 << 53) - 1  # of a run: every sum of tokens stays exact, in the ledger and as a JSON number
 
 

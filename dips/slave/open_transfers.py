@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dips.errors import LocalProtocolError, StalePush, StaleVersion
+from dips.errors import LocalProtocolError, RemoteProtocolError, StalePush, StaleVersion
 from dips.ids import PullId, PushId, VersionId
 from dips.outer.versions import Versions
 from dips.protocol.effects import OpenPull, OpenPush
-from dips.protocol.order import places_for_slave
+from dips.protocol.order import MAX_RANKS, places_for_slave
 from dips.slave.ports import Arrays, Disk, Flow
 
 Opened = tuple[int, int]  # (term, number) of the order that opened a transfer
@@ -89,6 +89,8 @@ class OpenTransfers:
                 self.reports.append(StagedReport(push, known.nbytes))
             return
         _refuse_closed(self.closed_pushes, push)
+        if not 1 <= order.ranks <= MAX_RANKS:
+            raise RemoteProtocolError(f"OpenPush {push}: expected 1 to {MAX_RANKS} ranks, got {order.ranks}")
         buffers = self.versions.open_slot(push, order.base)
         try:
             places = places_for_slave(order.order, self.place, self.slaves, order.first, order.ranks, str(push))

@@ -16,6 +16,7 @@ from typing import Any
 from dips.errors import (
     FailedDisk,
     LocalProtocolError,
+    RemoteProtocolError,
     StaleVersion,
 )
 from dips.ids import PushId
@@ -222,8 +223,11 @@ class Shard:
     def on_registered(self, registered: e.Registered) -> None:
         """Take the incarnation, the term and, the first time, the layers: memory is allocated here.
 
-        Raises StaleTerm for the answer of an old master, CorruptManifest if the manifest cannot be read.
+        Raises StaleTerm for the answer of an old master, CorruptManifest if the manifest cannot be read,
+        RemoteProtocolError if the master gives it no place among its slaves.
         """
+        if not 0 <= registered.place < registered.slaves:
+            raise RemoteProtocolError(f"Registered: place {registered.place} of {registered.slaves} slaves")
         manifest = Manifest.from_json(registered.manifest)
         self._fences.see_term(registered.term, "Registered")
         self.transfers.place, self.transfers.slaves = registered.place, registered.slaves

@@ -48,6 +48,16 @@ def test_the_first_of_many_times(script: list[tuple[str, str, float]]) -> None:
         assert len(timers.heap) <= 2 * max(1, len(plain)) + STALE_KEPT + 4
 
 
+def test_a_time_that_moves_for_ever_costs_no_memory() -> None:
+    """A deadline is renewed by every heartbeat, and seldom comes to the top."""
+    timers = Timers()
+    for n in range(1_000):
+        timers.set_timer("first", 0.0)
+        timers.set_timer("renewed", 1.0 + n)
+        assert len(timers.heap) <= 4 + STALE_KEPT
+    assert timers.take_due(1_000.0) == ["first", "renewed"]
+
+
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 11)), max_size=60), st.sets(st.integers(-3, 20)))
 def test_intervals_are_a_set(script: list[tuple[bool, int]], taken: set[int]) -> None:
     """Numbers come and go as in a set; intervals are in order, hold something, and never touch."""
