@@ -26,6 +26,7 @@ class Roster:
     missing: Names  # not READY
     unregistered: Names  # since this master started
     unasked: Names  # whose offer is not known
+    lacking: Names = field(default_factory=dict)  # whose offer is known, and has no head in it: see rollback.py
     draining: Names = field(default_factory=dict)  # to be out of service when nothing is open on them
     garbage: dict[str, tuple[VersionId, ...]] = field(default_factory=dict)  # on disks of READY ones, and in no row
     perhaps_behind: Names = field(default_factory=dict)  # no other's mirror lacks what is to be copied: see mirrors.py
@@ -51,14 +52,20 @@ class Roster:
         """It has named what it offers, or that does not hold any more."""
         if slave.offer is None:
             self.unasked[slave.name] = None
+            self.lacking.pop(slave.name, None)
         else:
             self.unasked.pop(slave.name, None)
 
-    def follow_register(self, slave: Slave, slaves: Mapping[str, Slave]) -> None:
-        """It has registered, perhaps as another process, at another place."""
+    def follow_register(self, slave: Slave, slots: int, slaves: Mapping[str, Slave]) -> None:
+        """It has registered with so many slots, perhaps as another process, at another place."""
+        before, slave.slots = slave.slots, slots
+        first = slave.name in self.unregistered
         self.unregistered.pop(slave.name, None)
         self.addresses = ()
-        self.slots = min(s.slots for s in slaves.values() if s.name not in self.unregistered)
+        if first:
+            self.slots = min(self.slots, slots) if self.slots else slots
+        elif before == self.slots or slots < before:  # it had the fewest, or may have them now
+            self.slots = min(s.slots for s in slaves.values() if s.name not in self.unregistered)
 
     def list_addresses(self, slaves: Mapping[str, Slave]) -> tuple[SlaveAddress, ...]:
         """Where ranks find all slaves."""

@@ -54,7 +54,7 @@ def on_slave_registered(run: RunState, event: SlaveRegistered) -> None:
     lose_slave(run, slave, "its process is a new one" if slave.nonce != event.nonce else "it registered again")
     _give_incarnation(run, slave, event)
     slave.offer = rollback.offered_versions(event)
-    run.roster.follow_offer(slave)
+    rollback.note_offer(run, slave)
     rollback.consider_rollback(run)
     order = _ping_first(run, slave) if slave.needs_ping else _order_for(run, event)
     _enter_state(run, slave, event, order)
@@ -107,10 +107,10 @@ def _give_incarnation(run: RunState, slave: Slave, event: SlaveRegistered) -> No
         slave.sinc, slave.nonce = run.next_incarnation(slave.sinc), event.nonce
         flip.stop_waiting_for(run, slave.name)  # orders to its former incarnation will never be answered
         run.emit_record(IncarnationGiven(Role.SLAVE, slave.name, slave.sinc, event.nonce))
-    slave.address, slave.lanes, slave.slots, slave.memory = event.address, event.lanes, event.slots, event.memory
+    slave.address, slave.lanes, slave.memory = event.address, event.lanes, event.memory
     slave.key = event.key
     slave.unanswered = 0
-    run.roster.follow_register(slave, run.slaves)
+    run.roster.follow_register(slave, event.slots, run.slaves)
 
 
 def _ping_first(run: RunState, slave: Slave) -> RegisterLater:

@@ -13,6 +13,7 @@ from dips.protocol.heartbeats import LiveTransfers
 from dips.protocol.intervals import Intervals
 from dips.protocol.mirrors import _lacks, _newest_mirrored
 from dips.protocol.moves import ClusterState, SlaveState
+from dips.protocol.rollback import _can_offer
 from dips.protocol.run_state import RunState
 from dips.protocol.timers import Timers
 from dips.sim.master import MasterProcess
@@ -84,6 +85,8 @@ def _of_slaves(run: RunState) -> Iterator[Compared]:
     ready = [s for s in slaves if s.state is SlaveState.READY]
     yield "missing", set(roster.missing), set(run.slaves) - {s.name for s in ready}
     yield "unasked", set(roster.unasked), {s.name for s in slaves if s.offer is None}
+    lacking = {s.name for s in slaves if s.offer is not None and not _can_offer(run, s, run.head)}
+    yield "lacking the head", set(roster.lacking), lacking
     yield "garbage of slaves that are not ready", set(roster.garbage) & set(roster.missing), set()
     registered = [s for s in slaves if s.name not in roster.unregistered]
     yield "slots of slaves", roster.slots, min((s.slots for s in registered), default=0)
