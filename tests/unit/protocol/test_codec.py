@@ -73,10 +73,13 @@ def same(a: Any, b: Any, met: dict[int, int]) -> str:
 
 @cache
 def kind_of(cls: Any) -> tuple[bool, tuple[str, ...] | None, bool]:
-    """Whether a class is one of ours; its fields, None if it is no dataclass; whether its objects change."""
+    """Whether a class is one of ours; its fields, None if it is no dataclass; whether its objects change.
+
+    Without what is made of the other fields: it need not be equal as long as it says the same.
+    """
     if not is_dataclass(cls):
         return cls.__module__.startswith("dips."), None, True
-    return True, tuple(f.name for f in fields(cls)), not cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    return True, tuple(f.name for f in fields(cls) if f.compare), not cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
 
 
 def test_every_state_of_a_troubled_run_survives_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
