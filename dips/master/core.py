@@ -161,7 +161,7 @@ class MasterCore:
         coordinator = self._coordinator
         for event in self._judge.on_slave_heartbeat(heartbeat, now):
             self._step_event(event, now)
-        register, as_of, pushes, pulls = coordinator.slave_live(heartbeat.slave, heartbeat.sinc)
+        register, as_of, live = coordinator.slave_live(heartbeat.slave, heartbeat.sinc)
         register = register or heartbeat.term != coordinator.term
         before = self.heartbeats.get(("slave", heartbeat.slave))
         if before is not None and _has_worked(before[0], heartbeat):
@@ -169,7 +169,8 @@ class MasterCore:
         if not register:
             self.heartbeats["slave", heartbeat.slave] = (heartbeat, now)
         mirror = coordinator.mirror_wanted() if heartbeat.mirror is not None else ()
-        return SlaveHeartbeatAnswer(coordinator.term, self._timing.lease_s, register, as_of, pushes, pulls, mirror)
+        told = None if register or heartbeat.live == live.number else live
+        return SlaveHeartbeatAnswer(coordinator.term, self._timing.lease_s, register, as_of, told, mirror)
 
     # ---- one event -------------------------------------------------------------------------------------------------
 

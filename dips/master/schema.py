@@ -8,7 +8,7 @@ NULL, which is what SQLite makes of it, so no column of reals says NOT NULL.
 from __future__ import annotations
 
 APPLICATION_ID = 0x44695053  # "DiPS" in the file's header: any other SQLite file is foreign
-SCHEMA_VERSION = 5  # in user_version; raised by every change: no release is out whose ledgers would have to be read
+SCHEMA_VERSION = 6  # in user_version; raised by every change: no release is out whose ledgers would have to be read
 
 SCHEMA = """
 CREATE TABLE run (

@@ -49,15 +49,14 @@ def on_cluster_joined(run: RunState, event: ClusterJoined) -> None:
             run.read_progress(),
             ranges,
             cluster.accounted,
-            _settled_pushes(run, cluster),
+            _settled_pushes(cluster),
         ),
     )
 
 
-def _settled_pushes(run: RunState, cluster: Cluster) -> int:
+def _settled_pushes(cluster: Cluster) -> int:
     """Pushes of this cluster whose work is in the run or refused for good; one in a window is about to be."""
-    in_window = [p for p in (*(run.round.pushes if run.round else ()), *run.waiting) if p.id.cluster == cluster.name]
-    return cluster.counts["accepted"] + cluster.counts["gated"] + len(in_window)
+    return cluster.counts["accepted"] + cluster.counts["gated"] + cluster.in_window
 
 
 def _find_mismatch(run: RunState, event: ClusterJoined) -> Failed | ManifestWanted | None:
@@ -100,6 +99,7 @@ def _begin_incarnation(run: RunState, event: ClusterJoined, old: Cluster | None)
         if old.live:
             end_incarnation(run, old, f"fenced by its next incarnation {old.name}/{inc}", old.consumed, old.lost)
         old.begin_incarnation(inc, event.nonce)
+        run.follow_cluster(old)
     cluster = old or Cluster(event.cluster, inc, event.nonce)
     cluster.works_since = run.now
     run.clusters[event.cluster] = cluster
@@ -128,7 +128,7 @@ def end_incarnation(run: RunState, cluster: Cluster, reason: str, consumed: int,
     lost = _countable_loss(cluster, brought, max(reported_lost, consumed - brought))
     cluster.accounted = brought + lost
     cluster.tokens["lost"] += lost
-    cluster.set_state(ClusterState.GONE, reason)
+    run.set_cluster_state(cluster, ClusterState.GONE, reason)
     run.emit_record(ClusterEnded(cluster.name, cluster.inc, reason, lost, run.now, open_seq, open_tokens))
     run.emit_note("cluster_gone", cluster=cluster.name, inc=cluster.inc, reason=reason)
 
@@ -145,9 +145,10 @@ def on_trainer_changed(run: RunState, event: TrainerChanged) -> None:
         return
     cluster.moving = event.moving
     if cluster.state is ClusterState.TRAINING and not event.moving:
-        cluster.set_state(ClusterState.IDLE, event.reason)
+        run.set_cluster_state(cluster, ClusterState.IDLE, event.reason)
     elif cluster.state is ClusterState.IDLE and event.moving:
-        cluster.set_state(ClusterState.TRAINING, event.reason)
+        run.set_cluster_state(cluster, ClusterState.TRAINING, event.reason)
+    run.follow_cluster(cluster)
 
 
 def on_bandwidth_measured(run: RunState, event: BandwidthMeasured) -> None:
@@ -155,6 +156,7 @@ def on_bandwidth_measured(run: RunState, event: BandwidthMeasured) -> None:
     cluster = run.clusters.get(event.cluster)
     if cluster is not None and cluster.inc == event.inc:
         cluster.bytes_per_s, cluster.measured_at = event.bytes_per_s, run.now
+        run.follow_cluster(cluster)
 
 
 def on_ranges_requested(run: RunState, event: RangesRequested) -> None:

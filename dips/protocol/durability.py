@@ -12,6 +12,7 @@ let older ones go.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from dips.errors import FailedDisk
 from dips.ids import GENESIS
@@ -68,12 +69,7 @@ def on_snapshot_written(run: RunState) -> None:
 
 def persist_head_if_due(run: RunState) -> None:
     """Have the head's snapshot written if it has none: all slaves serve it, and none is making the next version."""
-    if (
-        not _lacks_snapshot(run)
-        or run.now < run.durability.again_at
-        or run.flipping is not None
-        or run.slaves_missing()
-    ):
+    if not _lacks_snapshot(run) or run.now < run.durability.again_at or run.flipping is not None or run.roster.missing:
         return
     if run.round is not None and run.round.state is not RoundState.COLLECTING:
         return
@@ -83,9 +79,9 @@ def persist_head_if_due(run: RunState) -> None:
     )
 
 
-def retry_deadlines(run: RunState) -> list[float]:
-    """When to try again what failed."""
-    return [run.durability.again_at] if _lacks_snapshot(run) and run.durability.again_at > run.now else []
+def retry_deadline(run: RunState) -> float:
+    """When to try again what failed; inf if nothing did."""
+    return run.durability.again_at if run.durability.again_at > run.now and _lacks_snapshot(run) else inf
 
 
 def _lacks_snapshot(run: RunState) -> bool:
@@ -122,8 +118,8 @@ def on_late_snapshot_failed(run: RunState, slave: Slave, fanout: Fanout, event: 
         run.emit_note("order_refused", slave=slave.name, reason=event.refusal)
         return
     run.durability.late_failed += (f"{slave.name} refused: {event.refusal}",)
-    del run.fanouts[event.number]
-    fanout.waiting.discard(slave.name)
+    run.orders.remove_order(event.number)
+    del fanout.waiting[slave.name]
     if not fanout.waiting:
         on_late_snapshot_answered(run, fanout)
 

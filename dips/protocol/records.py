@@ -73,9 +73,9 @@ class PenaltyRow:
 
 @dataclass(frozen=True, slots=True)
 class ScoreHistory:
-    """Accepted scores outside warm-ups of the last rounds, oldest first: one tuple a round; and accepted ‖δ‖."""
+    """Of the last rounds, oldest first: the largest accepted score outside warm-ups (0: there was none), and ‖δ‖."""
 
-    scores: tuple[tuple[float, ...], ...]
+    scores: tuple[float, ...]
     delta_norms: tuple[float, ...]
 
 

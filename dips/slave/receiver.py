@@ -53,7 +53,7 @@ class Receiver:
     def open_push(
         self,
         push: PushId,
-        order: tuple[int, ...],
+        places: tuple[int, ...],
         buffers: Arrays,
         deadline_s: float,
         now: float,
@@ -70,15 +70,15 @@ class Receiver:
         assert sizes == layout.numel, f"buffers of {sizes} elements for layers of {layout.numel}"
         with self._lock:
             if push not in self._pushes:
-                places = {rank: place for place, rank in enumerate(order)}
                 total = sum(piece.nbytes for piece in codec.encoded_ranges(layout.whole_layers()))
-                self._pushes[push] = IncomingPush(push, places, buffers, codec, total, deadline_s, now, Rate(now))
+                line = dict(enumerate(places))
+                self._pushes[push] = IncomingPush(push, line, buffers, codec, total, deadline_s, now, Rate(now))
 
     def reorder_push(self, push_id: PushId, places: tuple[int, ...]) -> None:
         """Put the ranks of a push at other places; who has a turn keeps it. Unknown or of another size: nothing."""
         with self._lock:
             push = self._pushes.get(push_id)
-            if push is not None and sorted(push.places) == list(range(len(places))):
+            if push is not None and len(push.places) == len(places):
                 push.places = dict(enumerate(places))
                 self._line_up()
 

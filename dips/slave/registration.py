@@ -16,7 +16,7 @@ from random import Random
 from dips.errors import Busy, Stale, Unavailable
 from dips.protocol.effects import Registered, RegisterLater
 from dips.protocol.events import SlaveRegistered
-from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer, Transfer
+from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeat, SlaveHeartbeatAnswer, Transfer
 from dips.slave.actions import (
     Actions,
     CallMaster,
@@ -154,7 +154,9 @@ class Heartbeats:
         self._sent: tuple[int, int] = (0, 0)  # registration number and sinc of the one under way
         self._answered = True
         self._healing = False
-        self._live: SlaveHeartbeatAnswer | None = None  # the newest list of what is live, not yet acted upon
+        self._live: SlaveHeartbeatAnswer | None = None  # with the newest list of what is live, not yet acted upon
+        self._list: LiveTransfers | None = None  # the last that came
+        self._list_of: tuple[int, int] = (0, 0)  # registration number and term under which it came
 
     def next_deadline(self) -> float:
         return inf if self._under_way or self._due_at is None else self._due_at
@@ -190,7 +192,12 @@ class Heartbeats:
             apply_s=meters.apply_s,
             work_bytes=meters.work_bytes,
             mirror=meters.mirror,
+            live=self._list.number if self._list is not None and self._list_of == self._known_as(standing) else 0,
         )
+
+    def _known_as(self, standing: Standing) -> tuple[int, int]:
+        """Only under it a list is good: another master, or one with an old ledger, counts its lists anew."""
+        return self._registration.number, standing.term
 
     def on_answer(self, answer: SlaveHeartbeatAnswer | Exception, now: float) -> Actions:
         """The master has answered, or has not."""
@@ -209,11 +216,19 @@ class Heartbeats:
             # Also with a master of a lower term: so it learns which term was seen.
             return actions + self._registration.request_again(number, now)
         if answer.term == standing.term and sinc == standing.sinc:
-            self._live = answer
+            self._keep_list(answer)
             if answer.mirror:
                 actions.append(KeepInMirror(answer.mirror))
             return actions + self._drop_unlisted()
         return actions
+
+    def _keep_list(self, answer: SlaveHeartbeatAnswer) -> None:
+        """An answer without a list means the one that this slave has."""
+        came_under = (self._sent[0], answer.term)
+        if answer.live is not None:
+            self._list, self._list_of = answer.live, came_under
+        if self._list_of == came_under:
+            self._live = replace(answer, live=self._list)
 
     def _on_failure(self, error: Exception, now: float) -> Actions:
         if isinstance(error, Stale):

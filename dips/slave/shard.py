@@ -17,6 +17,7 @@ from dips.errors import (
     CorruptManifest,
     FailedDisk,
     LocalProtocolError,
+    RemoteProtocolError,
     StaleVersion,
 )
 from dips.ids import PushId
@@ -195,9 +196,9 @@ class Shard:
 
         An answer that says `register` lists nothing to go by; one of an old term changes nothing.
         """
-        if answer.register or answer.term < self.term:
+        if answer.register or answer.live is None or answer.term < self.term:
             return []
-        return self.transfers.drop_unlisted(answer.pushes, answer.pulls, (answer.term, answer.as_of))
+        return self.transfers.drop_unlisted(answer.live.pushes, answer.live.pulls, (answer.term, answer.as_of))
 
     # ---- registration --------------------------------------------------------------------------------
 
@@ -233,10 +234,14 @@ class Shard:
     def on_registered(self, registered: e.Registered) -> None:
         """Take the incarnation, the term and, the first time, the layers: memory is allocated here.
 
-        Raises StaleTerm for the answer of an old master, CorruptManifest if the manifest cannot be read.
+        Raises StaleTerm for the answer of an old master, CorruptManifest if the manifest cannot be read,
+        RemoteProtocolError if the master gives it no place among its slaves.
         """
+        if not 0 <= registered.place < registered.slaves:
+            raise RemoteProtocolError(f"Registered: place {registered.place} of {registered.slaves} slaves")
         manifest = self.learn_manifest(registered)
         self._fences.see_term(registered.term, "Registered")
+        self.transfers.place, self.transfers.slaves = registered.place, registered.slaves
         self.versions.allocate_banks({layer: manifest.layers[layer].numel for layer in registered.layers})
         if registered.sinc != self.sinc:
             self.transfers.drop_all()

@@ -554,7 +554,7 @@ async def test_a_slot_at_a_slave_that_nobody_listens_for_is_refused_at_once() ->
     """A trainer stands still for it; the next incarnation of the slave, at the same address, is found within
     seconds.
     """
-    slave, open_push = SlaveScript("s0"), effects.OpenPush(PushId("a", 1, 1), (0,), 5.0)
+    slave, open_push = SlaveScript("s0"), effects.OpenPush(PushId("a", 1, 1), 1, 5.0)
     async with listening(slave):
         link = SlaveLink("s0", slave.address)
         opened = await link.execute_order(order(1, body=open_push))

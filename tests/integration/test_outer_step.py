@@ -127,7 +127,7 @@ class SlaveSet:
 
     def push(self, push: PushId, theta_j: Model, rng: random.Random) -> None:
         """Stage one push, at each slave when its turn comes."""
-        self.order(OpenPush(push, (0,), 60.0))
+        self.order(OpenPush(push, 1, 60.0))
         for i in rng.sample(range(len(self.shards)), len(self.shards)):
             for layer, buffer in self.flows[i].buffers[push].items():
                 buffer[:] = theta_j[layer]

@@ -85,6 +85,7 @@ SABOTAGES: dict[str, Sabotage] = {
     "drop-queue": Sabotage(
         "a slot goes to who asked first, not to who asks now", (12,), 0, master.drop_queue, crowd_of
     ),
+    "tell-old-lists": Sabotage("a list of what is live has a number of its own", (12,), 0, master.tell_old_lists),
     "leak-slot": Sabotage("what was dropped is never opened again", (11, 12), 0, slave.leak_slot),
 }
 

@@ -26,7 +26,8 @@ def spell(effect: e.Effect, asked: Mapping[int, str]) -> str:
 def spell_order(body: e.OrderBody) -> str:
     match body:
         case e.OpenPush():
-            return f"OpenPush {body.push}, asking ranks {_list(body.order)}{_codec(body)}"
+            first = f", after {body.first} others" if body.first else ""
+            return f"OpenPush {body.push}, asking {_ranks(body.ranks)}{first}{_codec(body)}"
         case e.Reorder():
             return f"Reorder {body.push}, its ranks at places {_list(body.places)}"
         case e.DropPush():
@@ -141,3 +142,7 @@ def _grant(grant: e.Grant) -> str:
 
 def _list(things: tuple[object, ...]) -> str:
     return ",".join(map(str, things)) or "none"
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"

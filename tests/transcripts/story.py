@@ -205,8 +205,8 @@ class Teller:
         """What a heartbeat of this incarnation would be answered."""
         incarnation = self._incarnation(peer, words)
         if peer.startswith("s"):
-            register, as_of, pushes, pulls = self.machine.slave_live(peer, incarnation)
-            live = " ".join(map(str, (*pushes, *pulls))) or "nothing"
+            register, as_of, listed = self.machine.slave_live(peer, incarnation)
+            live = " ".join(map(str, (*listed.pushes, *listed.pulls))) or "nothing"
             return [f"{peer} ← {'register anew' if register else f'live is {live}, as of order {as_of}'}"]
         standing, push, pull = self.machine.cluster_standing(peer, incarnation)
         return [f"{peer} ← {standing}, its push is {push or 'none'}, its pull {pull or 'none'}"]

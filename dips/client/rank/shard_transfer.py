@@ -32,7 +32,6 @@ from dips.errors import LocalProtocolError
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
 from dips.protocol.manifest import BYTES_PER_PARAMETER
-from dips.protocol.order import slaves_for_worker
 from dips.transport.shares import Piece
 from dips.wire import codecs
 
@@ -208,9 +207,6 @@ class ShardTransfer:
     ) -> BackgroundTransfer:
         """Move `pieces`, this rank's share of `total` bytes over all ranks; `on_end` is called when it is over."""
         grant, base = request.grant, request.base
-        if base.rank >= len(grant.order):  # requested by a former attempt of the trainer, with fewer ranks
-            order = (slaves_for_worker(r, len(grant.slaves)) for r in range(self.ranks))
-            grant = replace(grant, order=tuple(order))
         own = max(1, _wire_bytes(grant.codec, pieces))
         moved = [0]
 

@@ -518,45 +518,26 @@ class SlaveAddress(_message.Message):
 Global___SlaveAddress: _TypeAlias = SlaveAddress  # noqa: Y015
 
 @_typing.final
-class Indices(_message.Message):
-    """A list within a list."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    VALUES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        values: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Indices: _TypeAlias = Indices  # noqa: Y015
-
-@_typing.final
 class Grant(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: _builtins.int
     SLAVES_FIELD_NUMBER: _builtins.int
-    ORDER_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     CODEC_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
     deadline_s: _builtins.float
     codec: _builtins.str
+    order: _builtins.str
+    """the rule by which ranks ask the slaves"""
+    first: _builtins.int
+    """rank r is worker first + r of that rule"""
     @_builtins.property
     def version(self) -> _names_pb2.VersionId: ...
     @_builtins.property
     def slaves(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlaveAddress]: ...
-    @_builtins.property
-    def order(self) -> _containers.RepeatedCompositeFieldContainer[Global___Indices]: ...
     @_builtins.property
     def base(self) -> _names_pb2.VersionId: ...
     def __init__(
@@ -564,14 +545,15 @@ class Grant(_message.Message):
         *,
         version: _names_pb2.VersionId | None = ...,
         slaves: _abc.Iterable[Global___SlaveAddress] | None = ...,
-        order: _abc.Iterable[Global___Indices] | None = ...,
         deadline_s: _builtins.float = ...,
         codec: _builtins.str = ...,
         base: _names_pb2.VersionId | None = ...,
+        order: _builtins.str = ...,
+        first: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "codec", b"codec", "deadline_s", b"deadline_s", "order", b"order", "slaves", b"slaves", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "codec", b"codec", "deadline_s", b"deadline_s", "first", b"first", "order", b"order", "slaves", b"slaves", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -37,6 +37,7 @@ MUTANTS = (
     Mutant(
         "a heartbeat of an old term is believed", ROOM, "register or heartbeat.term != ", "register or None is ", CORE
     ),
+    Mutant("a list is told to nobody", ROOM, "if register or heartbeat.live == live.number", "if True", CORE),
     Mutant("a stranger's heartbeat is kept", ROOM, "if standing is ClusterStanding.LIVE:", "if True:", CORE),
     Mutant("who has gone is judged silent", ROOM, "self._judge.forget_cluster(effect.cluster)", "pass", CORE),
     Mutant("who has gone is waited for", ROOM, "self._alignment.forget_cluster(effect.cluster)", "pass", CORE),

@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 ROOM, OUTER = "dips/slave", "dips/outer"
 SHARD = " ".join(f"tests/unit/slave/test_shard_{part}.py" for part in ("rounds", "orders", "transfers", "registration"))
+REGISTRATION = "tests/unit/slave/test_registration.py"
 DISK = "tests/unit/slave/test_bites_disk.py tests/unit/slave/test_snapshots.py"
 RECEIVER = "tests/unit/slave/test_bites_receiver.py tests/unit/slave/test_receiver.py"
 SENDER = "tests/unit/slave/test_bites_sender.py tests/unit/slave/test_sender.py"
@@ -144,8 +145,8 @@ MUTANTS = (
     Mutant(
         "a heartbeat's answer of an old term is believed",
         ROOM,
-        "answer.register or answer.term < ",
-        "answer.register or None is ",
+        "answer.live is None or answer.term < ",
+        "answer.live is None or None is ",
         SHARD,
     ),
     # ---- the shard's round
@@ -169,6 +170,7 @@ MUTANTS = (
         "(transfer.inc, transfer.seq) < closed",
         SHARD,
     ),
+    Mutant("a list outlives its registration", ROOM, "self._list_of == came_under:", "True:", REGISTRATION),
     Mutant("heal drops what the list cannot know", ROOM, "if known.opened <= as_of and", "if", SHARD),
     # ---- pushes in
     Mutant(

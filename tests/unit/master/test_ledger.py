@@ -57,7 +57,7 @@ def committed(version: VersionId, parent: VersionId, *pushes: PushId, ranges: tu
         tuple(outcome(p, "accepted", ranges) for p in pushes),
         0.5, 0.7, 0.8, 3.0, True, (("s0", "d0"), ("s1", "d1")),
         tuple(penalty(p.cluster, version.version) for p in pushes),
-        ScoreHistory(((0.5,),) * version.version, (3.0,) * version.version), 12.5,
+        ScoreHistory((0.5,) * version.version, (3.0,) * version.version), 12.5,
     )  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def test_the_story_of_two_versions(ledger: Ledger) -> None:
         (outcome(PushId("b", 1, 5), "accepted"), V2),
     )
     assert state.penalty == (penalty("a", 1), penalty("b", 2))
-    assert state.history == ScoreHistory(((0.5,), (0.5,)), (3.0, 3.0))
+    assert state.history == ScoreHistory((0.5, 0.5), (3.0, 3.0))
     assert (state.leased, state.settled) == ((("a", 1, 1, (1,)),), (0,))
 
 
@@ -242,7 +242,7 @@ def test_a_ledger_of_another_format_is_refused(tmp_path: Path) -> None:
     """It is said who wrote it, and how to go on."""
     path = tmp_path / "ledger.sqlite"
     Ledger.create(path, ROW).close()
-    older = "format 4 was written by an older Di-PS, this one reads 5"
+    older = "format 4 was written by an older Di-PS, this one reads 6"
     for number, words in ((4, older), (99, "format 99 was written by a newer Di-PS")):
         with sqlite3.connect(path) as db:
             db.execute(f"PRAGMA user_version = {number}")

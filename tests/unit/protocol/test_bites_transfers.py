@@ -250,7 +250,7 @@ def test_pulls_at_the_same_time_begin_at_different_slaves() -> None:
 
 
 def _pulls(run: ScriptedRun) -> list[object]:
-    return list(run.machine.capture_state().open_pulls())  # type: ignore[attr-defined]
+    return list(run.machine.capture_state().transfers.pulls.values())  # type: ignore[attr-defined]
 
 
 def test_a_slave_is_drained_when_it_has_answered_everything() -> None:

@@ -186,7 +186,7 @@ class ShardRig:
 
     def stage(self, push: PushId, value: float) -> None:
         """Open a push, fill it, and say so."""
-        assert self.order(OpenPush(push, (0,), 60.0)) == Done()
+        assert self.order(OpenPush(push, 1, 60.0)) == Done()
         for array in self.flow.pushes[push].values():
             array.fill(value)
         self.shard.transfers.on_push_staged(push, 28)

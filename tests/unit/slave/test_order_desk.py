@@ -51,7 +51,7 @@ def write() -> str:
 def test_a_busy_order_is_tried_again_until_shortly_before_its_deadline_and_holds_up_no_other() -> None:
     """Of 10 s, 8 are for trying; a DropPush behind it, which may free its slot, is carried out meanwhile."""
     desk = OrderDesk(TIMING)
-    opening, dropping = order(1, OpenPush(P1, (0,), 60.0)), order(2, DropPush(P2, "over"))
+    opening, dropping = order(1, OpenPush(P1, 1, 60.0)), order(2, DropPush(P2, "over"))
     assert desk.take_order(1, opening, 0.0) == [ExecuteOrder(1, opening)]
     assert desk.on_executed(1, FULL, 0.1) == []
     assert desk.take_order(2, dropping, 0.2) == [ExecuteOrder(2, dropping)]
@@ -67,7 +67,7 @@ def test_a_busy_order_is_tried_again_until_shortly_before_its_deadline_and_holds
 def test_an_error_is_the_answer() -> None:
     """Other errors are not tried again: whoever gave the order learns their class."""
     desk, error = OrderDesk(TIMING), StaleIncarnation("this is 2")
-    desk.take_order(1, order(1, OpenPush(P1, (0,), 60.0)), 0.0)
+    desk.take_order(1, order(1, OpenPush(P1, 1, 60.0)), 0.0)
     answered, logged = desk.on_executed(1, error, 0.1)
     assert answered == AnswerOrder(1, error)
     assert isinstance(logged, WriteLog)
@@ -77,7 +77,7 @@ def test_an_error_is_the_answer() -> None:
 def test_an_order_whose_giver_hung_up_is_not_tried_again() -> None:
     """What is being carried out goes on: its answer is remembered for the repetition."""
     desk = OrderDesk(TIMING)
-    desk.take_order(1, order(1, OpenPush(P1, (0,), 60.0)), 0.0)
+    desk.take_order(1, order(1, OpenPush(P1, 1, 60.0)), 0.0)
     desk.drop_order(1)
     assert desk.on_executed(1, FULL, 0.1) == []
     desk.drop_order(1)
@@ -88,7 +88,7 @@ def test_an_order_whose_giver_hung_up_is_not_tried_again() -> None:
 def test_snapshots_are_written_one_after_another_beside_other_orders() -> None:
     """A repeated Persist waits for the first one, and then finds it done."""
     desk = OrderDesk(TIMING)
-    persist, opening = order(1, Persist(V1)), order(2, OpenPush(P1, (0,), 60.0))
+    persist, opening = order(1, Persist(V1)), order(2, OpenPush(P1, 1, 60.0))
     assert desk.take_order(1, persist, 0.0) == [BeginPersist(1, persist)]
     assert desk.take_order(2, persist, 0.0) == []
     assert desk.on_persist_begun(1, write, 0.1) == [WriteSnapshot(1, persist, write)]
@@ -172,7 +172,7 @@ def test_next_deadline_is_the_earliest_of_all_waiting_orders(busy_s: float) -> N
     """Two orders that wait are tried again each at its time."""
     desk = OrderDesk(SlaveTiming(2.0, busy_retry_s=busy_s))
     for ticket, now in ((1, 0.0), (2, 1.0)):
-        desk.take_order(ticket, order(ticket, OpenPush(P1, (0,), 60.0)), now)
+        desk.take_order(ticket, order(ticket, OpenPush(P1, 1, 60.0)), now)
         desk.on_executed(ticket, FULL, now)
     assert desk.next_deadline() == busy_s
     assert [a.ticket for a in desk.tick(busy_s) if isinstance(a, ExecuteOrder)] == [1]

@@ -11,7 +11,7 @@ from dips.errors import Busy, ConfigError, LocalProtocolError, StaleTerm, Unavai
 from dips.ids import GENESIS, PushId
 from dips.protocol.effects import Hold, LoadVersion, Registered, RegisterLater, SlaveOrder
 from dips.protocol.events import SlaveRegistered
-from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
+from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeat, SlaveHeartbeatAnswer
 from dips.slave.actions import (
     CallMaster,
     DescribeShard,
@@ -155,8 +155,8 @@ def test_no_heartbeat_before_the_first_incarnation() -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        SlaveHeartbeatAnswer(1, 8.0, True, 0, (), ()),
-        SlaveHeartbeatAnswer(2, 8.0, False, 0, (), ()),
+        SlaveHeartbeatAnswer(1, 8.0, True, 0, LiveTransfers(1, (), ())),
+        SlaveHeartbeatAnswer(2, 8.0, False, 0, LiveTransfers(1, (), ())),
         StaleTerm("you are early"),
     ],
     ids=["register", "a later term", "stale"],
@@ -175,7 +175,7 @@ def test_an_answer_from_before_a_register_asks_for_no_second_one() -> None:
     slave.heartbeats.tick(0.0)
     slave.heartbeat(2.0)
     assert slave.registration.request_again(slave.registration.number, 2.1) == [DESCRIBE]
-    late = SlaveHeartbeatAnswer(1, 8.0, True, 0, (), ())
+    late = SlaveHeartbeatAnswer(1, 8.0, True, 0, LiveTransfers(1, (), ()))
     assert work_of(slave.heartbeats.on_answer(late, 2.2)) == []
     slave.answer(Hold(), Followed.SERVES, 2.3)
     slave.heartbeat(4.0)
@@ -190,7 +190,7 @@ def test_the_newest_list_of_what_is_live_heals_once_the_shard_has_a_turn() -> No
     """While the shard is busy lists replace each other; an old term or incarnation heals nothing."""
     slave = RegistrationRig().serving()
     slave.heartbeats.tick(0.0)
-    lists = [SlaveHeartbeatAnswer(1, 8.0, False, n, (PushId("x", 1, n),), ()) for n in range(4)]
+    lists = [SlaveHeartbeatAnswer(1, 8.0, False, n, LiveTransfers(n, (PushId("x", 1, n),), ())) for n in range(4)]
     slave.heartbeat(2.0)
     assert slave.heartbeats.on_answer(lists[0], 2.1) == [HealTransfers(lists[0])]
     for n, now in ((1, 4.0), (2, 6.0)):
@@ -199,7 +199,7 @@ def test_the_newest_list_of_what_is_live_heals_once_the_shard_has_a_turn() -> No
     assert slave.heartbeats.on_healed([]) == [HealTransfers(lists[2])]
     assert slave.heartbeats.on_healed([]) == []
     slave.heartbeat(8.0)
-    assert slave.heartbeats.on_answer(SlaveHeartbeatAnswer(0, 8.0, False, 9, (), ()), 8.1) == []
+    assert slave.heartbeats.on_answer(SlaveHeartbeatAnswer(0, 8.0, False, 9, LiveTransfers(1, (), ())), 8.1) == []
     slave.heartbeat(10.0)
     slave.standing = Standing(8, 1, GENESIS, (), 0, 0)
     assert slave.heartbeats.on_answer(lists[3], 10.1) == []
@@ -211,10 +211,56 @@ def test_a_silent_master_is_told_to_the_log_once_and_so_is_its_return() -> None:
     slave.heartbeats.tick(0.0)
     events = []
     answers: list[SlaveHeartbeatAnswer | Exception] = [
-        UnavailableMaster("1"), UnavailableMaster("2"), SlaveHeartbeatAnswer(1, 8.0, False, 0, (), ())
+        UnavailableMaster("1"), UnavailableMaster("2"), SlaveHeartbeatAnswer(1, 8.0, False, 0, LiveTransfers(1, (), ()))
     ]  # fmt: skip
     for n, answer in enumerate(answers):
         slave.heartbeat(2.0 * (n + 1))
         actions = slave.heartbeats.on_answer(answer, 2.0 * (n + 1))
         events += [action.event for action in actions if isinstance(action, WriteLog)]
     assert events == ["master_silent", "master_back"]
+
+
+def test_a_list_that_is_not_sent_again_is_the_one_that_the_slave_has() -> None:
+    """Its number goes with every heartbeat; what the slave holds is compared with it each time, as of the newest order.
+
+    An answer that was lost changes nothing: the next heartbeat names the same number.
+    """
+    slave = RegistrationRig().serving()
+    slave.heartbeats.tick(0.0)
+    live = LiveTransfers(5, (PushId("x", 1, 1),), ())
+    assert slave.heartbeat(2.0).live == 0
+    first = SlaveHeartbeatAnswer(1, 8.0, False, 10, live)
+    assert slave.heartbeats.on_answer(first, 2.1) == [HealTransfers(first)]
+    slave.heartbeats.on_healed([])
+    assert slave.heartbeat(4.0).live == 5
+    same = SlaveHeartbeatAnswer(1, 8.0, False, 20)
+    assert slave.heartbeats.on_answer(same, 4.1) == [HealTransfers(SlaveHeartbeatAnswer(1, 8.0, False, 20, live))]
+    slave.heartbeats.on_healed([])
+    assert slave.heartbeat(6.0).live == 5
+    slave.heartbeats.on_answer(UnavailableMaster("lost"), 6.1)
+    assert slave.heartbeat(8.0).live == 5
+
+
+def test_a_list_is_good_for_its_term_only() -> None:
+    """A later master counts its lists anew: it is told 0, and an answer of it without a list heals nothing."""
+    slave = RegistrationRig().serving()
+    slave.heartbeats.tick(0.0)
+    slave.heartbeat(2.0)
+    slave.heartbeats.on_answer(SlaveHeartbeatAnswer(1, 8.0, False, 10, LiveTransfers(5, (), ())), 2.1)
+    slave.heartbeats.on_healed([])
+    slave.standing = Standing(7, 2, GENESIS, (), 0, 0)
+    assert slave.heartbeat(4.0).live == 0
+    assert slave.heartbeats.on_answer(SlaveHeartbeatAnswer(2, 8.0, False, 3), 4.1) == []
+    assert slave.heartbeat(6.0).live == 0
+
+
+def test_a_list_is_good_for_its_registration_only() -> None:
+    """A master that was restored from an old copy may begin a term anew; it hears from its slaves first."""
+    slave = RegistrationRig().serving()
+    slave.heartbeats.tick(0.0)
+    slave.heartbeat(2.0)
+    slave.heartbeats.on_answer(SlaveHeartbeatAnswer(1, 8.0, False, 10, LiveTransfers(5, (), ())), 2.1)
+    slave.heartbeats.on_healed([])
+    slave.registration.request_again(slave.registration.number, 2.2)
+    slave.answer(Hold(), Followed.SERVES, 2.3)
+    assert slave.heartbeat(4.0).live == 0

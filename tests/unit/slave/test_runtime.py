@@ -39,7 +39,7 @@ from dips.protocol.effects import (
     SlaveOrder,
 )
 from dips.protocol.events import Done, Persisted, Prepared, PushRefused, PushStaged, SlaveRegistered
-from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer, Transfer
+from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeat, SlaveHeartbeatAnswer, Transfer
 from dips.protocol.manifest import Manifest
 from dips.slave.core import SlaveCore
 from dips.slave.open_transfers import OpenTransfers
@@ -121,7 +121,9 @@ class ScriptedMaster:
         self.registered: list[SlaveRegistered] = []
         self.heartbeats: list[SlaveHeartbeat] = []
         self.reports: list[PushStaged | PushRefused] = []
-        self.heartbeat: SlaveHeartbeatAnswer | Exception = SlaveHeartbeatAnswer(1, 10.0, False, 10**6, (PUSH,), ())
+        self.heartbeat: SlaveHeartbeatAnswer | Exception = SlaveHeartbeatAnswer(
+            1, 10.0, False, 10**6, LiveTransfers(1, (PUSH,), ())
+        )
         self.unresponsive_reports = 0
         self.happened = asyncio.Condition()
 
@@ -239,9 +241,9 @@ async def test_it_registers_again_when_a_heartbeat_says_so() -> None:
     async with living(master) as incarnation:
         await incarnation.ready()
         assert len(master.registered) == 2
-        master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, True, 0, (), ())
+        master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, True, 0, LiveTransfers(1, (), ()))
         await master.until(lambda: len(master.registered) == 3)
-        master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, False, 0, (), ())
+        master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, False, 0, LiveTransfers(1, (), ()))
         seen = len(master.heartbeats)
         await master.until(lambda: len(master.heartbeats) >= seen + 5)
         assert len(master.registered) <= 4
@@ -258,7 +260,7 @@ async def test_a_master_that_goes_away_is_waited_for(trouble: Exception) -> None
             seen = len(master.heartbeats)
             await master.until(lambda: len(master.heartbeats) >= seen + 3)
             master.term = 2
-            master.heartbeat = SlaveHeartbeatAnswer(2, 10.0, False, 0, (), ())
+            master.heartbeat = SlaveHeartbeatAnswer(2, 10.0, False, 0, LiveTransfers(1, (), ()))
             await master.until(lambda: master.heartbeats[-1].term == 2)
             assert not incarnation.task.done()
     assert {"master_silent", "heartbeat_refused"} & {line["event"] for line in logs}
@@ -290,7 +292,7 @@ async def test_staged_and_refused_are_told_until_heard() -> None:
     master.unresponsive_reports = 2
     async with living(master) as incarnation:
         await incarnation.ready()
-        assert await incarnation.order(OpenPush(PUSH, (0,), 60.0)) == Done()
+        assert await incarnation.order(OpenPush(PUSH, 1, 60.0)) == Done()
         assert incarnation.flow.events is not None
         incarnation.flow.events.on_push_staged(PUSH, 12)
         await master.until(lambda: master.reports == [PushStaged("s", 7, PUSH, 12)])
@@ -317,8 +319,8 @@ async def test_a_heartbeat_heals_what_the_master_does_not_list() -> None:
     master = ScriptedMaster(LoadVersion(GENESIS), Hold())
     async with living(master) as incarnation:
         await incarnation.ready()
-        await incarnation.order(OpenPush(PUSH, (0,), 60.0))
-        master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, False, 10**6, (), ())
+        await incarnation.order(OpenPush(PUSH, 1, 60.0))
+        master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, False, 10**6, LiveTransfers(1, (), ()))
         await master.until(lambda: not incarnation.flow.pushes)
 
 
@@ -326,13 +328,13 @@ async def test_busy_is_tried_again_until_the_deadline() -> None:
     """An OpenPush that finds no slot waits for a DropPush behind it; without one it is refused before its deadline."""
     master = ScriptedMaster(LoadVersion(GENESIS), Hold())
     other = PushId("y", 1, 1)
-    master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, False, 0, (), ())
+    master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, False, 0, LiveTransfers(1, (), ()))
     async with living(master) as incarnation:
         await incarnation.ready()
-        await incarnation.order(OpenPush(PUSH, (0,), 60.0))
+        await incarnation.order(OpenPush(PUSH, 1, 60.0))
         with pytest.raises(Busy):
-            await incarnation.order(OpenPush(other, (0,), 60.0), deadline_s=0.2)
-        waiting = asyncio.create_task(incarnation.order(OpenPush(other, (0,), 60.0)))
+            await incarnation.order(OpenPush(other, 1, 60.0), deadline_s=0.2)
+        waiting = asyncio.create_task(incarnation.order(OpenPush(other, 1, 60.0)))
         await incarnation.order(Ping())
         assert not waiting.done()
         await incarnation.order(DropPush(PUSH, "over"))
@@ -344,7 +346,7 @@ async def test_orders_of_a_round_through_the_servicer() -> None:
     master = ScriptedMaster(LoadVersion(GENESIS), Hold())
     async with living(master) as incarnation:
         await incarnation.ready()
-        await incarnation.order(OpenPush(PUSH, (0,), 60.0))
+        await incarnation.order(OpenPush(PUSH, 1, 60.0))
         incarnation.flow.pushes[PUSH][0].fill(0.5)
         assert incarnation.flow.events is not None
         incarnation.flow.events.on_push_staged(PUSH, 12)
@@ -367,7 +369,7 @@ async def test_a_snapshot_is_written_beside_the_orders() -> None:
         persist = Persist(VersionId(1, 1))
         first = asyncio.create_task(incarnation.order(persist, number=100))
         second = PushId(PUSH.cluster, PUSH.inc, PUSH.seq + 1)
-        master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, False, 10**6, (second,), ())
+        master.heartbeat = SlaveHeartbeatAnswer(1, 10.0, False, 10**6, LiveTransfers(1, (second,), ()))
         apply = asyncio.create_task(make_version(incarnation, 2, second, VersionId(1, 1)))
         await master.until(lambda: incarnation.shard.versions.folded)
         first.cancel()  # the connection breaks, and the order is sent again
@@ -382,7 +384,7 @@ async def test_a_snapshot_is_written_beside_the_orders() -> None:
 
 async def make_version(incarnation: RunningSlave, round_: int, push: PushId, head: VersionId) -> Any:
     """One push in, up to Prepared."""
-    await incarnation.order(OpenPush(push, (0,), 60.0))
+    await incarnation.order(OpenPush(push, 1, 60.0))
     incarnation.flow.pushes[push][0].fill(0.5)
     assert incarnation.flow.events is not None
     incarnation.flow.events.on_push_staged(push, 12)

@@ -58,7 +58,7 @@ def test_a_restarted_slave_loads_the_head_from_disk() -> None:
     new = ShardRig(disk=old.disk)
     new.welcome(LoadVersion(version))
     with pytest.raises(StaleVersion):
-        new.order(OpenPush(P1, (0,), 1.0))
+        new.order(OpenPush(P1, 1, 1.0))
     new.shard.follow_order(LoadVersion(version))
     for read in (Versions.theta, Versions.momentum):
         for layer in (0, 2):

@@ -197,7 +197,7 @@ def test_abort_keeps_what_was_not_folded() -> None:
     slave.fold(P1, 0.5)
     slave.stage(P2, 0.25)
     slave.order(Measure(1, P2, GENESIS))
-    slave.order(OpenPush(PushId("y", 1, 1), (0,), 1.0))
+    slave.order(OpenPush(PushId("y", 1, 1), 1, 1.0))
     slave.order(Abort(1, "skipped"))
     assert slave.shard.versions.open_pushes == (P2, PushId("y", 1, 1))
     with pytest.raises(LocalProtocolError, match="was not measured in round 2"):
@@ -252,7 +252,7 @@ def test_apply_waits_for_a_reader() -> None:
     slave.order(OpenPull(PULL, GENESIS))
     slave.order(Commit(slave.prepare(P1, 1), ()))
     slave.fold(P2, 0.25, round_=2)
-    slave.order(OpenPush(P3, (0,), 60.0))
+    slave.order(OpenPush(P3, 1, 60.0))
     order = slave.made(Apply(2, VersionId(2, 2), 1.0, 1.0, 0.0))
     with pytest.raises(Busy):
         slave.shard.execute_order(order)
@@ -276,7 +276,7 @@ def test_apply_moves_slow_readers_to_the_snapshot_file() -> None:
     assert {i: a.tobytes() for i, a in slave.flow.pulls[PULL].items()} == held
     slave.fold(P3, 0.25, round_=3)
     order = slave.made(Apply(3, VersionId(3, 3), 1.0, 1.0, 0.0))
-    slave.order(OpenPush(PushId("y", 1, 1), (0,), 60.0))
+    slave.order(OpenPush(PushId("y", 1, 1), 1, 60.0))
     with pytest.raises(Busy, match="older θ v1@r1"):
         slave.shard.execute_order(order)
     slave.shard.transfers.on_source_moved(PULL)
@@ -288,7 +288,7 @@ def test_apply_moves_slow_readers_to_the_snapshot_file() -> None:
 def test_reorder_reaches_a_push_that_moves_and_nothing_else() -> None:
     """Legal any time; a push that is staged, dropped or unknown has nothing to be ordered."""
     slave = ShardRig().ready()
-    slave.order(OpenPush(P1, (0,), 60.0))
+    slave.order(OpenPush(P1, 1, 60.0))
     assert slave.order(Reorder(P1, (3,))) == Done()
     assert slave.order(Reorder(P1, (1,))) == Done()
     assert slave.order(Reorder(P2, (2,))) == Done()

@@ -52,7 +52,7 @@ E = TypeVar("E")
 
 
 def grant(version: VersionId = GENESIS) -> Grant:
-    return Grant(version, (), ((),), 60.0)
+    return Grant(version, (), 60.0)
 
 
 def outcome(kind: OutcomeKind, version: VersionId | None = V1, pull: bool = True) -> Outcome:

@@ -13,7 +13,7 @@ from dips.errors import LocalProtocolError, RemoteProtocolError
 from dips.ids import VersionId
 from dips.protocol.effects import Grant, ManifestWanted, SlaveAddress
 
-GRANT = Grant(VersionId(3, 4), (SlaveAddress("ps0", 2, ("127.0.0.1:1",), (0, 2)),), ((0,), (0,)), 60.0)
+GRANT = Grant(VersionId(3, 4), (SlaveAddress("ps0", 2, ("127.0.0.1:1",), (0, 2)),), 60.0)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ class TransferRank:
     def request(self, version: VersionId, accepted: int, codec: str) -> TransferRequest:
         self._seq += 1
         base = None if codec == "fp32" else version
-        grant = Grant(version, (), ((),), 60.0, codec, base)
+        grant = Grant(version, (), 60.0, codec, base)
         return TransferRequest(grant, TransferIdentity("r", "c", 1, self._seq, 0), lambda *_: "", accepted)
 
     def push(self, version: VersionId, accepted: int = 0) -> int:
