@@ -14,21 +14,23 @@ from math import inf
 from random import Random
 
 from dips.errors import Busy, Stale, Unavailable
-from dips.protocol.effects import Registered, RegisterLater
+from dips.protocol.effects import LoadVersion, Registered, RegisterLater
 from dips.protocol.events import SlaveRegistered
 from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer, Transfer
 from dips.slave.actions import (
     Actions,
     CallMaster,
     DescribeShard,
+    EndLoad,
     EndSlave,
     FollowRegistration,
     HealTransfers,
     KeepInMirror,
+    ReadSnapshot,
     WelcomeShard,
     WriteLog,
 )
-from dips.slave.shard_registration import Followed, Unfollowed
+from dips.slave.shard_registration import Followed, Read, Unfollowed
 from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming, Standing
 from dips.transport.backoff import Backoff
 
@@ -100,12 +102,15 @@ class Registration:
         assert self._registered is not None
         return [FollowRegistration(self._registered.order)]
 
-    def on_followed(self, followed: Followed | Unfollowed | Exception, now: float) -> Actions:
-        """The shard has done what the answer ordered, or says why it could not."""
+    def on_followed(self, followed: Followed | Unfollowed | Read | Exception, now: float) -> Actions:
+        """The shard has done what the answer ordered, says why it could not, or what is to be read for it."""
         if isinstance(followed, Exception):
             return self._on_failure(followed, now)
         registered = self._registered
         assert registered is not None
+        if callable(followed):
+            assert isinstance(registered.order, LoadVersion)
+            return [ReadSnapshot(registered.order, followed)]
         self._backoff.reset()
         if isinstance(followed, Unfollowed):
             again_s = self._timing.backoff_s[1]
@@ -122,6 +127,10 @@ class Registration:
             return [WriteLog("info", "register_waits", fields)]
         self._sleep_for(0.0, now)
         return [WriteLog("info", "register_order_done", {"order": str(order)}), *self.tick(now)]
+
+    def on_read(self, work: ReadSnapshot, error: Exception | None) -> Actions:
+        """The snapshot lies in memory, or could not be read."""
+        return [EndLoad(work.order, error)]
 
     def _on_failure(self, error: Exception, now: float) -> Actions:
         if not isinstance(error, RETRIED):

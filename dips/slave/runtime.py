@@ -23,9 +23,10 @@ from dips.slave.actions import (
     CallMaster,
     EndSlave,
     KeepInMirror,
+    ReadSnapshot,
     ShardWork,
+    WorkOnDisk,
     WriteLog,
-    WriteSnapshot,
 )
 from dips.slave.core import SlaveCore
 from dips.slave.open_transfers import Report
@@ -115,9 +116,9 @@ class SlaveRuntime:
                 task = self._loop.create_task(self._call_master(action))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            case WriteSnapshot(_, _, write):
-                written = self._loop.run_in_executor(None, write)
-                written.add_done_callback(partial(self._on_done, action))
+            case WorkOnDisk() | ReadSnapshot():
+                beside = self._loop.run_in_executor(None, action.run)
+                beside.add_done_callback(partial(self._on_done, action))
             case KeepInMirror(versions):
                 if self._mirror is not None:
                     self._mirror.want(versions)
@@ -132,7 +133,7 @@ class SlaveRuntime:
         done = asyncio.wrap_future(self._thread.perform_work(work), loop=self._loop)
         done.add_done_callback(partial(self._on_done, work))
 
-    def _on_done(self, work: ShardWork | WriteSnapshot, done: asyncio.Future[Any] | Future[Any]) -> None:
+    def _on_done(self, work: ShardWork | WorkOnDisk | ReadSnapshot, done: asyncio.Future[Any] | Future[Any]) -> None:
         if done.cancelled():
             return
         result = done.exception() or done.result()

@@ -160,7 +160,18 @@ MUTANTS = (
     Mutant("a served version is retired", ROOM, "if needed:", "if False:", SHARD),
     Mutant("an old round begins again", ROOM, "if round_ < self._last", "if False and round_ < self._last", SHARD),
     Mutant("a committed round is aborted", ROOM, "memory.round == order.round", "False", SHARD),
-    Mutant("a late persist's answer crosses terms", ROOM, "if order.term == self.term:", "if True:", SHARD),
+    Mutant(
+        "a late persist's answer crosses terms",
+        ROOM,
+        "if answer is not None and order.term == self.term:",
+        "if answer is not None:",
+        SHARD,
+    ),
+    Mutant(
+        "an order overtakes the load before it", ROOM, "if isinstance(order.body, NEED_A_VERSION):", "if False:", SHARD
+    ),
+    Mutant("what is being loaded is deleted", ROOM, ", self.versions.loading}", "}", SHARD),
+    Mutant("room that is being made is no room", ROOM, "            if self.deleting:", "            if False:", SHARD),
     Mutant("poison is forgotten", ROOM, 'self.poison = f"{what} failed', 'self.reason = f"{what} failed', SHARD),
     Mutant(
         "a tombstone below its transfer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import inf
 from random import Random
 
@@ -15,9 +16,11 @@ from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
 from dips.slave.actions import (
     CallMaster,
     DescribeShard,
+    EndLoad,
     EndSlave,
     FollowRegistration,
     HealTransfers,
+    ReadSnapshot,
     SlaveAction,
     WelcomeShard,
     WriteLog,
@@ -78,6 +81,22 @@ def test_load_is_followed_by_another_register_at_once_and_hold_by_none() -> None
     assert slave.answer(Hold(), Followed.SERVES, 2.0) == []
     assert slave.registration.phase is RegistrationPhase.SERVING
     assert slave.registration.next_deadline() == inf
+
+
+def test_a_snapshot_is_read_beside_the_shard() -> None:
+    """The shard only begins a load; while the disk reads, no other Register leaves, and its end is the shard's."""
+    slave, order = RegistrationRig(), LoadVersion(GENESIS)
+    slave.registration.tick(0.0)
+    slave.registration.on_described(SAID, 0.0)
+    slave.registration.on_registered(registered(order), 0.0)
+    slave.registration.on_welcomed(None, 0.0)
+    read = partial(print, "what reads the snapshot")
+    assert slave.registration.on_followed(read, 0.0) == [ReadSnapshot(order, read)]
+    assert slave.registration.tick(100.0) == slave.registration.request_again(1, 100.0) == []
+    broken = OSError("bad sector")
+    assert slave.registration.on_read(ReadSnapshot(order, read), broken) == [EndLoad(order, broken)]
+    assert slave.registration.on_read(ReadSnapshot(order, read), None) == [EndLoad(order, None)]
+    assert work_of(slave.registration.on_followed(Followed.DONE, 100.0)) == [DESCRIBE]
 
 
 def test_wait_is_obeyed_to_the_second_and_a_failed_order_waits_the_longest_pause() -> None:
