@@ -85,7 +85,8 @@ class BufferFlow:
 
 class GatedDisk:
     def __init__(self) -> None:
-        self.may_write = threading.Event()
+        self.may_write, self.may_read = threading.Event(), threading.Event()
+        self.may_read.set()
         self.writes = 0
 
     def reserve_room(self, version: VersionId, nbytes: int) -> None:
@@ -103,6 +104,7 @@ class GatedDisk:
         return "d1ge57"
 
     def read_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
+        assert self.may_read.wait(10)
         theta[0].fill(1.0)
         momentum[0].fill(0.0)
 
@@ -297,6 +299,25 @@ async def test_staged_and_refused_are_told_until_heard() -> None:
         await master.until(lambda: master.heartbeats[-1].staged == (PUSH,))
         incarnation.flow.events.on_push_refused(PUSH, "it stalled")
         await master.until(lambda: master.reports[1:] == [PushRefused("s", 7, PUSH, "it stalled")])
+
+
+async def test_orders_are_answered_while_a_snapshot_is_loaded() -> None:
+    """The disk takes as long as it takes: a Ping has its answer, an OpenPush that came early waits for the version."""
+    master = ScriptedMaster(LoadVersion(GENESIS), Hold())
+    async with living(master) as incarnation:
+        disk = incarnation.shard._disk
+        assert isinstance(disk, GatedDisk)
+        disk.may_read.clear()
+        await master.until(lambda: len(master.registered) == 1)
+        while incarnation.shard.versions.loading is None:
+            await asyncio.sleep(0.001)
+        opening = asyncio.create_task(incarnation.order(OpenPush(PUSH, (0,), 60.0)))
+        assert await asyncio.wait_for(incarnation.order(Ping()), 5) == Done()
+        assert not opening.done()
+        assert len(master.registered) == 1
+        disk.may_read.set()
+        await incarnation.ready()
+        assert await opening == Done()
 
 
 async def test_heartbeats_go_on_while_the_shard_is_busy() -> None:
