@@ -43,6 +43,7 @@ from dips.slave.actions import (
     FollowRegistration,
     KeepInMirror,
     ReadSnapshot,
+    RestoreFromMirror,
     ShardWork,
     WorkOnDisk,
     WriteLog,
@@ -209,10 +210,6 @@ class SlaveProcess:
             self._do_actions(self.core.add_reports(reports))
 
     def _boot(self) -> None:
-        """What the mirror holds and the disk lacks is brought back before it registers; a mirror that is gone waits."""
-        if self._mirror is not None and not self._mirror.restore():
-            self._call_later(BACKOFF_S[1], f"{self.name} waits for its mirror", self._boot)
-            return
         self._booted = True
         self.machine.mark_touched()
         self._run_tick()
@@ -243,6 +240,11 @@ class SlaveProcess:
             self.gate.pass_on(partial(self._take_reply, action, reply))
 
         self.world.network.call_host(self.name, "master", action.message, action.deadline_s, on_reply)
+
+    def _restore_from_mirror(self, action: RestoreFromMirror) -> None:
+        assert self._mirror is not None, "who has no mirror does not ask"
+        restored = attempt_work(partial(self._mirror.restore, action.on_disk))
+        self._do_actions(self.core.on_done(action, restored, self.world.heap.now))
 
     def _keep_in_mirror(self, action: KeepInMirror) -> None:
         if self._mirror is not None:
@@ -354,6 +356,7 @@ _SHELL: Mapping[type, Callable[[SlaveProcess, Any], None]] = {
     AnswerOrder: SlaveProcess._answer_order,
     WorkOnDisk: SlaveProcess._begin_on_disk,
     ReadSnapshot: SlaveProcess._begin_on_disk,
+    RestoreFromMirror: SlaveProcess._restore_from_mirror,
     KeepInMirror: SlaveProcess._keep_in_mirror,
     EndSlave: SlaveProcess._end_process,
     WriteLog: SlaveProcess._skip_log,

@@ -144,6 +144,16 @@ class ReadSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class RestoreFromMirror:
+    """Bring back what the mirror holds and is newer than `on_disk`, beside all else; a Restored is its end."""
+
+    on_disk: tuple[VersionId, ...]
+
+
+WorkBeside = WorkOnDisk | ReadSnapshot | RestoreFromMirror
+
+
+@dataclass(frozen=True, slots=True)
 class KeepInMirror:
     """Tell the mirror, if there is one, what it is to hold: the last of `versions` next."""
 
@@ -182,5 +192,5 @@ class EndSlave:
     error: Exception
 
 
-SlaveAction = ShardWork | WorkOnDisk | ReadSnapshot | KeepInMirror | CallMaster | AnswerOrder | WriteLog | EndSlave
+SlaveAction = ShardWork | WorkBeside | KeepInMirror | CallMaster | AnswerOrder | WriteLog | EndSlave
 Actions = list[SlaveAction]

@@ -25,9 +25,11 @@ from dips.slave.actions import (
     FollowRegistration,
     HealTransfers,
     ReadSnapshot,
+    RestoreFromMirror,
     ShardWork,
     Ticket,
     WelcomeShard,
+    WorkBeside,
     WorkOnDisk,
 )
 from dips.slave.open_transfers import Report
@@ -62,6 +64,7 @@ class SlaveCore:
         registration, heartbeats, orders = self.registration, self.heartbeats, self.orders
         self._done: dict[type, Callable[[Any, Any, float], Actions]] = {
             DescribeShard: lambda work, result, now: registration.on_described(result, now),
+            RestoreFromMirror: registration.on_restored,
             WelcomeShard: lambda work, result, now: registration.on_welcomed(result, now),
             FollowRegistration: lambda work, result, now: registration.on_followed(result, now),
             ReadSnapshot: lambda work, result, now: registration.on_read(work, result),
@@ -105,7 +108,7 @@ class SlaveCore:
         """Who gave the order has hung up."""
         self.orders.drop_order(ticket)
 
-    def on_done(self, work: ShardWork | WorkOnDisk | ReadSnapshot, result: object, now: float) -> Actions:
+    def on_done(self, work: ShardWork | WorkBeside, result: object, now: float) -> Actions:
         """Work has ended, with a result or with the exception that it raised."""
         return self._done[type(work)](work, result, now)
 

@@ -14,6 +14,7 @@ from math import inf
 from typing import Any
 
 from dips.errors import UnavailableMaster
+from dips.ids import VersionId
 from dips.protocol.effects import Acknowledged, Order, Registered
 from dips.protocol.events import Answer, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer
@@ -24,11 +25,14 @@ from dips.slave.actions import (
     EndSlave,
     KeepInMirror,
     ReadSnapshot,
+    RestoreFromMirror,
     ShardWork,
+    WorkBeside,
     WorkOnDisk,
     WriteLog,
 )
 from dips.slave.core import SlaveCore
+from dips.slave.mirror_plan import Restored
 from dips.slave.open_transfers import Report
 from dips.slave.shard_thread import ShardThread
 from dips.slave.snapshot_mirror import SnapshotMirror
@@ -49,8 +53,10 @@ class SlaveRuntime:
         master: str,
         log: Log,
         mirror: SnapshotMirror | None = None,
+        restore: Callable[[tuple[VersionId, ...]], Restored] = lambda on_disk: Restored(()),
     ) -> None:
-        self._core, self._thread, self._log, self._mirror = core, thread, log, mirror
+        """`restore` brings back from the mirror what is newer than what is on the disk; called on any thread."""
+        self._core, self._thread, self._log, self._mirror, self._restore = core, thread, log, mirror, restore
         self._peer = f"the master at {master}"
         self._calls: dict[type, tuple[Any, type]] = {
             SlaveRegistered: (stub.Register, Registered),
@@ -117,8 +123,9 @@ class SlaveRuntime:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             case WorkOnDisk() | ReadSnapshot():
-                beside = self._loop.run_in_executor(None, action.run)
-                beside.add_done_callback(partial(self._on_done, action))
+                self._run_beside(action, action.run)
+            case RestoreFromMirror(on_disk):
+                self._run_beside(action, partial(self._restore, on_disk))
             case KeepInMirror(versions):
                 if self._mirror is not None:
                     self._mirror.want(versions)
@@ -129,11 +136,15 @@ class SlaveRuntime:
             case _:
                 self._perform_work(action)  # type: ignore[arg-type]  # all that is left is work on the shard
 
+    def _run_beside(self, action: WorkBeside, work: Callable[[], object]) -> None:
+        done = self._loop.run_in_executor(None, work)
+        done.add_done_callback(partial(self._on_done, action))
+
     def _perform_work(self, work: ShardWork) -> None:
         done = asyncio.wrap_future(self._thread.perform_work(work), loop=self._loop)
         done.add_done_callback(partial(self._on_done, work))
 
-    def _on_done(self, work: ShardWork | WorkOnDisk | ReadSnapshot, done: asyncio.Future[Any] | Future[Any]) -> None:
+    def _on_done(self, work: ShardWork | WorkBeside, done: asyncio.Future[Any] | Future[Any]) -> None:
         if done.cancelled():
             return
         result = done.exception() or done.result()

@@ -90,6 +90,27 @@ MUTANTS = (
         "if self._wanted[-1] not in self._held and all(v in self._wanted for v in self._held):",
         MIRROR,
     ),
+    Mutant(
+        "a copy of other layers is a copy",
+        ROOM,
+        "if layers is None or held == sorted(layers):",
+        "if layers is None or layers is not None:",
+        MIRROR,
+    ),
+    Mutant(
+        "what was listed is forgotten first",
+        ROOM,
+        "self._list_due = True\n\n    def on_done",
+        "self._held = None\n\n    def on_done",
+        MIRROR,
+    ),
+    Mutant(
+        "an empty disk registers while its mirror fails",
+        ROOM,
+        "        if work.on_disk:",
+        "        if True:",
+        "tests/unit/slave/test_registration.py",
+    ),
     Mutant("a mirror beats a newer disk", ROOM, "if version.round <= newest:", "if False:", MIRROR),
     # ---- what is believed
     Mutant(
