@@ -3,6 +3,9 @@
 The same for both directions: a slave takes a push in from a rank, a rank takes a pull in from a slave. A chunk that is
 not asked for is refused, so duplicates and strangers change nothing; a wrong one is missing again; when the connection
 breaks, what was asked is missing again, and what is claimed goes on. Pure; the owner serialises the calls.
+
+Only whole chunks are seen to arrive: who owes one for `stall_s` is taken for dead. So where a link is slow, or has not
+shown yet that it is not, chunks are asked for in smaller pieces.
 """
 
 from __future__ import annotations
@@ -13,9 +16,12 @@ from collections.abc import Iterable
 from dips.transport.credit import MOST_CHUNKS, Credit
 from dips.transport.pool import Transit, pool_cost
 from dips.wire.chunks import Range, split_chunks
-from dips.wire.frame import Header
+from dips.wire.frame import ITEM_BYTES, Header
 
 UNIT_CHUNKS = 8  # in one WANT
+CHUNK_S = 2.0  # that a chunk may take by the stream's present rate, far below any stall_s
+FIRST_CHUNK_BYTES = 256 << 10  # of fp32, before a rate is known: MOST_CHUNKS of these are more than the first credit
+LEAST_CHUNK_BYTES = 64 << 10  # of fp32, on the slowest link: 2 kB/s bring it within 30 s
 
 
 class Intake:
@@ -31,6 +37,7 @@ class Intake:
         self.left = sum(chunk.nbytes for chunk in self._missing)  # bytes not here
         self.total = self.left
         self.last_byte_at = now  # the last byte, or the first WANT after silence
+        self._unmeasured_bytes = FIRST_CHUNK_BYTES  # of a chunk while no rate is known
 
     @property
     def complete(self) -> bool:
@@ -70,17 +77,30 @@ class Intake:
     def _take_missing(self, allowance: int) -> list[Range]:
         chunks: list[Range] = []
         while self._missing and allowance > 0 and len(self._asked) < MOST_CHUNKS:
-            chunk = self._missing[0]
+            chunk = self._next_chunk()
             if self._asked and self._asked_bytes + chunk.nbytes > self.credit.bytes:
                 break
             if not self._pool.take_bytes(pool_cost(chunk.nbytes)):
                 break
-            self._missing.popleft()
+            self._remove_missing(chunk)
             self._asked[chunk[:3]] = chunk
             self._asked_bytes += chunk.nbytes
             allowance -= chunk.nbytes
             chunks.append(chunk)
         return chunks
+
+    def _next_chunk(self) -> Range:
+        """The first missing chunk, or as much of its beginning as comes in time. Whole blocks: they are never cut."""
+        chunk = self._missing[0]
+        rate = self.credit.latest_bytes_per_s
+        nbytes = int(rate * CHUNK_S) if rate else self._unmeasured_bytes
+        most = max(1, nbytes // LEAST_CHUNK_BYTES) * LEAST_CHUNK_BYTES // ITEM_BYTES
+        return chunk if chunk.length <= most else type(chunk)(*chunk[:3], most)
+
+    def _remove_missing(self, chunk: Range) -> None:
+        layer, param, offset, length = self._missing.popleft()
+        if rest := length - chunk.length:
+            self._missing.appendleft(type(chunk)(layer, param, offset + chunk.length, rest))
 
     def claim_chunk(self, header: Header, now: float) -> Range | None:
         """asked → claimed, if this very chunk was asked; else None.
@@ -119,5 +139,8 @@ class Intake:
         for chunk in reversed(self._asked.values()):
             self._pool.give_back(pool_cost(chunk.nbytes))
             self._missing.appendleft(chunk)
+        if self._asked:
+            self.credit.forget_rate()
+            self._unmeasured_bytes = LEAST_CHUNK_BYTES
         self._asked.clear()
         self._asked_bytes = 0

@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.transport.credit import FIRST_BYTES, LEAST_BYTES, MOST_BYTES, MOST_CHUNKS, Credit
-from dips.transport.intake import UNIT_CHUNKS, Intake
+from dips.transport.intake import CHUNK_S, FIRST_CHUNK_BYTES, LEAST_CHUNK_BYTES, UNIT_CHUNKS, Intake
 from dips.transport.pool import FLOOR_BYTES, Transit
-from dips.wire.chunks import Range
-from dips.wire.frame import Header, Kind
+from dips.wire.chunks import Bf16Range, Int8Range, Range
+from dips.wire.frame import BLOCK, Header, Kind
 
 MIB = 1 << 20
+FIRST = FIRST_CHUNK_BYTES
 
 
 def header(chunk: Range, nbytes: int | None = None) -> Header:
@@ -58,14 +59,14 @@ def test_small_chunks_are_bounded_by_their_number():
 
 def test_a_turn_bounds_what_is_asked():
     """The last chunk may pass the allowance, no further one."""
-    assert len(asked(make(100 * MIB), allowance=MIB + 1)) == 2
+    assert len(asked(make(100 * MIB), allowance=FIRST + 1)) == 2
     assert asked(make(100 * MIB), allowance=0) == []
 
 
 def test_a_chunk_is_claimed_once():
     """Unasked, repeated and misshapen chunks are refused and change nothing."""
-    intake = make(2 * MIB)
-    stranger = Range(0, 0, 0, MIB // 4)
+    intake = make(2 * FIRST)
+    stranger = Range(0, 0, 0, FIRST // 4)
     assert intake.claim_chunk(header(stranger), 0.0) is None  # not asked yet
     first, second = asked(intake)
     assert intake.claim_chunk(header(first, nbytes=4), 0.0) is None  # of another length
@@ -78,7 +79,7 @@ def test_a_chunk_is_claimed_once():
 
 def test_a_wrong_chunk_is_asked_again():
     """Its bytes were not what its sender saw: it is missing, and only it."""
-    intake = make(2 * MIB)
+    intake = make(2 * FIRST)
     first, second = asked(intake)
     intake.claim_chunk(header(first), 0.0)
     intake.mark_wrong(first)
@@ -90,7 +91,7 @@ def test_a_wrong_chunk_is_asked_again():
 def test_what_was_asked_of_a_broken_connection_is_asked_again():
     """In the same order; what is here stays, what is being copied goes on."""
     pool = Transit(256 * MIB)
-    intake = make(4 * MIB, pool)
+    intake = make(4 * LEAST_CHUNK_BYTES, pool, chunk_bytes=LEAST_CHUNK_BYTES)
     a, b, c, d = asked(intake)
     for chunk in (a, b):
         intake.claim_chunk(header(chunk), 0.0)
@@ -197,6 +198,57 @@ def over_a_link(nbytes: int, bytes_per_s: float, delay_s: float) -> float:
         assert intake.claim_chunk(header(chunk), now) == chunk
         intake.mark_received(chunk)
     return now
+
+
+def longest_silence(bytes_per_s: float) -> float:
+    """Seconds between two whole chunks over a link that is simulated, at most."""
+    intake = make(int(400 * bytes_per_s) // 4 * 4)
+    arrivals: deque[tuple[float, Range]] = deque()
+    now = free = silence = 0.0
+    while not intake.complete:
+        for unit in intake.ask_chunks(now, 1 << 60):
+            for chunk in unit:
+                free = max(free, now)
+                free += chunk.nbytes / bytes_per_s
+                arrivals.append((free, chunk))
+        at, chunk = arrivals.popleft()
+        silence, now = max(silence, at - now), at
+        assert intake.claim_chunk(header(chunk), now) == chunk
+        intake.mark_received(chunk)
+    return silence
+
+
+@pytest.mark.parametrize("kilobytes_per_s", [10, 30, 100, 300])
+def test_a_slow_link_shows_that_it_lives(kilobytes_per_s: float) -> None:
+    """Where a chunk of 1 MiB took longer than `stall_s`, which is 30 s, the stream was broken before it was here."""
+    assert longest_silence(1e3 * kilobytes_per_s) <= max(30.0, CHUNK_S)
+    assert longest_silence(1e3 * kilobytes_per_s) >= min(0.5, FIRST / 1e3 / kilobytes_per_s), "they are not too small"
+
+
+def test_after_a_break_chunks_are_smallest_until_a_rate_is_known() -> None:
+    """What did not come whole is asked again in pieces, each byte once; then in whole chunks, as fast as they come."""
+    intake = make(100 * MIB)
+    assert asked(intake)[0].nbytes == FIRST
+    intake.on_connection_lost()
+    again = asked(intake)
+    assert {chunk.nbytes for chunk in again} == {LEAST_CHUNK_BYTES}
+    for at, chunk in enumerate(again):
+        assert intake.claim_chunk(header(chunk), 1.0 + 0.01 * at) == chunk
+        intake.mark_received(chunk)
+    later = [chunk for unit in intake.ask_chunks(5.0, 1 << 60) for chunk in unit]
+    assert MIB in {chunk.nbytes for chunk in later}, "6 MB/s bring it within 2 s"
+    assert len({chunk.offset for chunk in (*again, *later)}) == len(again) + len(later)
+
+
+@pytest.mark.parametrize("kind", [Range, Bf16Range, Int8Range])
+def test_pieces_of_a_chunk_are_whole_blocks(kind: type[Range]) -> None:
+    """A block of int8 has one step: where it is cut, its bytes are others than before."""
+    piece = kind(0, 0, 3, 1_000_003)
+    intake = Intake([piece], MIB, Transit(256 * MIB), 0.0)
+    chunks = asked(intake)
+    assert sum(chunk.nbytes for chunk in chunks) == intake.total == piece.nbytes
+    assert all((chunk.offset - 3) % BLOCK == 0 and type(chunk) is kind for chunk in chunks)
+    assert sum(chunk.length for chunk in chunks) == piece.length
 
 
 @pytest.mark.parametrize(("mbit", "delay_ms"), [(10, 20), (100, 20), (1000, 0.2), (1000, 20), (1000, 100), (10_000, 2)])
