@@ -7,8 +7,10 @@ their results over to it.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from math import inf
 from typing import Any
@@ -27,7 +29,6 @@ from dips.slave.actions import (
     ReadSnapshot,
     RestoreFromMirror,
     ShardWork,
-    WorkBeside,
     WorkOnDisk,
     WriteLog,
 )
@@ -123,9 +124,10 @@ class SlaveRuntime:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             case WorkOnDisk() | ReadSnapshot():
-                self._run_beside(action, action.run)
-            case RestoreFromMirror(on_disk):
-                self._run_beside(action, partial(self._restore, on_disk))
+                done = self._loop.run_in_executor(None, action.run)
+                done.add_done_callback(partial(self._on_done, action))
+            case RestoreFromMirror():
+                threading.Thread(target=self._restore_beside, args=(action,), name="restore", daemon=True).start()
             case KeepInMirror(versions):
                 if self._mirror is not None:
                     self._mirror.want(versions)
@@ -136,15 +138,21 @@ class SlaveRuntime:
             case _:
                 self._perform_work(action)  # type: ignore[arg-type]  # all that is left is work on the shard
 
-    def _run_beside(self, action: WorkBeside, work: Callable[[], object]) -> None:
-        done = self._loop.run_in_executor(None, work)
-        done.add_done_callback(partial(self._on_done, action))
+    def _restore_beside(self, action: RestoreFromMirror) -> None:
+        """On a thread that ends with the process: a mount that hangs must not keep it alive."""
+        result: object
+        try:
+            result = self._restore(action.on_disk)
+        except Exception as error:  # noqa: BLE001 (the core decides by its class what it means)
+            result = error
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._step_core, partial(self._core.on_done, action, result))
 
     def _perform_work(self, work: ShardWork) -> None:
         done = asyncio.wrap_future(self._thread.perform_work(work), loop=self._loop)
         done.add_done_callback(partial(self._on_done, work))
 
-    def _on_done(self, work: ShardWork | WorkBeside, done: asyncio.Future[Any] | Future[Any]) -> None:
+    def _on_done(self, work: ShardWork | WorkOnDisk | ReadSnapshot, done: asyncio.Future[Any] | Future[Any]) -> None:
         if done.cancelled():
             return
         result = done.exception() or done.result()

@@ -15,7 +15,7 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from dips.errors import Busy, ConfigError, LocalProtocolError, StaleTerm, UnavailableMaster
+from dips.errors import Busy, ConfigError, FailedMirror, LocalProtocolError, StaleTerm, UnavailableMaster
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer import reference
 from dips.outer.kernel_pool import KernelPool
@@ -38,10 +38,11 @@ from dips.protocol.effects import (
     RegisterLater,
     SlaveOrder,
 )
-from dips.protocol.events import Done, Persisted, Prepared, PushRefused, PushStaged, SlaveRegistered
+from dips.protocol.events import Done, MirrorReport, Persisted, Prepared, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import SlaveHeartbeat, SlaveHeartbeatAnswer, Transfer
 from dips.protocol.manifest import Manifest
 from dips.slave.core import SlaveCore
+from dips.slave.mirror_plan import Restored
 from dips.slave.open_transfers import OpenTransfers
 from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.runtime import SlaveRuntime
@@ -168,8 +169,13 @@ class RunningSlave:
     """A slave's runtime under way, its parts at hand."""
 
     def __init__(
-        self, master: ScriptedMaster, thread: ThreadPoolExecutor, prepare: Callable[[Registered], None]
+        self,
+        master: ScriptedMaster,
+        thread: ThreadPoolExecutor,
+        prepare: Callable[[Registered], None],
+        restore: Callable[[tuple[VersionId, ...]], Restored] | None,
     ) -> None:
+        self.mirror = None if restore is None else MirrorReport((), "")
         self.flow = BufferFlow()
         log = structlog.get_logger()
         self.thread = ShardThread(thread, time.monotonic, log)
@@ -185,14 +191,15 @@ class RunningSlave:
             prepare,
             Random(),
         )
-        self.runtime = SlaveRuntime(self.core, self.thread, master, master, "m:1", log)
+        more = {} if restore is None else {"restore": restore}
+        self.runtime = SlaveRuntime(self.core, self.thread, master, master, "m:1", log, **more)
         self.servicer = OrderServicer(self.runtime)
         self.task = asyncio.create_task(self.runtime.run())
         self.master = master
         self.number = 0
 
     def meters(self) -> Meters:
-        return Meters(5, 6, self.thread.persist_s, self.thread.apply_s)
+        return Meters(5, 6, self.thread.persist_s, self.thread.apply_s, mirror=self.mirror)
 
     async def ready(self) -> None:
         """Wait until Hold was followed and a heartbeat was answered: a heartbeat alone may come before the last
@@ -209,10 +216,12 @@ class RunningSlave:
 
 @asynccontextmanager
 async def living(
-    master: ScriptedMaster, prepare: Callable[[Registered], None] = lambda _: None
+    master: ScriptedMaster,
+    prepare: Callable[[Registered], None] = lambda _: None,
+    restore: Callable[[tuple[VersionId, ...]], Restored] | None = None,
 ) -> AsyncIterator[RunningSlave]:
     with ThreadPoolExecutor(1) as thread:
-        incarnation = RunningSlave(master, thread, prepare)
+        incarnation = RunningSlave(master, thread, prepare, restore)
         try:
             yield incarnation
         finally:
@@ -233,6 +242,27 @@ async def test_it_registers_until_hold_then_heartbeats() -> None:
         assert (heartbeat.bytes_in, heartbeat.bytes_out, heartbeat.transfers[0].nbytes) == (5, 6, 4)
         assert heartbeat.pool_limit == 12 * 5
         assert not incarnation.task.done()
+
+
+async def test_it_registers_when_its_mirror_was_looked_at() -> None:
+    """A mirror that fails is tried again; one that hangs does not keep the process from ending."""
+    found: list[Restored | Exception] = [FailedMirror("gone"), Restored((), "is it mounted?")]
+    gate = threading.Event()
+
+    def restore(on_disk: tuple[VersionId, ...]) -> Restored:
+        if not found:
+            gate.wait(10)
+            return Restored(())
+        one = found.pop(0)
+        if isinstance(one, Exception):
+            raise one
+        return one
+
+    master = ScriptedMaster(RegisterLater(0.001, "restoring"))
+    async with living(master, restore=restore):
+        await master.until(lambda: bool(master.registered))
+        assert (len(master.registered), master.registered[0].reason) == (1, "is it mounted?")
+    gate.set()
 
 
 async def test_it_registers_again_when_a_heartbeat_says_so() -> None:
