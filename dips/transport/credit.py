@@ -39,11 +39,6 @@ class Credit:
         """The bandwidth of the last span; 0 before the first is over."""
         return self._rates[-1] if self._rates else 0.0
 
-    def forget_rate(self) -> None:
-        """The connection broke with bytes on their way: what was measured says nothing of the next one."""
-        self._rates.clear()
-        self._span_at = None
-
     def on_want(self, now: float, idle: bool) -> None:
         """A WANT leaves; `idle` if nothing was in flight."""
         if idle:

@@ -4,14 +4,15 @@ The same for both directions: a slave takes a push in from a rank, a rank takes 
 not asked for is refused, so duplicates and strangers change nothing; a wrong one is missing again; when the connection
 breaks, what was asked is missing again, and what is claimed goes on. Pure; the owner serialises the calls.
 
-Only whole chunks are seen to arrive: who owes one for `stall_s` is taken for dead. So where a link is slow, or has not
-shown yet that it is not, chunks are asked for in smaller pieces.
+Only whole chunks are seen to arrive: who owes one for `stall_s` is taken for dead. So where a link is slow, chunks are
+asked for in smaller pieces, and one small piece alone while nobody knows how fast it is.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from dips.transport.credit import MOST_CHUNKS, Credit
 from dips.transport.pool import Transit, pool_cost
@@ -20,14 +21,22 @@ from dips.wire.frame import ITEM_BYTES, Header
 
 UNIT_CHUNKS = 8  # in one WANT
 CHUNK_S = 2.0  # that a chunk may take by the stream's present rate, far below any stall_s
-FIRST_CHUNK_BYTES = 256 << 10  # of fp32, before a rate is known: MOST_CHUNKS of these are more than the first credit
 LEAST_CHUNK_BYTES = 64 << 10  # of fp32, on the slowest link: 2 kB/s bring it within 30 s
+
+
+@dataclass(slots=True)
+class LinkRate:
+    """What a stream over one link has last seen, for the next one: it need not try again how fast the link is."""
+
+    bytes_per_s: float = 0.0  # 0: unknown
 
 
 class Intake:
     """The chunks of one stream; it survives the stream's connections."""
 
-    def __init__(self, pieces: Iterable[Range], chunk_bytes: int, pool: Transit, now: float) -> None:
+    def __init__(
+        self, pieces: Iterable[Range], chunk_bytes: int, pool: Transit, now: float, link: LinkRate | None = None
+    ) -> None:
         self._missing = deque(split_chunks(pieces, chunk_bytes))
         self._asked: dict[tuple[int, int, int], Range] = {}
         self._asked_bytes = 0
@@ -37,7 +46,8 @@ class Intake:
         self.left = sum(chunk.nbytes for chunk in self._missing)  # bytes not here
         self.total = self.left
         self.last_byte_at = now  # the last byte, or the first WANT after silence
-        self._unmeasured_bytes = FIRST_CHUNK_BYTES  # of a chunk while no rate is known
+        self._link = link or LinkRate()
+        self._rate = 0.0  # of this stream, or of another one over its link; 0 while unknown
 
     @property
     def complete(self) -> bool:
@@ -67,6 +77,7 @@ class Intake:
         """
         if not self.hungry:
             return []
+        self._rate = self._rate or self._link.bytes_per_s
         idle = not self._asked
         chunks = self._take_missing(allowance)
         if chunks and idle:
@@ -78,7 +89,8 @@ class Intake:
         chunks: list[Range] = []
         while self._missing and allowance > 0 and len(self._asked) < MOST_CHUNKS:
             chunk = self._next_chunk()
-            if self._asked and self._asked_bytes + chunk.nbytes > self.credit.bytes:
+            trial = not self._rate and chunk.length < self._missing[0].length
+            if self._asked and (trial or self._asked_bytes + chunk.nbytes > self.credit.bytes):
                 break
             if not self._pool.take_bytes(pool_cost(chunk.nbytes)):
                 break
@@ -92,9 +104,7 @@ class Intake:
     def _next_chunk(self) -> Range:
         """The first missing chunk, or as much of its beginning as comes in time. Whole blocks: they are never cut."""
         chunk = self._missing[0]
-        rate = self.credit.latest_bytes_per_s
-        nbytes = int(rate * CHUNK_S) if rate else self._unmeasured_bytes
-        most = max(1, nbytes // LEAST_CHUNK_BYTES) * LEAST_CHUNK_BYTES // ITEM_BYTES
+        most = max(1, int(self._rate * CHUNK_S) // LEAST_CHUNK_BYTES) * LEAST_CHUNK_BYTES // ITEM_BYTES
         return chunk if chunk.length <= most else type(chunk)(*chunk[:3], most)
 
     def _remove_missing(self, chunk: Range) -> None:
@@ -114,9 +124,17 @@ class Intake:
         del self._asked[key]
         self._asked_bytes -= chunk.nbytes
         self._claimed += 1
+        self._measure_rate(chunk, now)
         self.last_byte_at = now
-        self.credit.on_chunk(chunk.nbytes, now)
         return chunk
+
+    def _measure_rate(self, chunk: Range, now: float) -> None:
+        self.credit.on_chunk(chunk.nbytes, now)
+        if not self._rate and chunk.length * ITEM_BYTES >= LEAST_CHUNK_BYTES:
+            self._rate = chunk.nbytes / max(now - self.last_byte_at, 1e-6)  # at least: the round trip is in it
+            self.credit = Credit()  # one chunk alone says nothing of how many the link can hold
+        self._rate = self.credit.latest_bytes_per_s or self._rate
+        self._link.bytes_per_s = self._rate
 
     def mark_received(self, chunk: Range) -> None:
         """claimed → here: it is in its place."""
@@ -140,7 +158,6 @@ class Intake:
             self._pool.give_back(pool_cost(chunk.nbytes))
             self._missing.appendleft(chunk)
         if self._asked:
-            self.credit.forget_rate()
-            self._unmeasured_bytes = LEAST_CHUNK_BYTES
+            self.credit, self._rate, self._link = Credit(), 0.0, LinkRate()  # others' streams may fare better
         self._asked.clear()
         self._asked_bytes = 0

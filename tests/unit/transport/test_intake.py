@@ -9,13 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dips.transport.credit import FIRST_BYTES, LEAST_BYTES, MOST_BYTES, MOST_CHUNKS, Credit
-from dips.transport.intake import CHUNK_S, FIRST_CHUNK_BYTES, LEAST_CHUNK_BYTES, UNIT_CHUNKS, Intake
+from dips.transport.intake import CHUNK_S, LEAST_CHUNK_BYTES, UNIT_CHUNKS, Intake, LinkRate
 from dips.transport.pool import FLOOR_BYTES, Transit
 from dips.wire.chunks import Bf16Range, Int8Range, Range
 from dips.wire.frame import BLOCK, Header, Kind
 
 MIB = 1 << 20
-FIRST = FIRST_CHUNK_BYTES
 
 
 def header(chunk: Range, nbytes: int | None = None) -> Header:
@@ -25,7 +24,7 @@ def header(chunk: Range, nbytes: int | None = None) -> Header:
 
 
 def make(nbytes: int, pool: Transit | None = None, chunk_bytes: int = MIB) -> Intake:
-    return Intake([Range(0, 0, 0, nbytes // 4)], chunk_bytes, pool or Transit(256 * MIB), 0.0)
+    return Intake([Range(0, 0, 0, nbytes // 4)], chunk_bytes, pool or Transit(256 * MIB), 0.0, LinkRate(1e9))
 
 
 def asked(intake: Intake, allowance: int = 1 << 60) -> list[Range]:
@@ -59,14 +58,14 @@ def test_small_chunks_are_bounded_by_their_number():
 
 def test_a_turn_bounds_what_is_asked():
     """The last chunk may pass the allowance, no further one."""
-    assert len(asked(make(100 * MIB), allowance=FIRST + 1)) == 2
+    assert len(asked(make(100 * MIB), allowance=MIB + 1)) == 2
     assert asked(make(100 * MIB), allowance=0) == []
 
 
 def test_a_chunk_is_claimed_once():
     """Unasked, repeated and misshapen chunks are refused and change nothing."""
-    intake = make(2 * FIRST)
-    stranger = Range(0, 0, 0, FIRST // 4)
+    intake = make(2 * MIB)
+    stranger = Range(0, 0, 0, MIB // 4)
     assert intake.claim_chunk(header(stranger), 0.0) is None  # not asked yet
     first, second = asked(intake)
     assert intake.claim_chunk(header(first, nbytes=4), 0.0) is None  # of another length
@@ -79,7 +78,7 @@ def test_a_chunk_is_claimed_once():
 
 def test_a_wrong_chunk_is_asked_again():
     """Its bytes were not what its sender saw: it is missing, and only it."""
-    intake = make(2 * FIRST)
+    intake = make(2 * MIB)
     first, second = asked(intake)
     intake.claim_chunk(header(first), 0.0)
     intake.mark_wrong(first)
@@ -186,7 +185,7 @@ def test_one_pause_does_not_shrink_the_credit():
 
 def over_a_link(nbytes: int, bytes_per_s: float, delay_s: float) -> float:
     """Seconds that a stream takes over a link that is simulated: WANTs wait `delay_s`, chunks queue for the wire."""
-    intake = make(nbytes)
+    intake = unmeasured(nbytes)
     arrivals: deque[tuple[float, Range]] = deque()
     now, free = 0.0, 0.0
     while not intake.complete:
@@ -200,52 +199,63 @@ def over_a_link(nbytes: int, bytes_per_s: float, delay_s: float) -> float:
     return now
 
 
-def longest_silence(bytes_per_s: float) -> float:
-    """Seconds between two whole chunks over a link that is simulated, at most."""
-    intake = make(int(400 * bytes_per_s) // 4 * 4)
-    arrivals: deque[tuple[float, Range]] = deque()
-    now = free = silence = 0.0
-    while not intake.complete:
-        for unit in intake.ask_chunks(now, 1 << 60):
-            for chunk in unit:
-                free = max(free, now)
-                free += chunk.nbytes / bytes_per_s
-                arrivals.append((free, chunk))
-        at, chunk = arrivals.popleft()
-        silence, now = max(silence, at - now), at
-        assert intake.claim_chunk(header(chunk), now) == chunk
-        intake.mark_received(chunk)
-    return silence
+def unmeasured(nbytes: int) -> Intake:
+    return Intake([Range(0, 0, 0, nbytes // 4)], MIB, Transit(256 * MIB), 0.0)
 
 
-@pytest.mark.parametrize("kilobytes_per_s", [10, 30, 100, 300])
+@pytest.mark.parametrize("kilobytes_per_s", [3, 10, 30, 100, 300])
 def test_a_slow_link_shows_that_it_lives(kilobytes_per_s: float) -> None:
     """Where a chunk of 1 MiB took longer than `stall_s`, which is 30 s, the stream was broken before it was here."""
-    assert longest_silence(1e3 * kilobytes_per_s) <= max(30.0, CHUNK_S)
-    assert longest_silence(1e3 * kilobytes_per_s) >= min(0.5, FIRST / 1e3 / kilobytes_per_s), "they are not too small"
+    intake, longest, now = unmeasured(int(4e5 * kilobytes_per_s) // 4 * 4), 0.0, 0.0
+    while not intake.complete:
+        for chunk in [chunk for unit in intake.ask_chunks(now, 1 << 60) for chunk in unit]:
+            longest = max(longest, chunk.nbytes / (1e3 * kilobytes_per_s))
+            now += chunk.nbytes / (1e3 * kilobytes_per_s)
+            assert intake.claim_chunk(header(chunk), now) == chunk
+            intake.mark_received(chunk)
+    assert longest <= max(CHUNK_S, LEAST_CHUNK_BYTES / (1e3 * kilobytes_per_s)) < 30.0
 
 
-def test_after_a_break_chunks_are_smallest_until_a_rate_is_known() -> None:
-    """What did not come whole is asked again in pieces, each byte once; then in whole chunks, as fast as they come."""
+def test_one_stream_tries_how_fast_a_link_is_and_the_others_know() -> None:
+    """A small piece goes alone; when it is here the credit is asked for, by others from the beginning."""
+    link = LinkRate()
+    first, second = (Intake([Range(0, 0, 0, 100 * MIB)], MIB, Transit(256 * MIB), 0.0, link) for _ in range(2))
+    (trial,) = asked(first)
+    assert trial.nbytes == LEAST_CHUNK_BYTES
+    assert asked(first) == []
+    assert first.claim_chunk(header(trial), 0.05) == trial
+    first.mark_received(trial)
+    for intake in (first, second):
+        chunks = asked(intake)
+        assert sum(chunk.nbytes for chunk in chunks) > FIRST_BYTES - MIB, "the trial does not shrink the credit"
+        assert {chunk.nbytes for chunk in chunks} <= {MIB, MIB - LEAST_CHUNK_BYTES}
+
+
+def test_after_a_break_a_stream_tries_again_by_itself() -> None:
+    """What did not come whole is asked again in pieces, each byte once, whatever others have seen."""
     intake = make(100 * MIB)
-    assert asked(intake)[0].nbytes == FIRST
+    assert asked(intake)[0].nbytes == MIB
     intake.on_connection_lost()
-    again = asked(intake)
-    assert {chunk.nbytes for chunk in again} == {LEAST_CHUNK_BYTES}
-    for at, chunk in enumerate(again):
-        assert intake.claim_chunk(header(chunk), 1.0 + 0.01 * at) == chunk
-        intake.mark_received(chunk)
-    later = [chunk for unit in intake.ask_chunks(5.0, 1 << 60) for chunk in unit]
-    assert MIB in {chunk.nbytes for chunk in later}, "6 MB/s bring it within 2 s"
-    assert len({chunk.offset for chunk in (*again, *later)}) == len(again) + len(later)
+    (trial,) = asked(intake)
+    assert trial.nbytes == LEAST_CHUNK_BYTES
+    assert intake.claim_chunk(header(trial), 20.0) == trial
+    intake.mark_received(trial)
+    chunks = [chunk for unit in intake.ask_chunks(20.0, 1 << 60) for chunk in unit]
+    assert {chunk.nbytes for chunk in chunks} == {LEAST_CHUNK_BYTES}, "3 kB/s"
+    assert [chunk.offset for chunk in (trial, *chunks)] == [i * LEAST_CHUNK_BYTES // 4 for i in range(1 + len(chunks))]
 
 
 @pytest.mark.parametrize("kind", [Range, Bf16Range, Int8Range])
 def test_pieces_of_a_chunk_are_whole_blocks(kind: type[Range]) -> None:
     """A block of int8 has one step: where it is cut, its bytes are others than before."""
     piece = kind(0, 0, 3, 1_000_003)
-    intake = Intake([piece], MIB, Transit(256 * MIB), 0.0)
-    chunks = asked(intake)
+    intake, chunks = Intake([piece], MIB, Transit(256 * MIB), 0.0), list[Range]()
+    while not intake.complete:
+        for chunk in asked(intake):
+            assert intake.claim_chunk(Header(Kind.CHUNK, 0, 0, chunk.nbytes, 0, *chunk[:3], chunk.dtype), 20.0) == chunk
+            intake.mark_received(chunk)
+            chunks.append(chunk)
+    assert len(chunks) > 10
     assert sum(chunk.nbytes for chunk in chunks) == intake.total == piece.nbytes
     assert all((chunk.offset - 3) % BLOCK == 0 and type(chunk) is kind for chunk in chunks)
     assert sum(chunk.length for chunk in chunks) == piece.length
