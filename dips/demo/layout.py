@@ -13,6 +13,7 @@ import yaml
 
 from dips.errors import ConfigError
 
+RUN, MIRROR = "demo", "mirror"
 SLAVES = ("slave-0", "slave-1")
 CLUSTERS = ("fast", "slow")
 FULL_S = 150.0  # what is shorter is a glance
@@ -59,8 +60,15 @@ class DemoLayout:
     def exported_file(self) -> Path:
         return self.directory / "model.safetensors"
 
+    @property
+    def saved_file(self) -> Path:
+        return self.directory / "saved.safetensors"
+
     def slave_directory(self, name: str) -> Path:
         return self.directory / name
+
+    def slave_mirror(self, name: str) -> Path:
+        return self.directory / MIRROR / RUN / name
 
     def cluster_directory(self, name: str) -> Path:
         return self.directory / name
@@ -92,11 +100,11 @@ def write_configs(layout: DemoLayout, ranges: int, tokens: int, wall_s: float, m
     tokens  target of the learning-rate schedule; the run ends there or after `wall_s` of the master's incarnation
     """
     address = f"127.0.0.1:{_free_port()}"
-    shared = {"run": "demo", **SHARED, "stop": {"tokens": tokens, "wall_s": wall_s}, "data": {"ranges": ranges}}
+    shared = {"run": RUN, **SHARED, "stop": {"tokens": tokens, "wall_s": wall_s}, "data": {"ranges": ranges}}
     _dump_yaml(layout.directory / "shared.yaml", shared)
-    mirrored = {"mirror": "mirror"} if mirror else {}
+    mirrored = {"mirror": MIRROR} if mirror else {}
     if mirror:
-        (layout.directory / "mirror").mkdir()
+        (layout.directory / MIRROR).mkdir()
     slaves = [
         {
             **mirrored,

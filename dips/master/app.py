@@ -228,6 +228,7 @@ def _make_supervisor(config: RunFile, file: Path | None, runtime: Runtime, log: 
         lambda: runtime.build_view()["slaves"], log,
     )  # fmt: skip
     if ours:
+        runtime.on_slave_heartbeat = supervisor.on_slave_heartbeat
         supervisor.start()
     return supervisor
 

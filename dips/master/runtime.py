@@ -48,6 +48,7 @@ class Runtime:
         self._last_req = 0
         self._writing: asyncio.Task[None] | None = None
         self._orders: set[asyncio.Task[None]] = set()
+        self.on_slave_heartbeat: Callable[[SlaveHeartbeat], None] = lambda heartbeat: None  # told of each, at once
         self._code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     # ---- for servicers and app -------------------------------------------------------------------------------------
@@ -70,6 +71,8 @@ class Runtime:
 
     async def take_heartbeat(self, heartbeat: ClusterHeartbeat | SlaveHeartbeat) -> Any:
         """Take a heartbeat; return its ClusterHeartbeatAnswer or SlaveHeartbeatAnswer."""
+        if isinstance(heartbeat, SlaveHeartbeat):
+            self.on_slave_heartbeat(heartbeat)
         req, answer = self._new_answer()
         self._put_arrived(lambda now: self._core.on_heartbeat(req, heartbeat, now))
         try:

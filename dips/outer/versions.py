@@ -13,15 +13,13 @@ last of them frees the bank; until then, or if there is no file, `prepare_versio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dips.errors import Busy, ConfigError, LocalProtocolError, StalePush, StaleVersion
 from dips.ids import PullId, PushId, VersionId
 from dips.outer.kernel_pool import KernelPool
 from dips.outer.pool import FIXED_BANKS, Arrays, Bank, Pool
-
-Fill = Callable[[Arrays, Arrays], None]  # writes θ and m of a version, or raises and leaves nothing to use
 
 
 @dataclass(slots=True)
@@ -36,7 +34,7 @@ class Theta:
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """θ′ and m′, prepared and not committed."""
+    """θ′ and m′, prepared and not committed; or θ and m that are being loaded."""
 
     version: VersionId
     theta: Bank
@@ -44,7 +42,7 @@ class Next:
 
 
 class Versions:
-    """The memory of one slave; empty until `allocate_banks`, without a version until `load_version`."""
+    """The memory of one slave; empty until `allocate_banks`, without a version until one is loaded."""
 
     def __init__(self, kernel_pool: KernelPool, slots: int, pinned: int) -> None:
         self._kernel_pool = kernel_pool
@@ -57,6 +55,7 @@ class Versions:
         self._acc: Bank | None = None
         self._next: Next | None = None
         self._abandoned: Next | None = None  # aborted while it was being written
+        self._loading: Next | None = None
         self._open: dict[PushId, Bank] = {}
         self._older: list[Theta] = []  # oldest first
         self._from_file: dict[PullId, VersionId] = {}
@@ -87,6 +86,11 @@ class Versions:
     def prepared(self) -> VersionId | None:
         """The version that waits beside it for its commit."""
         return self._next.version if self._next else None
+
+    @property
+    def loading(self) -> VersionId | None:
+        """The version that is being loaded; what was served before is served on."""
+        return self._loading.version if self._loading else None
 
     @property
     def numel(self) -> int:
@@ -235,10 +239,11 @@ class Versions:
             self._pool.give_back(self._abandoned.momentum)
             self._abandoned = None
 
-    def load_version(self, version: VersionId, fill: Fill) -> None:
-        """Serve what `fill` writes; legal without slots in use. If it raises, what was served is served on.
+    def begin_load(self, version: VersionId) -> tuple[Arrays, Arrays]:
+        """Return what θ and m of `version` are to be read into, on any thread; `end_load` must follow.
 
-        Raises Busy, with nothing changed, if readers of older versions hold the banks that it needs.
+        Legal without slots in use; none may be opened until the load has ended. Raises Busy, with nothing changed, if
+        readers of older versions hold the banks that it needs.
         """
         if self._open:
             raise LocalProtocolError(
@@ -248,16 +253,21 @@ class Versions:
             raise Busy(f"{version} cannot be loaded: older versions are still read by {', '.join(map(str, self.pins))}")
         self.abort_round()
         theta, momentum = self._pool.take_all(f"load θ {version}", f"load m {version}")
-        try:
-            fill(theta.arrays, momentum.arrays)
-        except BaseException:
-            self._pool.give_back(theta)
-            self._pool.give_back(momentum)
-            raise
+        self._loading = Next(version, theta, momentum)
+        return theta.arrays, momentum.arrays
+
+    def end_load(self, filled: bool) -> None:
+        """Serve what was loaded; if it could not be, what was served is served on."""
+        loaded, self._loading = self._loading, None
+        assert loaded is not None, "a load has begun"
+        if not filled:
+            self._pool.give_back(loaded.theta)
+            self._pool.give_back(loaded.momentum)
+            return
         if self._momentum is not None:
             self._pool.give_back(self._momentum)
         self._leave_served()
-        self._serve_version(version, theta, momentum)
+        self._serve_version(loaded.version, loaded.theta, loaded.momentum)
 
     # ---- readers --------------------------------------------------------------------------------
 

@@ -145,7 +145,7 @@ def _order_for(run: RunState, event: SlaveRegistered) -> SlaveOrder:
         return LoadVersion(run.head)
     held = ", ".join(str(v) for v in event.complete) or "no snapshot"
     if run.rollback_waits:
-        return RegisterLater(RETRY_S, run.rollback_waits)
+        return RegisterLater(RETRY_S, "; ".join(why for why in (run.rollback_waits, event.reason) if why))
     return RegisterLater(
         RETRY_S, f"the head {run.head} is not on its disk ({held}); {event.reason or 'restore its snapshot directory'}"
     )

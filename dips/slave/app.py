@@ -19,6 +19,7 @@ import typer
 
 from dips.config import TRANSFER_RANKS, RunFile, SlaveSection, host_port, load_run
 from dips.errors import ConfigError
+from dips.ids import VersionId
 from dips.mirror import MirrorStore
 from dips.open_files import raise_open_files
 from dips.outer import kernels
@@ -30,6 +31,7 @@ from dips.slave import metrics as slave_metrics
 from dips.slave.core import SlaveCore
 from dips.slave.flow import ZmqFlow
 from dips.slave.machine import available_bytes, memory_of
+from dips.slave.mirror_plan import Restored
 from dips.slave.runtime import SlaveRuntime
 from dips.slave.servicer import OrderServicer
 from dips.slave.shard import Shard
@@ -99,6 +101,8 @@ class Parts:
             memory.require_memory(available_bytes(self.section))
             self.flow.set_layers(manifest, registered.layers)
         self.disk.bind_layers(manifest, registered.layers, registered.genesis, registered.sinc)
+        if self.mirror is not None:
+            self.mirror.bind_layers(registered.layers)
 
     def read_metrics(self) -> dict[str, Any]:
         """What Prometheus reads; from any thread."""
@@ -126,12 +130,12 @@ class Parts:
         thread, done = self.thread, self.work.nbytes
         return Meters(self.flow.bytes_in, self.flow.bytes_out, thread.persist_s, thread.apply_s, done, mirror)
 
-    def restore(self) -> None:
-        """Bring back from the mirror what is newer than the disk, on a new machine everything; then keep the mirror."""
-        if self.mirror is not None:
-            self.mirror.restore(self.disk.complete_versions())
-            self.disk.look_again()
-            self.mirror.start()
+    def restore(self, on_disk: tuple[VersionId, ...]) -> Restored:
+        """Bring back from the mirror what is newer than the disk, on a new machine everything."""
+        assert self.mirror is not None, "a slave without a mirror has nothing to restore from"
+        restored = self.mirror.restore(on_disk)
+        self.disk.look_again(restored.versions)
+        return restored
 
 
 async def serve(
@@ -144,7 +148,6 @@ async def serve(
     async with AsyncExitStack() as stack:
         _raise_open_files(section, log)
         parts = _build_parts(config, section, log, stack)
-        await asyncio.to_thread(parts.restore)
         server = control.make_server(lambda method, error: log.error("call_failed", method=method, exc_info=error))
         checker = await control.serve_health(server, HEALTH_SERVICES)
         host, _ = host_port(section.listen)
@@ -215,6 +218,7 @@ def _mirror(config: RunFile, section: SlaveSection, log: logs.Log, stack: AsyncE
     run, name = config.shared.run, section.name
     mirror = SnapshotMirror(MirrorStore(section.mirror, run, name), section.directory, run, name, log, time.monotonic)
     stack.callback(mirror.close)
+    mirror.start()
     return mirror
 
 
@@ -242,7 +246,7 @@ def _make_runtime(config: RunFile, parts: Parts, address: str, stack: AsyncExitS
         Random(),
     )
     stubs = SlaveServiceStub(channel), SlaveServiceStub(heartbeat_channel)
-    return SlaveRuntime(core, parts.thread, *stubs, section.master, parts.log, parts.mirror)
+    return SlaveRuntime(core, parts.thread, *stubs, section.master, parts.log, parts.mirror, parts.restore)
 
 
 async def _until_stopped(running: asyncio.Task[None]) -> None:

@@ -112,9 +112,9 @@ class Snapshots:
                 self._pass_over(version, error)
         return tuple(sorted(self._whole & found))
 
-    def look_again(self) -> None:
-        """What was passed over may have been brought back: read it through once more."""
-        self._bad.clear()
+    def look_again(self, versions: Sequence[VersionId]) -> None:
+        """These were brought back: read them through, also if they were passed over before."""
+        self._bad.difference_update(versions)
 
     def reserve_room(self, version: VersionId, nbytes: int) -> None:
         """Take room for a snapshot of `nbytes` of θ and m, in the file that `write_snapshot` fills; OSError if full."""

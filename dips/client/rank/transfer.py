@@ -29,7 +29,7 @@ from dips.client.rank.transfer_types import (
 )
 from dips.errors import RemoteProtocolError
 from dips.protocol.effects import Grant
-from dips.transport.intake import Intake
+from dips.transport.intake import Intake, LinkRate
 from dips.transport.pool import Transit
 from dips.transport.shares import Piece
 from dips.transport.stream import Arrived
@@ -145,10 +145,11 @@ class PullTransfer(TransferLoop):
     def __init__(self, order: LayerOrder) -> None:
         super().__init__(order)
         self._pool = Transit(TRANSIT_BYTES)
+        self._link = LinkRate()
 
     def on_welcome(self, part: LanePart, welcome: streams.Welcome, now: float) -> None:
         if part.intake is None:
-            part.intake = Intake(part.share.ranges, welcome.chunk_bytes, self._pool, now)
+            part.intake = Intake(part.share.ranges, welcome.chunk_bytes, self._pool, now, self._link)
 
     def after_frames(self, now: float) -> None:
         """Ask the first CONCURRENT_STREAMS that are not done; beside one that is slow, the next is asked as well."""

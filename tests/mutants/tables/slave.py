@@ -91,6 +91,27 @@ MUTANTS = (
         "if self._wanted[-1] not in self._held and all(v in self._wanted for v in self._held):",
         MIRROR,
     ),
+    Mutant(
+        "a copy of other layers is a copy",
+        ROOM,
+        "if layers is None or held == sorted(layers):",
+        "if layers is None or layers is not None:",
+        MIRROR,
+    ),
+    Mutant(
+        "what was listed is forgotten first",
+        ROOM,
+        "self._list_due = True\n\n    def on_done",
+        "self._held = None\n\n    def on_done",
+        MIRROR,
+    ),
+    Mutant(
+        "an empty disk registers while its mirror fails",
+        ROOM,
+        "        if work.on_disk:",
+        "        if True:",
+        "tests/unit/slave/test_registration.py",
+    ),
     Mutant("a mirror beats a newer disk", ROOM, "if version.round <= newest:", "if False:", MIRROR),
     # ---- what is believed
     Mutant(
@@ -161,7 +182,18 @@ MUTANTS = (
     Mutant("a served version is retired", ROOM, "if needed:", "if False:", SHARD),
     Mutant("an old round begins again", ROOM, "if round_ < self._last", "if False and round_ < self._last", SHARD),
     Mutant("a committed round is aborted", ROOM, "memory.round == order.round", "False", SHARD),
-    Mutant("a late persist's answer crosses terms", ROOM, "if order.term == self.term:", "if True:", SHARD),
+    Mutant(
+        "a late persist's answer crosses terms",
+        ROOM,
+        "if answer is not None and order.term == self.term:",
+        "if answer is not None:",
+        SHARD,
+    ),
+    Mutant(
+        "an order overtakes the load before it", ROOM, "if isinstance(order.body, NEED_A_VERSION):", "if False:", SHARD
+    ),
+    Mutant("what is being loaded is deleted", ROOM, ", self.versions.loading}", "}", SHARD),
+    Mutant("room that is being made is no room", ROOM, "            if self.deleting:", "            if False:", SHARD),
     Mutant("poison is forgotten", ROOM, 'self.poison = f"{what} failed', 'self.reason = f"{what} failed', SHARD),
     Mutant(
         "a tombstone below its transfer",

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from math import inf
 from random import Random
 
 import pytest
 
-from dips.errors import Busy, ConfigError, LocalProtocolError, StaleTerm, UnavailableMaster
-from dips.ids import GENESIS, PushId
+from dips.errors import Busy, ConfigError, FailedMirror, LocalProtocolError, StaleTerm, UnavailableMaster
+from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol.effects import Hold, LoadVersion, Registered, RegisterLater, SlaveOrder
-from dips.protocol.events import SlaveRegistered
+from dips.protocol.events import MirrorReport, SlaveRegistered
 from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeat, SlaveHeartbeatAnswer
 from dips.slave.actions import (
     CallMaster,
     DescribeShard,
+    EndLoad,
     EndSlave,
     FollowRegistration,
     HealTransfers,
+    ReadSnapshot,
+    RestoreFromMirror,
     SlaveAction,
     WelcomeShard,
     WriteLog,
 )
+from dips.slave.mirror_plan import Restored
 from dips.slave.registration import Heartbeats, Registration, RegistrationPhase
 from dips.slave.shard_registration import Followed, Unfollowed
 from dips.slave.standing import Meters, SlaveIdentity, SlaveTiming, Standing
@@ -78,6 +84,62 @@ def test_load_is_followed_by_another_register_at_once_and_hold_by_none() -> None
     assert slave.answer(Hold(), Followed.SERVES, 2.0) == []
     assert slave.registration.phase is RegistrationPhase.SERVING
     assert slave.registration.next_deadline() == inf
+
+
+def test_a_snapshot_is_read_beside_the_shard() -> None:
+    """The shard only begins a load; while the disk reads, no other Register leaves, and its end is the shard's."""
+    slave, order = RegistrationRig(), LoadVersion(GENESIS)
+    slave.registration.tick(0.0)
+    slave.registration.on_described(SAID, 0.0)
+    slave.registration.on_registered(registered(order), 0.0)
+    slave.registration.on_welcomed(None, 0.0)
+    read = partial(print, "what reads the snapshot")
+    assert slave.registration.on_followed(read, 0.0) == [ReadSnapshot(order, read)]
+    assert slave.registration.tick(100.0) == slave.registration.request_again(1, 100.0) == []
+    broken = OSError("bad sector")
+    assert slave.registration.on_read(ReadSnapshot(order, read), broken) == [EndLoad(order, broken)]
+    assert slave.registration.on_read(ReadSnapshot(order, read), None) == [EndLoad(order, None)]
+    assert work_of(slave.registration.on_followed(Followed.DONE, 100.0)) == [DESCRIBE]
+
+
+def with_mirror() -> Registration:
+    """A registration whose slave has a mirror, asked for the first time what it holds."""
+    meters = Meters(mirror=MirrorReport((), ""))
+    registration = Registration(WHO, TIMING, lambda registered: None, Random(1), lambda: meters)
+    assert registration.tick(0.0) == [DESCRIBE]
+    return registration
+
+
+def test_a_slave_that_serves_nothing_looks_into_its_mirror_before_each_register() -> None:
+    """What came back is described, why no more did goes to the master; one that serves asks its memory only."""
+    registration = with_mirror()
+    v2 = VersionId(2, 5)
+    old = replace(SAID, complete=(VersionId(1, 1),), reason="LoadVersion v2@r5: bad sector")
+    (look,) = registration.on_described(old, 0.0)
+    assert look == RestoreFromMirror(old.complete)
+    assert registration.on_restored(look, Restored((v2,), "v1@r1 is damaged there"), 1.0) == [DESCRIBE]
+    now = replace(old, complete=(VersionId(1, 1), v2))
+    (call,) = registration.on_described(now, 1.0)
+    assert call.message.complete == now.complete
+    assert call.message.reason == "LoadVersion v2@r5: bad sector; v1@r1 is damaged there"
+    assert registration.on_described(now, 2.0) == [RestoreFromMirror(now.complete)]
+    (call,) = registration.on_described(replace(now, memory=v2), 2.0)
+    assert isinstance(call, CallMaster)
+
+
+def test_with_an_empty_disk_and_a_mirror_that_fails_it_does_not_register() -> None:
+    """Who registers with nothing could make the run begin anew; with an old snapshot it says why there is no newer."""
+    registration, gone = with_mirror(), FailedMirror("mirror: /m is not there: mount it")
+    (look,) = registration.on_described(SAID, 0.0)
+    (told,) = registration.on_restored(look, gone, 0.0)
+    assert isinstance(told, WriteLog)
+    assert (told.level, told.event, told.fields["reason"]) == ("error", "restore_waits", str(gone))
+    assert registration.tick(registration.next_deadline()) == [DESCRIBE]
+    (look,) = registration.on_described(replace(SAID, complete=(VersionId(1, 1),)), 1.0)
+    told, describe = registration.on_restored(look, gone, 1.0)
+    assert isinstance(told, WriteLog) and (told.event, describe) == ("mirror_fails", DESCRIBE)
+    (call,) = registration.on_described(replace(SAID, complete=(VersionId(1, 1),)), 1.0)
+    assert call.message.reason == str(gone)
 
 
 def test_wait_is_obeyed_to_the_second_and_a_failed_order_waits_the_longest_pause() -> None:

@@ -15,7 +15,7 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from dips.errors import Busy, ConfigError, LocalProtocolError, StaleTerm, UnavailableMaster
+from dips.errors import Busy, ConfigError, FailedMirror, LocalProtocolError, StaleTerm, UnavailableMaster
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer import reference
 from dips.outer.kernel_pool import KernelPool
@@ -38,10 +38,11 @@ from dips.protocol.effects import (
     RegisterLater,
     SlaveOrder,
 )
-from dips.protocol.events import Done, Persisted, Prepared, PushRefused, PushStaged, SlaveRegistered
+from dips.protocol.events import Done, MirrorReport, Persisted, Prepared, PushRefused, PushStaged, SlaveRegistered
 from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeat, SlaveHeartbeatAnswer, Transfer
 from dips.protocol.manifest import Manifest
 from dips.slave.core import SlaveCore
+from dips.slave.mirror_plan import Restored
 from dips.slave.open_transfers import OpenTransfers
 from dips.slave.ports import Arrays, FlowEvents
 from dips.slave.runtime import SlaveRuntime
@@ -85,7 +86,8 @@ class BufferFlow:
 
 class GatedDisk:
     def __init__(self) -> None:
-        self.may_write = threading.Event()
+        self.may_write, self.may_read = threading.Event(), threading.Event()
+        self.may_read.set()
         self.writes = 0
 
     def reserve_room(self, version: VersionId, nbytes: int) -> None:
@@ -103,6 +105,7 @@ class GatedDisk:
         return "d1ge57"
 
     def read_snapshot(self, version: VersionId, theta: Arrays, momentum: Arrays) -> None:
+        assert self.may_read.wait(10)
         theta[0].fill(1.0)
         momentum[0].fill(0.0)
 
@@ -168,8 +171,13 @@ class RunningSlave:
     """A slave's runtime under way, its parts at hand."""
 
     def __init__(
-        self, master: ScriptedMaster, thread: ThreadPoolExecutor, prepare: Callable[[Registered], None]
+        self,
+        master: ScriptedMaster,
+        thread: ThreadPoolExecutor,
+        prepare: Callable[[Registered], None],
+        restore: Callable[[tuple[VersionId, ...]], Restored] | None,
     ) -> None:
+        self.mirror = None if restore is None else MirrorReport((), "")
         self.flow = BufferFlow()
         log = structlog.get_logger()
         self.thread = ShardThread(thread, time.monotonic, log)
@@ -185,14 +193,15 @@ class RunningSlave:
             prepare,
             Random(),
         )
-        self.runtime = SlaveRuntime(self.core, self.thread, master, master, "m:1", log)
+        more = {} if restore is None else {"restore": restore}
+        self.runtime = SlaveRuntime(self.core, self.thread, master, master, "m:1", log, **more)
         self.servicer = OrderServicer(self.runtime)
         self.task = asyncio.create_task(self.runtime.run())
         self.master = master
         self.number = 0
 
     def meters(self) -> Meters:
-        return Meters(5, 6, self.thread.persist_s, self.thread.apply_s)
+        return Meters(5, 6, self.thread.persist_s, self.thread.apply_s, mirror=self.mirror)
 
     async def ready(self) -> None:
         """Wait until Hold was followed and a heartbeat was answered: a heartbeat alone may come before the last
@@ -209,10 +218,12 @@ class RunningSlave:
 
 @asynccontextmanager
 async def living(
-    master: ScriptedMaster, prepare: Callable[[Registered], None] = lambda _: None
+    master: ScriptedMaster,
+    prepare: Callable[[Registered], None] = lambda _: None,
+    restore: Callable[[tuple[VersionId, ...]], Restored] | None = None,
 ) -> AsyncIterator[RunningSlave]:
     with ThreadPoolExecutor(1) as thread:
-        incarnation = RunningSlave(master, thread, prepare)
+        incarnation = RunningSlave(master, thread, prepare, restore)
         try:
             yield incarnation
         finally:
@@ -233,6 +244,27 @@ async def test_it_registers_until_hold_then_heartbeats() -> None:
         assert (heartbeat.bytes_in, heartbeat.bytes_out, heartbeat.transfers[0].nbytes) == (5, 6, 4)
         assert heartbeat.pool_limit == 12 * 5
         assert not incarnation.task.done()
+
+
+async def test_it_registers_when_its_mirror_was_looked_at() -> None:
+    """A mirror that fails is tried again; one that hangs does not keep the process from ending."""
+    found: list[Restored | Exception] = [FailedMirror("gone"), Restored((), "is it mounted?")]
+    gate = threading.Event()
+
+    def restore(on_disk: tuple[VersionId, ...]) -> Restored:
+        if not found:
+            gate.wait(10)
+            return Restored(())
+        one = found.pop(0)
+        if isinstance(one, Exception):
+            raise one
+        return one
+
+    master = ScriptedMaster(RegisterLater(0.001, "restoring"))
+    async with living(master, restore=restore):
+        await master.until(lambda: bool(master.registered))
+        assert (len(master.registered), master.registered[0].reason) == (1, "is it mounted?")
+    gate.set()
 
 
 async def test_it_registers_again_when_a_heartbeat_says_so() -> None:
@@ -299,6 +331,25 @@ async def test_staged_and_refused_are_told_until_heard() -> None:
         await master.until(lambda: master.heartbeats[-1].staged == (PUSH,))
         incarnation.flow.events.on_push_refused(PUSH, "it stalled")
         await master.until(lambda: master.reports[1:] == [PushRefused("s", 7, PUSH, "it stalled")])
+
+
+async def test_orders_are_answered_while_a_snapshot_is_loaded() -> None:
+    """The disk takes as long as it takes: a Ping has its answer, an OpenPush that came early waits for the version."""
+    master = ScriptedMaster(LoadVersion(GENESIS), Hold())
+    async with living(master) as incarnation:
+        disk = incarnation.shard._disk
+        assert isinstance(disk, GatedDisk)
+        disk.may_read.clear()
+        await master.until(lambda: len(master.registered) == 1)
+        while incarnation.shard.versions.loading is None:
+            await asyncio.sleep(0.001)
+        opening = asyncio.create_task(incarnation.order(OpenPush(PUSH, (0,), 60.0)))
+        assert await asyncio.wait_for(incarnation.order(Ping()), 5) == Done()
+        assert not opening.done()
+        assert len(master.registered) == 1
+        disk.may_read.set()
+        await incarnation.ready()
+        assert await opening == Done()
 
 
 async def test_heartbeats_go_on_while_the_shard_is_busy() -> None:
