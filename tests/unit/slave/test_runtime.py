@@ -343,7 +343,7 @@ async def test_orders_are_answered_while_a_snapshot_is_loaded() -> None:
         await master.until(lambda: len(master.registered) == 1)
         while incarnation.shard.versions.loading is None:
             await asyncio.sleep(0.001)
-        opening = asyncio.create_task(incarnation.order(OpenPush(PUSH, (0,), 60.0)))
+        opening = asyncio.create_task(incarnation.order(OpenPush(PUSH, 1, 60.0)))
         assert await asyncio.wait_for(incarnation.order(Ping()), 5) == Done()
         assert not opening.done()
         assert len(master.registered) == 1
