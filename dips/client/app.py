@@ -46,9 +46,9 @@ RESTARTS_ANEW = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 command_line = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@command_line.command(context_settings={"allow_interspersed_args": False})
+@command_line.command(context_settings={"allow_interspersed_args": False, **exits.HELP_OPTIONS})
 def dips_client(
-    config: Annotated[Path, typer.Option(help="The cluster file (cluster.yaml).")],
+    config: Annotated[Path, typer.Option("--config", "-c", help="The cluster file (cluster.yaml).")],
     command: Annotated[
         list[str] | None,
         typer.Argument(help="The training command, after `--`; none: others start it.", metavar="-- COMMAND..."),
@@ -106,7 +106,7 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], log_le
     log = logs.configure_log("client", config.cluster, log_level)
     set_process_attribute(PR_SET_CHILD_SUBREAPER, 1)  # workers whose torchrun was killed become ours, to be killed too
     timeline = Timeline(config.directory / "timeline.jsonl", config.cluster)
-    master = MasterLink(config.master)
+    master = MasterLink(config.master, config.shared.model_dump(mode="json"))
     identity = ClusterIdentity(config.shared.run, config.cluster, config.shared.digest)
     incarnations = IncarnationFile(config.directory, config.shared.run, config.cluster, log)
     settings = AgentSettings(

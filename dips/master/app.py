@@ -46,7 +46,7 @@ SERVICES = ("", "dips.v1.ClusterService", "dips.v1.SlaveService", "dips.v1.Statu
 SCRAPE_S = 5.0  # Prometheus waits for 10
 GRACE_S = 2.0  # calls under way at the end may finish for so long
 
-cli = typer.Typer(add_completion=False, rich_markup_mode=None)
+cli = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=exits.HELP_OPTIONS)
 cli.command("replay")(operate.replay_command)
 cli.command("recover")(operate.recover_command)
 
@@ -55,7 +55,8 @@ cli.command("recover")(operate.recover_command)
 def serve_command(
     context: typer.Context,
     config: Annotated[
-        Path | None, typer.Option(help="The run file: one run, its master and its slaves (dips.yaml).")
+        Path | None,
+        typer.Option("--config", "-c", help="The run file (dips.yaml)."),
     ] = None,
     log_level: Annotated[str, typer.Option(help="debug (every event and order), info, warning or error.")] = "info",
 ) -> None:
@@ -71,7 +72,10 @@ def serve_command(
     Exit codes: 0 stopped by SIGTERM or SIGINT; 74 the ledger could not be written; 75 a later master exists;
     78 the run file or the ledger is not usable. Start it again after 74; look at the message after the others.
 
-    Example:  dips init --config dips.yaml --seed 1 && dips-master --config dips.yaml
+    \b
+    Example:
+      dips init --config dips.yaml --factory dips.demo.model:build --seed 1
+      dips-master --config dips.yaml
     """
     if context.invoked_subcommand is not None:
         return

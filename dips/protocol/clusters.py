@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dips.errors import Busy, ConfigError, CorruptManifest, RemoteProtocolError
+from dips.errors import Busy, ConfigError, CorruptManifest, DifferentModel, RemoteProtocolError
 from dips.protocol import pulls, pushes
 from dips.protocol.claims import ToldProgress
 from dips.protocol.compatibility import find_protocol_mismatch
@@ -78,7 +78,7 @@ def _find_mismatch(run: RunState, event: ClusterJoined) -> Failed | None:
     except CorruptManifest as error:
         return Failed(CorruptManifest, str(error))
     if differences:
-        return Failed(CorruptManifest, "this model is not the run's: " + "; ".join(differences))
+        return Failed(DifferentModel, "this model is not the run's: " + "; ".join(differences))
     if event.cluster not in run.clusters and len(run.clusters) >= MAX_CLUSTERS:
         return Failed(Busy, f"this run has had {MAX_CLUSTERS} cluster names, its limit")
     return None

@@ -68,11 +68,11 @@ def test_a_killed_trainer_comes_back_in_the_same_incarnation(run: Any, tmp_path:
 
 @pytest.mark.timeout(120)
 def test_a_wrong_model_is_refused_with_its_first_differences(run: Any, tmp_path: Path) -> None:
-    """Agent and trainer end with exit code 65, and what the trainer prints names the parameters."""
+    """Agent and trainer end with exit code 78, and what the trainer prints names the parameters."""
     run.start_master()
     wrong = run.start_cluster("wrong", [sys.executable, TINY, "wrong", str(tmp_path / "out")], max_restarts=5)
-    run.wait(wrong, 60, code=65)
-    raised = [line for line in wrong.log.read_text().splitlines() if line.startswith("dips.errors.CorruptManifest")]
+    run.wait(wrong, 60, code=78)
+    raised = [line for line in wrong.log.read_text().splitlines() if line.startswith("dips.errors.DifferentModel")]
     assert len(raised) == 1, wrong.tail()
     assert "head.bias: expected shape (1,), got (2,); head.weight: expected shape (1, 3), got (2, 3)" in raised[0]
     assert len(marks(run, "wrong", "trainer_start")) == 1

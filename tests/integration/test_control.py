@@ -25,6 +25,7 @@ from dips.config import RunFile, load_run
 from dips.errors import (
     ConfigError,
     CorruptManifest,
+    DifferentModel,
     DipsError,
     FailedDisk,
     RemoteProtocolError,
@@ -358,7 +359,7 @@ async def test_a_model_of_another_shape_is_told_where(config: RunFile) -> None:
     """A cluster whose manifest differs hears the first differences, by class and by name; others are not disturbed."""
     other = '{"format":1,"layers":[{"name":"layers.0","parameters":[["layers.0.w",[4,5]]]}]}'
     async with running_master(config) as (cluster, _, _):
-        with pytest.raises(CorruptManifest, match=r"layers\.0\.w: expected shape \(4, 4\), got \(4, 5\)"):
+        with pytest.raises(DifferentModel, match=r"layers\.0\.w: expected shape \(4, 4\), got \(4, 5\)"):
             await cluster.join(manifest=other)
         with pytest.raises(ConfigError, match="digest"):
             await cluster.join(digest="0" * 64)

@@ -17,6 +17,7 @@ DIPS = Path(__file__).parents[2] / "dips"
 LOW = {"dips.ids", "dips.errors"}
 CONFIG = {
     "dips.config",
+    "dips.differences",
     "dips.fsync",
     "dips.mirror",
     "dips.pidlock",
@@ -31,6 +32,7 @@ MAY: dict[str, set[str]] = {
     "dips.__init__": set(),
     "dips.errors": set(),
     "dips.ids": {"dips.errors"},
+    "dips.differences": set(),
     "dips.fsync": LOW,
     "dips.pidlock": LOW,
     "dips.mirror": LOW | {"dips.fsync"},

@@ -61,7 +61,7 @@ class OuterLoop:
         optimizer  Megatron's: its fp32 masters are what is pushed, and a pull updates them. Not needed otherwise:
                    torch's own optimizers work on the parameters themselves
         Errors     the same on every rank. ConfigError: no agent, a wrong file, a model of a kind or dtype that is not
-                   supported, ranks that hold different models. CorruptManifest: the model is not the run's; the first
+                   supported, ranks that hold different models. DifferentModel: the model is not the run's; the first
                    differences are listed.
         """
         self._config = _load_config(config)
@@ -275,7 +275,7 @@ def _load_config(config: str | os.PathLike[str] | None) -> ClusterFile:
 
 
 def _attach_trainer(agent_client: AgentClient, manifest: str, transfer_ranks: int) -> OuterState:
-    """Announce this start of the trainer to the agent; raise CorruptManifest if the model is not the run's."""
+    """Announce this start of the trainer to the agent; raise DifferentModel if the model is not the run's."""
     incarnation, restart = (int(os.environ.get(key, "0")) for key in ("DIPS_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
     question = Attach(incarnation, restart, process_name(), manifest, transfer_ranks, transfer_ranks)
     attached = agent_client.ask_until_answered(question)

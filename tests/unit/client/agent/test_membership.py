@@ -8,7 +8,7 @@ from dips.client.agent.account import PastIncarnation
 from dips.client.agent.actions import Channel
 from dips.client.agent.membership import past_incarnation
 from dips.client.ipc.messages import AskAgain, Detach, ErrorReply, PullMoved, PullNow, PushNow, TrainOn
-from dips.errors import CorruptManifest
+from dips.errors import DifferentModel
 from dips.protocol.effects import Acknowledged, Joined
 from dips.protocol.enums import ClusterStanding, OutcomeKind
 from dips.protocol.events import ClusterJoined, ClusterLeft, PullFinished
@@ -76,10 +76,10 @@ def test_what_the_agent_before_consumed_is_reported_by_the_next(inc: int, lost: 
 def test_a_wrong_model_fails_the_trainer_and_stops(play: Play) -> None:
     """A manifest that differs ends agent and trainer with the master's list of differences."""
     play.send(play.attach())
-    error = CorruptManifest("this model is not the run's: norm.weight: expected shape (4,), got (8,)")
+    error = DifferentModel("this model is not the run's: norm.weight: expected shape (4,), got (8,)")
     play.do(play.core.on_error(play.asks[Channel.SYNC], error, 0.0))
-    assert play.send(play.attach()) == ErrorReply("CorruptManifest", str(error))
-    assert play.stops[0].code == 65
+    assert play.send(play.attach()) == ErrorReply("DifferentModel", str(error))
+    assert play.stops[0].code == 78
 
 
 def test_leaving_loses_what_was_not_pushed(play: Play) -> None:
