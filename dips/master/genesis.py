@@ -201,9 +201,10 @@ def _write_initial(config: RunFile, tensors: Mapping[str, Tensor], manifest: Man
         (INITIAL_MANIFEST, manifest.to_json()),
         (INITIAL_SHARED, json.dumps(config.shared.model_dump(mode="json"), indent=1)),
     ):
-        aside = (directory / name).with_suffix(".tmp")
+        listing = directory / name
+        aside = listing.with_suffix(".tmp")
         aside.write_text(text)
         sync_path(aside)
-        aside.replace(directory / name)
+        aside.replace(listing)
     for folder in (model.parent, directory):
         sync_path(folder)
