@@ -13,7 +13,7 @@ from dips.ids import PullId, PushId, VersionId
 
 # The messages between master, slaves and clusters. A peer says at Join and Register which number it speaks; one from
 # before the numbers says 0. Raised by every change after which an older peer would be misunderstood.
-PROTOCOL = 3
+PROTOCOL = 4
 
 # ---- from slaves ---------------------------------------------------------------------------------------------------
 
@@ -113,6 +113,9 @@ class ClusterJoined:
     manifest: str  # JSON, so that a mismatch can be answered with its first differences
     config_digest: str
     protocol: int = PROTOCOL
+    former: int = 0  # the incarnation that this agent was last, or that its directory remembers; 0: none
+    take_over: bool = False  # an operator said that an incarnation that lives is to be fenced
+    rival_heard_s: float = 0.0  # since the name's present incarnation was heard: the Judge fills it in
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +194,7 @@ class ClusterLeft:
     cluster: str
     inc: int
     tokens_consumed: int
+    reason: str = ""  # why; empty: it is done
 
 
 # ---- from an operator ---------------------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ def long_run(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.mark.timeout(120)
 def test_a_second_agent_of_the_same_name_takes_over(long_run: Any, tmp_path: Path) -> None:
-    """One name in two directories: the first agent is fenced, ends its trainer and exits 75; the second goes on."""
+    """Two directories, --take-over: the first agent is fenced, ends its trainer and exits 75; the second goes on."""
     run = long_run
     first = run.start_cluster("west", [sys.executable, TINY, "steps", str(tmp_path / "a")], max_restarts=5)
     run.until(lambda: len(versions(run)) >= 2, 60, "two versions")
@@ -170,7 +170,7 @@ def test_a_second_agent_of_the_same_name_takes_over(long_run: Any, tmp_path: Pat
     file = tmp_path / "again.yaml"
     file.write_text((tmp_path / "west.yaml").read_text().replace("directory: west", "directory: again"))
     script = [sys.executable, TINY, "steps", str(tmp_path / "b")]
-    second = run._start("again", [*harness.daemon("client"), "--config", str(file), "--", *script])
+    second = run._start("again", [*harness.daemon("client"), "--config", str(file), "--take-over", "--", *script])
     run.until(lambda: first.code is not None, 60, "the first ends")
     assert first.code == 75, first.tail()
     assert not psutil.pid_exists(trainer)

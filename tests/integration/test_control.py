@@ -199,7 +199,9 @@ class ClusterScript:
 
     async def join(self, nonce: str = "n1", manifest: str | None = None, digest: str | None = None) -> effects.Joined:
         text = (self.config.master.directory / INITIAL_MANIFEST).read_text() if manifest is None else manifest
-        said = events.ClusterJoined(0, self.name, nonce, "toy", text, digest or self.config.shared.digest)
+        said = events.ClusterJoined(
+            0, self.name, nonce, "toy", text, digest or self.config.shared.digest, take_over=True
+        )
         joined: effects.Joined = messages.unwrap_oneof(await ask(self.stub.Join, said))
         self.inc = joined.inc
         return joined

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from dips.commands.status import ask_status
 from tests.integration import cluster_harness as harness
 from tests.integration.test_client_agent import TINY, tensors
 
@@ -107,3 +109,76 @@ def test_a_slave_without_the_initial_model(run: Any, tmp_path: Path) -> None:
     slave = run.start_slave(run.slaves[0])
     run.until(lambda: "copy it from <master.directory>/initial/" in slave.log.read_text(), 60, "it says so")
     assert "under the key initial_model" in slave.log.read_text()
+
+
+# ---- the training command ------------------------------------------------------------------------------------------
+
+
+def seen(run: Any, cluster: str) -> dict[str, Any]:
+    """A cluster, as the master tells."""
+    return dict(asyncio.run(ask_status(run.address))["clusters"].get(cluster, {}))
+
+
+@pytest.mark.timeout(120)
+def test_a_command_that_is_not_there(run: Any) -> None:
+    """Its name is said before anything is started, and it is not tried again."""
+    typo = run.start_cluster("typo", ["pyhton", "train.py"], max_restarts=10)
+    run.wait(typo, 30, code=78)
+    assert typo.log.read_text().startswith("error: the training command 'pyhton' is not found")
+    assert not run.timeline("typo").exists()
+
+
+@pytest.mark.timeout(120)
+def test_a_script_that_always_crashes(run: Any, tmp_path: Path) -> None:
+    """Before its first step: three times the same, with the last line in the log; status says why it is gone."""
+    run.start_master()
+    run.start_slaves()
+    script = tmp_path / "train.py"
+    script.write_text(CRASHES)
+    west = run.start_cluster("west", [sys.executable, str(script)], max_restarts=10)
+    told = "crashing, 1 of 10, exit 1, last line: ValueError: no data"
+    run.until(lambda: told in seen(run, "west").get("note", ""), 60, "it is shown")
+    run.wait(west, 60, code=1)
+    assert seen(run, "west")["reason"].startswith("crashed 3 times in the same way before its first step: exit 1")
+    assert west.log.read_text().count("trainer_start") == 3
+
+
+CRASHES = f"""
+import sys
+sys.path.insert(0, {str(Path(TINY).parent)!r})
+from train_constant import ConstantModel
+from dips.client import OuterLoop
+OuterLoop(ConstantModel())
+raise ValueError("no data")
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_name_that_is_taken(run: Any, tmp_path: Path) -> None:
+    """A second agent of one name is refused while the first lives, which goes on unharmed."""
+    run.start_master()
+    slave = run.start_slave(run.slaves[0])
+    run.until(lambda: '"ready"' in slave.log.read_text(), 60, "it is ready")
+    first = run.start_cluster("west", tiny(tmp_path), steps=1000)
+    run.until(lambda: seen(run, "west"), 60, "it joined")
+    file = tmp_path / "again.yaml"
+    file.write_text((tmp_path / "west.yaml").read_text().replace("directory: west", "directory: again"))
+    second = run._start("again", [*harness.daemon("client"), "-c", str(file), "--", *tiny(tmp_path)])
+    run.wait(second, 60, code=77)
+    assert "the name west is taken: another agent bears it as west/1 and lives" in second.log.read_text()
+    assert first.code is None and seen(run, "west")["inc"] == 1, "it was not fenced"
+
+
+@pytest.mark.timeout(120)
+def test_what_an_agent_waits_for_is_in_its_log(run: Any, tmp_path: Path) -> None:
+    """A slave that is not there; SIGTERM while it waits for it, or for a master, ends it without a traceback."""
+    alone = run.start_cluster("alone", tiny(tmp_path))
+    run.until(lambda: "the master does not answer" in alone.log.read_text(), 60, "it waits for a master")
+    alone.terminate()
+    run.start_master()
+    west = run.start_cluster("west", tiny(tmp_path))
+    run.until(lambda: '"waits"' in west.log.read_text(), 60, "it waits for a slave")
+    assert "not yet registered: ps0" in west.log.read_text()
+    west.terminate()
+    for agent in (alone, west):
+        assert "Traceback" not in agent.log.read_text(), agent.tail()

@@ -103,7 +103,7 @@ class Agent:
                 case RecordMark(kind, fields):
                     self._timeline.record_mark(kind, **fields)
                     if kind != "inner":
-                        self._log.info(kind, **fields)
+                        (self._log.warning if kind == "remark" else self._log.info)(kind, **fields)
                 case StopTrainer():
                     self._signals.stopped.set()
         if actions:

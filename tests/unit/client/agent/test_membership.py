@@ -6,10 +6,10 @@ import pytest
 
 from dips.client.agent.account import PastIncarnation
 from dips.client.agent.actions import Channel
-from dips.client.agent.membership import past_incarnation
+from dips.client.agent.membership import TAKEN_TRIES, past_incarnation
 from dips.client.ipc.messages import AskAgain, Detach, ErrorReply, PullMoved, PullNow, PushNow, TrainOn
 from dips.errors import DifferentModel
-from dips.protocol.effects import Acknowledged, Joined
+from dips.protocol.effects import Acknowledged, Joined, Pending, Refused
 from dips.protocol.enums import ClusterStanding, OutcomeKind
 from dips.protocol.events import ClusterJoined, ClusterLeft, PullFinished
 from tests.unit.client.agent.play import NONE_YET, V1, Play, grant, outcome
@@ -140,3 +140,32 @@ def test_unreachable_master_after_commit_settles_later(play: Play) -> None:
     play.reply(Acknowledged())
     assert (play.s.account.accepted, play.s.account.carried.tokens) == (20, 10)
     play.push_until_granted()
+
+
+def test_a_name_that_is_taken_is_waited_for_and_then_refused() -> None:
+    """Its bearer may be found dead within two leases; one that lives keeps it, and this agent ends: 77."""
+    play = Play()
+    play.send(play.attach())
+    for _ in range(TAKEN_TRIES):
+        play.reply(Refused(2.0, "the name west is taken"))
+        assert play.asks[Channel.SYNC].delay_s == 2.0 and play.asked(ClusterJoined).nonce == "nonce1"
+    play.reply(Refused(2.0, "the name west is taken"))
+    assert play.stops[0].code == 77 and "--take-over" in play.stops[0].reason
+
+
+def test_the_next_agent_of_a_directory_names_the_incarnation_before() -> None:
+    """So it gets the name at once, and an operator's --take-over is handed on."""
+    play = Play(former=PastIncarnation(4, 100), take_over=True)
+    play.send(play.attach())
+    asked = play.asked(ClusterJoined)
+    assert (asked.former, asked.take_over) == (4, True)
+
+
+def test_what_is_waited_for_is_logged_once() -> None:
+    """A trainer that stands still for the same reason for five seconds: one line says which."""
+    play = Play()
+    play.send(play.attach())
+    play.reply(Pending("waits for ps1 (lost)"))
+    for now in range(20):
+        play.do(play.core.tick(float(now)))
+    assert [fields for kind, fields in play.marks if kind == "waits"] == [{"reason": "waits for ps1 (lost)"}]
