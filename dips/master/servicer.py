@@ -7,7 +7,6 @@ decides.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from google.protobuf.message import Message
@@ -36,9 +35,7 @@ class ClusterServicer(ClusterServiceServicer):
         return await self._answer_question(request, events.ClusterJoined, cluster_pb2.JoinReply)
 
     async def Heartbeat(self, request: Any, context: Any) -> cluster_pb2.ClusterHeartbeatAnswer:
-        heartbeat = messages.from_proto(request, heartbeats.ClusterHeartbeat)
-        heartbeat = replace(heartbeat, note=heartbeat.note[: heartbeats.NOTE_CHARS])
-        answer = await self._runtime.take_heartbeat(heartbeat)
+        answer = await self._runtime.take_heartbeat(messages.from_proto(request, heartbeats.ClusterHeartbeat))
         return cast(cluster_pb2.ClusterHeartbeatAnswer, messages.to_proto(answer))
 
     async def RequestPush(self, request: Any, context: Any) -> cluster_pb2.RequestPushReply:

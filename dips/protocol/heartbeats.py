@@ -15,7 +15,7 @@ from dips.protocol.enums import Activity, ClusterStanding, TrainerState
 from dips.protocol.events import MirrorReport
 
 LEAST_BYTES_PER_S = 1.0  # a slower transfer counts as not moving: times made from such rates leave the finite
-NOTE_CHARS = 300  # of ClusterHeartbeat.note are kept and shown
+NOTE_CHARS = 240  # of ClusterHeartbeat.note, so that it arrives: any text has at most 256
 OWN_PACE = -1.0  # ClusterHeartbeatAnswer.push_in_s: the cluster keeps its own pace
 
 

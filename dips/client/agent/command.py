@@ -35,6 +35,7 @@ class CommandRunner:
                 self._log.warning("trainer crashed", code=code, last_line=last_line, restarts_left=left)
                 if await self._signals.wait_terminated(plan.delay_s):
                     return code
+        self._perform(self._core.tick(time.monotonic()))  # what was remarked at the end
         if plan.reason:
             self._log.error("stopped", reason=plan.reason)
         return plan.code

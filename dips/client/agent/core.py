@@ -18,6 +18,7 @@ from dips.client.agent import (
     attempts,
     checkpoints,
     heartbeats,
+    in_vain,
     membership,
     outer_sync,
     ranges,
@@ -45,6 +46,7 @@ from dips.client.ipc.messages import (
     PushMoved,
     PushWanted,
     RangeWanted,
+    Remarked,
     Resume,
     SaveWanted,
     Stepped,
@@ -61,6 +63,7 @@ EXIT_BUG = 70  # EX_SOFTWARE
 MESSAGES: Mapping[type, Callable[[AgentState, Any], Answer | None]] = {
     Stepped: training.record_step,
     LossReported: training.record_losses,
+    Remarked: training.take_remark,
     TransferProgress: on_transfer_progress,
     PushWanted: outer_sync.answer_question,
     PushMoved: outer_sync.answer_question,
@@ -186,6 +189,7 @@ class AgentCore:
         """Do what is due."""
         self.state.now = now
         remarks.tell_wait(self.state)
+        in_vain.look_for_steps(self.state)
         return self._take_actions()
 
     def next_deadline(self) -> float:

@@ -5,7 +5,7 @@ Must stay true: an answer is believed about the incarnation that asked, from a m
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, nan
 
 from dips.client.agent.actions import SaveIncarnation, SendHeartbeat
 from dips.client.agent.membership import past_incarnation, rejoin_run
@@ -62,7 +62,7 @@ def build_heartbeat(s: AgentState) -> ClusterHeartbeat | None:
         trainer.inner_steps,
         account.unsettled_tokens,
         account.lost,
-        trainer.loss,
+        nan if trainer.loss is None else trainer.loss,
         trainer.base,
         *sync.moved,
         sync.bytes_per_s,

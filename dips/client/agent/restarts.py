@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from dips.client.agent.in_vain import look_at_end
 from dips.client.agent.launch import CANNOT_START
 from dips.client.agent.remarks import make_remark
 from dips.client.agent.state import AgentState, Crash
@@ -49,6 +50,8 @@ def plan_next_launch(
     if s.stop is not None:
         return _end_agent(s, s.stop.code, s.stop.reason)
     if code == 0 or terminated or s.membership.progress.finished:
+        if code == 0 and not terminated:
+            look_at_end(s)
         return EndAgent(code)
     crash = Crash(s.now, code, last_line, s.trainer.inner_steps > 0)
     s.crashes.append(crash)

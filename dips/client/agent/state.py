@@ -99,9 +99,12 @@ class TrainerAttempt:
     detached: bool = False  # it ended the outer loop itself
     inner_steps: int = 0  # since the agent's start, as are tokens and loss
     tokens: int = 0
-    loss: float = 0.0
+    loss: float | None = None  # of the last step that gave one
     loss_not_finite: bool = False  # since the last freeze, and that was recorded
     marked_at: float = 0.0  # when the timeline last got inner steps
+    steps_before: int = 0  # inner_steps when this attempt began
+    idle_since: float = 0.0  # it could have taken a step since then, and has taken none
+    accepted_pushes: int = 0  # since the agent's start
 
 
 @dataclass

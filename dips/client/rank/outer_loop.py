@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 
 from dips.client.ipc import address
-from dips.client.ipc.messages import Attach, Attached, Detach, Healed, Resume, Resumed, Saved, SaveWanted
+from dips.client.ipc.messages import Attach, Attached, Detach, Healed, Remarked, Resume, Resumed, Saved, SaveWanted
 from dips.client.ipc.process import process_name
 from dips.client.parallel import HostMemory, LazyMemory, StreamedMemory, lay_out
 from dips.client.rank.agent_client import AgentClient
@@ -148,6 +148,10 @@ class OuterLoop:
         self._step_reports.report_step(tokens, loss)
         if self._state.steps_until_poll <= 0:
             self._poll_outer_step(demanded=False)
+
+    def remark(self, text: str) -> None:
+        """Have a person told something: in the agent's log, and in `dips status`. Rank 0's word counts."""
+        self._agent_client.notify_agent(Remarked(self._state.attempt, text))
 
     def push(self) -> None:
         """Take part in an outer step now, whatever the pace; all inner steps since the last push count."""

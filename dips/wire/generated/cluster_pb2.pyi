@@ -107,7 +107,7 @@ class ClusterHeartbeat(_message.Message):
     transfer_seq: _builtins.int
     """of the push or pull that its ranks come to, or move; 0: none"""
     note: _builtins.str
-    """what a person should know of this cluster; at most 300 characters are shown"""
+    """what a person should know of this cluster"""
     @_builtins.property
     def base(self) -> _names_pb2.VersionId: ...
     def __init__(
