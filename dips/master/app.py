@@ -21,6 +21,7 @@ from dips.errors import ConfigError, CorruptManifest
 from dips.master import genesis, operate, restore, status
 from dips.master.core import MasterCore, Step
 from dips.master.journal import Journal
+from dips.master.last_loss import mean_loss
 from dips.master.ledger import Ledger
 from dips.master.ledger_mirror import LedgerMirror
 from dips.master.links import SlaveLinks
@@ -32,7 +33,7 @@ from dips.protocol.effects import Effect, Order
 from dips.protocol.events import Event, OrderAnswered, OrderFailed
 from dips.protocol.manifest import Manifest
 from dips.protocol.membership import Judge
-from dips.protocol.records import Record, RunRow
+from dips.protocol.records import Record, RunRow, VersionCommitted
 from dips.telemetry import exits, logs, metrics
 from dips.telemetry.timeline import Timeline
 from dips.transport import control
@@ -44,6 +45,7 @@ from dips.wire.generated.status_pb2_grpc import add_StatusServiceServicer_to_ser
 KEY = "master.listen"
 SERVICES = ("", "dips.v1.ClusterService", "dips.v1.SlaveService", "dips.v1.StatusService", "dips.v1.OperatorService")
 SCRAPE_S = 5.0  # Prometheus waits for 10
+ROUNDS_BACK = 16  # in which the newest version is looked for, for its loss
 GRACE_S = 2.0  # calls under way at the end may finish for so long
 
 cli = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=exits.HELP_OPTIONS)
@@ -139,6 +141,8 @@ class _Outside:
         self._thread = ThreadPoolExecutor(1, "ledger")
         self._written = 0  # transactions of this term, counted on the ledger's thread
         self._mirror: LedgerMirror | None = None
+        made = [r for r in ledger.read_history(ROUNDS_BACK) if r.version is not None and r.undone is None]
+        self._loss = mean_loss(made[-1].folds) if made else None  # of the newest version; replaced as a whole
         self.learn_address, self.on_progress = self._links.learn_address, self._links.on_progress
 
     def begin_mirror(self, config: RunFile, term: int, log: logs.Log) -> None:
@@ -153,8 +157,8 @@ class _Outside:
         self._mirror.start()
 
     def view(self) -> dict[str, Any]:
-        """What status says of it: the mirror of the ledger, null if there is none."""
-        return {"ledger_mirror": self._mirror.view() if self._mirror is not None else None}
+        """What status says of it: the mirror of the ledger, null if there is none; the loss of the newest version."""
+        return {"ledger_mirror": self._mirror.view() if self._mirror is not None else None, "last_loss": self._loss}
 
     async def write_records(self, records: Sequence[Record]) -> None:
         """Return when all are durable, in the mirror too unless it lags; the loop goes on meanwhile."""
@@ -165,6 +169,9 @@ class _Outside:
 
     def _write(self, records: Sequence[Record], wall: float) -> int:
         self._ledger.write_records(records, wall)
+        for record in records:
+            if isinstance(record, VersionCommitted):
+                self._loss = mean_loss(record.folds)
         self._written += 1
         return self._written
 
