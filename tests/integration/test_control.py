@@ -455,7 +455,7 @@ async def test_ledger_and_run_file_must_agree(tmp_path: Path, config: RunFile) -
     with pytest.raises(ConfigError, match=r"run 'toy', the run file's shared\.run is 'other'"):
         await serve(load_run(write_run(tmp_path, run="other")), structlog.get_logger())
     with pytest.raises(
-        ConfigError, match="shared.chunk_bytes: the run has 1048576, this file 8192: put the options back"
+        ConfigError, match=r"shared\.chunk_bytes: the run has 1048576, this file 8192: put the options back"
     ):
         await serve(load_run(write_run(tmp_path, chunk_bytes=8192)), structlog.get_logger())
     fewer = config.model_copy(update={"slaves": config.slaves[:1]})

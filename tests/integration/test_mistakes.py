@@ -74,7 +74,10 @@ def test_the_masters_example_works(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_another_model_and_other_options_are_refused(run: Any, tmp_path: Path) -> None:
-    """A model that differs, and shared options that differ: 78, with the parameters or keys; the next cluster joins."""
+    """A model that differs, and shared options that differ: 78, with the parameters or keys; the next cluster trains.
+
+    What it trains is a line of each log for an outer step, and its last loss is shown at the end.
+    """
     run.start_master()
     wrong = run.start_cluster("wrong", tiny(tmp_path, "wrong"))
     other = dict(run.shared)
@@ -89,6 +92,12 @@ def test_another_model_and_other_options_are_refused(run: Any, tmp_path: Path) -
     )
     run.start_slaves()
     run.wait(run.start_cluster("right", tiny(tmp_path)), 60)
+    told = asyncio.run(ask_status(run.address))
+    assert (told["finished"] is not None, told["last_loss"]) == (True, 1.5)
+    logs = {name: (tmp_path / f"{name}.log").read_text() for name in ("master", "ps0", "right")}
+    one_each = [("master", '"version_committed"'), ("ps0", '"event": "order"'), ("right", '"event": "outcome"')]
+    assert [logs[name].count(event) for name, event in one_each] == [3, 3, 3], "a line for each outer step"
+    assert not any(event in text for event in ("push_granted", "push_begin", "OpenPush") for text in logs.values())
 
 
 def test_a_run_file_that_was_changed(run: Any) -> None:
