@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import threading
 
 TAIL_BYTES = 16384  # kept: torchrun prints a page of its own after what its worker said
@@ -42,12 +43,19 @@ class ErrorTail:
     def _copy(self) -> None:
         while piece := os.read(self._reader, PIECE_BYTES):
             self._tail = (self._tail + piece)[-TAIL_BYTES:]
-            try:
-                while piece:
-                    piece = piece[os.write(2, piece) :]
-            except OSError:
-                pass  # our own standard error is gone: the trainer goes on
+            _pass_on(piece)
         os.close(self._reader)
+
+
+def _pass_on(piece: bytes) -> None:
+    """To our own standard error; if that is gone, the trainer goes on without it."""
+    while piece:
+        try:
+            piece = piece[os.write(2, piece) :]
+        except BlockingIOError:  # a terminal that another program has made non-blocking
+            select.select([], [2], [])
+        except OSError:
+            return
 
 
 def last_line(text: str) -> str:
