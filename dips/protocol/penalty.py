@@ -59,7 +59,7 @@ def slow_mean(mean: float, value: float, count: int, alpha: float) -> float:
 
 
 UNMOVED = (
-    "norm 0 after {} inner steps: the optimizer trains other tensors than this OuterLoop pushes; make it after "
+    "norm 0 after {} inner step{}: the optimizer trains other tensors than this OuterLoop pushes; make it after "
     "fully_shard and .to(), and the optimizer of the same model"
 )
 
@@ -102,7 +102,7 @@ class Penalty:
             reason = "not finite: NaN, Inf or overflow in its parameters"
             return Verdict(False, 0.0, 0.0, reason, tracked=False, finite=False)
         if g == 0.0 and inner_steps > 0:
-            return Verdict(False, 0.0, 0.0, UNMOVED.format(inner_steps), tracked=False)
+            return Verdict(False, 0.0, 0.0, UNMOVED.format(inner_steps, "s" * (inner_steps > 1)), tracked=False)
         if self._options.rule is PenaltyRule.NONE:
             return Verdict(True, g, 0.0, "finite", inner_steps=inner_steps)
         return replace(self._judge_norm(self.penalty_row(cluster), g, inner_steps, exempt), inner_steps=inner_steps)

@@ -163,6 +163,20 @@ raise ValueError("no data")
 
 
 @pytest.mark.timeout(120)
+def test_a_model_that_does_not_move(run: Any, tmp_path: Path) -> None:
+    """Norm 0 after inner steps is refused, and told in log and status; so is an end without one accepted push."""
+    run.start_master()
+    run.start_slaves()
+    still = run.start_cluster("still", tiny(tmp_path, "still"))
+    run.wait(still, 60)
+    log, left = still.log.read_text(), seen(run, "still")
+    assert "its push was gated: norm 0 after 1 inner step: the optimizer trains other tensors" in log
+    assert (left["accepted"], left["gated"]) == (0, 3)
+    assert left["reason"].startswith("left without one accepted push: it took 3 inner steps: train longer")
+    assert '"level": "warning"' in next(line for line in log.splitlines() if "ended without one accepted push" in line)
+
+
+@pytest.mark.timeout(120)
 def test_a_name_that_is_taken(run: Any, tmp_path: Path) -> None:
     """A second agent of one name is refused while the first lives, which goes on unharmed."""
     run.start_master()

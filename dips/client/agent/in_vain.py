@@ -54,6 +54,6 @@ def look_at_end(s: AgentState) -> None:
         why = f"it reported no inner step: {CALL_STEP}"
     else:
         steps = t.inner_steps
-        why = f"it took {steps} inner steps: train longer, call outer.push() at the end, or push more often (pace)"
+        why = f"it took {steps} inner step{'s' * (steps > 1)}: train longer, call outer.push() at the end, or push more often (pace)"
     s.leaves_for = f"left without one accepted push: {why}"
     make_remark(s, "end", f"the training command ended without one accepted push: {why}")
