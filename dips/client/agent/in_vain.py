@@ -53,7 +53,7 @@ def look_at_end(s: AgentState) -> None:
     elif not t.inner_steps:
         why = f"it reported no inner step: {CALL_STEP}"
     else:
-        steps = t.inner_steps
-        why = f"it took {steps} inner step{'s' * (steps > 1)}: train longer, call outer.push() at the end, or push more often (pace)"
+        taken = f"{t.inner_steps} inner step{'s' * (t.inner_steps > 1)}"
+        why = f"it took {taken}: train longer, call outer.push() at the end, or push more often (pace)"
     s.leaves_for = f"left without one accepted push: {why}"
     make_remark(s, "end", f"the training command ended without one accepted push: {why}")
