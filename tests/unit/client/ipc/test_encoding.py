@@ -8,7 +8,7 @@ import msgpack
 import pytest
 
 from dips.client.ipc import encoding
-from dips.client.ipc.messages import AskAgain, Attach, LossReported, Message, PullNow, Stepped
+from dips.client.ipc.messages import AskAgain, Attach, LossReported, Message, PullNow, Remarked, Stepped
 from dips.errors import LocalProtocolError, RemoteProtocolError
 from dips.ids import VersionId
 from dips.protocol.effects import Grant, SlaveAddress
@@ -23,6 +23,7 @@ GRANT = Grant(VersionId(3, 4), (SlaveAddress("ps0", 2, ("127.0.0.1:1",), (0, 2))
         Stepped(1, 4096, None),
         Stepped(1, 4096, 2.5),
         LossReported(1, 7.5, 3),
+        Remarked(1, "set stop.tokens"),
         AskAgain("äöü"),
         Attach(1, 0, "9", "{}", 1, 2),
     ],
@@ -64,6 +65,6 @@ def test_length_is_bounded_both_ways() -> None:
 
 def test_every_message_is_in_the_table() -> None:
     """Names are unique, and every message has only fields that the codec can read."""
-    assert len(encoding.MESSAGES) == 26
+    assert len(encoding.MESSAGES) == 27
     for cls in encoding.MESSAGES.values():
         assert all(f.name != "kind" for f in fields(cls))
