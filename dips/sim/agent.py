@@ -265,10 +265,10 @@ class SimAgent:
                 self.world.monitor.push_dropped(self, PushId(self.name, self.inc, int(str(mark.fields["seq"]))))
 
     def _on_stop(self, stop: StopTrainer) -> None:
-        """The core cannot go on: ours was fenced, or something is broken that must never break."""
+        """The core cannot go on: ours was fenced, another bears its name, or what must never break is broken."""
         if not self.alive:
             return
-        if not stop.reason.startswith("StaleIncarnation"):
+        if not stop.reason.startswith(("StaleIncarnation", "Denied")):
             raise AssertionError(f"the agent of {self.name} stops: {stop.reason}")
         self.world.trace.add_line(self.world.heap.now, f"{self.name} exits: {stop.reason}")
         self.world.monitor.agent_exits(self, stop.reason)

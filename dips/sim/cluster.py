@@ -58,7 +58,7 @@ class SimCluster:
         return agent
 
     def _on_agent_exit(self, agent: SimAgent) -> None:
-        """An agent ended of its own accord: it was fenced."""
+        """An agent ended of its own accord: it was fenced, or another bears its name."""
         if agent in self.zombies:
             agent.kill_agent()
             self.zombies.remove(agent)
