@@ -19,7 +19,7 @@ cli = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=exits.HELP_OPTIONS,
     help="""Di-PS: several training clusters, far apart and unequal, train one model through CPU parameter servers.
 
 \b

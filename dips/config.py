@@ -201,7 +201,8 @@ class ClusterFile(Section):
     poll_s: Annotated[float, Field(gt=0)] = 2.0  # no collective waits longer for anybody outside the cluster
     stall_s: Annotated[float, Field(gt=0)] = 30.0  # a stream whose slave owes a byte for so long is begun anew
     retry_s: Annotated[float, Field(gt=0)] = 30.0  # longest pause between two tries to reach the master
-    max_restarts: Annotated[int, Field(ge=0)] = 10  # of the trainer, by the agent
+    max_restarts: Annotated[int, Field(ge=0)] = 10  # of the trainer, by the agent, within restart_window_s
+    restart_window_s: Annotated[float, Field(gt=0)] = 86400.0  # a month on 1,000 devices crashes more than ten times
     # Ranks that move bytes to and from the slaves; in a larger job the others hand theirs to one on their host, so
     # that no slave has more connections than this times its lanes from one cluster.
     max_transfer_ranks: Annotated[int, Field(ge=1)] = TRANSFER_RANKS

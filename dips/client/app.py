@@ -9,6 +9,7 @@ import asyncio
 import importlib
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -48,13 +49,14 @@ RESTARTS_ANEW = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 command_line = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@command_line.command(context_settings={"allow_interspersed_args": False})
+@command_line.command(context_settings={"allow_interspersed_args": False, **exits.HELP_OPTIONS})
 def dips_client(
-    config: Annotated[Path, typer.Option(help="The cluster file (cluster.yaml).")],
+    config: Annotated[Path, typer.Option("--config", "-c", help="The cluster file (cluster.yaml).")],
     command: Annotated[
         list[str] | None,
         typer.Argument(help="The training command, after `--`; none: others start it.", metavar="-- COMMAND..."),
     ] = None,
+    take_over: Annotated[bool, typer.Option("--take-over", help="Replace an agent of this name that lives.")] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Run a training command as one cluster of a Di-PS run, and speak for it at the master.
@@ -78,8 +80,10 @@ def dips_client(
             "no training command: write it after `--`; an agent whose ranks are started by others needs the key "
             "`agent`, or DIPS_AGENT=tcp://HOST:PORT, where they find it"
         )
+    if command and shutil.which(command[0]) is None:
+        raise ConfigError(f"the training command {command[0]!r} is not found: correct its name, or the PATH")
     with closing(_lock_directory(file.directory)):
-        raise typer.Exit(asyncio.run(_run_agent(file, config.resolve(), command or [], log_level)))
+        raise typer.Exit(asyncio.run(_run_agent(file, config.resolve(), command or [], log_level, take_over)))
 
 
 # Subcommands; each is a command line of its own.
@@ -104,16 +108,22 @@ def _lock_directory(directory: Path) -> PidLock:
     return PidLock(directory / PID_FILE, busy=busy, advice=advice)
 
 
-async def _run_agent(config: ClusterFile, path: Path, command: list[str], log_level: str) -> int:
+async def _run_agent(config: ClusterFile, path: Path, command: list[str], log_level: str, take_over: bool) -> int:
     log = logs.configure_log("client", config.cluster, log_level)
     set_process_attribute(PR_SET_CHILD_SUBREAPER, 1)  # workers whose torchrun was killed become ours, to be killed too
     _raise_open_files(config, log)
     timeline = Timeline(config.directory / "timeline.jsonl", config.cluster)
-    master = MasterLink(config.master)
+    master = MasterLink(config.master, config.shared.model_dump(mode="json"))
     identity = ClusterIdentity(config.shared.run, config.cluster, config.shared.digest)
     incarnations = IncarnationFile(config.directory, config.shared.run, config.cluster, log)
     settings = AgentSettings(
-        identity, config.heartbeat_s, config.retry_s, config.overlap == "full", config.max_restarts
+        identity,
+        config.heartbeat_s,
+        config.retry_s,
+        config.overlap == "full",
+        config.max_restarts,
+        restart_window_s=config.restart_window_s,
+        take_over=take_over,
     )
     pace = Pace(**config.pace.model_dump())
     core = AgentCore(settings, pace, lambda: uuid.uuid4().hex, random.Random(), incarnations.read_former())

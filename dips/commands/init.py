@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from dips.commands.options import CONFIG
-from dips.config import load_run
+from dips.config import RunFile, load_run
 from dips.errors import ConfigError
 
 
@@ -65,7 +65,17 @@ def init(
     print(f"made run {row.run}: {len(tensors)} parameters, {numel / 1e6:.2f} M elements, {4 * numel / 1e6:.1f} MB")
     for slave, layers in row.placement:
         print(f"  {slave}: {len(layers)} layers")
+    if used := _used_directories(run_file):
+        print(f"empty these first, they hold snapshots of a former run: {', '.join(map(str, used))}")
     print(f"next: dips-master --config {config}, and dips-slave --config {config} --name NAME for each slave")
+
+
+def _used_directories(run_file: RunFile) -> list[Path]:
+    """Directories of slaves with snapshots in them, as far as they can be seen from here."""
+    from dips.slave.snapshot_files import version_of
+
+    found = (s.directory for s in run_file.slaves if s.directory.is_dir())
+    return [directory for directory in found if any(version_of(path) for path in directory.iterdir())]
 
 
 def _from_factory(spec: str, seed: int) -> tuple[dict[str, Any], list[str]]:

@@ -21,6 +21,7 @@ from dips.errors import ConfigError, CorruptManifest
 from dips.master import genesis, operate, restore, status
 from dips.master.core import MasterCore, Step
 from dips.master.journal import Journal
+from dips.master.last_loss import mean_loss
 from dips.master.ledger import Ledger
 from dips.master.ledger_mirror import LedgerMirror
 from dips.master.links import SlaveLinks
@@ -33,7 +34,7 @@ from dips.protocol.effects import Effect, Order
 from dips.protocol.events import Event, OrderAnswered, OrderFailed
 from dips.protocol.manifest import Manifest
 from dips.protocol.membership import Judge
-from dips.protocol.records import Record, RunRow
+from dips.protocol.records import Record, RunRow, VersionCommitted
 from dips.telemetry import exits, logs, metrics
 from dips.telemetry.timeline import Timeline
 from dips.transport import control
@@ -47,9 +48,10 @@ SERVICES = ("", "dips.v1.ClusterService", "dips.v1.SlaveService", "dips.v1.Statu
 SCRAPE_S = 5.0  # Prometheus waits for 10
 # At once, for the limit of open files. An agent opens two, a slave two, and the master one to each slave.
 CLUSTERS, AGENT_CONNECTIONS, SLAVE_CONNECTIONS = 1000, 2, 3
+ROUNDS_BACK = 16  # in which the newest version is looked for, for its loss
 GRACE_S = 2.0  # calls under way at the end may finish for so long
 
-cli = typer.Typer(add_completion=False, rich_markup_mode=None)
+cli = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=exits.HELP_OPTIONS)
 cli.command("replay")(operate.replay_command)
 cli.command("recover")(operate.recover_command)
 
@@ -58,7 +60,8 @@ cli.command("recover")(operate.recover_command)
 def serve_command(
     context: typer.Context,
     config: Annotated[
-        Path | None, typer.Option(help="The run file: one run, its master and its slaves (dips.yaml).")
+        Path | None,
+        typer.Option("--config", "-c", help="The run file (dips.yaml)."),
     ] = None,
     log_level: Annotated[str, typer.Option(help="debug (every event and order), info, warning or error.")] = "info",
 ) -> None:
@@ -74,7 +77,10 @@ def serve_command(
     Exit codes: 0 stopped by SIGTERM or SIGINT; 74 the ledger could not be written; 75 a later master exists;
     78 the run file or the ledger is not usable. Start it again after 74; look at the message after the others.
 
-    Example:  dips init --config dips.yaml --seed 1 && dips-master --config dips.yaml
+    \b
+    Example:
+      dips init --config dips.yaml --factory dips.demo.model:build --seed 1
+      dips-master --config dips.yaml
     """
     if context.invoked_subcommand is not None:
         return
@@ -146,6 +152,8 @@ class _Outside:
         self._thread = ThreadPoolExecutor(1, "ledger")
         self._written = 0  # transactions of this term, counted on the ledger's thread
         self._mirror: LedgerMirror | None = None
+        made = [r for r in ledger.read_history(ROUNDS_BACK) if r.version is not None and r.undone is None]
+        self._loss = mean_loss(made[-1].folds) if made else None  # of the newest version; replaced as a whole
         self.learn_address, self.on_progress = self._links.learn_address, self._links.on_progress
 
     def begin_mirror(self, config: RunFile, term: int, log: logs.Log) -> None:
@@ -160,8 +168,8 @@ class _Outside:
         self._mirror.start()
 
     def view(self) -> dict[str, Any]:
-        """What status says of it: the mirror of the ledger, null if there is none."""
-        return {"ledger_mirror": self._mirror.view() if self._mirror is not None else None}
+        """What status says of it: the mirror of the ledger, null if there is none; the loss of the newest version."""
+        return {"ledger_mirror": self._mirror.view() if self._mirror is not None else None, "last_loss": self._loss}
 
     async def write_records(self, records: Sequence[Record]) -> None:
         """Return when all are durable, in the mirror too unless it lags; the loop goes on meanwhile."""
@@ -172,6 +180,9 @@ class _Outside:
 
     def _write(self, records: Sequence[Record], wall: float) -> int:
         self._ledger.write_records(records, wall)
+        for record in records:
+            if isinstance(record, VersionCommitted):
+                self._loss = mean_loss(record.folds)
         self._written += 1
         return self._written
 

@@ -13,6 +13,7 @@ had arrived meanwhile is read before anybody is judged.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeGuard, get_args
 
 from dips.errors import StaleTerm
@@ -179,6 +180,7 @@ class MasterCore:
         event = question.event
         if isinstance(event, ClusterJoined):  # it may fence an incarnation whose tokens only heartbeats have reported
             self._report_tokens(event.cluster, now)
+            event = replace(event, rival_heard_s=self._judge.heard_s(event.cluster, now))
         elif isinstance(event, PushFinished):  # what it brings is held against them
             self._report_tokens(event.push.cluster, now)
         self._step_event(event, now, question)

@@ -26,6 +26,13 @@ from dips.telemetry.timeline import Timeline
 EXIT_BUG = 70  # EX_SOFTWARE
 FLUSH_S = 5.0  # a graceful stop waits so long for what is being written
 
+# Notes of every round that goes well: an outer step is one line, version_committed. The timeline has them all.
+ROUTINE = frozenset(
+    {
+        *("push_granted", "push_committed", "round_opened", "round_applying", "round_persisting", "version_durable"),
+    }
+)
+
 
 class Runtime:
     """One term of a master. `clock` is monotonic seconds."""
@@ -165,7 +172,7 @@ class Runtime:
                 case SlaveProgress():
                     self._outside.on_progress(action.slave)
                 case Note():
-                    self._log.info(action.kind, **dict(action.fields))
+                    (self._log.debug if action.kind in ROUTINE else self._log.info)(action.kind, **dict(action.fields))
                     self._timeline.record_mark(action.kind, **dict(action.fields))
                 case Exit():
                     self._log.error("exit", code=action.code, reason=action.reason)

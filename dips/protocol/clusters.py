@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from dips.errors import Busy, ConfigError, CorruptManifest, RemoteProtocolError
+from dips.errors import Busy, ConfigError, CorruptManifest, DifferentModel, RemoteProtocolError
 from dips.protocol import pulls, pushes
 from dips.protocol.claims import ToldProgress
 from dips.protocol.compatibility import find_protocol_mismatch
-from dips.protocol.effects import Acknowledged, Failed, Finished, Joined, ManifestWanted, Ranges
+from dips.protocol.effects import Acknowledged, Failed, Finished, Joined, ManifestWanted, Pending, Ranges, Refused
 from dips.protocol.entities import Cluster
 from dips.protocol.enums import ClusterStanding, Role
 from dips.protocol.events import (
@@ -26,6 +26,8 @@ from dips.protocol.run_state import RunState
 
 MAX_CLUSTERS = 10_000  # names ever joined; bounds memory and metric labels
 MAX_RANGES_ASKED = 1_024
+SILENT_HEARTBEATS = 2  # missed by an incarnation that may be dead already
+REASON_CHARS = 300  # of why a cluster left
 
 
 def on_cluster_joined(run: RunState, event: ClusterJoined) -> None:
@@ -38,6 +40,9 @@ def on_cluster_joined(run: RunState, event: ClusterJoined) -> None:
         return
     cluster = run.clusters.get(event.cluster)
     if cluster is None or not (cluster.live and cluster.nonce == event.nonce):
+        if taken := _find_rival(run, cluster, event):
+            run.reply_to(event.req, taken)
+            return
         cluster = _begin_incarnation(run, event, cluster)
     ranges = run.ranges.held_by(cluster.name, cluster.inc)
     run.reply_to(
@@ -52,6 +57,19 @@ def on_cluster_joined(run: RunState, event: ClusterJoined) -> None:
             _settled_pushes(cluster),
         ),
     )
+
+
+def _find_rival(run: RunState, cluster: Cluster | None, event: ClusterJoined) -> Refused | Pending | None:
+    """Whether another agent bears the name: refused while it is heard; waited for until its lease ends once it is not.
+
+    An agent that starts again in its directory, or joins again, names the incarnation that it was.
+    """
+    if cluster is None or not cluster.live or event.former == cluster.inc or event.take_over:
+        return None
+    heartbeat_s, name = run.options.timing.heartbeat_s, f"{cluster.name}/{cluster.inc}"
+    if event.rival_heard_s < SILENT_HEARTBEATS * heartbeat_s:
+        return Refused(heartbeat_s, f"the name {cluster.name} is taken: another agent bears it as {name} and lives")
+    return Pending(f"{name} bears the name {cluster.name} and is silent: waits until its lease ends")
 
 
 def _settled_pushes(cluster: Cluster) -> int:
@@ -90,7 +108,7 @@ def _compare_models(ours: Manifest, event: ClusterJoined) -> Failed:
             CorruptManifest,
             f"expected a manifest of digest {event.manifest_digest[:12]}, as announced, got {theirs.digest[:12]}",
         )
-    return Failed(CorruptManifest, "this model is not the run's: " + "; ".join(ours.describe_differences(theirs)))
+    return Failed(DifferentModel, "this model is not the run's: " + "; ".join(ours.describe_differences(theirs)))
 
 
 def _begin_incarnation(run: RunState, event: ClusterJoined, old: Cluster | None) -> Cluster:
@@ -186,7 +204,8 @@ def on_ranges_requested(run: RunState, event: RangesRequested) -> None:
 def on_cluster_left(run: RunState, event: ClusterLeft) -> None:
     """End gracefully; a repetition is acknowledged again."""
     if run.cluster_standing(event.cluster, event.inc) is ClusterStanding.LIVE:
-        end_incarnation(run, run.clusters[event.cluster], "left", event.tokens_consumed)
+        reason = event.reason[:REASON_CHARS] or "left"
+        end_incarnation(run, run.clusters[event.cluster], reason, event.tokens_consumed)
     run.reply_to(event.req, Acknowledged())
 
 

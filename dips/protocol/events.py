@@ -115,6 +115,9 @@ class ClusterJoined:
     config_digest: str
     manifest: str = ""  # JSON, after ManifestWanted: a mismatch is answered with its first differences
     protocol: int = PROTOCOL
+    former: int = 0  # the incarnation that this agent was last, or that its directory remembers; 0: none
+    take_over: bool = False  # an operator said that an incarnation that lives is to be fenced
+    rival_heard_s: float = 0.0  # since the name's present incarnation was heard: the Judge fills it in
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +196,7 @@ class ClusterLeft:
     cluster: str
     inc: int
     tokens_consumed: int
+    reason: str = ""  # why; empty: it is done
 
 
 # ---- from an operator ---------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from dips.protocol.enums import Activity, ClusterStanding, TrainerState
 from dips.protocol.events import MirrorReport
 
 LEAST_BYTES_PER_S = 1.0  # a slower transfer counts as not moving: times made from such rates leave the finite
+NOTE_CHARS = 240  # of ClusterHeartbeat.note, so that it arrives: any text has at most 256
 OWN_PACE = -1.0  # ClusterHeartbeatAnswer.push_in_s: the cluster keeps its own pace
 
 
@@ -40,6 +41,7 @@ class ClusterHeartbeat:
     since_push: int = 0  # inner steps since its last push
     tokens_consumed: int = 0  # by this incarnation in all: carried, lost, or settled by an Outcome
     transfer_seq: int = 0  # of the push or pull that its ranks come to, or move; 0: none
+    note: str = ""  # what a person should know of this cluster; for showing only
 
 
 @dataclass(frozen=True, slots=True)

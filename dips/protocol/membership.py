@@ -92,6 +92,11 @@ class Judge:
             self._slaves[slave] = _Slave(sinc, now)
             self._look_at(now + self._options.lease_s)
 
+    def heard_s(self, cluster: str, now: float) -> float:
+        """How long ago the incarnation that lives was heard, at most a lease."""
+        known = self._clusters.get(cluster)
+        return self._options.lease_s if known is None else min(now - known.heard_at, self._options.lease_s)
+
     def report_tokens(self, cluster: str) -> list[Event]:
         """What an incarnation has done by its heartbeats, if they told more since the last report."""
         known = self._clusters.get(cluster)

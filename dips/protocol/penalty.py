@@ -60,6 +60,12 @@ def slow_mean(mean: float, value: float, count: int, alpha: float) -> float:
     return mean + max(alpha, 1.0 / (count + 1)) * (min(value, MOST_TIMES_ENTERED * mean) - mean)
 
 
+UNMOVED = (
+    "norm 0 after {} inner step{}: the optimizer trains other tensors than this OuterLoop pushes; make it after "
+    "fully_shard and .to(), and the optimizer of the same model"
+)
+
+
 def push_norm(layer_sq: Iterable[float], inner_steps: int) -> float:
     """G of a push: Σ over layers ‖θ − θ_j‖₂, over √(inner steps), since paces differ by design."""
     return sum(sqrt(sq) for sq in layer_sq) / sqrt(max(1, inner_steps))
@@ -98,6 +104,8 @@ class Penalty:
         if not g < LARGEST_NORM:
             reason = "not finite: NaN, Inf or overflow in its parameters"
             return Verdict(False, 0.0, 0.0, reason, tracked=False, finite=False)
+        if g == 0.0 and inner_steps > 0:
+            return Verdict(False, 0.0, 0.0, UNMOVED.format(inner_steps, "s" * (inner_steps > 1)), tracked=False)
         if self._options.rule is PenaltyRule.NONE:
             return Verdict(True, g, 0.0, "finite", inner_steps=inner_steps)
         return replace(self._judge_norm(self.penalty_row(cluster), g, inner_steps, exempt), inner_steps=inner_steps)

@@ -47,13 +47,13 @@ from dips.wire.generated.slave_pb2_grpc import SlaveServiceStub, add_OrderServic
 HEALTH_SERVICES = ("", "dips.v1.OrderService")
 GRACE_S = 1.0  # orders under way at the end may be answered for so long
 
-cli = typer.Typer(add_completion=False, rich_markup_mode=None)
+cli = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=exits.HELP_OPTIONS)
 
 
 @cli.command()
 def serve_command(
-    config: Annotated[Path, typer.Option(help="The run file: one run, its master and its slaves (dips.yaml).")],
-    name: Annotated[str, typer.Option(help="Which of the run file's slaves this process is.")],
+    config: Annotated[Path, typer.Option("--config", "-c", help="The run file (dips.yaml).")],
+    name: Annotated[str, typer.Option("--name", "-n", help="Which of the run file's slaves this process is.")],
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """A slave of one run: holds its layers of the global model and takes their outer steps.

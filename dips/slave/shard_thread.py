@@ -11,7 +11,7 @@ from concurrent.futures import Executor, Future
 from typing import TypeVar
 
 from dips.ids import PullId, PushId
-from dips.protocol.effects import Apply, Order, Persist
+from dips.protocol.effects import Apply, Commit, Order, Persist
 from dips.slave.actions import BeginDiskOrder, EndDiskOrder, ExecuteOrder, ShardWork
 from dips.slave.open_transfers import Report
 from dips.slave.shard import Shard
@@ -112,4 +112,6 @@ class ShardThread:
         kind = type(order.body).__name__
         seconds, count = self.spent.get(kind.lower(), (0.0, 0))
         self.spent = {**self.spent, kind.lower(): (seconds + took_s, count + 1)}  # replaced as a whole: others read it
-        self._log.info("order", kind=kind, number=order.number, term=order.term, took_s=took_s)
+        # An outer step is one line: its Commit.
+        log = self._log.info if isinstance(order.body, Commit) else self._log.debug
+        log("order", kind=kind, number=order.number, term=order.term, took_s=took_s)

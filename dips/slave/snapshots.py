@@ -295,6 +295,11 @@ class Snapshots:
     def _read_initial(self, theta: Arrays, momentum: Arrays) -> None:
         if self._manifest is None:
             raise LocalProtocolError("the initial model was to be read before this slave knew its layers")
+        if not self._initial.exists():
+            raise FileNotFoundError(
+                f"initial_model: {self._initial} is not here: copy it from <master.directory>/initial/ of `dips init`, "
+                "or name where it lies under the key initial_model"
+            )
         with Reader(self._initial, self._meter.add) as reader:
             for index, expected in self._genesis.items():
                 layer = self._manifest.layers[index]

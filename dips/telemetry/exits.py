@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from dips.errors import DipsError, treatment_of
+from dips.errors import DipsError, advice_for, treatment_of
+
+HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}  # of every command line
 
 
 def run_command(command_line: Callable[[], object]) -> None:
@@ -13,6 +15,6 @@ def run_command(command_line: Callable[[], object]) -> None:
     try:
         command_line()
     except DipsError as error:
-        how = treatment_of(error)
-        sys.stderr.write(f"error: {error}\n{how.advice}\n")
-        sys.exit(how.exit_code)
+        advice = advice_for(error)
+        sys.stderr.write(f"error: {error}\n" + (f"{advice}\n" if advice else ""))
+        sys.exit(treatment_of(error).exit_code)

@@ -66,7 +66,7 @@ _REALS = {
 
 _NAMES = frozenset({"run", "cluster", "slave", "name"})  # become file names, metrics and log lines
 _UNBOUNDED_TEXT = frozenset({"manifest"})  # MAX_MESSAGE_BYTES bounds it
-_LOCAL = frozenset({"req"})
+_LOCAL = frozenset({"req", "rival_heard_s"})
 _MODULES = (names_pb2, cluster_pb2, slave_pb2, status_pb2, operator_pb2)
 
 

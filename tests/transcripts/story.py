@@ -143,7 +143,20 @@ class Teller:
     # ---- commands: clusters ----------------------------------------------------------------------------------------
 
     def joins(self, cluster: str, words: Words) -> list[str]:
-        event = ev.ClusterJoined(0, cluster, words.get("process", "p1"), RUN, self.manifest.digest, CONFIG)
+        # Another process of the same directory names the incarnation before it; one of another directory knows none.
+        former = 0 if words.get("directory") == "another" else self.lives.get(cluster, 0)
+        process, taking_over = words.get("process", "p1"), words.get("takes") == "over"
+        event = ev.ClusterJoined(
+            0,
+            cluster,
+            process,
+            RUN,
+            self.manifest.digest,
+            CONFIG,
+            former=former,
+            take_over=taking_over,
+            rival_heard_s=float(words.get("heard_s", "0")),
+        )
         return self.step(event, cluster)
 
     def asks_push(self, cluster: str, words: Words) -> list[str]:

@@ -17,6 +17,7 @@ DIPS = Path(__file__).parents[2] / "dips"
 LOW = {"dips.ids", "dips.errors"}
 CONFIG = {
     "dips.config",
+    "dips.differences",
     "dips.fsync",
     "dips.mirror",
     "dips.open_files",
@@ -32,6 +33,7 @@ MAY: dict[str, set[str]] = {
     "dips.__init__": set(),
     "dips.errors": set(),
     "dips.ids": {"dips.errors"},
+    "dips.differences": set(),
     "dips.fsync": LOW,
     "dips.open_files": LOW,
     "dips.pidlock": LOW,

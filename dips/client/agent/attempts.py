@@ -14,7 +14,7 @@ from dips.client.agent.state import AgentState
 from dips.client.agent.training import mark_inner_steps
 from dips.client.ipc.messages import Answer, AskAgain, Attach, Attached, Detach, ErrorReply, ManifestSent, Noted
 from dips.client.ipc.packed_manifest import unpack_manifest
-from dips.errors import CorruptManifest, RemoteProtocolError
+from dips.errors import DifferentModel, RemoteProtocolError
 from dips.protocol.effects import ManifestWanted
 
 
@@ -41,7 +41,7 @@ def take_manifest(s: AgentState, message: ManifestSent) -> Answer:
 
 def _send_manifest(s: AgentState, packed: bytes) -> None:
     if not packed:
-        s.fail_training(CorruptManifest(f"{s.sync.reason}, and too large to be compared here: see dips-client check"))
+        s.fail_training(DifferentModel(f"{s.sync.reason}, and too large to be compared here: see dips-client check"))
         return
     try:
         text = unpack_manifest(packed, s.membership.manifest_digest)
@@ -70,6 +70,7 @@ def _begin_attempt(s: AgentState, message: Attach) -> None:
     trainer.attempt, trainer.alive, trainer.process = trainer.attempt + 1, True, message.process
     trainer.launch = max(trainer.launch, message.launch)
     trainer.push_ranks, trainer.pull_ranks = message.push_ranks, message.pull_ranks
+    trainer.steps_before, trainer.idle_since = trainer.inner_steps, s.now
     trainer.base, trainer.must_pull, trainer.starved, trainer.detached = None, False, False, False
     trainer.attached = False
     sync.question, sync.waiting, sync.verdict = 0, False, None

@@ -14,7 +14,18 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
 
-from dips.client.agent import attempts, checkpoints, heartbeats, membership, outer_sync, ranges, restarts, training
+from dips.client.agent import (
+    attempts,
+    checkpoints,
+    heartbeats,
+    in_vain,
+    membership,
+    outer_sync,
+    ranges,
+    remarks,
+    restarts,
+    training,
+)
 from dips.client.agent.account import NO_INCARNATION, PastIncarnation
 from dips.client.agent.actions import SAVED_AT, Actions, AskMaster, Channel, RecordMark, SaveIncarnation, StopTrainer
 from dips.client.agent.pace import Pace
@@ -36,6 +47,7 @@ from dips.client.ipc.messages import (
     PushMoved,
     PushWanted,
     RangeWanted,
+    Remarked,
     Resume,
     SaveWanted,
     Stepped,
@@ -58,6 +70,7 @@ ATTACHING: Mapping[type, Callable[[AgentState, Any], Answer]] = {
 MESSAGES: Mapping[type, Callable[[AgentState, Any], Answer | None]] = {
     Stepped: training.record_step,
     LossReported: training.record_losses,
+    Remarked: training.take_remark,
     TransferProgress: on_transfer_progress,
     PushWanted: outer_sync.answer_question,
     PushMoved: outer_sync.answer_question,
@@ -120,9 +133,11 @@ class AgentCore:
         """The first start of the training command."""
         return restarts.plan_first_launch(self.state)
 
-    def plan_next_launch(self, before: LaunchCommand, code: int, terminated: bool = False) -> LaunchCommand | EndAgent:
-        """What follows the end of a launch; `terminated`: SIGTERM has come."""
-        return restarts.plan_next_launch(self.state, before, code, terminated)
+    def plan_next_launch(
+        self, before: LaunchCommand, code: int, terminated: bool = False, last_line: str = ""
+    ) -> LaunchCommand | EndAgent:
+        """What follows the end of a launch; `terminated`: SIGTERM has come; `last_line`: on its standard error."""
+        return restarts.plan_next_launch(self.state, before, code, terminated, last_line)
 
     # ---- the master ------------------------------------------------------------------------------------------------
 
@@ -177,6 +192,8 @@ class AgentCore:
     def tick(self, now: float) -> Actions:
         """Do what is due."""
         self.state.now = now
+        remarks.tell_wait(self.state)
+        in_vain.look_for_steps(self.state)
         return self._take_actions()
 
     def next_deadline(self) -> float:

@@ -121,6 +121,7 @@ def on_sync_reply(s: AgentState, result: Result) -> None:
     """Take the master's reply to the open question."""
     if isinstance(result, Pending):
         s.sync.reason = result.reason
+        s.membership.times_taken = 0  # who has the name is silent
         repeat_question(s, Channel.SYNC)
         return
     close_channel(s, Channel.SYNC)
@@ -150,6 +151,7 @@ def on_sync_error(s: AgentState, error: DipsError) -> None:
 REPLIES: Mapping[tuple[SyncPhase, type], Callable[[AgentState, Any], None]] = {
     (SyncPhase.JOINING, Joined): membership.on_joined,
     (SyncPhase.JOINING, ManifestWanted): membership.on_manifest_wanted,
+    (SyncPhase.JOINING, Refused): membership.on_name_taken,
     (SyncPhase.ASKING_PUSH, Grant): pushes.on_push_granted,
     (SyncPhase.ASKING_PUSH, Refused): pushes.on_push_refused,
     (SyncPhase.ASKING_PUSH, Dropped): pushes.on_push_dropped,

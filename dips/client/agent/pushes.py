@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dips.client.agent.actions import Channel
+from dips.client.agent.in_vain import look_at_outcome
 from dips.client.agent.phases import SyncPhase
 from dips.client.agent.pulls import RETRY_S, close_pull, end_transfer, on_pull_granted
 from dips.client.agent.questions import ask_master
@@ -100,6 +101,7 @@ def on_outcome(s: AgentState, result: Outcome) -> None:
         end_transfer(s, f"its round was skipped: {result.reason}")
         return
     s.account.settle_outcome(result.kind)
+    look_at_outcome(s, result.kind, result.reason)
     s.membership.settled += 1
     sync.accepted_seq = sync.seq if result.kind is OutcomeKind.ACCEPTED else sync.accepted_seq
     sync.pull_due = sync.waiting

@@ -152,6 +152,14 @@ class LossReported:
 
 
 @dataclass(frozen=True, slots=True)
+class Remarked:
+    """Something about the script that a person should know, with its remedy."""
+
+    attempt: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class TransferProgress:
     """How far rank 0 is with the present transfer; answered Noted, or Halt if it leads nowhere any more."""
 
@@ -280,7 +288,7 @@ Question = (
     | Resume
     | Detach
 )
-Notice = Stepped | LossReported
+Notice = Stepped | LossReported | Remarked
 Answer = (
     AskAgain
     | Attached

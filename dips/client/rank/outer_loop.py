@@ -29,6 +29,7 @@ from dips.client.ipc.messages import (
     Detach,
     Healed,
     ManifestSent,
+    Remarked,
     Resume,
     Resumed,
     Saved,
@@ -74,7 +75,7 @@ class OuterLoop:
         optimizer  Megatron's: its fp32 masters are what is pushed, and a pull updates them. Not needed otherwise:
                    torch's own optimizers work on the parameters themselves
         Errors     the same on every rank. ConfigError: no agent, a wrong file, a model of a kind or dtype that is not
-                   supported, ranks that hold different models. CorruptManifest: the model is not the run's; the first
+                   supported, ranks that hold different models. DifferentModel: the model is not the run's; the first
                    differences are listed.
         """
         self._config = _load_config(config)
@@ -161,6 +162,10 @@ class OuterLoop:
         self._step_reports.report_step(tokens, loss)
         if self._state.steps_until_poll <= 0:
             self._poll_outer_step(demanded=False)
+
+    def remark(self, text: str) -> None:
+        """Have a person told something: in the agent's log, and in `dips status`. Rank 0's word counts."""
+        self._agent_client.notify_agent(Remarked(self._state.attempt, text))
 
     def push(self) -> None:
         """Take part in an outer step now, whatever the pace; all inner steps since the last push count."""
@@ -288,7 +293,7 @@ def _load_config(config: str | os.PathLike[str] | None) -> ClusterFile:
 
 
 def attach_trainer(agent_client: AgentClient, manifest: Manifest, transfer_ranks: int) -> OuterState:
-    """Announce this start of the trainer to the agent; raise CorruptManifest if the model is not the run's."""
+    """Announce this start of the trainer to the agent; raise DifferentModel if the model is not the run's."""
     incarnation, restart = (int(os.environ.get(key, "0")) for key in ("DIPS_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
     attach = Attach(incarnation, restart, process_name(), manifest.digest, transfer_ranks, transfer_ranks)
     attached = agent_client.ask_until_answered(attach)

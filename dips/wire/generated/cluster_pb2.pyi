@@ -31,6 +31,8 @@ class ClusterJoined(_message.Message):
     MANIFEST_DIGEST_FIELD_NUMBER: _builtins.int
     CONFIG_DIGEST_FIELD_NUMBER: _builtins.int
     MANIFEST_FIELD_NUMBER: _builtins.int
+    FORMER_FIELD_NUMBER: _builtins.int
+    TAKE_OVER_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     nonce: _builtins.str
@@ -40,6 +42,10 @@ class ClusterJoined(_message.Message):
     config_digest: _builtins.str
     manifest: _builtins.str
     """JSON; empty unless the master wanted it"""
+    former: _builtins.int
+    """the incarnation that this agent was last, or that its directory remembers; 0: none"""
+    take_over: _builtins.bool
+    """an operator said that an incarnation that lives is to be fenced"""
     protocol: _builtins.int
     """the number of these messages: see dips/protocol/events.py"""
     def __init__(
@@ -51,11 +57,13 @@ class ClusterJoined(_message.Message):
         manifest_digest: _builtins.str = ...,
         config_digest: _builtins.str = ...,
         manifest: _builtins.str = ...,
+        former: _builtins.int = ...,
+        take_over: _builtins.bool = ...,
         protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "config_digest", b"config_digest", "manifest", b"manifest", "manifest_digest", b"manifest_digest", "nonce", b"nonce", "protocol", b"protocol", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "config_digest", b"config_digest", "former", b"former", "manifest", b"manifest", "manifest_digest", b"manifest_digest", "nonce", b"nonce", "protocol", b"protocol", "run", b"run", "take_over", b"take_over"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -83,6 +91,7 @@ class ClusterHeartbeat(_message.Message):
     SINCE_PUSH_FIELD_NUMBER: _builtins.int
     TOKENS_CONSUMED_FIELD_NUMBER: _builtins.int
     TRANSFER_SEQ_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     inc: _builtins.int
     trainer: _builtins.str
@@ -102,6 +111,8 @@ class ClusterHeartbeat(_message.Message):
     """by this incarnation in all"""
     transfer_seq: _builtins.int
     """of the push or pull that its ranks come to, or move; 0: none"""
+    note: _builtins.str
+    """what a person should know of this cluster"""
     @_builtins.property
     def base(self) -> _names_pb2.VersionId: ...
     def __init__(
@@ -125,10 +136,11 @@ class ClusterHeartbeat(_message.Message):
         since_push: _builtins.int = ...,
         tokens_consumed: _builtins.int = ...,
         transfer_seq: _builtins.int = ...,
+        note: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "aligned_steps", b"aligned_steps", "attempt", b"attempt", "base", b"base", "bytes_moved", b"bytes_moved", "bytes_per_s", b"bytes_per_s", "bytes_total", b"bytes_total", "cluster", b"cluster", "inc", b"inc", "inner_steps", b"inner_steps", "loss", b"loss", "since_push", b"since_push", "step_s", b"step_s", "tokens_carried", b"tokens_carried", "tokens_consumed", b"tokens_consumed", "tokens_lost", b"tokens_lost", "trainer", b"trainer", "transfer_seq", b"transfer_seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "aligned_steps", b"aligned_steps", "attempt", b"attempt", "base", b"base", "bytes_moved", b"bytes_moved", "bytes_per_s", b"bytes_per_s", "bytes_total", b"bytes_total", "cluster", b"cluster", "inc", b"inc", "inner_steps", b"inner_steps", "loss", b"loss", "note", b"note", "since_push", b"since_push", "step_s", b"step_s", "tokens_carried", b"tokens_carried", "tokens_consumed", b"tokens_consumed", "tokens_lost", b"tokens_lost", "trainer", b"trainer", "transfer_seq", b"transfer_seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -330,20 +342,24 @@ class ClusterLeft(_message.Message):
     CLUSTER_FIELD_NUMBER: _builtins.int
     INC_FIELD_NUMBER: _builtins.int
     TOKENS_CONSUMED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     inc: _builtins.int
     tokens_consumed: _builtins.int
     """by this incarnation in all"""
+    reason: _builtins.str
+    """why; empty: it is done"""
     def __init__(
         self,
         *,
         cluster: _builtins.str = ...,
         inc: _builtins.int = ...,
         tokens_consumed: _builtins.int = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "inc", b"inc", "tokens_consumed", b"tokens_consumed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "inc", b"inc", "reason", b"reason", "tokens_consumed", b"tokens_consumed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

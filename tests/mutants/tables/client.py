@@ -6,6 +6,8 @@ from tests.mutants.mutant import Mutant
 
 AGENT, RANK = "dips/client/agent", "dips/client/rank"
 TRANSFER = "tests/unit/client/rank/test_transfer.py tests/unit/client/rank/test_shard_transfer.py"
+RESTARTS = "tests/unit/client/agent/test_restarts.py"
+ERRORS = "tests/unit/client/agent/test_error_tail.py"
 FEEDBACK = "tests/unit/client/rank/test_feedback.py"
 RANKS = "tests/unit/client/rank/test_background_transfer.py tests/unit/client/rank/test_outer_steps.py"
 IPC, PARALLEL = "dips/client/ipc", "dips/client/parallel"
@@ -15,6 +17,11 @@ GATHERED = "tests/unit/client/parallel/test_rank_layout.py"
 HEARTBEATS = "tests/unit/client/agent/test_heartbeats.py tests/unit/client/agent/test_membership.py"
 
 MUTANTS = (
+    # ---- crashes
+    Mutant("the same crash is tried for ever", AGENT, "len(newest) == SAME_CRASHES", "False", RESTARTS),
+    Mutant("a crash after a step ends the agent", AGENT, "crash.stepped or", "", RESTARTS),
+    Mutant("crashes count for a life", AGENT, "while s.crashes[0].at <", "while 0 >", RESTARTS),
+    Mutant("torchrun's last line is shown", AGENT, "if not line.startswith(OF_TORCHRUN)", "", ERRORS),
     # ---- what a rank believes of what it pulls
     Mutant(
         "a pulled chunk's body is not checked",

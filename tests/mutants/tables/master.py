@@ -117,7 +117,7 @@ MUTANTS = (
     Mutant(
         "the initial manifest is not fsynced",
         ROOM,
-        "sync_path(aside)\n    aside.replace(listing)",
+        "sync_path(aside)\n        aside.replace(listing)",
         "aside.replace(listing)",
         GENESIS,
     ),

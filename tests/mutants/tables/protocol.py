@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 ROOM = "dips/protocol"
-STORIES = "tests/transcripts"
+STORIES = NAMES = "tests/transcripts"
 ROUND = "tests/unit/protocol/test_bites_round.py " + STORIES
 PUSHES = "tests/unit/protocol/test_bites_transfers.py " + STORIES
 END = "tests/unit/protocol/test_bites_end_of_run.py " + STORIES
@@ -23,6 +23,17 @@ CLAIMS = "tests/unit/protocol/test_claims.py"
 INDEXES = "tests/unit/protocol/test_indexes.py"
 
 MUTANTS = (
+    # ---- a name that is taken
+    Mutant(
+        "a second agent takes a name from one that lives",
+        ROOM,
+        "event.rival_heard_s < SILENT",
+        "False and SILENT",
+        NAMES,
+    ),
+    Mutant("an agent may not have its own name again", ROOM, "event.former == cluster.inc or", "", NAMES),
+    Mutant("--take-over is not heard", ROOM, "or event.take_over", "", NAMES),
+    Mutant("a model that did not move counts", ROOM, "g == 0.0 and inner_steps > 0", "False", PENALTY),
     # ---- the end of a run
     Mutant("stop.tokens is never reached", ROOM, "(stop.tokens and", "(False and", END),
     Mutant(

@@ -126,8 +126,8 @@ class Shell:
         self._look(make(self.req))
         return self.req
 
-    def join(self, name: str = "a", nonce: str = "n") -> int:
-        return self.ask(lambda r: ClusterJoined(r, name, nonce, "r", MANIFEST.digest, "c"))
+    def join(self, name: str = "a", nonce: str = "n", former: int = 0) -> int:
+        return self.ask(lambda r: ClusterJoined(r, name, nonce, "r", MANIFEST.digest, "c", former=former))
 
     def ask_pull(self) -> int:
         return self.ask(lambda r: PullRequested(r, PULL, 1))
@@ -331,7 +331,7 @@ def test_last_words_come_before_a_join(shell: Shell) -> None:
     """Tokens that only heartbeats have reported are counted as lost when the next incarnation fences this one."""
     shell.join()
     shell.heartbeat(tokens_consumed=50)
-    shell.join(nonce="another process")
+    shell.join(nonce="another process", former=1)
     (ended,) = shell.ended()
     assert (ended.cluster, ended.inc, ended.tokens_lost) == ("a", 1, 50)
     assert shell.heartbeat().standing == "fenced"

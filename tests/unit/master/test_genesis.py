@@ -138,7 +138,8 @@ def test_version_0_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeyp
     assert calls[:4] == [
         f"sync {model_aside}", f"rename {model_aside}", f"sync {manifest_aside}", f"rename {manifest_aside}",
     ]  # fmt: skip
-    assert calls[4:6] == [f"sync {INITIAL_MODEL.parent.name}", f"sync {tmp_path.name}"]
+    assert calls[4:6] == ["sync shared.tmp", "rename shared.tmp"]
+    assert calls[6:8] == [f"sync {INITIAL_MODEL.parent.name}", f"sync {tmp_path.name}"]
 
 
 def test_a_manifest_that_no_message_could_carry_is_refused(tmp_path: Path) -> None:

@@ -55,11 +55,17 @@ STATUS: dict[str, Any] = {
         "ps1": {"state": "starting", "reason": "not registered since this master started", "slots": 4},
     },
 }
-STATUS_WORDS = (
-    *("llama-8b-europe", "1203 applied, 12 unchanged, 35 skipped", WAITS, NO_SPACE, "acc/gate/skip", "1190/3/35"),
-    *("berlin-h100-west", "training", "412.00G", "2.346", "v1203@r1250", "1250.0", "123k", "tokyo", "gone"),
-    *("quarantined by the gate until `dips readmit`; silent for 30.0 s, its lease ran out", "32000/128000", "12.34"),
-    *("parameter-server-frankfurt-0", "starting", "not registered since this master started", "2/4", "9100000"),
+STATUS_WORDS = (  # also where some columns have no room
+    *(
+        "llama-8b-europe",
+        "1203 applied, 12 unchanged, 35 skipped",
+        WAITS,
+        NO_SPACE,
+        "in a wider terminal, or with --json:",
+    ),
+    *("berlin-h100-west", "training", "412.00G", "2.346", "v1203@r1250", "tokyo", "gone"),
+    "quarantined by the gate until `dips readmit`; silent for 30.0 s, its lease ran out",
+    *("parameter-server-frankfurt-0", "starting", "not registered since this master started", "2/4"),
 )
 
 SCORE = "its score 7.31 is above 3.00 after 40 rounds"
@@ -94,7 +100,7 @@ ROUNDS = [
     round_(1255, "unfinished"),
 ]
 ROUNDS_WORDS = (
-    *("r1250", "applied", "v1203@r1250", "v1202@r1249", "812.00M", "0.0123 clipped", "unchanged", "unfinished"),
+    *("r1250", "applied", "v1203@r1250", "parent: v1202@r1249", "812.00M", "0.0123 clipped", "unchanged", "unfinished"),
     *("berlin-h100-west, tokyo-a100-campus (gated: " + SCORE + ")", "60001–60002 60005 60007 60013 60019"),
     *("skipped: " + NO_SPACE, "undone: " + UNDONE, "applied: not durable", "unchanged: all contributions were gated"),
 )
@@ -117,6 +123,8 @@ def test_nothing_is_cut_off(what: RenderableType, words: tuple[str, ...], width:
     text = drawn(what, width)
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width
+    if width == 160:
+        words = tuple(word for word in words if "wider terminal" not in word)
     flat = " ".join(text.split())
     assert [word for word in words if word not in flat] == []
 

@@ -62,10 +62,14 @@ def outcome(kind: OutcomeKind, version: VersionId | None = V1, pull: bool = True
 class Play:
     """One core, what it last asked the master, and everything that it recorded."""
 
-    def __init__(self, overlap: bool = False, former: PastIncarnation = NO_INCARNATION, max_restarts: int = 0) -> None:
+    def __init__(
+        self, overlap: bool = False, former: PastIncarnation = NO_INCARNATION, max_restarts: int = 0, **settings: Any
+    ) -> None:
         nonces = count(1)
         self.core = AgentCore(
-            AgentSettings(ClusterIdentity("run", "west", "digest"), HEARTBEAT_S, 1.0, overlap, max_restarts),
+            AgentSettings(
+                ClusterIdentity("run", "west", "digest"), HEARTBEAT_S, 1.0, overlap, max_restarts, **settings
+            ),
             Pace(steps=H),
             lambda: f"nonce{next(nonces)}",
             Random(0),

@@ -8,7 +8,7 @@ import msgpack
 import pytest
 
 from dips.client.ipc import encoding
-from dips.client.ipc.messages import AskAgain, Attach, LossReported, ManifestSent, Message, PullNow, Stepped
+from dips.client.ipc.messages import AskAgain, Attach, LossReported, ManifestSent, Message, PullNow, Remarked, Stepped
 from dips.errors import LocalProtocolError, RemoteProtocolError
 from dips.ids import VersionId
 from dips.protocol.effects import Grant, ManifestWanted, SlaveAddress
@@ -23,6 +23,7 @@ GRANT = Grant(VersionId(3, 4), (SlaveAddress("ps0", 2, ("127.0.0.1:1",), (0, 2))
         Stepped(1, 4096, None),
         Stepped(1, 4096, 2.5),
         LossReported(1, 7.5, 3),
+        Remarked(1, "set stop.tokens"),
         AskAgain("äöü"),
         Attach(1, 0, "9", "0" * 64, 1, 2),
         ManifestWanted("0" * 64),
@@ -66,6 +67,6 @@ def test_length_is_bounded_both_ways() -> None:
 
 def test_every_message_is_in_the_table() -> None:
     """Names are unique, and every message has only fields that the codec can read."""
-    assert len(encoding.MESSAGES) == 28
+    assert len(encoding.MESSAGES) == 29
     for cls in encoding.MESSAGES.values():
         assert all(f.name != "kind" for f in fields(cls))
