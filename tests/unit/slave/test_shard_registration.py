@@ -7,6 +7,7 @@ import pytest
 
 from dips.errors import (
     CorruptSnapshot,
+    RemoteProtocolError,
     StaleTerm,
     StaleVersion,
 )
@@ -19,10 +20,11 @@ from dips.protocol.effects import (
     Hold,
     LoadVersion,
     OpenPush,
+    Registered,
     RegisterLater,
 )
 from dips.slave.shard_registration import Followed, Unfollowed
-from tests.unit.slave.shard_rig import P1, P2, P3, PULL, V1, ShardRig
+from tests.unit.slave.shard_rig import MANIFEST, P1, P2, P3, PULL, V1, ShardRig
 
 
 def test_registration_says_what_is_held() -> None:
@@ -113,3 +115,12 @@ def test_an_answer_of_an_old_master_is_refused() -> None:
     with pytest.raises(StaleTerm):
         slave.welcome(Hold(), term=4, sinc=9)
     assert (slave.shard.term, slave.shard.sinc) == (5, 7)
+
+
+@pytest.mark.parametrize(("place", "slaves"), [(0, 0), (3, 3)])
+def test_a_slave_has_a_place_among_all(place: int, slaves: int) -> None:
+    """By it ranks and slaves take turns; a master that gives none is refused before memory is allocated."""
+    slave = ShardRig()
+    answer = Registered(1, 7, Hold(), GENESIS, (0, 2), ("", ""), MANIFEST.to_json(), place, slaves)
+    with pytest.raises(RemoteProtocolError, match=f"place {place} of {slaves} slaves"):
+        slave.shard.on_registered(answer)
