@@ -22,7 +22,7 @@ from dips.protocol.heartbeats import SlaveHeartbeatAnswer
 from dips.protocol.records import VersionCommitted
 from dips.wire.messages import to_proto
 
-CLUSTERS = SLAVES = 1_000
+CLUSTERS = 1_000  # and as many slaves
 QUICK = 100
 LAYERS_EACH = 4  # layers of a slave
 MOST_LIFE_S, MOST_HEARTBEAT_S = 0.25, 100e-6  # what these must stay below, at 1,000 × 1,000
@@ -32,9 +32,9 @@ LEDGER_CLUSTERS = (10, 100, 1_000)
 LEDGER_SLAVES, ROUNDS = 10, 60  # more rounds than any history keeps
 
 
-def measure(bench: Bench) -> None:
-    """Lives, heartbeats, waiting, pulling, bytes, memory, rows."""
-    many = QUICK if bench.quick else CLUSTERS
+def measure(bench: Bench, many: int = 0, ledger_clusters: tuple[int, ...] = ()) -> None:
+    """Lives, heartbeats, waiting, pulling, bytes, memory, rows; smaller only for a test."""
+    many = many or (QUICK if bench.quick else CLUSTERS)
     bench.say(f"{many} clusters, {many} slaves")
     run = ScaleRun(many, many, LAYERS_EACH * many)
     run.beat_all(1)
@@ -44,7 +44,7 @@ def measure(bench: Bench) -> None:
     _pulling(bench, run)
     _aligned(bench, run)
     _memory(bench, many)
-    _rows(bench, LEDGER_CLUSTERS[:2] if bench.quick else LEDGER_CLUSTERS)
+    _rows(bench, ledger_clusters or (LEDGER_CLUSTERS[:2] if bench.quick else LEDGER_CLUSTERS))
     bench.note(f"all of it at {many} clusters and {many} slaves, each with {LAYERS_EACH} layers, on one core")
 
 

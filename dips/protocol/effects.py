@@ -25,7 +25,7 @@ class OpenPush:
     codec: PushCodec = PushCodec.FP32  # what its chunks carry
     base: VersionId | None = None  # what the slot holds before the first difference; None for fp32
     order: AskOrder = AskOrder.TURNS  # in which this slave asks the ranks: order.places_for_slave
-    first: int = 0  # ranks of other pushes stand before its own
+    first: int = 0  # rank r is worker first + r: no other push that moves has one of its numbers
 
 
 @dataclass(frozen=True, slots=True)

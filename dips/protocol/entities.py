@@ -66,6 +66,7 @@ class Push:
     codec: PushCodec = PushCodec.FP32
     opened_at: float = 0.0  # what it brings was done before; not moved by Blind: clusters train meanwhile
     opened: bool = False
+    first: int = 0  # its rank r is worker first + r of all that push
     unstaged: dict[str, None] = field(default_factory=dict)  # slaves that do not have all of it yet
     committed: bool = False
     tokens: int = 0

@@ -11,7 +11,7 @@ left to do: an edge colouring where all are equal. An order of asking, never a b
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -44,6 +44,16 @@ def places_for_slave(rule: AskOrder, slave: int, slaves: int, first: int, worker
         return tuple((slave - worker) % slaves for worker in range(first, first + workers))
     place_of = {worker: place for place, worker in enumerate(shuffle_numbers(workers, f"{salt}/{slave}"))}
     return tuple(place_of[worker] for worker in range(workers))
+
+
+def lowest_free(taken: Iterable[tuple[int, int]], workers: int) -> int:
+    """The lowest number from which so many workers follow that are in no (first, workers) of `taken`."""
+    first = 0
+    for begin, count in sorted(taken):
+        if first + workers <= begin:
+            break
+        first = max(first, begin + count)
+    return first
 
 
 def shuffle_numbers(count: int, salt: str) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ from dips.protocol.entities import Cluster, Fanout, Push, Tombstone
 from dips.protocol.enums import DurabilityState, FanoutKind, OutcomeKind, PushCodec
 from dips.protocol.events import PushAborted, PushFinished, PushRefused, PushRequested, PushStaged, RoundAwaited
 from dips.protocol.moves import ClusterState
-from dips.protocol.order import MAX_RANKS
+from dips.protocol.order import MAX_RANKS, lowest_free
 from dips.protocol.roster import name_some
 from dips.protocol.run_state import OLD_LEDGER, RunState
 
@@ -92,8 +92,8 @@ def _open_push(run: RunState, cluster: Cluster, event: PushRequested) -> None:
     cluster.outcome = cluster.outcome_version = None
     codec, deadline = _choose_codec(run, event.base), run.now + transfer_s
     due = _due_at(run, cluster)
-    first = sum(p.ranks for p in run.transfers.uncommitted_pushes())
     push = Push(event.push, event.base, event.ranks, deadline, transfer_s, due, codec, opened_at=run.now)
+    push.first = lowest_free(((p.first, p.ranks) for p in run.transfers.uncommitted_pushes()), event.ranks)
     push.unstaged = dict.fromkeys(run.slaves)
     cluster.push = push
     run.transfers.open_push(push)
@@ -101,7 +101,7 @@ def _open_push(run: RunState, cluster: Cluster, event: PushRequested) -> None:
         cluster.paces.append(run.now - cluster.requested_at)
     cluster.requested_at = run.now
     run.set_cluster_state(cluster, ClusterState.PUSHING, "its push is being opened")
-    order = OpenPush(event.push, event.ranks, transfer_s, codec, _held_base(push), run.options.order, first)
+    order = OpenPush(event.push, event.ranks, transfer_s, codec, _held_base(push), run.options.order, push.first)
     run.order_all(FanoutKind.OPEN_PUSH, event.push, order, run.options.timing.order_s)
 
 
@@ -130,7 +130,7 @@ def _due_at(run: RunState, cluster: Cluster) -> float:
 
 
 def _grant_of(run: RunState, push: Push) -> Grant:
-    grant = run.make_grant(run.head, push.deadline_s)
+    grant = run.make_grant(run.head, push.deadline_s, push.first)
     return replace(grant, codec=push.codec, base=_held_base(push))
 
 

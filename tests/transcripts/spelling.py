@@ -26,7 +26,7 @@ def spell(effect: e.Effect, asked: Mapping[int, str]) -> str:
 def spell_order(body: e.OrderBody) -> str:
     match body:
         case e.OpenPush():
-            first = f", after {body.first} others" if body.first else ""
+            first = f", from worker {body.first}" if body.first else ""
             return f"OpenPush {body.push}, asking {_ranks(body.ranks)}{first}{_codec(body)}"
         case e.Reorder():
             return f"Reorder {body.push}, its ranks at places {_list(body.places)}"

@@ -615,7 +615,7 @@ class OpenPush(_message.Message):
     order: _builtins.str
     """the rule by which this slave asks them"""
     first: _builtins.int
-    """ranks of other pushes that stand before its own"""
+    """rank r is worker first + r of all that push"""
     @_builtins.property
     def push(self) -> _names_pb2.PushId: ...
     @_builtins.property

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dips.protocol.enums import AskOrder
-from dips.protocol.order import Lines, Worker, make_lines, places_for_slave, plan_turns, slaves_in_order
+from dips.protocol.order import Lines, Worker, lowest_free, make_lines, places_for_slave, plan_turns, slaves_in_order
 
 Loads = list[list[float]]  # seconds, worker × slave
 
@@ -120,6 +120,22 @@ def test_many_workers_walk_a_rotation() -> None:
             places = places_for_slave(AskOrder.TURNS, slave, slaves, first, ranks, "")
             assert places == tuple(row.index(slave) for row in rows)
             assert len(set(places)) == ranks
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=30))
+def test_transfers_at_once_have_workers_of_their_own(script: list[tuple[bool, int]]) -> None:
+    """Whoever ends makes room, and whoever comes takes the lowest that is wide enough: numbers stay small."""
+    taken = list[tuple[int, int]]()
+    for ends, workers in script:
+        if ends and taken:
+            taken.pop(workers % len(taken))
+            continue
+        first = lowest_free(taken, workers)
+        taken.append((first, workers))
+        numbers = [n for begin, count in taken for n in range(begin, begin + count)]
+        assert len(set(numbers)) == len(numbers)
+        before = {n for begin, count in taken[:-1] for n in range(begin, begin + count)}
+        assert all(before & set(range(lower, lower + workers)) for lower in range(first))
 
 
 def test_a_random_order_has_a_place_for_each() -> None:

@@ -7,7 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dips.errors import Busy, CorruptManifest, CorruptSnapshot, LocalProtocolError, StaleTerm, StaleVersion
+from dips.errors import (
+    Busy,
+    CorruptManifest,
+    CorruptSnapshot,
+    LocalProtocolError,
+    RemoteProtocolError,
+    StaleTerm,
+    StaleVersion,
+)
 from dips.ids import GENESIS, PullId, PushId, VersionId
 from dips.outer.versions import Versions
 from dips.protocol.effects import (
@@ -160,3 +168,12 @@ def test_an_answer_of_an_old_master_is_refused() -> None:
     with pytest.raises(StaleTerm):
         slave.welcome(Hold(), term=4, sinc=9)
     assert (slave.shard.term, slave.shard.sinc) == (5, 7)
+
+
+@pytest.mark.parametrize(("place", "slaves"), [(0, 0), (3, 3)])
+def test_a_slave_has_a_place_among_all(place: int, slaves: int) -> None:
+    """By it ranks and slaves take turns; a master that gives none is refused before memory is allocated."""
+    slave = ShardRig()
+    answer = Registered(1, 7, Hold(), GENESIS, (0, 2), ("", ""), MANIFEST.to_json(), place, slaves)
+    with pytest.raises(RemoteProtocolError, match=f"place {place} of {slaves} slaves"):
+        slave.shard.on_registered(answer)

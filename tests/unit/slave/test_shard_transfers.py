@@ -21,6 +21,7 @@ from dips.protocol.effects import (
 )
 from dips.protocol.events import Done
 from dips.protocol.heartbeats import LiveTransfers, SlaveHeartbeatAnswer
+from dips.protocol.order import MAX_RANKS
 from dips.slave.open_transfers import RefusedReport
 from tests.unit.slave.shard_rig import P1, P2, P3, PULL, ShardRig
 
@@ -43,6 +44,15 @@ def test_a_late_open_push_finds_a_tombstone() -> None:
     slave.order(ClosePull(PULL))
     with pytest.raises(StalePush):
         slave.order(OpenPull(PULL, GENESIS))
+
+
+@pytest.mark.parametrize("ranks", [0, MAX_RANKS + 1])
+def test_the_ranks_of_a_push_are_bounded(ranks: int) -> None:
+    """Each has a place in the line: an absurd number would be a table as large."""
+    slave = ShardRig().ready()
+    with pytest.raises(RemoteProtocolError, match="expected 1 to"):
+        slave.order(OpenPush(P1, ranks, 1.0))
+    assert slave.shard.versions.open_pushes == ()
 
 
 def test_no_slot_is_busy_and_nothing_is_taken() -> None:
