@@ -42,7 +42,7 @@ class LostMachines:
 
 
 @dataclass(frozen=True, slots=True)
-class DemoScene:
+class DemoRun:
     """What this part of the story plays on."""
 
     running: DemoProcesses
@@ -66,9 +66,9 @@ class DemoScene:
 # ---- with mirrors ----------------------------------------------------------------------------------------------------
 
 
-def lose_mirrored(scene: DemoScene, slave: str, head: VersionId) -> LostMachines:
+def lose_mirrored(demo: DemoRun, slave: str, head: VersionId) -> LostMachines:
     """The slave is dead: kill the master as well, remove what both had, and start them again on empty disks."""
-    running, files, watch = scene.running, scene.files, scene.watch
+    running, files, watch = demo.running, demo.files, demo.watch
     running.processes["master"].kill()
     left = newest_mirrored(files, slave)
     models = _keep_models(files, slave, left)
@@ -86,7 +86,7 @@ def lose_mirrored(scene: DemoScene, slave: str, head: VersionId) -> LostMachines
     daemons.start_slave(running, files, slave)
     watch.print_event(f"started the master and {slave} again, on empty disks")
     begun = time.monotonic()
-    status = scene.wait_for(_serves, "the run goes on from its mirrors")
+    status = demo.wait_for(_serves, "the run goes on from its mirrors")
     watch.print_event(
         f"both restored themselves from their mirrors: after {time.monotonic() - begun:.0f} s the run goes on "
         f"at {status['head']}; the clusters trained on meanwhile"
@@ -114,23 +114,23 @@ def _keep_models(files: DemoLayout, lost: str, version: VersionId) -> tuple[Path
 # ---- without ---------------------------------------------------------------------------------------------------------
 
 
-def export_head(scene: DemoScene) -> VersionId:
+def export_head(demo: DemoRun) -> VersionId:
     """Export the head, as somebody does now and then; return its version."""
-    said = daemons.run_word("export", "--config", str(scene.files.run_file), "--output", str(scene.files.saved_file))
+    said = daemons.run_word("export", "--config", str(demo.files.run_file), "--output", str(demo.files.saved_file))
     version = VersionId.parse(said.split()[1])
-    scene.watch.print_event(f"dips export: {version} is saved in {scene.files.saved_file.name}")
-    scene.wait_for(lambda s: head_of(s).version >= version.version + AFTER_EXPORT, "outer steps after the export")
+    demo.watch.print_event(f"dips export: {version} is saved in {demo.files.saved_file.name}")
+    demo.wait_for(lambda s: head_of(s).version >= version.version + AFTER_EXPORT, "outer steps after the export")
     return version
 
 
-def lose_unmirrored(scene: DemoScene, slave: str, head: VersionId, left: VersionId) -> LostMachines:
+def lose_unmirrored(demo: DemoRun, slave: str, head: VersionId, left: VersionId) -> LostMachines:
     """The slave is dead: remove what it had, see that the run waits, and go on from the saved model."""
-    running, files, watch = scene.running, scene.files, scene.watch
+    running, files, watch = demo.running, demo.files, demo.watch
     shutil.rmtree(files.slave_directory(slave))
     watch.print_event(f"rm -rf {slave}/: its machine is gone with its disk, and nothing mirrored it")
     time.sleep(AWAY_S)
     daemons.start_slave(running, files, slave)
-    status = scene.wait_for(lambda s: "snapshot" in _reason(s, slave), f"{slave} says what it lacks")
+    status = demo.wait_for(lambda s: "snapshot" in _reason(s, slave), f"{slave} says what it lacks")
     watch.print_event(f"started {slave} again, on an empty disk; dips status says: {_reason(status, slave)}")
     for name in ("master", *SLAVES):
         running.processes[name].ask_to_end()
@@ -145,7 +145,7 @@ def lose_unmirrored(scene: DemoScene, slave: str, head: VersionId, left: Version
     for name in SLAVES:
         daemons.start_slave(running, files, name)
     begun = time.monotonic()
-    status = scene.wait_for(_serves, "the run goes on from the saved model")
+    status = demo.wait_for(_serves, "the run goes on from the saved model")
     watch.print_event(
         f"started them again: after {time.monotonic() - begun:.0f} s the run goes on at {status['head']}; the clusters "
         "trained on meanwhile"

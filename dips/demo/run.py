@@ -19,7 +19,7 @@ from rich.table import Table
 from dips.config import load_run
 from dips.demo import daemons, data, layout, lost_machines, plots, train, verdict
 from dips.demo.layout import DemoLayout
-from dips.demo.lost_machines import DemoScene, Way, head_of
+from dips.demo.lost_machines import DemoRun, Way, head_of
 from dips.demo.model import build
 from dips.demo.processes import DemoProcesses, ProcessEnded
 from dips.demo.verdict import Check, Kill, Losses
@@ -79,7 +79,7 @@ def _train_and_kill(
         )
         _start_processes(running, files, seed)
         watch.print_event(f"started {', '.join(running.processes)}; the master is at {address}")
-        killed = _watch_training(DemoScene(running, files, watch, address), seconds, kill, way)
+        killed = _watch_training(DemoRun(running, files, watch, address), seconds, kill, way)
         for name in layout.CLUSTERS:
             running.processes[name].wait(END_S)
         running.check_alive()
@@ -115,16 +115,16 @@ def _start_processes(running: DemoProcesses, files: DemoLayout, seed: int) -> No
         daemons.start_cluster(running, files, name, seed)
 
 
-def _watch_training(scene: DemoScene, seconds: float, kill: bool, way: Way) -> Kill:
+def _watch_training(demo: DemoRun, seconds: float, kill: bool, way: Way) -> Kill:
     """Watch until the run is finished; kill in the middle if asked to."""
-    master = scene.running.processes["master"]
+    master = demo.running.processes["master"]
     begun, ends_s = time.monotonic(), seconds + END_S
     killed, answered = Kill(), False
     while True:
-        status = daemons.read_status(scene.address)
+        status = daemons.read_status(demo.address)
         answered = answered or status is not None
-        scene.watch.show_status(status)
-        scene.running.check_alive()
+        demo.watch.show_status(status)
+        demo.running.check_alive()
         if status and status.get("finished"):
             return killed
         elapsed = time.monotonic() - begun
@@ -133,8 +133,8 @@ def _watch_training(scene: DemoScene, seconds: float, kill: bool, way: Way) -> K
         if elapsed > ends_s:
             raise ProcessEnded(f"the run is not finished {END_S:.0f} s after its time; {master.log_tail()}")
         halfway = status is not None and max(elapsed / seconds, _run_progress(status)) >= KILL_AT
-        if status and halfway and kill and not killed.slave and _may_be_lost(scene.files, status, way):
-            killed = _kill_cluster_and_slave(scene, way)
+        if status and halfway and kill and not killed.slave and _may_be_lost(demo.files, status, way):
+            killed = _kill_cluster_and_slave(demo, way)
             if way != "kept":  # a new master counts the run's time from its own start
                 ends_s = time.monotonic() - begun + seconds + END_S
         time.sleep(LOOK_EVERY_S)
@@ -146,28 +146,28 @@ def _may_be_lost(files: DemoLayout, status: Mapping[str, Any], way: Way) -> bool
     return enough and (way != "mirrored" or lost_machines.newest_mirrored(files, KILLED_SLAVE).version > 0)
 
 
-def _kill_cluster_and_slave(scene: DemoScene, way: Way) -> Kill:
+def _kill_cluster_and_slave(demo: DemoRun, way: Way) -> Kill:
     """Kill slow's torchrun and, while it comes back, a slave, perhaps with its machine; have all of them back."""
-    processes = scene.running.processes[KILLED_CLUSTER].kill_children()
-    scene.watch.print_event(
+    processes = demo.running.processes[KILLED_CLUSTER].kill_children()
+    demo.watch.print_event(
         f"killed torchrun of {KILLED_CLUSTER}, {len(processes)} processes, with SIGKILL; its agent starts it again"
     )
     back = time.monotonic() + BETWEEN_KILLS_S
-    scene.wait_for(lambda status: time.monotonic() > back, "the master answers")
-    exported = lost_machines.export_head(scene) if way == "unmirrored" else None
-    status = scene.wait_for(lambda status: True, "the master answers")
-    scene.running.processes[KILLED_SLAVE].kill()
-    after = daemons.read_status(scene.address)  # what was made between the look and the kill is passed over
+    demo.wait_for(lambda status: time.monotonic() > back, "the master answers")
+    exported = lost_machines.export_head(demo) if way == "unmirrored" else None
+    status = demo.wait_for(lambda status: True, "the master answers")
+    demo.running.processes[KILLED_SLAVE].kill()
+    after = daemons.read_status(demo.address)  # what was made between the look and the kill is passed over
     head = head_of(after or status)
-    scene.watch.print_event(f"killed {KILLED_SLAVE} with SIGKILL at {head}")
+    demo.watch.print_event(f"killed {KILLED_SLAVE} with SIGKILL at {head}")
     kill = Kill(KILLED_CLUSTER, KILLED_SLAVE, status["slaves"][KILLED_SLAVE]["sinc"], head)
     if exported is not None:
-        return replace(kill, lost=lost_machines.lose_unmirrored(scene, KILLED_SLAVE, head, exported))
+        return replace(kill, lost=lost_machines.lose_unmirrored(demo, KILLED_SLAVE, head, exported))
     if way == "mirrored":
-        return replace(kill, lost=lost_machines.lose_mirrored(scene, KILLED_SLAVE, head))
+        return replace(kill, lost=lost_machines.lose_mirrored(demo, KILLED_SLAVE, head))
     time.sleep(lost_machines.AWAY_S)
-    daemons.start_slave(scene.running, scene.files, KILLED_SLAVE)
-    scene.watch.print_event(f"started {KILLED_SLAVE} again")
+    daemons.start_slave(demo.running, demo.files, KILLED_SLAVE)
+    demo.watch.print_event(f"started {KILLED_SLAVE} again")
     return kill
 
 
