@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dips.errors import CorruptManifest
+from dips.errors import CorruptManifest, DifferentModel
 from dips.ids import GENESIS
 from dips.protocol.effects import Failed, Joined, ManifestWanted, Registered
 from dips.protocol.events import ClusterJoined, SlaveRegistered
@@ -29,7 +29,7 @@ def test_another_model_is_compared_when_it_is_sent() -> None:
     run = ScriptedRun()
     assert run.ask(join(OTHER.digest)) == ManifestWanted(MANIFEST.digest)
     refused = run.ask(join(OTHER.digest, OTHER.to_json()))
-    assert refused == Failed(CorruptManifest, "this model is not the run's: l.w: expected shape (1000,), got (999,)")
+    assert refused == Failed(DifferentModel, "this model is not the run's: l.w: expected shape (1000,), got (999,)")
     joined = run.ask(join(MANIFEST.digest))
     assert isinstance(joined, Joined) and joined.inc == 1
 
