@@ -1,8 +1,7 @@
 """The messages between the agent and rank 0 of its training job.
 
-Rank 0 asks and the agent answers, at once or after at most `poll_s` with AskAgain; then rank 0 asks the same question,
-with the same number, again. A notice has no answer. Every message names its attempt (given by the agent in Attached),
-so that messages of an older attempt change nothing. How messages travel: encoding.py.
+Rank 0 asks; the agent answers at once, or after at most `poll_s` with AskAgain: then the same is asked again. A notice
+has no answer. Messages name their attempt (given in Attached): those of an older one change nothing. See encoding.py.
 """
 
 from __future__ import annotations
