@@ -11,13 +11,18 @@ from typing import Annotated, Any
 
 import typer
 
-from dips.commands.options import CONFIG
+from dips.commands import templates
 from dips.config import load_run
 from dips.errors import ConfigError
 
 
 def init(
-    config: CONFIG,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="The run file: one run, its master and its slaves.")
+    ] = None,
+    template: Annotated[
+        bool, typer.Option("--template", help="Write dips.yaml, shared.yaml and cluster.yaml with every key, and end.")
+    ] = False,
     model: Annotated[Path | None, typer.Option(help="Take θ from a safetensors file, fp32.")] = None,
     factory: Annotated[
         str | None,
@@ -32,7 +37,8 @@ def init(
 ) -> None:
     """Make a run: its first model and its ledger.
 
-    Writes v0@r0 and the ledger under master.directory of the run file.
+    Writes v0@r0 and the ledger under master.directory of the run file. With --template it writes commented files to
+    begin with instead: beside --config, or here.
 
     The model comes from here, never from a cluster. Parameters must be fp32; buffers are not part of the model, nor are
     frozen parameters: what the factory's module gives requires_grad, or what --trainable names, is what the clusters
@@ -44,12 +50,18 @@ def init(
 
     \b
     Example:
+      dips init --template
       dips init --config dips.yaml --factory dips.demo.model:build --seed 1
       dips init --config dips.yaml --model llama.safetensors --factory mymodel:build
       dips init --config dips.yaml --model adapters.safetensors --trainable '*.lora_*'
     """
     from dips.master.genesis import make_run
 
+    if template:
+        templates.write_templates(config or Path("dips.yaml"))
+        return
+    if config is None:
+        raise typer.BadParameter("which run? name its run file, or write one with --template", param_hint="--config")
     run_file = load_run(config)
     if model is None and factory is None:
         raise ConfigError("nothing to begin from: give --model FILE, or --factory MODULE:FUNCTION with --seed N")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from dips.distribution import refuse_other_dips
 from dips.errors import DipsError, treatment_of
 
 
 def run_command(command_line: Callable[[], object]) -> None:
     """Run a command line; a DipsError becomes its message, its advice and its exit code (errors.TREATMENTS)."""
     try:
+        refuse_other_dips()
         command_line()
     except DipsError as error:
         how = treatment_of(error)

@@ -17,6 +17,7 @@ DIPS = Path(__file__).parents[2] / "dips"
 LOW = {"dips.ids", "dips.errors"}
 CONFIG = {
     "dips.config",
+    "dips.distribution",
     "dips.fsync",
     "dips.mirror",
     "dips.pidlock",
@@ -31,11 +32,12 @@ MAY: dict[str, set[str]] = {
     "dips.__init__": set(),
     "dips.errors": set(),
     "dips.ids": {"dips.errors"},
+    "dips.distribution": LOW,
     "dips.fsync": LOW,
     "dips.pidlock": LOW,
     "dips.mirror": LOW | {"dips.fsync"},
     "dips.config": LOW | {"dips.protocol.enums", "dips.protocol.options"},
-    "dips.telemetry": LOW,
+    "dips.telemetry": LOW | {"dips.distribution"},
     "dips.protocol": LOW,
     "dips.outer": LOW,
     "dips.wire": LOW | {"dips.protocol"},
