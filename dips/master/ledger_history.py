@@ -13,6 +13,17 @@ from dips.protocol.records import FoldRow, OutcomeRow
 
 
 @dataclass(frozen=True, slots=True)
+class ResultHistory:
+    """What the process of `master.on_version` said of a version."""
+
+    ok: bool
+    reason: str
+    numbers: dict[str, float]
+    seconds: float
+    wall: float
+
+
+@dataclass(frozen=True, slots=True)
 class RoundHistory:
     """One round, as it ended; times are Unix seconds."""
 
@@ -32,15 +43,18 @@ class RoundHistory:
     durable: bool = False  # applied: it lay complete on every disk
     undone: str | None = None  # applied: why it was rolled back; None if it is in the lineage
     recovered: str | None = None  # applied: of what an operator made it (`dips recover`); None if it was made by pushes
+    result: ResultHistory | None = None  # applied: of its process (`master.on_version`); None if it had none
 
 
 def read_history(db: sqlite3.Connection, limit: int) -> list[RoundHistory]:
     """Return the newest `limit` rounds, oldest first."""
     rows = db.execute(
         """SELECT r.round, e.kind, e.reason, r.wall, e.wall, v.version, v.parent_version, v.parent_round, v.tokens,
-                  v.scale, v.delta_norm, v.clipped, v.durable OR d.round IS NOT NULL, b.reason, c.source, c.layers
+                  v.scale, v.delta_norm, v.clipped, v.durable OR d.round IS NOT NULL, b.reason, c.source, c.layers,
+                  p.ok, p.reason, p.numbers, p.seconds, p.wall
            FROM rounds r LEFT JOIN round_ends e USING (round) LEFT JOIN versions v USING (round)
            LEFT JOIN durable d USING (round) LEFT JOIN recoveries c USING (round)
+           LEFT JOIN version_results p USING (round)
            LEFT JOIN undone u USING (round) LEFT JOIN rollbacks b ON b.place = u.rollback
            ORDER BY r.round DESC LIMIT ?""",
         (limit,),
@@ -50,7 +64,7 @@ def read_history(db: sqlite3.Connection, limit: int) -> list[RoundHistory]:
 
 def _read_round(db: sqlite3.Connection, row: tuple[Any, ...]) -> RoundHistory:
     number, kind, reason, opened, ended, version, parent_version, parent_round, tokens, *step = row
-    scale, delta, clipped, durable, undone, source, lost = step
+    scale, delta, clipped, durable, undone, source, lost, *result = step
     folds = db.execute("SELECT * FROM folds WHERE round = ? ORDER BY place", (number,))
     query = f"SELECT {OUTCOME_COLUMNS} FROM outcomes o WHERE o.round = ? ORDER BY o.place"
     outcomes = db.execute(query, (number,))
@@ -62,7 +76,12 @@ def _read_round(db: sqlite3.Connection, row: tuple[Any, ...]) -> RoundHistory:
         tokens or 0, scale or 0.0, read_real(delta) if made else 0.0, bool(clipped),
         tuple(read_fold(f) for f in folds), tuple(read_outcome(o) for o in outcomes), bool(durable), undone,
         _describe_recovery(source, lost) if source is not None else None,
+        _read_result(*result) if result[0] is not None else None,
     )  # fmt: skip
+
+
+def _read_result(ok: int, reason: str, numbers: str, seconds: float, wall: float) -> ResultHistory:
+    return ResultHistory(bool(ok), reason, json.loads(numbers), seconds, wall)
 
 
 def _describe_recovery(source: str, lost: str) -> str:

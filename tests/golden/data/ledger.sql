@@ -1,5 +1,5 @@
 PRAGMA application_id = 1147752531;
-PRAGMA user_version = 5;
+PRAGMA user_version = 6;
 BEGIN TRANSACTION;
 CREATE TABLE digests (
     round INTEGER NOT NULL REFERENCES versions, slave TEXT NOT NULL, digest TEXT NOT NULL, PRIMARY KEY (round, slave)
@@ -182,6 +182,10 @@ CREATE TABLE terms (term INTEGER PRIMARY KEY, wall REAL) STRICT;
 INSERT INTO "terms" VALUES(1,0.0);
 CREATE TABLE undone (
     round INTEGER PRIMARY KEY REFERENCES versions, rollback INTEGER NOT NULL REFERENCES rollbacks
+) STRICT;
+CREATE TABLE version_results (
+    round INTEGER PRIMARY KEY REFERENCES versions, ok INTEGER NOT NULL, reason TEXT NOT NULL, numbers TEXT NOT NULL,
+    seconds REAL, wall REAL
 ) STRICT;
 CREATE TABLE versions (
     round INTEGER PRIMARY KEY, version INTEGER NOT NULL,

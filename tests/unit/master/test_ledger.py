@@ -242,8 +242,8 @@ def test_a_ledger_of_another_format_is_refused(tmp_path: Path) -> None:
     """It is said who wrote it, and how to go on."""
     path = tmp_path / "ledger.sqlite"
     Ledger.create(path, ROW).close()
-    older = "format 4 was written by an older Di-PS, this one reads 5"
-    for number, words in ((4, older), (99, "format 99 was written by a newer Di-PS")):
+    older = "format 5 was written by an older Di-PS, this one reads 6"
+    for number, words in ((5, older), (99, "format 99 was written by a newer Di-PS")):
         with sqlite3.connect(path) as db:
             db.execute(f"PRAGMA user_version = {number}")
         db.close()
@@ -269,14 +269,14 @@ def test_a_push_is_in_one_version_only(ledger: Ledger) -> None:
 
 
 def test_numbers_that_are_not_finite(ledger: Ledger) -> None:
-    """A gated push's infinite norm and a NaN loss survive as what they were."""
-    fold = FoldRow(A1, GENESIS, 10, 4, 1.0, inf, nan, nan, ())
+    """A gated push's infinite norm and a score of NaN survive as what they were; a missing loss is null, never 0."""
+    fold = FoldRow(A1, GENESIS, 10, 4, 1.0, inf, nan, None, ())
     version = committed(V1, GENESIS)
     row = VersionCommitted(V1, GENESIS, True, (fold,), (), 1.0, 0.7, 0.8, inf, False, (), (), version.history, 0.0)
     ledger.write_records([RoundReserved(1, 0.0), row])
     (found,) = ledger.read_history()
     assert (found.folds[0].norm, found.delta_norm) == (inf, inf)
-    assert isnan(found.folds[0].loss) and isnan(found.folds[0].score)
+    assert found.folds[0].loss is None and isnan(found.folds[0].score)
 
 
 def test_history_tells_each_round() -> None:
