@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from dips.commands.plot import plot_run
 from dips.commands.status import ask_status
 from dips.config import load_run
 from dips.demo import data, layout, plots, train, verdict
@@ -263,7 +264,7 @@ def _report_results(
         rounds, tokens = ledger.read_history(limit=1_000_000), ledger.read_tokens()
     lines = {name: list(timeline.read_marks(files.timeline_file(name))) for name in (*layout.CLUSTERS, "master")}
     with console.status("drawing"):
-        drawn = plots.draw_plots(lines, losses, head, files.directory)
+        drawn = [*plot_run(files.run_file, files.directory), plots.draw_timeline(lines, files.directory)]
     clusters = {name: lines[name] for name in layout.CLUSTERS}
     listed = verdict.check_claims(losses, rounds, status, killed, clusters, seconds)
     _print_results(console, losses, head, rounds, tokens, listed)
