@@ -62,6 +62,19 @@ def read_history(db: sqlite3.Connection, limit: int) -> list[RoundHistory]:
     return [_read_round(db, row) for row in reversed(rows)]
 
 
+def find_unprocessed(db: sqlite3.Connection, every: int) -> VersionId | None:
+    """The oldest `every`-th version after the last with a result that is durable, neither undone nor retired."""
+    row = db.execute(
+        """SELECT v.version, v.round FROM versions v LEFT JOIN durable d USING (round)
+           LEFT JOIN undone u USING (round) LEFT JOIN retired t USING (round)
+           WHERE v.round > (SELECT coalesce(max(round), 0) FROM version_results) AND v.version % ? = 0
+             AND (v.durable OR d.round IS NOT NULL) AND u.round IS NULL AND t.round IS NULL
+           ORDER BY v.round LIMIT 1""",
+        (every,),
+    ).fetchone()
+    return VersionId(*row) if row else None
+
+
 def _read_round(db: sqlite3.Connection, row: tuple[Any, ...]) -> RoundHistory:
     number, kind, reason, opened, ended, version, parent_version, parent_round, tokens, *step = row
     scale, delta, clipped, durable, undone, source, lost, *result = step
