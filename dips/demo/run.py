@@ -82,7 +82,7 @@ def _train_and_kill(
         corpus = data.load_corpus(seed)
         tokens = _expected_tokens(corpus, seconds)
         watch.print_event(f"{corpus.training.size / 1e6:.1f} MB of Python to learn, in {corpus.ranges} ranges")
-        address = layout.write_configs(files, corpus.ranges, tokens, seconds, mirror=mirror)
+        address = layout.write_configs(files, corpus.ranges, tokens, seconds, mirror=mirror, seed=seed)
         _run_word("init", "--config", str(files.run_file), "--factory", "dips.demo.model:build", "--seed", str(seed))
         _start_processes(running, files, seed)
         watch.print_event(f"started {', '.join(running.processes)}; the master is at {address}")

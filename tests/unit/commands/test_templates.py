@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from dips.cli import cli
 from dips.commands.templates import CLUSTER, RUN, SHARED, read_template
-from dips.config import ClusterFile, RunFile, Shared, load_cluster, load_run
+from dips.config import ClusterFile, OnVersionSection, RunFile, Shared, load_cluster, load_run
 from dips.errors import ConfigError
 from dips.protocol.options import Options
 
@@ -64,6 +64,11 @@ def missing_keys(section: Any, shown: Any, path: str) -> list[str]:
 def test_every_key_is_in_its_template(name: str) -> None:
     """A key that is added to the configuration is shown to whoever begins, those of `shared` too."""
     assert not missing_keys(MODELS[name], with_all_keys(name), "")
+
+
+def test_keys_of_sections_that_are_null_by_default_are_told() -> None:
+    """Their template shows them in a comment."""
+    assert not [key for key in OnVersionSection.model_fields if not re.search(rf"\b{key}: ", read_template(RUN))]
 
 
 def test_a_key_that_no_template_shows_is_found() -> None:
