@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 import time
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from dips.commands import templates
+from dips.commands.factory import make_module
 from dips.config import load_run
 from dips.errors import ConfigError
 
@@ -82,22 +81,11 @@ def init(
 
 def _from_factory(spec: str, seed: int) -> tuple[dict[str, Any], list[str]]:
     """Call MODULE:FUNCTION under a seed; return its trainable parameters by name, and the names of the frozen ones."""
-    module_name, colon, function_name = spec.partition(":")
-    if not colon:
-        raise ConfigError(f"--factory: expected MODULE:FUNCTION, got {spec!r}")
-    sys.path.insert(0, "")  # a factory beside the run file is the usual case
-    try:
-        import torch
+    made = make_module(spec, seed)
+    import torch
 
-        from dips.client.parallel import full_parameters
+    from dips.client.parallel import full_parameters
 
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"--factory {spec}: {error}") from error
-    torch.manual_seed(seed)
-    made = function()
-    if not isinstance(made, torch.nn.Module):
-        raise ConfigError(f"--factory {spec}: expected a torch.nn.Module, got {type(made).__name__}")
     try:
         parameters, frozen = full_parameters(made)
     except ConfigError as error:

@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from dips.config import RunFile
 from dips.errors import ConfigError, FailedMirror
 from dips.fsync import sync_path
+from dips.ids import GENESIS
 from dips.master.ledger import Ledger, hold_ledger
 from dips.mirror import PIECE_BYTES, MirrorStore
 from dips.protocol.manifest import Layer, Manifest
@@ -81,7 +82,7 @@ def make_run(
         _throw_away(ledger)
     for mirror in mirrors:
         mirror.remove_path("")
-    _write_initial(config.master.directory, tensors, manifest)
+    _write_initial(config.master.directory, tensors, manifest, config.shared.run)
     if config.master.mirror is not None:
         _mirror_initial(MirrorStore(config.master.mirror, config.shared.run, "master"), config.master.directory)
     Ledger.create(ledger, row, wall).close()
@@ -174,11 +175,12 @@ def _throw_away(ledger: Path) -> None:
     shutil.rmtree(ledger.parent / INITIAL_MODEL.parent, ignore_errors=True)
 
 
-def _write_initial(directory: Path, tensors: Mapping[str, Tensor], manifest: Manifest) -> None:
+def _write_initial(directory: Path, tensors: Mapping[str, Tensor], manifest: Manifest, run: str) -> None:
     model, listing = directory / INITIAL_MODEL, directory / INITIAL_MANIFEST
     model.parent.mkdir(parents=True, exist_ok=True)
     aside = model.with_suffix(".tmp")
-    save_file({name: np.ascontiguousarray(t) for name, t in tensors.items()}, aside)
+    metadata = {"format": "pt", "run": run, "version": str(GENESIS)}  # as `dips export` writes them
+    save_file({name: np.ascontiguousarray(t) for name, t in tensors.items()}, aside, metadata)
     sync_path(aside)
     aside.replace(model)
     aside = listing.with_suffix(".tmp")

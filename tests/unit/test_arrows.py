@@ -29,7 +29,7 @@ ROLES = {"dips.master", "dips.slave", "dips.client"}
 
 # What a room may import of Di-PS, besides itself. A name stands for the module and all below it.
 MAY: dict[str, set[str]] = {
-    "dips.__init__": set(),
+    "dips.__init__": {"dips.client.load"},
     "dips.errors": set(),
     "dips.ids": {"dips.errors"},
     "dips.distribution": LOW,
