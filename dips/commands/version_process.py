@@ -17,12 +17,14 @@ from pathlib import Path
 from types import FrameType
 
 from dips.client.agent.launch import PR_SET_PDEATHSIG, set_process_attribute
-from dips.config import load_run
+from dips.commands.export_lanes import export_over_lanes
+from dips.config import RunFile, load_run
 from dips.errors import ConfigError
 from dips.ids import VersionId
 from dips.slave.export import export_snapshot
 from dips.telemetry import exits
 
+PULLED_AS = "on-version"  # the cluster that it is where the slaves' disks are elsewhere
 NOT_FOUND = 127  # as a shell says it
 
 
@@ -41,12 +43,21 @@ def _end_group(number: int, frame: FrameType | None) -> None:
 
 
 def _process_version(run_file: Path, version: str, model: Path, how: str, what: list[str]) -> None:
-    export_snapshot([s.directory for s in load_run(run_file).slaves], VersionId.parse(version), model)
+    _write_model(load_run(run_file), VersionId.parse(version), model)
     if how == "--call":
         _call_function(what[0], model, version)
     else:
         known = {"DIPS_VERSION": version, "DIPS_MODEL": str(model), "DIPS_RUN_FILE": str(run_file)}
         raise SystemExit(_run_command(what, {**os.environ, **known}))
+
+
+def _write_model(config: RunFile, version: VersionId, model: Path) -> None:
+    """From the slaves' disks, or, where these are on other machines, over the lanes, as long as it is the head."""
+    directories = [s.directory for s in config.slaves]
+    if all(path.is_dir() for path in directories):
+        export_snapshot(directories, version, model)
+    else:
+        export_over_lanes(config.master.listen, version, model, PULLED_AS)
 
 
 def _run_command(command: list[str], environment: dict[str, str]) -> int:
