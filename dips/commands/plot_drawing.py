@@ -14,6 +14,7 @@ mpl.use("Agg")  # files only: there need not be a screen
 
 MOST_NAMED = 12  # clusters in the legend
 MOST_PANELS = 4  # of numbers that are no losses
+RESULTS = ("#117733", "#aa3377", "#999933", "#882255")  # none of the clusters' colors
 RUN, GATED, VERSION = "black", "#d62728", "#7b3fa0"
 FAINT = 0.25  # what was rolled back
 Point = PushPoint | ResultPoint
@@ -52,8 +53,8 @@ def _draw_column(axes: Axes, pushes: Sequence[PushPoint], results: Sequence[Resu
         _draw_cluster(axes, [p for p in pushes if p.cluster == cluster], place, f"C{number % 10}", number < MOST_NAMED)
     run = [(place(p), loss) for p, loss in mean_losses(pushes) if not p.undone]
     axes.plot([x for x, _ in run], [y for _, y in run], color=RUN, lw=1.4, label="run, mean by tokens")
-    for name in sorted({r.name for r in results if _is_loss(r.name)}):
-        _draw_result(axes, [r for r in results if r.name == name], place, name)
+    for number, name in enumerate(sorted({r.name for r in results if _is_loss(r.name)})):
+        _draw_result(axes, [r for r in results if r.name == name], place, name, RESULTS[number % len(RESULTS)])
     _mark_bottom(axes, [place(p) for p in _one_a_version(pushes)], "|", VERSION, "version", 0.02)
     _mark_bottom(axes, [place(p) for p in pushes if p.kind == "gated"], "x", GATED, "gated push", 0.05)
     axes.grid(alpha=0.25)
@@ -69,9 +70,9 @@ def _draw_cluster(axes: Axes, points: Sequence[PushPoint], place: Place, color: 
             axes.plot([x for x, _ in told], [y for _, y in told], marker=".", ms=4, color=color, label=label, **style)
 
 
-def _draw_result(axes: Axes, points: Sequence[ResultPoint], place: Place, name: str) -> None:
+def _draw_result(axes: Axes, points: Sequence[ResultPoint], place: Place, name: str, color: str = RESULTS[0]) -> None:
     told = [(place(r), r.value) for r in points if r.value is not None and not r.undone]
-    axes.plot([x for x, _ in told], [y for _, y in told], marker="D", ms=5, ls="--", lw=1.2, label=name)
+    axes.plot([x for x, _ in told], [y for _, y in told], "D--", ms=5, lw=1.2, color=color, label=name)
     axes.grid(alpha=0.25)
 
 

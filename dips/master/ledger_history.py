@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +60,23 @@ def read_history(db: sqlite3.Connection, limit: int) -> list[RoundHistory]:
            ORDER BY r.round DESC LIMIT ?""",
         (limit,),
     ).fetchall()
-    return [_read_round(db, row) for row in reversed(rows)]
+    if not rows:
+        return []
+    folds, outcomes = _read_pushes(db, rows[-1][0], rows[0][0])
+    return [_read_round(row, folds[row[0]], outcomes[row[0]]) for row in reversed(rows)]
+
+
+def _read_pushes(
+    db: sqlite3.Connection, first: int, last: int
+) -> tuple[dict[int, list[FoldRow]], dict[int, list[OutcomeRow]]]:
+    """Folds and outcomes by their rounds; each table is walked once, a query for every round would do so as often."""
+    folds, outcomes = defaultdict[int, list[FoldRow]](list), defaultdict[int, list[OutcomeRow]](list)
+    for row in db.execute("SELECT * FROM folds WHERE round BETWEEN ? AND ? ORDER BY round, place", (first, last)):
+        folds[row[0]].append(read_fold(row))
+    query = f"SELECT o.round, {OUTCOME_COLUMNS} FROM outcomes o WHERE o.round BETWEEN ? AND ? ORDER BY o.place"
+    for number, *outcome in db.execute(query, (first, last)):
+        outcomes[number].append(read_outcome(outcome))
+    return folds, outcomes
 
 
 def find_unprocessed(db: sqlite3.Connection, every: int) -> VersionId | None:
@@ -75,19 +92,16 @@ def find_unprocessed(db: sqlite3.Connection, every: int) -> VersionId | None:
     return VersionId(*row) if row else None
 
 
-def _read_round(db: sqlite3.Connection, row: tuple[Any, ...]) -> RoundHistory:
+def _read_round(row: tuple[Any, ...], folds: list[FoldRow], outcomes: list[OutcomeRow]) -> RoundHistory:
     number, kind, reason, opened, ended, version, parent_version, parent_round, tokens, *step = row
     scale, delta, clipped, durable, undone, source, lost, *result = step
-    folds = db.execute("SELECT * FROM folds WHERE round = ? ORDER BY place", (number,))
-    query = f"SELECT {OUTCOME_COLUMNS} FROM outcomes o WHERE o.round = ? ORDER BY o.place"
-    outcomes = db.execute(query, (number,))
     made = version is not None
     return RoundHistory(
         number, kind or "unfinished", reason or "", opened, ended,
         VersionId(version, number) if made else None,
         VersionId(parent_version, parent_round) if made else None,
         tokens or 0, scale or 0.0, read_real(delta) if made else 0.0, bool(clipped),
-        tuple(read_fold(f) for f in folds), tuple(read_outcome(o) for o in outcomes), bool(durable), undone,
+        tuple(folds), tuple(outcomes), bool(durable), undone,
         _describe_recovery(source, lost) if source is not None else None,
         _read_result(*result) if result[0] is not None else None,
     )  # fmt: skip

@@ -369,12 +369,12 @@ def test_a_reader_sees_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ledger.write_records([RoundReserved(1, 0.0)])
     reader = Ledger.open(path, readonly=True)
 
-    def commits_meanwhile(db: sqlite3.Connection, row: Any) -> Any:
+    def commits_meanwhile(db: sqlite3.Connection, first: int, last: int) -> Any:
         monkeypatch.undo()
         ledger.write_records([RoundEnded(1, RoundResult.SKIPPED, "x", (outcome(A1, "skipped", (0,)),), (), 0.0)])
-        return ledger_history._read_round(db, row)
+        return ledger_history._read_pushes(db, first, last)
 
-    monkeypatch.setattr(ledger_history, "_read_round", commits_meanwhile)
+    monkeypatch.setattr(ledger_history, "_read_pushes", commits_meanwhile)
     (seen,) = reader.read_history()
     assert (seen.kind, seen.outcomes) == ("unfinished", ())
     assert [(r.kind, len(r.outcomes)) for r in reader.read_history()] == [("skipped", 1)]
