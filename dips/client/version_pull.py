@@ -31,7 +31,8 @@ from dips.wire.generated.status_pb2 import DescribeRequest
 from dips.wire.generated.status_pb2_grpc import StatusServiceStub
 
 CALL_S = 10.0
-HEARTBEAT_S = 2.0  # the default of `heartbeat_s`: a lease is five of the run's own
+HEARTBEAT_S = 2.0  # at most between two
+LEASE_HEARTBEATS = 5  # in a lease, as the run's own clusters send them
 GRANT_S = 60.0  # for the slaves to be there and to pin the version
 RETRY_S = 0.2
 FIRST_SEQ = 1  # of an incarnation's only pull
@@ -170,6 +171,7 @@ async def _await_grant(link: MasterLink, pull: PullId, keep: asyncio.Task[None])
 
 async def _keep_lease(link: MasterLink, pull: PullId, rates: list[TransferRate], cancel: threading.Event) -> None:
     """Send heartbeats; end the transfer and raise StaleIncarnation if another one of this name joined."""
+    pause_s = HEARTBEAT_S
     while True:
         rate = rates[0]
         heartbeat = ClusterHeartbeat(
@@ -183,10 +185,10 @@ async def _keep_lease(link: MasterLink, pull: PullId, rates: list[TransferRate],
         else:
             if answer.standing is not ClusterStanding.LIVE:
                 cancel.set()
-                raise StaleIncarnation(
-                    f"{pull.cluster}/{pull.inc} is {answer.standing}: another one joined by this name"
-                )
-        await asyncio.sleep(HEARTBEAT_S)
+                why = "another one joined by this name, or the lease ran out"
+                raise StaleIncarnation(f"{pull.cluster}/{pull.inc} is {answer.standing}: {why}")
+            pause_s = min(HEARTBEAT_S, answer.lease_s / LEASE_HEARTBEATS)
+        await asyncio.sleep(pause_s)
 
 
 def _unexpected(wanted: str, result: Result) -> Exception:
