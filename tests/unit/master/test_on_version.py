@@ -6,7 +6,10 @@ import asyncio
 import io
 import os
 import re
+import subprocess
+import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -198,6 +201,32 @@ async def test_what_it_started_dies_with_it(make_place: MakePlace, tmp_path: Pat
         while is_alive(pid):
             await asyncio.sleep(0.01)
     assert place.ledger.find_unprocessed(2) == second
+
+
+MASTER = """
+import os, subprocess, sys, time
+words = [sys.executable, "-m", "dips.commands.version_process", str(os.getpid()), *sys.argv[1:]]
+subprocess.Popen(words, start_new_session=True)
+time.sleep(600)
+"""
+
+
+def test_it_dies_with_a_master_that_is_killed(make_place: MakePlace, tmp_path: Path) -> None:
+    """The kernel tells it, and it ends its process group: the next master finds nothing running."""
+    place = make_place(call="module_of_on_version:hang")
+    words = [str(place.file), str(place.commit()), str(tmp_path / "x"), "--call", "module_of_on_version:hang"]
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    master = subprocess.Popen([sys.executable, "-c", MASTER, *words], cwd=tmp_path, env=environment)
+    while not (tmp_path / "pids").exists():
+        assert master.poll() is None
+        time.sleep(0.01)
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert all(is_alive(pid) for pid in pids)
+    master.kill()
+    master.wait()
+    while any(is_alive(pid) for pid in pids):
+        time.sleep(0.01)
 
 
 def is_alive(pid: int) -> bool:
