@@ -40,6 +40,8 @@ from dips.protocol.records import (
 from dips.slave.snapshot_files import write_snapshot
 from dips.telemetry import logs
 
+RESULT_S = 30.0  # a process that hangs must have been killed before
+
 MODULE = """
 import os, pathlib, subprocess, sys, time
 from safetensors.numpy import load_file
@@ -111,8 +113,10 @@ class Place:
     async def run_one(self) -> VersionResult:
         """Start the processes, wait for the first result, and stop; return it."""
         processes = self.begin()
-        await self.written.wait()
-        await processes.stop()
+        try:
+            await asyncio.wait_for(self.written.wait(), RESULT_S)
+        finally:
+            await processes.stop()
         view = processes.view()
         assert view["running"] is None and view["red"] is bool(view["reason"])
         (round_,) = [r for r in self.ledger.read_history() if r.result is not None]
