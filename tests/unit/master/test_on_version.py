@@ -201,8 +201,8 @@ async def test_what_it_started_dies_with_it(make_place: MakePlace, tmp_path: Pat
     assert processes.view()["running"] == str(second)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     await processes.stop()
-    for pid in pids:
-        while is_alive(pid):
+    async with asyncio.timeout(RESULT_S):
+        while any(is_alive(pid) for pid in pids):
             await asyncio.sleep(0.01)
     assert place.ledger.find_unprocessed(2) == second
 
