@@ -72,6 +72,23 @@ class JournalSection(Section):
     segments: Annotated[int, Field(ge=0)] = 8  # kept, the newest; 0: no journal
 
 
+class OnVersionSection(Section):
+    """What the master has done for every n-th version, in a process of its own (master/on_version.py)."""
+
+    every: Annotated[int, Field(ge=1)]  # versions
+    command: tuple[str, ...] = ()  # run in the run file's directory; DIPS_MODEL and DIPS_VERSION say of what
+    call: str | None = None  # instead: module:function(model: Path, version: str), which returns numbers by name
+    timeout_s: Annotated[float, Field(gt=0)] = 3600.0  # then it is killed with its process group
+
+    @model_validator(mode="after")
+    def _require_one(self) -> OnVersionSection:
+        if bool(self.command) == (self.call is not None):
+            raise ValueError("expected one of command and call")
+        if self.call is not None and not all(self.call.partition(":")):
+            raise ValueError(f"call: expected MODULE:FUNCTION, got {self.call!r}")
+        return self
+
+
 class MasterSection(Section):
     """The one that decides."""
 
@@ -81,12 +98,24 @@ class MasterSection(Section):
     timing: TimingOptions = TimingOptions()
     journal: JournalSection = JournalSection()
     keep_snapshots: Annotated[int, Field(ge=2)] = 2
+    keep_every: Annotated[int, Field(ge=0)] = 0  # of older versions every so many-th stays; 0: none does
+    keep_most: Annotated[int, Field(ge=0)] = 0  # of these the newest so many; 0: all, until disks are full
+    on_version: OnVersionSection | None = None  # what is done for every n-th version; null: nothing
     durability: DurabilityMode = DurabilityMode.COMMIT  # async: a crash may cost the outer steps not yet on every disk
     on_persist_failure: PersistFailurePolicy = PersistFailurePolicy.DEGRADE  # after two failed snapshots in a row
     mirror: str | None = None  # URL where the ledger is copied to, before anything that it says is told; null: nowhere
     mirror_s: Annotated[float, Field(gt=0)] = 5.0  # a mirror that takes longer is not waited for until it has caught up
     requeue: RequeuePolicy = RequeuePolicy.NONE  # data of versions that were rolled back: trained again only if undone
     order: AskOrder = AskOrder.TURNS  # of asking; random is there to be compared with
+
+    @model_validator(mode="after")
+    def _require_kept(self) -> MasterSection:
+        if self.on_version and (not self.keep_every or self.on_version.every % self.keep_every):
+            raise ValueError(
+                f"keep_every: expected {self.on_version.every}, or what divides it, since on_version needs every "
+                f"{self.on_version.every}th version's snapshot until its process has begun; got {self.keep_every}"
+            )
+        return self
 
 
 class SlaveSection(Section):
@@ -147,6 +176,7 @@ class RunFile(Section):
         return Options(
             s.outer, s.penalty, s.stop, s.data, m.timing, m.keep_snapshots, s.codec, m.order,
             durability=m.durability, on_persist_failure=m.on_persist_failure, requeue=m.requeue,
+            keep_every=m.keep_every, keep_most=m.keep_most,
         )  # fmt: skip
 
     def slave_section(self, name: str) -> SlaveSection:

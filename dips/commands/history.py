@@ -114,8 +114,17 @@ def _round_row(r: Mapping[str, Any], before: Mapping[str, Any] | None) -> Listin
         f"from: {_list_contributions(r)}" if r["outcomes"] else "",
         f"ranges: {shorten_ranges(numbers)}" if numbers else "",
         f"{ended}: {why}" if why else "",
+        _describe_result(r.get("result")),
     )
     return ListingRow(cells, notes, "dim" if undone else "")
+
+
+def _describe_result(result: Mapping[str, Any] | None) -> str:
+    """What `master.on_version` said of the version, or why it failed."""
+    if result is None:
+        return ""
+    told = ", ".join(f"{name} {value:.6g}" for name, value in result["numbers"].items())
+    return f"on_version: {(told or 'done') if result['ok'] else result['reason']}"
 
 
 def _rebalanced_row(r: Mapping[str, Any]) -> ListingRow:

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from dips.commands.plot import plot_run
 from dips.config import load_run
 from dips.demo import daemons, data, layout, lost_machines, plots, train, verdict
 from dips.demo.layout import DemoLayout
@@ -73,7 +74,7 @@ def _train_and_kill(
         corpus = data.load_corpus(seed)
         tokens = _expected_tokens(corpus, seconds)
         watch.print_event(f"{corpus.training.size / 1e6:.1f} MB of Python to learn, in {corpus.ranges} ranges")
-        address = layout.write_configs(files, corpus.ranges, tokens, seconds, mirror=way == "mirrored")
+        address = layout.write_configs(files, corpus.ranges, tokens, seconds, mirror=way == "mirrored", seed=seed)
         daemons.run_word(
             "init", "--config", str(files.run_file), "--factory", "dips.demo.model:build", "--seed", str(seed)
         )
@@ -205,7 +206,7 @@ def _report_results(
         rounds, tokens = ledger.read_history(limit=1_000_000), ledger.read_tokens()
     lines = {name: list(timeline.read_marks(files.timeline_file(name))) for name in (*layout.CLUSTERS, "master")}
     with console.status("drawing"):
-        drawn = plots.draw_plots(lines, losses, head, files.directory)
+        drawn = [*plot_run(files.run_file, files.directory), plots.draw_timeline(lines, files.directory)]
     clusters = {name: lines[name] for name in layout.CLUSTERS}
     listed = verdict.check_claims(losses, rounds, status, killed, clusters, seconds)
     _print_results(console, losses, head, killed, rounds, tokens, listed)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from dips.demo.data import Text, bigram_entropy
-from dips.demo.layout import CLUSTERS, FULL_S
+from dips.demo.layout import CLUSTERS, EVALUATE_EVERY, FULL_S
 from dips.demo.lost_machines import LostMachines
 from dips.demo.model import build, loss_of
 from dips.ids import VersionId
@@ -107,7 +107,7 @@ def check_claims(
     seconds    of the run; a short one is not held to the bigram entropy
     """
     parts = [_about_losses(found, seconds), _about_export(found), _about_pace(rounds), _about_end(status)]
-    listed = [check for part in parts for check in part]
+    listed = [check for part in parts for check in part] + [_about_evaluations(rounds)]
     if kill.slave and kill.cluster:
         listed.append(_about_killed_cluster(kill.cluster, rounds, timelines[kill.cluster]))
         listed.append(_about_killed_slave(kill, status, timelines))
@@ -140,6 +140,15 @@ def _about_pace(rounds: Sequence[RoundHistory]) -> list[Check]:
     fast, slow = (sum(_was_accepted(name, r) for r in rounds) for name in CLUSTERS)
     claim = "fast took part in more outer steps than slow, and slow in some"
     return [Check(claim, fast > slow > 0, f"{fast} and {slow}")]
+
+
+def _about_evaluations(rounds: Sequence[RoundHistory]) -> Check:
+    """The last one's process may have been under way when the run ended."""
+    due = [r for r in rounds if r.version and not r.undone and r.version.version % EVALUATE_EVERY == 0]
+    losses = [r.result.numbers.get("validation_loss") for r in due if r.result and r.result.ok]
+    found = ", ".join(f"{loss:.3f}" for loss in losses if loss is not None)
+    claim = f"every {EVALUATE_EVERY}th version was evaluated while the run went on"
+    return Check(claim, len(losses) >= len(due) - 1, f"{len(losses)} of {len(due)}: {found or 'none'}")
 
 
 def _about_end(status: Mapping[str, Any]) -> list[Check]:

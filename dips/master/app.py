@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -21,20 +20,18 @@ from dips.errors import ConfigError, CorruptManifest
 from dips.master import genesis, operate, restore, status
 from dips.master.core import MasterCore, Step
 from dips.master.journal import Journal
-from dips.master.last_loss import mean_loss
 from dips.master.ledger import Ledger
-from dips.master.ledger_mirror import LedgerMirror
-from dips.master.links import SlaveLinks
+from dips.master.outside import MasterOutside
 from dips.master.runtime import Runtime
 from dips.master.servicer import ClusterServicer, OperatorServicer, SlaveServicer, StatusServicer
 from dips.master.supervisor import Supervisor
 from dips.open_files import raise_open_files
 from dips.protocol.coordinator import Coordinator
-from dips.protocol.effects import Effect, Order
-from dips.protocol.events import Event, OrderAnswered, OrderFailed
+from dips.protocol.effects import Effect
+from dips.protocol.events import Event
 from dips.protocol.manifest import Manifest
 from dips.protocol.membership import Judge
-from dips.protocol.records import Record, RunRow, VersionCommitted
+from dips.protocol.records import RunRow
 from dips.telemetry import exits, logs, metrics
 from dips.telemetry.timeline import Timeline
 from dips.transport import control
@@ -48,7 +45,6 @@ SERVICES = ("", "dips.v1.ClusterService", "dips.v1.SlaveService", "dips.v1.Statu
 SCRAPE_S = 5.0  # Prometheus waits for 10
 # At once, for the limit of open files. An agent opens two, a slave two, and the master one to each slave.
 CLUSTERS, AGENT_CONNECTIONS, SLAVE_CONNECTIONS = 1000, 2, 3
-ROUNDS_BACK = 16  # in which the newest version is looked for, for its loss
 GRACE_S = 2.0  # calls under way at the end may finish for so long
 
 cli = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=exits.HELP_OPTIONS)
@@ -115,7 +111,7 @@ async def serve(
         row = _check_agrees(config, ledger)
         timeline = Timeline(config.master.directory / "timeline.jsonl", "master")
         stack.callback(timeline.close)
-        outside = _Outside(ledger)
+        outside = MasterOutside(ledger)
         stack.push_async_callback(outside.close)
         server = control.make_server(lambda method, error: log.error("call failed", method=method, exc_info=error))
         stack.push_async_callback(server.stop, GRACE_S)
@@ -126,6 +122,7 @@ async def serve(
         await server.start()
         end_metrics = _serve_metrics(config, runtime, log)
         supervisor = _make_supervisor(config, file, runtime, log)
+        outside.begin_on_version(config, file, log)
         _stop_on_signals(runtime)
         log.info("serving", address=address, ledger=str(genesis.ledger_path(config)))
         ready(address)
@@ -144,63 +141,8 @@ def _raise_open_files(config: RunFile, log: logs.Log) -> None:
         log.warning("open_files", problem=warning)
 
 
-class _Outside:
-    """The ledger's thread and its mirror, and the links to the slaves, as the runtime needs them."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger, self._links = ledger, SlaveLinks()
-        self._thread = ThreadPoolExecutor(1, "ledger")
-        self._written = 0  # transactions of this term, counted on the ledger's thread
-        self._mirror: LedgerMirror | None = None
-        made = [r for r in ledger.read_history(ROUNDS_BACK) if r.version is not None and r.undone is None]
-        self._loss = mean_loss(made[-1].folds) if made else None  # of the newest version; replaced as a whole
-        self.learn_address, self.on_progress = self._links.learn_address, self._links.on_progress
-
-    def begin_mirror(self, config: RunFile, term: int, log: logs.Log) -> None:
-        """Mirror the ledger from now on; waits for the first base as long as for a transaction."""
-        store = restore.mirror_of(config)
-        if store is None:
-            return
-        self._mirror = LedgerMirror(
-            store, config.shared.run, term, lambda: self._thread.submit(self._take_base).result(),
-            config.master.mirror_s, time.monotonic, log,
-        )  # fmt: skip
-        self._mirror.start()
-
-    def view(self) -> dict[str, Any]:
-        """What status says of it: the mirror of the ledger, null if there is none; the loss of the newest version."""
-        return {"ledger_mirror": self._mirror.view() if self._mirror is not None else None, "last_loss": self._loss}
-
-    async def write_records(self, records: Sequence[Record]) -> None:
-        """Return when all are durable, in the mirror too unless it lags; the loop goes on meanwhile."""
-        wall = time.time()
-        number = await asyncio.get_running_loop().run_in_executor(self._thread, self._write, records, wall)
-        if self._mirror is not None:
-            await self._mirror.follow(number, records, wall)
-
-    def _write(self, records: Sequence[Record], wall: float) -> int:
-        self._ledger.write_records(records, wall)
-        for record in records:
-            if isinstance(record, VersionCommitted):
-                self._loss = mean_loss(record.folds)
-        self._written += 1
-        return self._written
-
-    def _take_base(self) -> tuple[int, bytes]:
-        return self._written, self._ledger.serialize()
-
-    async def execute_order(self, order: Order) -> OrderAnswered | OrderFailed:
-        return await self._links.execute_order(order)
-
-    async def close(self) -> None:
-        await self._links.close()
-        if self._mirror is not None:
-            self._mirror.close()
-        self._thread.shutdown()
-
-
 def _build_runtime(
-    config: RunFile, ledger: Ledger, outside: _Outside, log: logs.Log, timeline: Timeline, stack: AsyncExitStack
+    config: RunFile, ledger: Ledger, outside: MasterOutside, log: logs.Log, timeline: Timeline, stack: AsyncExitStack
 ) -> Runtime:
     """Begin a term and build the state machines from the ledger's state."""
     term, now, timing = ledger.start_term(), time.monotonic(), config.master.timing

@@ -20,6 +20,7 @@ from dips.config import RunFile
 from dips.differences import differing_options
 from dips.errors import ConfigError, FailedMirror
 from dips.fsync import sync_path
+from dips.ids import GENESIS
 from dips.master.ledger import Ledger, hold_ledger
 from dips.mirror import PIECE_BYTES, MirrorStore
 from dips.protocol.manifest import MAX_JSON_BYTES, Layer, Manifest
@@ -200,7 +201,8 @@ def _write_initial(config: RunFile, tensors: Mapping[str, Tensor], manifest: Man
     model = directory / INITIAL_MODEL
     model.parent.mkdir(parents=True, exist_ok=True)
     aside = model.with_suffix(".tmp")
-    save_file({name: np.ascontiguousarray(t) for name, t in tensors.items()}, aside)
+    metadata = {"format": "pt", "run": config.shared.run, "version": str(GENESIS)}  # as `dips export` writes them
+    save_file({name: np.ascontiguousarray(t) for name, t in tensors.items()}, aside, metadata)
     sync_path(aside)
     aside.replace(model)
     for name, text in (

@@ -53,7 +53,7 @@ from dips.protocol import (
     transfer_book,
 )
 
-FORMAT = 4  # 3 had no indexes
+FORMAT = 4  # 3 had no indexes, and no versions that stay for people
 MODULES: tuple[ModuleType, ...] = (
     ids,
     admission,

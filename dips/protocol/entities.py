@@ -72,7 +72,7 @@ class Push:
     tokens: int = 0
     inner_steps: int = 0
     ranges: tuple[int, ...] = ()
-    loss: float = 0.0
+    loss: float | None = None  # None: its script gave none
     verdict: Verdict | None = None
     weight: float = 0.0
 

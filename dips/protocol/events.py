@@ -139,7 +139,7 @@ class PushFinished:
     tokens: int  # consumed since the last settled freeze
     inner_steps: int
     ranges: tuple[int, ...]  # data ranges used up since the last settled freeze
-    loss: float
+    loss: float  # mean of its inner steps; NaN: none was given
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,7 +178,7 @@ def _commit_push(run: RunState, cluster: Cluster, event: PushFinished) -> Result
     if reason := _why_untold(cluster, event):
         return Pending(reason)
     push.committed = True
-    loss = event.loss if isfinite(event.loss) else 0.0  # shown to people only
+    loss = event.loss if isfinite(event.loss) else None  # shown to people only
     push.tokens, push.inner_steps, push.ranges, push.loss = event.tokens, event.inner_steps, event.ranges, loss
     run.waiting.append(push)
     run.transfers.commit_push(push)

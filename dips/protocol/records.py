@@ -37,7 +37,7 @@ class FoldRow:
     weight: float  # T_j / T_first, as folded
     norm: float  # G_j
     score: float  # E_j; 0 in a warm-up or when exempt
-    loss: float
+    loss: float | None  # mean of its inner steps; None: none was given
     ranges: tuple[int, ...]
 
 
@@ -209,6 +209,17 @@ class VersionRecovered:
     layers: tuple[str, ...]  # whose momentum was lost: 0
 
 
+@dataclass(frozen=True, slots=True)
+class VersionResult:
+    """How the process ended that the master ran for a version (`master.on_version`); no decision depends on it."""
+
+    version: VersionId
+    ok: bool
+    reason: str  # why not
+    numbers: tuple[tuple[str, float], ...]  # finite
+    seconds: float
+
+
 Record = (
     IncarnationGiven
     | RoundReserved
@@ -224,6 +235,7 @@ Record = (
     | RunFinished
     | LedgerRestored
     | VersionRecovered
+    | VersionResult
 )
 
 

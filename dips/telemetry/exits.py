@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from dips.distribution import refuse_other_dips
 from dips.errors import DipsError, advice_for, treatment_of
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}  # of every command line
@@ -13,6 +14,7 @@ HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}  # of every command line
 def run_command(command_line: Callable[[], object]) -> None:
     """Run a command line; a DipsError becomes its message, its advice and its exit code (errors.TREATMENTS)."""
     try:
+        refuse_other_dips()
         command_line()
     except DipsError as error:
         advice = advice_for(error)

@@ -80,6 +80,9 @@ def draw_headline(status: Status) -> Text:
     mirror = status.get("ledger_mirror") or {}
     if mirror.get("red"):
         text.append(f"\nmirror of the ledger: {ledger_mirror_line(mirror)}", style="red")
+    processed = status.get("on_version") or {}
+    if processed.get("red"):
+        text.append(f"\non_version, {processed.get('version') or NONE}: {processed.get('reason') or NONE}", style="red")
     return text
 
 

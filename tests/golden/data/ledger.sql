@@ -181,6 +181,10 @@ INSERT INTO "terms" VALUES(1,0.0);
 CREATE TABLE undone (
     round INTEGER PRIMARY KEY REFERENCES versions, rollback INTEGER NOT NULL REFERENCES rollbacks
 ) STRICT;
+CREATE TABLE version_results (
+    round INTEGER PRIMARY KEY REFERENCES versions, ok INTEGER NOT NULL, reason TEXT NOT NULL, numbers TEXT NOT NULL,
+    seconds REAL, wall REAL
+) STRICT;
 CREATE TABLE versions (
     round INTEGER PRIMARY KEY, version INTEGER NOT NULL,
     parent_version INTEGER NOT NULL, parent_round INTEGER NOT NULL,

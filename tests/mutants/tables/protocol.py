@@ -289,4 +289,18 @@ MUTANTS = (
     Mutant("no slack in a deadline", ROOM, "SLACK = 3.0", "SLACK = 1.0", TIMES),
     Mutant("the newest heartbeat decides", ROOM, "NEWEST_SHARE = 0.3", "NEWEST_SHARE = 0.9", TIMES),
     Mutant("an old measurement bars a link for ever", ROOM, " or measured_s_ago >= timing.transfer_s", "", TIMES),
+    Mutant(
+        "archived versions are retired",
+        "dips/protocol/durability.py",
+        "_archived_versions(run.options, complete)",
+        "()",
+        "tests/unit/protocol/test_archive.py",
+    ),
+    Mutant(
+        "archived versions pile up",
+        "dips/protocol/durability.py",
+        "[-options.keep_most :]",
+        "",
+        "tests/unit/protocol/test_archive.py",
+    ),
 )

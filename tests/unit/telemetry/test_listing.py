@@ -13,6 +13,7 @@ from dips.telemetry.listing import Column, Listing, ListingRow
 from dips.telemetry.status import render_status
 
 NO_SPACE = "parameter-server-frankfurt-0 refused: FailedDisk: /var/lib/dips/snapshots: No space left on device"
+FAILED_EVAL = "exit code 1: CUDA out of memory"
 WAITS = "collecting: 2 committed, closes in 13.2 s, not before v1203@r1250 is on every disk"
 STATUS: dict[str, Any] = {
     "run": "llama-8b-europe",
@@ -23,6 +24,7 @@ STATUS: dict[str, Any] = {
     "round": {"round": 1251, "state": "collecting", "reason": WAITS},
     "ranges": {"total": 120_000, "settled": 60_123, "leased": 12, "free": 59_865},
     "durability": {"red": True, "state": "degraded", "reason": NO_SPACE},
+    "on_version": {"red": True, "version": "v1200@r1247", "reason": FAILED_EVAL},
     "clusters": {
         "berlin-h100-west": {
             "state": "training",
@@ -61,6 +63,7 @@ STATUS_WORDS = (  # also where some columns have no room
         "1203 applied, 12 unchanged, 35 skipped",
         WAITS,
         NO_SPACE,
+        FAILED_EVAL,
         "in a wider terminal, or with --json:",
     ),
     *("berlin-h100-west", "training", "412.00G", "2.346", "v1203@r1250", "tokyo", "gone"),
