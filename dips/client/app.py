@@ -110,7 +110,12 @@ async def _run_agent(config: ClusterFile, path: Path, command: list[str], log_le
     identity = ClusterIdentity(config.shared.run, config.cluster, config.shared.digest)
     incarnations = IncarnationFile(config.directory, config.shared.run, config.cluster, log)
     settings = AgentSettings(
-        identity, config.heartbeat_s, config.retry_s, config.overlap == "full", config.max_restarts
+        identity,
+        config.heartbeat_s,
+        config.retry_s,
+        config.overlap == "full",
+        config.max_restarts,
+        on_divergence=config.on_divergence,
     )
     pace = Pace(**config.pace.model_dump())
     core = AgentCore(settings, pace, lambda: uuid.uuid4().hex, random.Random(), incarnations.read_former())

@@ -22,6 +22,7 @@ from dips.client.ipc.messages import Answer, ErrorReply
 from dips.errors import DipsError, treatment_of
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant, Progress
+from dips.protocol.enums import DivergencePolicy
 from dips.transport.backoff import Backoff
 
 RANGES_AT_ONCE = 2  # leased together: the one needed, and one so that the next is here before it is asked for
@@ -47,6 +48,7 @@ class AgentSettings:
     overlap: bool = False  # the trainer trains on while its push moves, its window is open and its pull arrives
     max_restarts: int = 0  # of the training command, after it crashed
     ranges_at_once: int = RANGES_AT_ONCE
+    on_divergence: DivergencePolicy = DivergencePolicy.RESET  # of the model
 
     @property
     def patience_s(self) -> float:

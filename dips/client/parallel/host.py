@@ -23,6 +23,7 @@ from typing import Protocol
 import torch
 
 from dips.client.parallel.devices import Device
+from dips.client.parallel.finiteness import find_not_finite
 from dips.client.parallel.kept_shard import KeptShard, ShardCopy
 from dips.client.parallel.memory_map import map_memory
 from dips.client.parallel.plan import LocalRect, Redistribution, TransferPlan
@@ -92,6 +93,13 @@ class HostMemory:
 
     def _present_addresses(self) -> set[tuple[str, int]]:
         return {(name, memory.data_ptr()) for name, memory in self._adapter.local_tensors()}
+
+    @torch.no_grad()
+    def find_not_finite(self) -> str:
+        """The first parameter of which this rank holds a NaN or an infinity, as it trains or pushes it; "" if none."""
+        held = [h for layer in self._held for h in layer if h is not None]
+        views = [(h.name, b.view) for h in held for b in {id(b): b for b in (*h.reads, *h.writes)}.values()]
+        return find_not_finite(views)
 
     # ---- push --------------------------------------------------------------------------------------------------------
 

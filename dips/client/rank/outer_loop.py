@@ -16,28 +16,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from torch import nn
 
 from dips.client.ipc import address
-from dips.client.ipc.messages import Attach, Attached, Detach, Healed, Resume, Resumed, Saved, SaveWanted
-from dips.client.ipc.process import process_name
+from dips.client.ipc.messages import Detach, Healed, Resume, Resumed, Saved, SaveWanted
 from dips.client.parallel import HostMemory, LazyMemory, StreamedMemory, lay_out
 from dips.client.rank.agent_client import AgentClient
 from dips.client.rank.collectives import JobCollectives
 from dips.client.rank.data_ranges import DataRanges
+from dips.client.rank.inner_optimizers import InnerOptimizers
+from dips.client.rank.joining import attach_trainer, find_config
 from dips.client.rank.orphan import watch_agent
 from dips.client.rank.outer_checkpoint import make_state, read_saved, read_tensors
-from dips.client.rank.outer_state import InnerState, OuterState
+from dips.client.rank.outer_state import InnerState
 from dips.client.rank.outer_steps import OuterSteps
 from dips.client.rank.shard_transfer import ShardTransfer
 from dips.client.rank.step_reports import StepReports
-from dips.config import ClusterFile, Shared, load_cluster
-from dips.errors import ConfigError, LocalProtocolError
+from dips.config import Shared
+from dips.errors import ConfigError, Diverged, LocalProtocolError
 from dips.ids import VersionId
+from dips.protocol.enums import DivergencePolicy
 
 MEMORY = {"whole": HostMemory, "streaming": StreamedMemory, "lazy": LazyMemory}  # by `install`
 
@@ -64,7 +65,7 @@ class OuterLoop:
                    supported, ranks that hold different models. CorruptManifest: the model is not the run's; the first
                    differences are listed.
         """
-        self._config = _load_config(config)
+        self._config = find_config(config)
         agent = address.find_address(self._config)
         self._unwatch = watch_agent(agent, self._config.poll_s)
         self._collectives = JobCollectives(self._config.collective_s)
@@ -72,16 +73,20 @@ class OuterLoop:
         memory = MEMORY[self._config.install](layout.adapter, layout.held, layout.plan, self._collectives)
         self._shard_transfer = ShardTransfer(memory, self._collectives, self._config.stall_s, self._config.shared.codec)
         self._agent_client = AgentClient(self._collectives, agent, self._config.poll_s)
-        self._state = _attach_trainer(self._agent_client, layout.plan.manifest.to_json(), self._shard_transfer.ranks)
+        self._state = attach_trainer(self._agent_client, layout.plan.manifest.to_json(), self._shard_transfer.ranks)
         self._inner = InnerState()
-        self._outer_steps = OuterSteps(self._config, self._state, self._agent_client, self._shard_transfer)
+        self._optimizers = InnerOptimizers([model] if isinstance(model, nn.Module) else model, optimizer)
+        self._outer_steps = OuterSteps(
+            self._config, self._state, self._agent_client, self._shard_transfer, self._reset_optimizers
+        )
         self._data_ranges = DataRanges(self._state, self._agent_client, self._outer_steps)
         self._step_reports = StepReports(
             self._state, self._collectives, self._agent_client, pipelined=layout.adapter.staged
         )
         self._pid, self._closed = os.getpid(), False
         self._outer_steps.pull_newest()
-        self._inner.warming_up = self.version.version > 0  # its optimizer is empty, until a checkpoint is loaded
+        if self.version.version > 0:
+            self._inner.begin_warmup()  # its optimizer is empty, until a checkpoint is loaded
 
     # ---- where it stands ---------------------------------------------------------------------------------------------
 
@@ -203,6 +208,8 @@ class OuterLoop:
         self._check_usable()
         self._collectives.barrier("OuterLoop.state_dict")
         self._shard_transfer.finish_install()
+        if self._config.on_divergence is not DivergencePolicy.RESET:
+            self._shard_transfer.check_finite("it is not saved over the last good checkpoint")
         saved = self._agent_client.ask_agent(SaveWanted(self._state.attempt))
         if not isinstance(saved, Saved):
             raise LocalProtocolError(f"expected Saved from the agent, got {saved!r}")
@@ -244,6 +251,7 @@ class OuterLoop:
         self._outer_steps.cancel_transfers()
         self._agent_client.ask_agent(Detach(self._state.attempt))
         self._closed = True
+        self._optimizers.close()
         self._agent_client.disconnect()
         self._collectives.close()
 
@@ -256,7 +264,18 @@ class OuterLoop:
         if kind is None:
             self.close()
         else:
+            self._optimizers.close()
             self._agent_client.disconnect()
+
+    def _reset_optimizers(self) -> None:
+        """The model was not finite, and now is the run's: the optimizer begins anew."""
+        problem = self._optimizers.drop_state() if self._config.on_divergence is DivergencePolicy.RESET else ""
+        (mended,) = self._collectives.all_min([int(not problem)])
+        if not mended:
+            raise Diverged(
+                f"the model diverged, and on some rank a reset does not mend it: {problem or 'not this one'}"
+            )
+        self._inner.begin_warmup()
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -265,20 +284,3 @@ class OuterLoop:
             raise LocalProtocolError("the model is torn: an install failed half-way; restart the training job")
         if os.getpid() != self._pid:
             raise LocalProtocolError("an OuterLoop belongs to the process that made it, not to one forked from it")
-
-
-def _load_config(config: str | os.PathLike[str] | None) -> ClusterFile:
-    path = config or os.environ.get("DIPS_CLUSTER_FILE")
-    if path is None:
-        raise ConfigError("no cluster file: start this script as `dips-client --config cluster.yaml -- …`")
-    return load_cluster(Path(path))
-
-
-def _attach_trainer(agent_client: AgentClient, manifest: str, transfer_ranks: int) -> OuterState:
-    """Announce this start of the trainer to the agent; raise CorruptManifest if the model is not the run's."""
-    incarnation, restart = (int(os.environ.get(key, "0")) for key in ("DIPS_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"))
-    question = Attach(incarnation, restart, process_name(), manifest, transfer_ranks, transfer_ranks)
-    attached = agent_client.ask_until_answered(question)
-    if not isinstance(attached, Attached):
-        raise LocalProtocolError(f"expected Attached from the agent, got {attached!r}")
-    return OuterState(attached.attempt, attached.progress)

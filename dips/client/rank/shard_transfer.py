@@ -19,6 +19,7 @@ from dips.client.parallel import HostMemory, StreamedMemory
 from dips.client.rank import feedback_checkpoint, transfer
 from dips.client.rank.background_transfer import (
     BackgroundTransfer,
+    EndedTransfer,
     StreamedTransfer,
     ThreadedTransfer,
     TransferResult,
@@ -28,7 +29,7 @@ from dips.client.rank.background_transfer import (
 from dips.client.rank.collectives import JobCollectives
 from dips.client.rank.feedback import Feedback
 from dips.client.rank.transfer_types import TransferIdentity, TransferStats
-from dips.errors import LocalProtocolError
+from dips.errors import Diverged, LocalProtocolError
 from dips.ids import VersionId
 from dips.protocol.effects import Grant
 from dips.protocol.manifest import BYTES_PER_PARAMETER
@@ -73,6 +74,8 @@ class ShardTransfer:
         Errors  LocalProtocolError, the same on all ranks: the model's memory was replaced since it was laid out
         """
         self._check_parameters()
+        if reason := self._find_not_finite():
+            return EndedTransfer(TransferResult(False, reason, 0, diverged=True))
         grant, feedback = request.grant, self._feedback
         if feedback is not None:
             feedback.settle_last_push(request.base.inc, request.accepted)
@@ -90,6 +93,20 @@ class ShardTransfer:
         release = self._memory.release_staged if isinstance(self._memory, StreamedMemory) else do_nothing
         total, move = self._total["push", grant.codec], partial(transfer.push_pieces, encode=encode)
         return self._begin_move(move, self._memory.pieces, total, request, release)
+
+    def check_finite(self, consequence: str) -> None:
+        """Raise Diverged, the same on all ranks, if the model is not finite on one of them."""
+        if reason := self._find_not_finite():
+            raise Diverged(f"the model diverged: {reason}; {consequence}")
+
+    def _find_not_finite(self) -> str:
+        """Where the model is not finite, on any rank; "" if it is on all, which costs one number of each."""
+        found = self._memory.find_not_finite()
+        (all_finite,) = self._collectives.all_min([int(not found)])
+        if all_finite:
+            return ""
+        by_rank = enumerate(self._collectives.all_gather(found.encode()))
+        return next(f"{name.decode()} is not finite on rank {rank}" for rank, name in by_rank if name)
 
     def _check_parameters(self) -> None:
         by_rank = self._collectives.all_gather(self._memory.find_replaced_parameter().encode())

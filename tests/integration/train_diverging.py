@@ -1,0 +1,57 @@
+"""A regression under AdamW whose gradient holds one NaN, on one rank, in the inner steps that are named.
+
+    train_diverging.py OUT STEP[,STEP…]
+
+Each rank writes to OUT.RANK: its loss at every step, the version at each, and whether the last parameters are finite.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from train_constant import local
+
+from dips.client import OuterLoop
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def main(out: Path, spoilt: set[int]) -> None:
+    rank = int(os.environ.get("RANK", "0"))
+    model = build()
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+    target = data[:, :1] * 0.5 + data[:, 1:2].sin()
+    losses, versions = [], []
+    with OuterLoop(model) as outer:
+        while not outer.finished:
+            optimizer.zero_grad()
+            loss = (model(data) - target).square().mean()
+            loss.backward()
+            if len(losses) in spoilt and rank == dist.get_world_size() - 1 if dist.is_initialized() else False:
+                next(local(p.grad) for p in model.parameters()).view(-1)[0] = float("nan")
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            versions.append(outer.version.version)
+            outer.step(tokens=64, loss=loss.detach())
+    finite = all(bool(torch.isfinite(local(p)).all()) for p in model.parameters())
+    out.with_name(f"{out.name}.{rank}").write_text(json.dumps({"losses": losses, "at": versions, "finite": finite}))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), {int(word) for word in sys.argv[2].split(",")})
