@@ -41,7 +41,7 @@ def test_a_nan_heals(tmp_path: Path, overlap: str) -> None:
     assert all(isfinite(fold.norm) for r in rounds for fold in r.folds)
     assert not any(o.kind == "gated" for r in rounds for o in r.outcomes), "what is not finite reached a slave"
     (told,) = marks(run.timeline("a"), "diverged")
-    assert "is not finite on rank 1" in told["reason"]
+    assert "is not finite on rank" in told["reason"]
     for rank in (0, 1):
         found = json.loads((tmp_path / f"found.{rank}").read_text())
         losses, at = found["losses"], found["at"]

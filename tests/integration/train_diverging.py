@@ -15,10 +15,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from train_constant import local
 
 from dips.client import OuterLoop
+from dips.client.parallel.torch_types import is_dtensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def build() -> nn.Module:
@@ -30,6 +33,8 @@ def main(out: Path, spoilt: set[int]) -> None:
     rank = int(os.environ.get("RANK", "0"))
     model = build()
     if "RANK" in os.environ:
+        from torch.distributed.fsdp import fully_shard  # a plain rank does not wait seconds for it
+
         dist.init_process_group("gloo")
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -41,8 +46,8 @@ def main(out: Path, spoilt: set[int]) -> None:
             optimizer.zero_grad()
             loss = (model(data) - target).square().mean()
             loss.backward()
-            if len(losses) in spoilt and rank == dist.get_world_size() - 1 if dist.is_initialized() else False:
-                next(local(p.grad) for p in model.parameters()).view(-1)[0] = float("nan")
+            if len(losses) in spoilt and rank == int(os.environ.get("WORLD_SIZE", "1")) - 1:
+                local(next(model.parameters()).grad).view(-1)[0] = float("nan")
             optimizer.step()
             losses.append(float(loss.detach()))
             versions.append(outer.version.version)

@@ -301,3 +301,16 @@ def test_a_quarantine_for_its_norms_ends_when_they_are_usual_again() -> None:
     assert story.penalty.penalty_row("a").quarantined
     assert story.round(a=1.0, b=1.0, c=1.0)["a"].accepted
     assert not story.penalty.penalty_row("a").quarantined
+
+
+def test_pushes_that_were_kept_back_count_as_gated() -> None:
+    """Its ranks saw that they are not finite: three in a row quarantine as if they had come; one that counts begins
+    anew."""
+    story = PenaltyStory()
+    story.round(a=1.0)
+    assert [story.penalty.count_divergence("a").quarantined for _ in range(2)] == [False, False]
+    story.round(a=1.0)
+    rows = [story.penalty.count_divergence("a") for _ in range(OPTIONS.gate_patience)]
+    assert [row.broken for row in rows] == [False, False, True] and rows[-1].quarantined
+    assert not story.round(a=1.0)["a"].accepted
+    assert not story.penalty.readmit_cluster("a").broken
