@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from math import prod
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ import msgpack
 import torch
 from torch import nn
 
+from dips.client.parallel.model_memory import merge_tied
 from dips.client.parallel.plan import SPREAD_ITEMS, ParameterClaim, RankLayout, TransferPlan, make_plan
 from dips.client.parallel.rect import Rect
 from dips.client.parallel.seam import Adapter, HeldParameter
@@ -91,7 +92,7 @@ def choose_adapter(model: nn.Module | Sequence[nn.Module], optimizer: Any = None
         from dips.client.parallel.megatron import MegatronAdapter  # imports megatron, an optional dependency
 
         return MegatronAdapter(parts, optimizer)
-    return TorchAdapter(parts, staged=not isinstance(model, nn.Module))
+    return TorchAdapter(parts, not isinstance(model, nn.Module), optimizer)
 
 
 def full_parameters(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -112,22 +113,9 @@ def full_parameters(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str
 def _describe_model(model: Any, optimizer: Any) -> tuple[Adapter | None, list[HeldParameter], str]:
     try:
         adapter = choose_adapter(model, optimizer)
-        return adapter, _merge_tied(adapter.held_parameters()), ""
+        return adapter, merge_tied(adapter.held_parameters()), ""
     except ConfigError as error:
         return None, [], str(error)
-
-
-def _merge_tied(held: list[HeldParameter]) -> list[HeldParameter]:
-    """One of each name: of a tied parameter's two copies, in two chunks, the first is read and both are written."""
-    found: dict[str, HeldParameter] = {}
-    for h in held:
-        first = found.get(h.name)
-        if first is not None and first.shape != h.shape:
-            raise ConfigError(f"{h.name}: shape {first.shape} in one chunk of the model, {h.shape} in another")
-        found[h.name] = (
-            replace(first, writes=first.writes + h.writes, masters=first.masters + h.masters) if first else h
-        )
-    return list(found.values())
 
 
 def _read_claim(name: str, shape: list[int], reads: list[list[int]], writes: list[list[int]]) -> ParameterClaim:

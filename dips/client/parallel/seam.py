@@ -54,8 +54,12 @@ class Adapter(ABC):
         """
 
     @abstractmethod
-    def local_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name every parameter that lies on this rank, frozen ones too, and this rank's memory of it as it is now."""
+    def local_tensors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Name every parameter that lies on this rank, frozen ones too, with its object and this rank's memory now."""
+
+    def local_masters(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Likewise the optimizer's masters that are known now, by the names of their parameters."""
+        yield from ()
 
     def read_groups(self) -> list[ReadGroup]:
         """Which modules read which of these parameters, in the order of the forward as far as that is known.

@@ -8,13 +8,15 @@ that are not finite would spoil the next step again.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from dips.client.parallel.masters import unwrap_optimizers
 
 
 class InnerOptimizers:
@@ -23,7 +25,7 @@ class InnerOptimizers:
     def __init__(self, parts: Sequence[nn.Module], named: Any = None) -> None:
         """`named`: what the script gave as `optimizer`, of whatever kind."""
         self._parts = parts
-        self._found: WeakSet[Optimizer] = WeakSet(_unwrap_optimizers(named))
+        self._found: WeakSet[Optimizer] = WeakSet(unwrap_optimizers(named))
         self._others: WeakSet[Optimizer] = WeakSet()  # of another model, such as a discriminator
         self.steps = 0  # of ours
         self._handle = register_optimizer_step_post_hook(self._on_step)
@@ -54,15 +56,6 @@ class InnerOptimizers:
     def _is_ours(self, optimizer: Optimizer) -> bool:
         ours = {id(parameter) for part in self._parts for parameter in part.parameters()}
         return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _unwrap_optimizers(named: Any) -> Iterator[Optimizer]:
-    """The torch optimizers in one of accelerate, Megatron-core, DeepSpeed or apex."""
-    for one in getattr(named, "chained_optimizers", None) or [named]:
-        while one is not None and not isinstance(one, Optimizer):
-            one = getattr(one, "optimizer", None)
-        if one is not None:
-            yield one
 
 
 def _clear_state(optimizer: Optimizer) -> None:
