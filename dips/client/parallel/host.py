@@ -22,6 +22,7 @@ from typing import Protocol
 
 import torch
 
+from dips.client.parallel.checksum import sum_bits
 from dips.client.parallel.devices import Device
 from dips.client.parallel.finiteness import find_not_finite
 from dips.client.parallel.kept_shard import KeptShard, ShardCopy
@@ -116,6 +117,25 @@ class HostMemory:
         views = [(h.name, b.view) for h in held for b in {id(b): b for b in (*h.reads, *h.writes)}.values()]
         return find_not_finite(views)
 
+    @property
+    def remainders(self) -> Remainders:
+        """What the last install rounded away."""
+        return self._remainders
+
+    @torch.no_grad()
+    def sum_bits(self) -> int:
+        """This rank's share of the checksum of θ: of what it would push or hand over, each element on one rank."""
+        gathered = (
+            (layer, rect)
+            for layer, moves in enumerate(self._plan.gather)
+            for rect in chain((source for source, _ in moves.local), *moves.sends.values())
+        )
+        return sum_bits((1 + layer + (rect.param << 16), self._read_rect(layer, rect)) for layer, rect in gathered)
+
+    def named_views(self) -> list[tuple[str, torch.Tensor]]:
+        """The model's own memory that installs write."""
+        return [(copy.name, copy.view) for copy in chain(*self._params)]
+
     # ---- push --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -178,6 +198,10 @@ class HostMemory:
         self._adapter.reload_masters()
         for copy, master in masters:
             copy.view.copy_(master)
+
+    def sync_masters(self) -> None:
+        """All layers were installed, one after the other."""
+        self._adapter.sync_masters()
 
     def finish_install(self) -> None:
         """Copy into the model what an install that goes on beside training has left (lazy.py)."""

@@ -27,7 +27,7 @@ SUPPORTED = "plain, DDP, FSDP2 and HSDP (fully_shard), tensor parallel by DTenso
 # What no adapter supports, by the module and name of a class in the model, and what to do instead.
 FOREIGN = {
     ("torch.distributed.fsdp", "FullyShardedDataParallel"): "FSDP1 flattens parameters; use fully_shard (FSDP2)",
-    ("deepspeed", "DeepSpeedEngine"): "DeepSpeed partitions parameters on its own",
+    ("deepspeed", "DeepSpeedEngine"): "DeepSpeed partitions parameters on its own; use fully_shard (FSDP2)",
     ("megatron.core.distributed.fsdp", "FullyShardedDataParallel"): "use Megatron's distributed optimizer",
 }
 
@@ -87,7 +87,14 @@ def choose_adapter(model: nn.Module | Sequence[nn.Module], optimizer: Any = None
         if any(cls.__name__ == name and cls.__module__.startswith(package) for cls in classes):
             raise ConfigError(f"the model holds a {package}.{name}: {instead}; supported: {SUPPORTED}")
     if any(hasattr(p, "ds_id") for part in parts for p in part.parameters()):
-        raise ConfigError(f"the parameters are partitioned by DeepSpeed ZeRO-3; supported: {SUPPORTED}")
+        raise ConfigError(
+            f"the parameters are partitioned by DeepSpeed ZeRO-3; use fully_shard (FSDP2); supported: {SUPPORTED}"
+        )
+    if any(hasattr(p, "_hp_mapping") for part in parts for p in part.parameters()):
+        raise ConfigError(
+            "DeepSpeed ZeRO keeps fp32 masters of these parameters in partitions of its own, which would undo every "
+            f"pull; use fully_shard (FSDP2); supported: {SUPPORTED}"
+        )
     if any(cls.__module__.startswith("megatron.core.") for cls in classes):
         from dips.client.parallel.megatron import MegatronAdapter  # imports megatron, an optional dependency
 

@@ -20,7 +20,15 @@ from torch import nn
 from dips.client.parallel.masters import OptimizerMasters
 from dips.client.parallel.read_groups import INSTEAD, ReadGroup, find_read_groups
 from dips.client.parallel.rect import Rect, box_rects
-from dips.client.parallel.seam import Adapter, HeldParameter, check_dtype, pair_blocks
+from dips.client.parallel.seam import (
+    Adapter,
+    HeldParameter,
+    check_devices,
+    check_dtype,
+    check_made,
+    check_plain,
+    pair_blocks,
+)
 from dips.client.parallel.torch_types import is_dtensor, is_fsdp
 from dips.errors import ConfigError
 
@@ -48,7 +56,9 @@ class TorchAdapter(Adapter):
         self.reshard()  # otherwise the parameters of a module that was evaluated are still gathered
         named = list(self._trainable_parameters())
         masters = self._optimizer.find_masters([parameter for _, parameter in named])
-        return [_describe_parameter(name, parameter, masters.get(parameter)) for name, parameter in named]
+        held = [_describe_parameter(name, parameter, masters.get(parameter)) for name, parameter in named]
+        check_devices(held)
+        return held
 
     def local_tensors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         self.reshard()
@@ -63,6 +73,9 @@ class TorchAdapter(Adapter):
         yield from ((name, masters[p], _local_tensor(masters[p])) for name, p in named if p in masters)
 
     def reload_masters(self) -> None:
+        self._optimizer.call_sync()
+
+    def sync_masters(self) -> None:
         self._optimizer.call_sync()
 
     @property
@@ -84,6 +97,8 @@ class TorchAdapter(Adapter):
         if self._optimizer.known and any(p.dtype is not torch.float32 for _, p in self._trainable_parameters()):
             raise ConfigError(f"install: lazy does not write an optimizer's fp32 masters: {INSTEAD}")
         (wrapped,), (model,) = self._wrapped, self._parts
+        if kind := next((type(m).__name__ for m in wrapped.modules() if _compiled_module(m) is not None), ""):
+            raise ConfigError(f"install: lazy would break the compiled graph of a {kind} at its hooks: {INSTEAD}")
         if getattr(wrapped, "mixed_precision", None) is not None:
             raise ConfigError(
                 f"install: lazy: DistributedDataParallel(mixed_precision=…) reads all parameters at once: {INSTEAD}"
@@ -103,7 +118,17 @@ def plain_name(path: str) -> str:
 
 
 def _unwrap_module(module: nn.Module) -> nn.Module:
-    return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+    """The model in torch.compile and DistributedDataParallel, whichever is around the other."""
+    while True:
+        inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else _compiled_module(module)
+        if inner is None:
+            return module
+        module = inner
+
+
+def _compiled_module(module: nn.Module) -> nn.Module | None:
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else None
 
 
 def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,6 +136,8 @@ def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _describe_parameter(name: str, parameter: nn.Parameter, master: torch.Tensor | None) -> HeldParameter:
+    check_made(name, parameter)
+    check_plain(name, _local_tensor(parameter))
     check_dtype(name, parameter.dtype)
     shape = tuple(parameter.shape)
     if is_dtensor(parameter):

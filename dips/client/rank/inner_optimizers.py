@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -27,8 +27,13 @@ class InnerOptimizers:
         self._parts = parts
         self._found: WeakSet[Optimizer] = WeakSet(unwrap_optimizers(named))
         self._others: WeakSet[Optimizer] = WeakSet()  # of another model, such as a discriminator
-        self.steps = 0  # of ours
+        self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # of ours
         self._handle = register_optimizer_step_post_hook(self._on_step)
+
+    @property
+    def steps(self) -> int:
+        """Steps taken since this was made, by the one that took most: parameters may be divided among several."""
+        return max(self._steps.values(), default=0)
 
     def drop_state(self) -> str:
         """Have the next step begin with no state; return why a reset does not mend this rank's model, or ""."""
@@ -51,7 +56,8 @@ class InnerOptimizers:
             if optimizer in self._others:
                 return
             (self._found if self._is_ours(optimizer) else self._others).add(optimizer)
-        self.steps += optimizer in self._found
+        if optimizer in self._found:
+            self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         ours = {id(parameter) for part in self._parts for parameter in part.parameters()}

@@ -21,26 +21,26 @@ from typing import Any
 
 from torch import nn
 
-from dips.client.ipc import address
 from dips.client.ipc.messages import Detach, Healed, Resume, Resumed, Saved, SaveWanted
 from dips.client.parallel import HostMemory, LazyMemory, StreamedMemory, lay_out
-from dips.client.rank.agent_client import AgentClient
 from dips.client.rank.collectives import JobCollectives
 from dips.client.rank.data_ranges import DataRanges
 from dips.client.rank.inner_optimizers import InnerOptimizers
-from dips.client.rank.joining import attach_trainer, find_config
-from dips.client.rank.orphan import watch_agent
+from dips.client.rank.joining import attach_trainer, find_agent, find_config, warn_of_coarse, watch_run
+from dips.client.rank.lone_agent import is_alone
 from dips.client.rank.outer_checkpoint import make_state, read_saved, read_tensors
 from dips.client.rank.outer_state import InnerState
 from dips.client.rank.outer_steps import OuterSteps
 from dips.client.rank.shard_transfer import ShardTransfer
+from dips.client.rank.step_checks import StepChecks
 from dips.client.rank.step_reports import StepReports
 from dips.config import Shared
 from dips.errors import ConfigError, Diverged, LocalProtocolError
-from dips.ids import VersionId
+from dips.ids import GENESIS, VersionId
 from dips.protocol.enums import DivergencePolicy
 
 MEMORY = {"whole": HostMemory, "streaming": StreamedMemory, "lazy": LazyMemory}  # by `install`
+LOAD_ORDER = "load model and optimizer after OuterLoop is made, which pulls, then call load_state_dict"
 
 
 class OuterLoop:
@@ -59,23 +59,26 @@ class OuterLoop:
                    pipeline stages or model chunks counts as one model. Parameters with requires_grad are shared,
                    frozen ones and buffers are not. Wrapped and sharded already: its memory must not be replaced later
         config     the cluster file; None: the one that the agent was started with
-        optimizer  Megatron's: its fp32 masters are what is pushed, and a pull updates them. Not needed otherwise:
-                   torch's own optimizers work on the parameters themselves
-        Errors     the same on every rank. ConfigError: no agent, a wrong file, a model of a kind or dtype that is not
+        optimizer  the inner optimizer, if it keeps fp32 masters: they are what is pushed, and a pull updates them. Or a
+                   function that makes them from the parameters, called after every pull. Not needed otherwise
+        Without an agent, or with DIPS_ALONE=1, it trains alone: every call is legal, and nothing is pulled or pushed.
+        Errors     the same on every rank. ConfigError: a wrong file, a model of a kind or dtype that is not
                    supported, ranks that hold different models. CorruptManifest: the model is not the run's; the first
                    differences are listed.
         """
-        self._config = find_config(config)
-        agent = address.find_address(self._config)
-        self._unwatch = watch_agent(agent, self._config.poll_s)
+        self._config, alone = find_config(config), is_alone(config)
+        self._unwatch = watch_run(self._config, alone)
         self._collectives = JobCollectives(self._config.collective_s)
+        self._agent_client = find_agent(self._config, self._collectives, alone)
         layout = lay_out(model, self._collectives, optimizer, self._config.max_transfer_ranks)
-        memory = MEMORY[self._config.install](layout.adapter, layout.held, layout.plan, self._collectives)
-        self._shard_transfer = ShardTransfer(memory, self._collectives, self._config.stall_s, self._config.shared.codec)
-        self._agent_client = AgentClient(self._collectives, agent, self._config.poll_s)
-        self._state = attach_trainer(self._agent_client, layout.plan.manifest.to_json(), self._shard_transfer.ranks)
-        self._inner = InnerState()
+        if layout.adapter.loses_bits and self._collectives.rank == 0:
+            warn_of_coarse(layout.adapter.loses_bits)
         self._optimizers = InnerOptimizers([model] if isinstance(model, nn.Module) else model, optimizer)
+        memory = MEMORY[self._config.install](layout.adapter, layout.held, layout.plan, self._collectives)
+        codec, count_steps = "fp32" if alone else self._config.shared.codec, lambda: self._optimizers.steps
+        self._shard_transfer = ShardTransfer(memory, self._collectives, self._config.stall_s, codec, count_steps)
+        self._state = attach_trainer(self._agent_client, layout.plan.manifest.to_json(), self._shard_transfer.ranks)
+        self._inner, self._step_checks = InnerState(), StepChecks(self._collectives)
         self._outer_steps = OuterSteps(
             self._config, self._state, self._agent_client, self._shard_transfer, self._reset_optimizers
         )
@@ -84,6 +87,7 @@ class OuterLoop:
             self._state, self._collectives, self._agent_client, pipelined=layout.adapter.staged
         )
         self._pid, self._closed = os.getpid(), False
+        self._state.version = GENESIS if alone else None
         self._outer_steps.pull_newest()
         if self.version.version > 0:
             self._inner.begin_warmup()  # its optimizer is empty, until a checkpoint is loaded
@@ -151,6 +155,7 @@ class OuterLoop:
         self._inner.steps += 1
         self._state.steps_until_poll -= 1
         self._step_reports.report_step(tokens, loss)
+        self._step_checks.on_step(tokens, self._optimizers.steps)
         if self._state.steps_until_poll <= 0:
             self._poll_outer_step(demanded=False)
 
@@ -193,6 +198,7 @@ class OuterLoop:
     def _poll_outer_step(self, demanded: bool) -> None:
         if not self.moving:
             self._collectives.barrier("OuterLoop.step")
+            self._step_checks.compare_ranks()
         self._step_reports.report_pipeline_losses()
         self._outer_steps.poll_outer_step(demanded)
 
@@ -213,7 +219,8 @@ class OuterLoop:
         saved = self._agent_client.ask_agent(SaveWanted(self._state.attempt))
         if not isinstance(saved, Saved):
             raise LocalProtocolError(f"expected Saved from the agent, got {saved!r}")
-        return make_state(saved, self.inner_steps, self._collectives.rank, self._shard_transfer.feedback_state())
+        own = self._shard_transfer.checkpoint_tensors()
+        return make_state(saved, self.inner_steps, self._shard_transfer.checksum(), self._collectives.rank, own)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str:
         """Continue from a checkpoint whose model and optimizer have just been loaded; return what came of it.
@@ -226,6 +233,9 @@ class OuterLoop:
         self._check_usable()
         saved = read_saved(state)
         self._collectives.barrier("OuterLoop.load_state_dict")
+        if self._shard_transfer.checksum() != state["checksum"]:
+            self._outer_steps.pull_newest()
+            return f"the model does not hold what the checkpoint was saved with: {LOAD_ORDER}; pulled {self.version}"
         answer = self._agent_client.ask_until_answered(Resume(self._state.attempt, saved))
         self._inner.warming_up = False
         if isinstance(answer, Healed):
@@ -234,8 +244,8 @@ class OuterLoop:
         if not isinstance(answer, Resumed):
             raise LocalProtocolError(f"expected Resumed or Healed from the agent, got {answer!r}")
         self._state.version = VersionId.parse(saved.base)
-        self._shard_transfer.restore_feedback(self.version, read_tensors(state, self._collectives.rank))
-        self._inner.steps, self._state.steps_until_poll = int(state["inner_steps"]), answer.steps
+        self._shard_transfer.restore_tensors(self.version, read_tensors(state, self._collectives.rank))
+        self._inner.steps, self._state.steps_until_poll = int(state["steps"]), answer.steps
         return answer.reason
 
     # ---- the end -----------------------------------------------------------------------------------------------------

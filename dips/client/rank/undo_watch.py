@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dips.errors import LocalProtocolError
+from dips.errors import ConfigError
 
 MOST_PARAMETERS = 16  # sampled, spread over the model
 MOST_ELEMENTS = 64  # of each
@@ -53,19 +53,18 @@ class UndoWatch:
         self._before, self._optimizer_steps = [], optimizer_steps
 
     def on_inner_step(self, optimizer_steps: int) -> None:
-        """Raise LocalProtocolError if the optimizer has stepped since, and has undone the install."""
+        """Raise ConfigError if the optimizer has stepped since, and has undone the install."""
         self._since_install += 1
         if not self._samples or optimizer_steps == self._optimizer_steps:
             return
         samples, self._samples = self._samples, []
         undone, moved = zip(*(_was_undone(sample) for sample in samples), strict=True)
         if sum(undone) * 2 > sum(moved):
-            name = samples[undone.index(True)].name
-            raise LocalProtocolError(
-                f"{name}: the first optimizer step after a pull wrote back the values from before it, as in {sum(undone)} "
-                f"of {sum(moved)} parameters that were looked at: the optimizer keeps fp32 masters of its own. Give it to "
-                "the outer loop, OuterLoop(model, optimizer=optimizer), or a function that makes its masters from the "
-                "parameters, OuterLoop(model, optimizer=function)"
+            raise ConfigError(
+                f"{samples[undone.index(True)].name}: the first optimizer step after a pull wrote back the values from "
+                f"before it, in {sum(undone)} of {sum(moved)} parameters that were looked at: the optimizer keeps fp32 "
+                "masters of its own. Give it to the outer loop, OuterLoop(model, optimizer=optimizer), or a function "
+                "that makes its masters from the parameters, OuterLoop(model, optimizer=function)"
             )
 
 

@@ -85,7 +85,7 @@ class TransferRank:
             p.add_(torch.randn_like(p) * 1e-2)
 
     def owed(self) -> np.ndarray:
-        return self.transfers.feedback_state()["owed"].numpy().copy()
+        return self.transfers.checkpoint_tensors()["owed"].numpy().copy()
 
 
 V1, V2 = VersionId(1, 1), VersionId(2, 2)
