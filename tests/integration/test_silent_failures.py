@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from math import isfinite, isnan
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
 
 from tests.integration import cluster_harness as harness
+from tests.integration import train_coarse as coarse
 from tests.integration import train_diverging as diverging
 
 HERE = Path(__file__).parent
@@ -50,3 +53,56 @@ def test_a_nan_heals(tmp_path: Path, overlap: str) -> None:
         healed = [at[i] for i, loss in enumerate(losses) if i > spoilt and isfinite(loss)]
         assert min(healed) <= 3 and not any(isnan(loss) for loss, v in zip(losses, at, strict=True) if v >= 3)
         assert losses[-1] < 0.8 * losses[spoilt], (losses[spoilt], losses[-1])
+
+
+def run_alone(
+    tmp_path: Path, mode: str, versions: int, steps: int, lr: float = 0.5, code: int = 0, **options: Any
+) -> str:
+    """One cluster of one rank runs a script of train_coarse.py to its end; return what it printed."""
+    tensors = {name: p.detach().numpy() for name, p in coarse.build().named_parameters()}
+    shared = {"stop": {"versions": versions}, "outer": {"lr": lr, "clip": {}}, "penalty": {"rule": "none"}}
+    command = [sys.executable, str(HERE / "train_coarse.py"), mode, str(tmp_path / "out")]
+    with harness.Run(tmp_path, tensors, shared=shared, timing={"window_s": 0.02}) as run:
+        run.start_master()
+        run.start_slaves()
+        cluster = run.start_cluster("a", command, steps=steps, **options)
+        run.wait(cluster, 60, code)
+        with run.ledger() as ledger:
+            assert not code or len([r for r in ledger.read_history(1000) if r.version]) < versions
+        return cluster.log.read_text()
+
+
+def newest_theta(tmp_path: Path) -> dict[str, Any]:
+    """What the slaves hold at the end, of all layers together."""
+    found: dict[str, Any] = {}
+    for slave in ("ps0", "ps1"):
+        newest = max((tmp_path / slave).rglob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+        found |= load_file(newest)
+    return found
+
+
+@pytest.mark.timeout(90)
+def test_a_cluster_of_16_bits_that_trains_nothing_changes_nothing(tmp_path: Path) -> None:
+    """θ is no number of bf16; after 20 rounds of a model that is, it is what it was, bit for bit. It is told of it."""
+    said = run_alone(tmp_path, "idle", versions=20, steps=1)
+    assert "weight: a parameter of 16 bits without fp32 masters" in said
+    theta = newest_theta(tmp_path)
+    for name, parameter in coarse.build().named_parameters():
+        (found,) = (value for key, value in theta.items() if key.endswith(name) and "momentum" not in key)
+        assert found.reshape(-1).tobytes() == parameter.detach().numpy().reshape(-1).tobytes()
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(("mode", "code"), [("hidden", 1), ("given", 0)])
+def test_masters_that_undo_a_pull_end_the_job(tmp_path: Path, mode: str, code: int) -> None:
+    """Not known to the outer loop: the first step after a pull is found out, with what to write. Given: all is well."""
+    said = run_alone(tmp_path, mode, versions=6, steps=5, code=code)
+    named = "wrote back the values from before it" in said and "OuterLoop(model, optimizer=optimizer)" in said
+    assert named is (mode == "hidden")
+
+
+@pytest.mark.timeout(90)
+def test_a_checkpoint_that_was_loaded_too_early_is_not_believed(tmp_path: Path) -> None:
+    """The pull has overwritten it, so its tokens do not count; what to do instead is returned."""
+    run_alone(tmp_path, "early", versions=3, steps=3, max_restarts=1)
+    assert "load model and optimizer after OuterLoop is made" in json.loads((tmp_path / "out").read_text())["said"]

@@ -210,6 +210,22 @@ def test_a_merge_keeps_the_remainder() -> None:
     assert pushed_now == pytest.approx(second, abs=1e-7)
 
 
+def test_what_others_train_arrives_beside_a_model_of_16_bits() -> None:
+    """Two clusters of equal weight, one trains 1e-5 a round where a unit of bf16 is 4e-3: its half arrives."""
+    models = nn.Linear(3, 2), nn.Linear(3, 2, dtype=BF16)
+    memories = [memory_of(model) for model in models]
+    start = theta = float(torch.tensor(0.5001))
+    for _ in range(20):
+        for memory in memories:
+            pull(memory, theta)
+        with torch.no_grad():
+            for p in models[0].parameters():
+                p.add_(1e-5)
+        (exact,), (coarse,) = (pushed(memory) for memory in memories)
+        theta = float(torch.tensor((exact + coarse) / 2))
+    assert (theta - start) / (20 * 1e-5 / 2) > 0.95
+
+
 # ---- what cannot be copied -------------------------------------------------------------------------------------------
 
 

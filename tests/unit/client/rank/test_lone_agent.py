@@ -57,7 +57,7 @@ def test_it_is_not_told_what_it_asked_for(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_script_that_steps_for_every_micro_batch_is_told() -> None:
     """With what to write; one of 16 bits without masters is told, too, and how much memory that takes."""
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning, match="OuterLoop") as told:
         step_often()
     texts = [str(warning.message) for warning in told]
     assert [text.split()[0] for text in texts] == ["OuterLoop", "weight:", "OuterLoop.step"]
