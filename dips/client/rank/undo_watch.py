@@ -69,8 +69,8 @@ class UndoWatch:
         if len(undone) * 2 > moved:
             raise ConfigError(
                 f"{undone[0]}: the first optimizer step after a pull wrote back the values from before it, in "
-                f"{len(undone)} of {moved} parameters that were looked at: it keeps fp32 masters of its own. Give it to "
-                "the outer loop, OuterLoop(model, optimizer=optimizer), or a function that makes its masters from the "
+                f"{len(undone)} of {moved} parameters looked at: it keeps fp32 masters of its own. Give it to "
+                "the outer loop, OuterLoop(model, optimizer=optimizer), or a function that makes masters from the "
                 "parameters, OuterLoop(model, optimizer=function)"
             )
 

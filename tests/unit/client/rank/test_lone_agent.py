@@ -11,6 +11,7 @@ import yaml
 from torch import nn
 
 from dips.client import OuterLoop
+from dips.errors import ConfigError
 from dips.ids import GENESIS
 
 
@@ -53,6 +54,13 @@ def test_it_is_not_told_what_it_asked_for(tmp_path: Path, monkeypatch: pytest.Mo
         warnings.simplefilter("error")
         with OuterLoop(nn.Linear(3, 2)) as outer:
             assert list(outer.ranges()) == [0, 1, 2]
+
+
+def test_an_agent_without_a_cluster_file_is_no_reason_to_be_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half an environment is a mistake, and names the command that is missing."""
+    monkeypatch.setenv("DIPS_AGENT", "unix:/nowhere")
+    with pytest.raises(ConfigError, match=r"start this script as `dips-client --config cluster.yaml -- …`"):
+        OuterLoop(nn.Linear(3, 2))
 
 
 def test_a_script_that_steps_for_every_micro_batch_is_told() -> None:
