@@ -47,7 +47,7 @@ from dips.protocol import (
     run_state,
 )
 
-FORMAT = 3  # 2 knew no claims of a cluster
+FORMAT = 4  # 3 knew no pushes that diverged
 MODULES: tuple[ModuleType, ...] = (
     ids,
     admission,

@@ -13,7 +13,7 @@ from dips.ids import PullId, PushId, VersionId
 
 # The messages between master, slaves and clusters. A peer says at Join and Register which number it speaks; one from
 # before the numbers says 0. Raised by every change after which an older peer would be misunderstood.
-PROTOCOL = 3
+PROTOCOL = 4
 
 # ---- from slaves ---------------------------------------------------------------------------------------------------
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from math import isfinite, isnan
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+from dips.commands.status import ask_status
 from tests.integration import cluster_harness as harness
 from tests.integration import train_coarse as coarse
 from tests.integration import train_diverging as diverging
@@ -21,7 +24,8 @@ H = 5
 
 
 def marks(timeline: Path, kind: str) -> Iterator[dict[str, Any]]:
-    return (m for m in map(json.loads, timeline.read_text().splitlines()) if m["kind"] == kind)
+    text = timeline.read_text() if timeline.exists() else ""
+    return (m for m in map(json.loads, text.splitlines()) if m["kind"] == kind)
 
 
 @pytest.mark.torchrun
@@ -55,6 +59,40 @@ def test_a_nan_heals(tmp_path: Path, overlap: str) -> None:
         assert losses[-1] < 0.8 * losses[spoilt], (losses[spoilt], losses[-1])
 
 
+@pytest.mark.timeout(90)
+def test_a_job_is_started_again_if_that_is_asked_for(tmp_path: Path) -> None:
+    """on_divergence: restart: the ranks raise, the agent starts the command anew, and that one trains to the end."""
+    with diverging_run(tmp_path, str(H + 2), versions=4) as (run, cluster):
+        run.wait(cluster, 60)
+        assert len(list(marks(run.timeline("a"), "trainer_start"))) == 2
+    assert "Diverged: its model diverged: 0.bias is not finite on rank 0" in cluster.log.read_text()
+    assert all(map(isfinite, json.loads((tmp_path / "found.0").read_text())["losses"]))
+
+
+@pytest.mark.timeout(90)
+def test_a_model_that_diverges_in_a_row_is_quarantined(tmp_path: Path) -> None:
+    """Every gradient holds a NaN: after three pushes that were kept back `dips status` says so."""
+    with diverging_run(tmp_path, "ever", versions=4, on_divergence="reset") as (run, _):
+        quarantined = lambda: asyncio.run(ask_status(run.address))["clusters"].get("a", {}).get("quarantined")  # noqa: E731
+        run.until(lambda: list(marks(run.timeline("a"), "diverged"))[2:], 40, "the model has diverged three times")
+        run.until(quarantined, 10, "it is quarantined")
+        with run.ledger() as ledger:
+            assert not [r for r in ledger.read_history(1000) if r.outcomes], "nothing of it was ever pushed"
+
+
+@contextmanager
+def diverging_run(
+    tmp_path: Path, spoilt: str, versions: int, on_divergence: str = "restart"
+) -> Iterator[tuple[harness.Run, harness.Process]]:
+    """One cluster of one plain rank that diverges."""
+    tensors = {name: p.detach().numpy() for name, p in diverging.build().named_parameters()}
+    command = [sys.executable, str(HERE / "train_diverging.py"), str(tmp_path / "found"), spoilt]
+    with harness.Run(tmp_path, tensors, shared={"stop": {"versions": versions}}, timing={"window_s": 0.02}) as run:
+        run.start_master()
+        run.start_slaves()
+        yield run, run.start_cluster("a", command, steps=H, max_restarts=1, on_divergence=on_divergence)
+
+
 def run_alone(
     tmp_path: Path, mode: str, versions: int, steps: int, lr: float = 0.5, code: int = 0, **options: Any
 ) -> str:
@@ -85,7 +123,7 @@ def newest_theta(tmp_path: Path) -> dict[str, Any]:
 def test_a_cluster_of_16_bits_that_trains_nothing_changes_nothing(tmp_path: Path) -> None:
     """θ is no number of bf16; after 20 rounds of a model that is, it is what it was, bit for bit. It is told of it."""
     said = run_alone(tmp_path, "idle", versions=20, steps=1)
-    assert "weight: a parameter of 16 bits without fp32 masters" in said
+    assert "weight: a parameter of 16 bits without fp32 masters" in said and "4 B of host memory per parameter" in said
     theta = newest_theta(tmp_path)
     for name, parameter in coarse.build().named_parameters():
         (found,) = (value for key, value in theta.items() if key.endswith(name) and "momentum" not in key)

@@ -1,6 +1,6 @@
-"""A regression under AdamW whose gradient holds one NaN, on one rank, in the inner steps that are named.
+"""A regression under AdamW whose gradient holds one NaN, on one rank, in inner steps that are named.
 
-    train_diverging.py OUT STEP[,STEP…]
+    train_diverging.py OUT STEP      that one; or `ever`: all of them. A second start of the script is not spoilt
 
 Each rank writes to OUT.RANK: its loss at every step, the version at each, and whether the last parameters are finite.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Container
 from pathlib import Path
 
 import torch
@@ -29,7 +30,13 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
-def main(out: Path, spoilt: set[int]) -> None:
+def spoilt_steps(word: str) -> Container[int]:
+    if os.environ.get("DIPS_ATTEMPT", "1") != "1":
+        return ()
+    return range(1 << 30) if word == "ever" else (int(word),)
+
+
+def main(out: Path, spoilt: Container[int]) -> None:
     rank = int(os.environ.get("RANK", "0"))
     model = build()
     if "RANK" in os.environ:
@@ -59,4 +66,4 @@ def main(out: Path, spoilt: set[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), {int(word) for word in sys.argv[2].split(",")})
+    main(Path(sys.argv[1]), spoilt_steps(sys.argv[2]))

@@ -22,6 +22,13 @@ ORDER = "tests/unit/protocol/test_order.py"
 CLAIMS = "tests/unit/protocol/test_claims.py"
 
 MUTANTS = (
+    Mutant(
+        "a push that diverged is not counted",
+        "dips/protocol/pushes.py",
+        "if event.diverged:",
+        "if False:",
+        "tests/transcripts",
+    ),
     # ---- the end of a run
     Mutant("stop.tokens is never reached", ROOM, "(stop.tokens and", "(False and", END),
     Mutant(

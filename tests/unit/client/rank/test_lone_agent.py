@@ -69,7 +69,7 @@ def test_a_script_that_steps_for_every_micro_batch_is_told() -> None:
         step_often()
     texts = [str(warning.message) for warning in told]
     assert [text.split()[0] for text in texts] == ["OuterLoop", "weight:", "OuterLoop.step"]
-    assert "16 bits without fp32 masters" in texts[1] and "4 B per parameter" in texts[1]
+    assert "16 bits without fp32 masters" in texts[1] and 'instead of "auto"' in texts[1]
     assert "called 16 times in 4 optimizer steps: call it once after each optimizer.step" in texts[2]
 
 

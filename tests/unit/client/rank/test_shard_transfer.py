@@ -149,3 +149,14 @@ def test_a_streamed_pull_is_torn_once_a_layer_was_installed(slaves: FakeSlaves, 
     assert (result.ok, result.torn) == (False, fails_at == 2)
     untouched = [torch.equal(p, q) for p, q in zip(rank.model.parameters(), before, strict=True)]
     assert untouched == ([True] * 4 if fails_at == 1 else [False, False, True, True])
+
+
+def test_a_model_that_is_not_finite_is_not_pushed(slaves: FakeSlaves) -> None:
+    """One infinity: nothing is frozen, nothing travels, and the result names the parameter."""
+    rank = TransferRank(codec="fp32")
+    rank.pull(GENESIS)
+    with torch.no_grad():
+        next(rank.model.parameters()).view(-1)[0] = float("inf")
+    result = rank.transfers.begin_push(rank.request(GENESIS, 0, "fp32")).wait(5)
+    assert (result.ok, result.diverged) == (False, True) and "is not finite on rank 0" in result.reason
+    assert not slaves.pushed

@@ -11,7 +11,7 @@ import pytest
 from dips.client.rank.step_checks import StepChecks
 
 
-class Ranks:
+class CountingRanks:
     """Three ranks, of which this is rank 0; the others have passed `others` tokens."""
 
     rank = 0
@@ -24,8 +24,8 @@ class Ranks:
         return [message, *(json.dumps(n).encode() for n in self._others)]
 
 
-def checked(*others: int) -> Ranks:
-    ranks: Any = Ranks(*others)
+def checked(*others: int) -> CountingRanks:
+    ranks: Any = CountingRanks(*others)
     checks = StepChecks(ranks)
     checks.on_step(100, 0)
     for _ in range(3):
