@@ -2,6 +2,7 @@
 
     train_coarse.py idle OUT       bf16 parameters that nobody trains
     train_coarse.py hidden OUT     bf16 parameters under an optimizer with fp32 masters that the outer loop is not given
+    train_coarse.py copies OUT     likewise, under one that steps fp32 copies
     train_coarse.py given OUT      the same, given
     train_coarse.py early OUT      a checkpoint that is loaded before OuterLoop is made, after a crash
 
@@ -50,8 +51,25 @@ def train_idle(model: nn.Module) -> dict[str, Any]:
     return {}
 
 
-def train_with_masters(model: nn.Module, given: bool) -> dict[str, Any]:
-    optimizer = MasterSgd(model.bfloat16().parameters())
+class CopySgd:
+    """A loop by hand: torch's SGD on fp32 copies, which are copied back."""
+
+    def __init__(self, params: Any) -> None:
+        self._params = list(params)
+        self._copies = [p.detach().float().clone() for p in self._params]
+        self.optimizer = torch.optim.SGD(self._copies, lr=1.0)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for copy in self._copies:
+            copy.grad = torch.full_like(copy, 0.01)
+        self.optimizer.step()
+        for copy, p in zip(self._copies, self._params, strict=True):
+            p.copy_(copy)
+
+
+def train_with_masters(model: nn.Module, given: bool, kind: Any = MasterSgd) -> dict[str, Any]:
+    optimizer = kind(model.bfloat16().parameters())
     with OuterLoop(model, optimizer=optimizer if given else None) as outer:
         while not outer.finished:
             optimizer.step()
@@ -82,6 +100,7 @@ def main(mode: str, out: Path) -> None:
     found = {
         "idle": lambda: train_idle(model),
         "hidden": lambda: train_with_masters(model, given=False),
+        "copies": lambda: train_with_masters(model, given=False, kind=CopySgd),
         "given": lambda: train_with_masters(model, given=True),
         "early": lambda: train_early(model, out.with_suffix(".pt")),
     }[mode]()

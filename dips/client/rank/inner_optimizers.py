@@ -1,8 +1,8 @@
 """The optimizers that train this rank's model: found by their steps, since a training script need not name them.
 
 Every torch.optim.Optimizer calls a global hook when it steps. One that holds a parameter of the model, or that the
-script has named, is ours: its steps are counted, and its state is dropped when the model had diverged, because moments
-that are not finite would spoil the next step again.
+script has named, is ours: its state is dropped when the model had diverged, because moments that are not finite would
+spoil the next step again.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ class InnerOptimizers:
         """`named`: what the script gave as `optimizer`, of whatever kind."""
         self._parts = parts
         self._found: WeakSet[Optimizer] = WeakSet(unwrap_optimizers(named))
-        self._others: WeakSet[Optimizer] = WeakSet()  # of another model, such as a discriminator
-        self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # of ours
+        self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # of any
         self._handle = register_optimizer_step_post_hook(self._on_step)
 
     @property
     def steps(self) -> int:
-        """Steps taken since this was made, by the one that took most: parameters may be divided among several."""
+        """Steps taken since this was made, by the one that took most: parameters may be divided among several.
+
+        Of any optimizer of this process: one that steps copies of the parameters holds none of ours.
+        """
         return max(self._steps.values(), default=0)
 
     def drop_state(self) -> str:
@@ -52,12 +54,9 @@ class InnerOptimizers:
         self._handle.remove()
 
     def _on_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if optimizer not in self._found:
-            if optimizer in self._others:
-                return
-            (self._found if self._is_ours(optimizer) else self._others).add(optimizer)
-        if optimizer in self._found:
-            self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if optimizer not in self._steps and self._is_ours(optimizer):
+            self._found.add(optimizer)
+        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         ours = {id(parameter) for part in self._parts for parameter in part.parameters()}

@@ -49,8 +49,9 @@ def test_what_a_reset_does_not_mend_is_named() -> None:
     """No optimizer of this model was seen; or a buffer holds NaN. A mask of infinities is no reason."""
     model, other = nn.BatchNorm1d(3), nn.Linear(3, 3)
     watched = InnerOptimizers([model])
-    step(other, torch.optim.SGD(other.parameters(), 0.1))
-    assert "OuterLoop(model, optimizer=optimizer)" in watched.drop_state() and watched.steps == 0
+    anothers = torch.optim.SGD(other.parameters(), 0.1)
+    step(other, anothers)
+    assert "OuterLoop(model, optimizer=optimizer)" in watched.drop_state() and watched.steps == 1
     watched.close()
     wrapped = SimpleNamespace(optimizer=torch.optim.SGD(model.parameters(), 0.1))
     watched = InnerOptimizers([model], wrapped)
