@@ -17,7 +17,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from dips.errors import ConfigError
 from dips.ids import check_name
-from dips.protocol.enums import AskOrder, DurabilityMode, PersistFailurePolicy, PushCodec, RequeuePolicy
+from dips.protocol.enums import (
+    AskOrder,
+    DivergencePolicy,
+    DurabilityMode,
+    PersistFailurePolicy,
+    PushCodec,
+    RequeuePolicy,
+)
 from dips.protocol.options import (
     DataOptions,
     Options,
@@ -218,6 +225,10 @@ class ClusterFile(Section):
     master: str  # host:port
     pace: PaceSection = PaceSection(steps=DEFAULT_STEPS)
     overlap: Literal["none", "full"] = "none"  # full: train on while push, window and pull go on; more host memory
+    # A model that is not finite is never pushed; the run's newest version replaces it. reset: the optimizer's state is
+    # dropped as well, and training goes on. restart: the job ends and is started again, which loads its checkpoint.
+    # stop: the job ends.
+    on_divergence: DivergencePolicy = DivergencePolicy.RESET
     rejoin_warmup_steps: Annotated[int, Field(ge=0)] = 100  # inner steps; AdamW's moments are empty after a join
     collective_s: Annotated[float, Field(gt=0)] = 600.0  # ranks that do not come to a call so long end the job
     socket: Path | None = None  # Unix socket between agent and rank 0; default beside the cluster file's directory

@@ -101,6 +101,10 @@ class CorruptManifest(Corrupt):
     """A manifest that cannot be read, or that is not the one of its ledger."""
 
 
+class Diverged(DipsError):
+    """The model trained into numbers that are not finite, and this job does not mend that by itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class Treatment:
     """How one class of error leaves the process: gRPC status name, exit code (sysexits.h), metric label, advice."""

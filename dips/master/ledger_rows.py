@@ -14,6 +14,7 @@ from typing import Any
 from dips.ids import GENESIS, PushId, VersionId
 from dips.protocol.enums import OutcomeKind
 from dips.protocol.records import (
+    ClusterDiverged,
     ClusterEnded,
     ClusterReadmitted,
     FoldRow,
@@ -111,7 +112,7 @@ def _cluster_ended(db: sqlite3.Connection, r: ClusterEnded, wall: float) -> None
         _insert_row(db, "left_open", (r.cluster, r.inc, r.open_seq, r.open_tokens))
 
 
-def _cluster_readmitted(db: sqlite3.Connection, r: ClusterReadmitted, _wall: float) -> None:
+def _write_statistics(db: sqlite3.Connection, r: ClusterReadmitted | ClusterDiverged, _wall: float) -> None:
     _write_penalty(db, r.round, (r.penalty,))
 
 
@@ -156,7 +157,8 @@ _WRITERS: dict[type[Record], Callable[[sqlite3.Connection, Any, float], None]] =
     RoundEnded: _round_ended,
     RangesLeased: _ranges_leased,
     ClusterEnded: _cluster_ended,
-    ClusterReadmitted: _cluster_readmitted,
+    ClusterReadmitted: _write_statistics,
+    ClusterDiverged: _write_statistics,
     VersionsRetired: _versions_retired,
     Rebalanced: _rebalanced,
     RunFinished: _run_finished,

@@ -53,7 +53,7 @@ from dips.protocol import (
     transfer_book,
 )
 
-FORMAT = 4  # 3 had no indexes, and no versions that stay for people
+FORMAT = 4  # 3 had no indexes, no versions that stay for people, no pushes that diverged
 MODULES: tuple[ModuleType, ...] = (
     ids,
     admission,

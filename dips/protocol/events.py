@@ -149,6 +149,7 @@ class PushAborted:
     req: int
     push: PushId
     reason: str
+    diverged: bool = False  # its parameters were not finite, which its ranks saw before anything travelled
 
 
 @dataclass(frozen=True, slots=True)

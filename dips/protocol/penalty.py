@@ -166,6 +166,16 @@ class Penalty:
         self.keep_statistics({cluster: row}, self.history)
         return row
 
+    def count_divergence(self, cluster: str) -> PenaltyRow:
+        """A push that was not finite never came: count it as gated; return the statistics, ours from now on."""
+        row = self.penalty_row(cluster)
+        in_a_row = row.gated_in_a_row + 1
+        row = replace(row, gated_in_a_row=in_a_row)
+        if in_a_row >= self._options.gate_patience:
+            row = replace(row, quarantined=True, broken=True)
+        self._rows[cluster] = row
+        return row
+
     def _corrected_sigma(self, row: PenaltyRow) -> float:
         corrected = row.sigma / sqrt(1.0 - (1.0 - self._options.alpha) ** row.n)
         return max(corrected, self._options.sigma_floor * row.mu, 1e-30)

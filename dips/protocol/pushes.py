@@ -34,6 +34,7 @@ from dips.protocol.enums import DurabilityState, FanoutKind, OutcomeKind, PushCo
 from dips.protocol.events import PushAborted, PushFinished, PushRefused, PushRequested, PushStaged, RoundAwaited
 from dips.protocol.moves import ClusterState
 from dips.protocol.order import MAX_RANKS, lowest_free
+from dips.protocol.readmit import count_divergence
 from dips.protocol.roster import name_some
 from dips.protocol.run_state import OLD_LEDGER, RunState
 
@@ -226,6 +227,8 @@ def on_push_aborted(run: RunState, event: PushAborted) -> None:
     run.slot_queue.leave_queue(cluster.name)
     if cluster.push and cluster.push.id == event.push and not cluster.push.committed:
         drop_push(run, cluster, event.reason)
+        if event.diverged:
+            count_divergence(run, cluster.name)
     run.reply_to(event.req, Acknowledged())
 
 

@@ -165,6 +165,15 @@ class ClusterReadmitted:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterDiverged:
+    """A cluster gave up a push that was not finite: these are its statistics now."""
+
+    penalty: PenaltyRow
+    round: int  # the last that was reserved
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class VersionsRetired:
     """Row first, delete after."""
 
@@ -230,6 +239,7 @@ Record = (
     | RangesLeased
     | ClusterEnded
     | ClusterReadmitted
+    | ClusterDiverged
     | VersionsRetired
     | Rebalanced
     | RunFinished

@@ -293,13 +293,3 @@ def test_an_agent_without_a_command_must_be_found_by_somebody(run: Any) -> None:
     agent = run.start_cluster("west", [])
     run.wait(agent, 30, code=78)
     assert "no training command" in agent.log.read_text()
-
-
-def test_a_script_without_an_agent_is_told_how_to_start(tmp_path: Path) -> None:
-    """`python train.py` alone names the command that is missing."""
-    alone = subprocess.run(
-        [sys.executable, TINY, "steps", str(tmp_path / "out")],
-        env={**os.environ, "PYTHONPATH": str(harness.ROOT)}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert alone.returncode == 1
-    assert "start this script as `dips-client --config cluster.yaml -- …`" in alone.stderr

@@ -116,6 +116,9 @@ def spell_record(record: r.Record) -> str:
             return f"ClusterEnded {record.cluster}/{record.inc}, {record.tokens_lost} tokens lost{out}: {record.reason}"
         case r.ClusterReadmitted():
             return f"ClusterReadmitted {record.penalty.cluster}, warm-up of {record.penalty.warm_left} pushes"
+        case r.ClusterDiverged():
+            quarantined = ", quarantined" if record.penalty.quarantined else ""
+            return f"ClusterDiverged {record.penalty.cluster}, {record.penalty.gated_in_a_row} in a row{quarantined}"
         case r.VersionsRetired():
             return f"VersionsRetired {_list(record.versions)}"
         case r.RunFinished():

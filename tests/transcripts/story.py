@@ -171,7 +171,8 @@ class Teller:
         return self.step(ev.PushFinished(0, self._push(words["push"]), tokens, steps, ranges, 2.5), cluster)
 
     def aborts_push(self, cluster: str, words: Words) -> list[str]:
-        return self.step(ev.PushAborted(0, self._push(words["push"]), words.get("why", "its trainer died")), cluster)
+        push, why, diverged = self._push(words["push"]), words.get("why", "its trainer died"), "diverged" in words
+        return self.step(ev.PushAborted(0, push, why, diverged), cluster)
 
     def awaits(self, cluster: str, words: Words) -> list[str]:
         return self.step(ev.RoundAwaited(0, self._push(words["push"])), cluster)

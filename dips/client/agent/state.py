@@ -23,6 +23,7 @@ from dips.client.ipc.messages import Answer, ErrorReply
 from dips.errors import DipsError, treatment_of
 from dips.ids import PullId, PushId, VersionId
 from dips.protocol.effects import Grant, Progress
+from dips.protocol.enums import DivergencePolicy
 from dips.transport.backoff import Backoff
 
 RANGES_AT_ONCE = 2  # leased together: the one needed, and one so that the next is here before it is asked for
@@ -50,6 +51,7 @@ class AgentSettings:
     ranges_at_once: int = RANGES_AT_ONCE
     restart_window_s: float = inf
     take_over: bool = False  # fence an incarnation of another agent, if one lives
+    on_divergence: DivergencePolicy = DivergencePolicy.RESET  # of the model
 
     @property
     def patience_s(self) -> float:

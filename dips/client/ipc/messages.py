@@ -54,6 +54,7 @@ class PushMoved:
     reason: str
     nbytes: int
     at_once: bool = False  # answer now, with AskAgain if need be: the ranks train meanwhile
+    diverged: bool = False  # the model is not finite on some rank: nothing travelled
 
 
 @dataclass(frozen=True, slots=True)

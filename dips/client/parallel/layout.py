@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
+from dips.client.parallel.model_memory import merge_tied
 from dips.client.parallel.plan import SPREAD_ITEMS, TransferPlan, make_plan
 from dips.client.parallel.rank_layout import GatherMessages, Holding, RankLayout, gather_layouts
 from dips.client.parallel.rect import Rect
@@ -26,7 +27,7 @@ SUPPORTED = "plain, DDP, FSDP2 and HSDP (fully_shard), tensor parallel by DTenso
 # What no adapter supports, by the module and name of a class in the model, and what to do instead.
 FOREIGN = {
     ("torch.distributed.fsdp", "FullyShardedDataParallel"): "FSDP1 flattens parameters; use fully_shard (FSDP2)",
-    ("deepspeed", "DeepSpeedEngine"): "DeepSpeed partitions parameters on its own",
+    ("deepspeed", "DeepSpeedEngine"): "DeepSpeed partitions parameters on its own; use fully_shard (FSDP2)",
     ("megatron.core.distributed.fsdp", "FullyShardedDataParallel"): "use Megatron's distributed optimizer",
 }
 
@@ -74,12 +75,19 @@ def choose_adapter(model: nn.Module | Sequence[nn.Module], optimizer: Any = None
         if any(cls.__name__ == name and cls.__module__.startswith(package) for cls in classes):
             raise ConfigError(f"the model holds a {package}.{name}: {instead}; supported: {SUPPORTED}")
     if any(hasattr(p, "ds_id") for part in parts for p in part.parameters()):
-        raise ConfigError(f"the parameters are partitioned by DeepSpeed ZeRO-3; supported: {SUPPORTED}")
+        raise ConfigError(
+            f"the parameters are partitioned by DeepSpeed ZeRO-3; use fully_shard (FSDP2); supported: {SUPPORTED}"
+        )
+    if any(hasattr(p, "_hp_mapping") for part in parts for p in part.parameters()):
+        raise ConfigError(
+            "DeepSpeed ZeRO keeps fp32 masters of these parameters in partitions of its own, which would undo every "
+            f"pull; use fully_shard (FSDP2); supported: {SUPPORTED}"
+        )
     if any(cls.__module__.startswith("megatron.core.") for cls in classes):
         from dips.client.parallel.megatron import MegatronAdapter  # imports megatron, an optional dependency
 
         return MegatronAdapter(parts, optimizer)
-    return TorchAdapter(parts, staged=not isinstance(model, nn.Module))
+    return TorchAdapter(parts, not isinstance(model, nn.Module), optimizer)
 
 
 def full_parameters(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -100,22 +108,9 @@ def full_parameters(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str
 def _describe_model(model: Any, optimizer: Any) -> tuple[Adapter | None, list[HeldParameter], str]:
     try:
         adapter = choose_adapter(model, optimizer)
-        return adapter, _merge_tied(adapter.held_parameters()), ""
+        return adapter, merge_tied(adapter.held_parameters()), ""
     except ConfigError as error:
         return None, [], str(error)
-
-
-def _merge_tied(held: list[HeldParameter]) -> list[HeldParameter]:
-    """One of each name: of a tied parameter's two copies, in two chunks, the first is read and both are written."""
-    found: dict[str, HeldParameter] = {}
-    for h in held:
-        first = found.get(h.name)
-        if first is not None and first.shape != h.shape:
-            raise ConfigError(f"{h.name}: shape {first.shape} in one chunk of the model, {h.shape} in another")
-        found[h.name] = (
-            replace(first, writes=first.writes + h.writes, masters=first.masters + h.masters) if first else h
-        )
-    return list(found.values())
 
 
 def _rects_of(blocks: Sequence[TensorBlock]) -> tuple[Rect, ...]:

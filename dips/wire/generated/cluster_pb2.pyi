@@ -220,7 +220,9 @@ class PushAborted(_message.Message):
 
     PUSH_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    DIVERGED_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
+    diverged: _builtins.bool
     @_builtins.property
     def push(self) -> _names_pb2.PushId: ...
     def __init__(
@@ -228,10 +230,11 @@ class PushAborted(_message.Message):
         *,
         push: _names_pb2.PushId | None = ...,
         reason: _builtins.str = ...,
+        diverged: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["push", b"push"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["push", b"push", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["diverged", b"diverged", "push", b"push", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-AGENT, RANK = "dips/client/agent", "dips/client/rank"
+AGENT, RANK, PARALLEL = "dips/client/agent", "dips/client/rank", "dips/client/parallel"
+MOVED = "tests/unit/client/parallel/test_moved_memory.py"
 TRANSFER = "tests/unit/client/rank/test_transfer.py tests/unit/client/rank/test_shard_transfer.py"
 RESTARTS = "tests/unit/client/agent/test_restarts.py"
 ERRORS = "tests/unit/client/agent/test_error_tail.py"
@@ -45,6 +46,43 @@ MUTANTS = (
     Mutant("what is owed is never sent", RANK, "host += owed", "host += 0 * owed", FEEDBACK),
     Mutant("another incarnation pays what is owed", RANK, "if inc != self._inc:", "if False:", FEEDBACK),
     Mutant("what is owed and contained is sent twice", RANK, "if self._contained:", "if False:", FEEDBACK),
+    # ---- what would train on wrongly
+    Mutant(
+        "a model that is not finite is pushed",
+        RANK,
+        "return EndedTransfer(TransferResult(False, reason, 0, diverged=True))",
+        "pass",
+        TRANSFER,
+    ),
+    Mutant(
+        "an optimizer keeps the moments of a diverged model",
+        RANK,
+        "optimizer.state = defaultdict(dict)",
+        "pass",
+        "tests/unit/client/rank/test_inner_optimizers.py",
+    ),
+    Mutant(
+        "what a diverged model has trained is carried",
+        AGENT,
+        "(*s.account.lose_frozen(), *s.account.lose_carried())",
+        "()",
+        "tests/unit/client/agent/test_divergence.py",
+    ),
+    Mutant("what 16 bits round away is lost", PARALLEL, "target.add_(part_of(", "(part_of(", MOVED),
+    Mutant(
+        "masters that were made since are not found",
+        PARALLEL,
+        "if not self._model_memory.has_moved():",
+        "if True:",
+        MOVED,
+    ),
+    Mutant(
+        "an undone pull is passed over",
+        RANK,
+        "return left < LEFT_OVER * distance",
+        "return False",
+        "tests/unit/client/rank/test_undo_watch.py",
+    ),
     # ---- among ranks, and at the agent
     Mutant("ranks move different transfers", RANK, "[self._seq, -self._seq, int(", "[0, 0, int(", RANKS),
     Mutant("a torn model is not reported", RANK, "torn=layer > 0", "torn=False", TRANSFER),

@@ -34,6 +34,13 @@ MUTANTS = (
     Mutant("an agent may not have its own name again", ROOM, "event.former == cluster.inc or", "", NAMES),
     Mutant("--take-over is not heard", ROOM, "or event.take_over", "", NAMES),
     Mutant("a model that did not move counts", ROOM, "g == 0.0 and inner_steps > 0", "False", PENALTY),
+    Mutant(
+        "a push that diverged is not counted",
+        "dips/protocol/pushes.py",
+        "if event.diverged:",
+        "if False:",
+        "tests/transcripts",
+    ),
     # ---- the end of a run
     Mutant("stop.tokens is never reached", ROOM, "(stop.tokens and", "(False and", END),
     Mutant(

@@ -311,3 +311,16 @@ def test_a_model_that_did_not_move_is_refused(rule: PenaltyRule) -> None:
     verdict = penalty.judge_push("a", [0.0, 0.0], True, 8)
     assert not verdict.accepted and "norm 0 after 8 inner steps" in verdict.reason and "fully_shard" in verdict.reason
     assert penalty.judge_push("a", [0.0, 0.0], True, 0).accepted
+
+
+def test_pushes_that_were_kept_back_count_as_gated() -> None:
+    """Its ranks saw that they are not finite: three in a row quarantine as if they had come; one that counts begins
+    anew."""
+    story = PenaltyStory()
+    story.round(a=1.0)
+    assert [story.penalty.count_divergence("a").quarantined for _ in range(2)] == [False, False]
+    story.round(a=1.0)
+    rows = [story.penalty.count_divergence("a") for _ in range(OPTIONS.gate_patience)]
+    assert [row.broken for row in rows] == [False, False, True] and rows[-1].quarantined
+    assert not story.round(a=1.0)["a"].accepted
+    assert not story.penalty.readmit_cluster("a").broken

@@ -85,7 +85,7 @@ class TransferRank:
             p.add_(torch.randn_like(p) * 1e-2)
 
     def owed(self) -> np.ndarray:
-        return self.transfers.feedback_state()["owed"].numpy().copy()
+        return self.transfers.checkpoint_tensors()["owed"].numpy().copy()
 
 
 V1, V2 = VersionId(1, 1), VersionId(2, 2)
@@ -149,3 +149,14 @@ def test_a_streamed_pull_is_torn_once_a_layer_was_installed(slaves: FakeSlaves, 
     assert (result.ok, result.torn) == (False, fails_at == 2)
     untouched = [torch.equal(p, q) for p, q in zip(rank.model.parameters(), before, strict=True)]
     assert untouched == ([True] * 4 if fails_at == 1 else [False, False, True, True])
+
+
+def test_a_model_that_is_not_finite_is_not_pushed(slaves: FakeSlaves) -> None:
+    """One infinity: nothing is frozen, nothing travels, and the result names the parameter."""
+    rank = TransferRank(codec="fp32")
+    rank.pull(GENESIS)
+    with torch.no_grad():
+        next(rank.model.parameters()).view(-1)[0] = float("inf")
+    result = rank.transfers.begin_push(rank.request(GENESIS, 0, "fp32")).wait(5)
+    assert (result.ok, result.diverged) == (False, True) and "is not finite on rank 0" in result.reason
+    assert not slaves.pushed
