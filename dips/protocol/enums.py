@@ -93,6 +93,7 @@ class PushCodec(StrEnum):
     FP32 = "fp32"  # parameters, exact
     BF16 = "bf16"  # differences to a base
     INT8 = "int8"  # differences to a base
+    INT4 = "int4"  # differences to a base
 
 
 class DurabilityMode(StrEnum):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from dips.protocol.manifest import Manifest
-from dips.wire.frame import BLOCK, ITEM_BYTES, Dtype
+from dips.wire.frame import BLOCK, INT4_BLOCK, ITEM_BYTES, Dtype
 
 MOST_PROBLEMS = 5  # lines of an error that a person reads
 
@@ -60,6 +60,20 @@ class Int8Range(Range):
     @property
     def dtype(self) -> Dtype:
         return Dtype.INT8
+
+
+class Int4Range(Range):
+    """A range that travels as int4 differences, two in a byte, a step for each block."""
+
+    __slots__ = ()
+
+    @property
+    def nbytes(self) -> int:
+        return -(-self.length // 2) + ITEM_BYTES * -(-self.length // INT4_BLOCK)
+
+    @property
+    def dtype(self) -> Dtype:
+        return Dtype.INT4
 
 
 class Field(NamedTuple):

@@ -1,4 +1,4 @@
-"""How the elements of a CHUNK are spelled: fp32 as they are, or differences to a named version in bf16 or int8.
+"""How the elements of a CHUNK are spelled: fp32 as they are, or differences to a named version in fewer bits.
 
 A lossy codec carries differences only, never parameters: bf16 *of parameters* would round a norm's gain near 1.0 to
 steps of 2^-8, and the outer changes of 1e-3 would vanish (docs/rationale.md#38). What is lost comes back with the next
@@ -7,10 +7,13 @@ push: the error feedback of client/feedback.py. Pulls are always fp32.
     fp32   4 B an element, exact
     bf16   2 B; error at most 2^-8 of the element (2^-134 below the smallest normal number)
     int8   1 B and a 4 B step for each block of 256; error at most half a step, a step being the block's max |x| / 127
+    int4   ½ B and a 4 B step for each block of 128; error at most half a step, a step being the block's max |x| / 7
 
-What must stay true: a zero stays zero; what is not finite arrives not finite, so that the gate sees it (in int8 its
-whole block does: the block's step is NaN); the same elements make the same bytes, so a repeated chunk is the same.
-A body of int8 is all steps, then all elements: both are read as flat arrays. Nothing here knows versions or sockets.
+What must stay true: a zero stays zero; what is not finite arrives not finite, so that the gate sees it (in int8 and
+int4 its whole block does: the block's step is NaN); the same elements make the same bytes, so a repeated chunk is the
+same. A body of blocks is all steps, then all elements: both are read as flat arrays. In int4 two elements share a byte,
+the first in the low half, each as 8 more than its steps; a half without an element is 8. Nothing here knows versions or
+sockets.
 """
 
 from __future__ import annotations
@@ -23,15 +26,19 @@ import numpy as np
 import numpy.typing as npt
 
 from dips.errors import LocalProtocolError
-from dips.wire.chunks import Bf16Range, Int8Range, Range
-from dips.wire.frame import BLOCK, Buffer, Dtype
+from dips.wire.chunks import Bf16Range, Int4Range, Int8Range, Range
+from dips.wire.frame import BLOCK, INT4_BLOCK, Buffer, Dtype
 
 F32 = npt.NDArray[np.float32]
-Name = Literal["fp32", "bf16", "int8"]
+I8 = npt.NDArray[np.int8]
+U8 = npt.NDArray[np.uint8]
+Name = Literal["fp32", "bf16", "int8", "int4"]
 
 TINIEST = np.float32(2.0**-119)  # a block whose elements are all smaller is sent as zeros: its step would not be normal
 _SPAN = 64 * BLOCK  # elements done at once: 64 KiB of fp32, so that each pass after the first reads the cache
-_STEPS = np.float32(127)
+_STEPS = np.float32(127)  # from 0 to a block's largest element, int8
+_STEPS4 = np.float32(7)  # likewise, int4
+_ZERO4 = 8  # how int4 writes 0: −7 to 7 are 1 to 15
 _NAN_BF16 = np.uint16(0x7FC0)
 
 
@@ -118,7 +125,46 @@ def _add_bf16(body: Buffer, target: F32) -> None:
             target[cut] += bits.view(np.float32)
 
 
-# ---- int8 ------------------------------------------------------------------------------------------------------------
+# ---- blocks of whole steps -------------------------------------------------------------------------------------------
+
+
+def _quantise(values: F32, steps: F32, whole: I8, block: int, most: np.float32) -> None:
+    """One span: the step of each block, its largest |element| being `most` steps, and each element in steps."""
+    full = values.size - values.size % block
+    square = values[:full].reshape(-1, block)
+    blocks = full // block
+    np.maximum(square.max(axis=1, initial=0), -square.min(axis=1, initial=0), out=steps[:blocks])
+    if full < values.size:
+        steps[blocks] = np.abs(values[full:]).max()
+    steps[steps < TINIEST] = 0
+    steps /= most
+    steps[~np.isfinite(steps)] = np.nan
+    inverse = np.divide(np.float32(1), steps, where=steps > 0, out=np.zeros_like(steps))
+    scaled = square * inverse[:blocks, None]
+    np.copyto(whole[:full].reshape(-1, block), np.rint(scaled, out=scaled), casting="unsafe")
+    if full < values.size:
+        np.copyto(whole[full:], np.rint(values[full:] * inverse[blocks]), casting="unsafe")
+
+
+def _add_span(whole: I8, steps: F32, target: F32, block: int) -> None:
+    full = whole.size - whole.size % block
+    blocks = full // block
+    values = whole.astype(np.float32)
+    values[:full].reshape(-1, block)[...] *= steps[:blocks, None]
+    if full < whole.size:
+        values[full:] *= steps[blocks]
+    target += values
+
+
+def _split_body(body: Buffer, length: int, block: int) -> tuple[F32, U8]:
+    """The steps and the elements' bytes of a body."""
+    raw = np.frombuffer(body, np.uint8)
+    count = -(-length // block)
+    return np.frombuffer(raw[: 4 * count].tobytes(), np.float32), raw[4 * count :]  # it may begin at an odd address
+
+
+def _cut_steps(steps: F32, cut: slice, block: int) -> F32:
+    return steps[cut.start // block : -(-cut.stop // block)]
 
 
 def _encode_int8(values: F32) -> Buffer:
@@ -127,46 +173,55 @@ def _encode_int8(values: F32) -> Buffer:
     steps, whole = out[: 4 * count].view(np.float32), out[4 * count :].view(np.int8)
     with np.errstate(all="ignore"):  # what is not finite is made so on purpose
         for cut in _split_spans(values.size):
-            _quantise(values[cut], steps[cut.start // BLOCK : -(-cut.stop // BLOCK)], whole[cut])
+            _quantise(values[cut], _cut_steps(steps, cut, BLOCK), whole[cut], BLOCK, _STEPS)
     return out.data
 
 
-def _quantise(values: F32, steps: F32, whole: npt.NDArray[np.int8]) -> None:
-    """One span: the step of each block, and each element in steps."""
-    full = values.size - values.size % BLOCK
-    square = values[:full].reshape(-1, BLOCK)
-    blocks = full // BLOCK
-    np.maximum(square.max(axis=1, initial=0), -square.min(axis=1, initial=0), out=steps[:blocks])
-    if full < values.size:
-        steps[blocks] = np.abs(values[full:]).max()
-    steps[steps < TINIEST] = 0
-    steps /= _STEPS
-    steps[~np.isfinite(steps)] = np.nan
-    inverse = np.divide(np.float32(1), steps, where=steps > 0, out=np.zeros_like(steps))
-    scaled = square * inverse[:blocks, None]
-    np.copyto(whole[:full].reshape(-1, BLOCK), np.rint(scaled, out=scaled), casting="unsafe")
-    if full < values.size:
-        np.copyto(whole[full:], np.rint(values[full:] * inverse[blocks]), casting="unsafe")
-
-
 def _add_int8(body: Buffer, target: F32) -> None:
-    raw = np.frombuffer(body, np.uint8)
-    count = -(-target.size // BLOCK)
-    steps = np.frombuffer(raw[: 4 * count].tobytes(), np.float32)  # a body need not lie at a multiple of 4
-    whole = raw[4 * count :].view(np.int8)
+    steps, raw = _split_body(body, target.size, BLOCK)
+    whole = raw.view(np.int8)
     with np.errstate(all="ignore"):
         for cut in _split_spans(target.size):
-            _add_span(whole[cut], steps[cut.start // BLOCK : -(-cut.stop // BLOCK)], target[cut])
+            _add_span(whole[cut], _cut_steps(steps, cut, BLOCK), target[cut], BLOCK)
 
 
-def _add_span(whole: npt.NDArray[np.int8], steps: F32, target: F32) -> None:
-    full = whole.size - whole.size % BLOCK
-    blocks = full // BLOCK
-    values = whole.astype(np.float32)
-    values[:full].reshape(-1, BLOCK)[...] *= steps[:blocks, None]
-    if full < whole.size:
-        values[full:] *= steps[blocks]
-    target += values
+def _encode_int4(values: F32) -> Buffer:
+    count = -(-values.size // INT4_BLOCK)
+    out = np.empty(4 * count + -(-values.size // 2), np.uint8)
+    steps, halves = out[: 4 * count].view(np.float32), out[4 * count :]
+    whole = np.zeros(min(_SPAN, values.size + values.size % 2), np.int8)
+    with np.errstate(all="ignore"):
+        for cut in _split_spans(values.size):
+            n = cut.stop - cut.start
+            whole[n : n + n % 2] = 0
+            _quantise(values[cut], _cut_steps(steps, cut, INT4_BLOCK), whole[:n], INT4_BLOCK, _STEPS4)
+            _pack_halves(whole[: n + n % 2], halves[cut.start // 2 : -(-cut.stop // 2)])
+    return out.data
+
+
+def _pack_halves(whole: I8, halves: U8) -> None:
+    """Write each two elements into a byte; two at once as one little-endian number."""
+    pairs = (whole.view(np.uint8) + np.uint8(_ZERO4)).view("<u2")
+    pairs &= 0x0F0F
+    pairs |= pairs >> 4
+    np.copyto(halves, pairs, casting="unsafe")
+
+
+def _unpack_halves(halves: U8, length: int) -> I8:
+    pairs = halves.astype("<u2")
+    pairs |= pairs << 4
+    pairs &= 0x0F0F
+    whole = pairs.view(np.int8)
+    whole -= _ZERO4
+    return whole[:length]
+
+
+def _add_int4(body: Buffer, target: F32) -> None:
+    steps, halves = _split_body(body, target.size, INT4_BLOCK)
+    with np.errstate(all="ignore"):
+        for cut in _split_spans(target.size):
+            whole = _unpack_halves(halves[cut.start // 2 : -(-cut.stop // 2)], cut.stop - cut.start)
+            _add_span(whole, _cut_steps(steps, cut, INT4_BLOCK), target[cut], INT4_BLOCK)
 
 
 CODECS: Mapping[str, Codec] = {
@@ -175,6 +230,7 @@ CODECS: Mapping[str, Codec] = {
         Codec("fp32", Dtype.FP32, Range, _as_they_are, _copy_body),
         Codec("bf16", Dtype.BF16, Bf16Range, _encode_bf16, _add_bf16),
         Codec("int8", Dtype.INT8, Int8Range, _encode_int8, _add_int8),
+        Codec("int4", Dtype.INT4, Int4Range, _encode_int4, _add_int4),
     )
 }
 FP32 = CODECS["fp32"]

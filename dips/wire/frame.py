@@ -2,7 +2,7 @@
 
 A header is believed after its checksum, a body after its own. Every way to be wrong has a name in REASONS; receivers
 count refusals under it. Numbers are little-endian; a CHUNK's body is raw fp32 or, for a push whose grant says so,
-differences to the granted base in bf16 or int8 (codecs.py).
+differences to the granted base in bf16, int8 or int4 (codecs.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from dips.errors import CorruptFrame
 Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"DIPS"
-FORMAT = 1
+FORMAT = 2
 ITEM_BYTES = 4  # of one fp32 element
 BLOCK = 256  # int8 elements that share one fp32 step
+INT4_BLOCK = 128  # int4 elements likewise: fewer, since a step is coarser; BLOCK is a multiple of it
 HEADER_BYTES = 64
 MESSAGE_LIMIT = 1 << 20  # bytes of a body that is not a CHUNK's: about 75,000 ranges in one HELLO
 FRAME_LIMIT = MESSAGE_LIMIT + 4096  # ZMQ_MAXMSGSIZE: the largest body, and room; chunks are at most 1 MiB too
@@ -70,10 +71,11 @@ class Dtype(IntEnum):
     FP32 = 0
     BF16 = 1
     INT8 = 2
+    INT4 = 3
 
 
 # The header's codec, given by the dtype: 0 the elements are parameters, 1 they are differences to the granted base.
-_CODEC = {Dtype.FP32: 0, Dtype.BF16: 1, Dtype.INT8: 1}
+_CODEC = {Dtype.FP32: 0, Dtype.BF16: 1, Dtype.INT8: 1, Dtype.INT4: 1}
 
 
 _KINDS = {int(kind): kind for kind in Kind}  # a look-up costs a sixth of Kind(n), and every frame needs one
@@ -186,6 +188,8 @@ def _is_whole(header: Header) -> bool:
     """Whether a body of this length can be a number of whole elements."""
     if header.dtype is Dtype.INT8:  # each block is a step and 1 to 256 elements
         return not 1 <= header.length % (ITEM_BYTES + BLOCK) <= ITEM_BYTES
+    if header.dtype is Dtype.INT4:  # likewise, two elements in a byte
+        return not 1 <= header.length % (ITEM_BYTES + INT4_BLOCK // 2) <= ITEM_BYTES
     return header.length % (2 if header.dtype is Dtype.BF16 else ITEM_BYTES) == 0
 
 

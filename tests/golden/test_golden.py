@@ -26,7 +26,7 @@ def test_what_is_written_today_is_what_was_written(name: str) -> None:
 def test_the_frames_are_read() -> None:
     """Headers name what was sent, bodies pass their checksums and decode to their numbers."""
     found = frames.read((DATA / frames.FILE).read_text())
-    within = {"fp32": 0.0, "bf16": 2**-8 * 3.2, "int8": 3.1415927 / 127 / 2}
+    within = {"fp32": 0.0, "bf16": 2**-8 * 3.2, "int8": 3.1415927 / 127 / 2, "int4": 3.1415927 / 7 / 2}
     for codec, error in within.items():
         header, body = found[f"CHUNK {codec}"]
         read = unpack_header(header, frames.RUN, len(body), 1 << 20)

@@ -337,7 +337,7 @@ def test_a_push_is_staged_bit_for_bit(ranks, lanes):
 
 @pytest.mark.usefixtures("stage_threads")
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize(("codec", "share_of_fp32"), [("bf16", 0.5), ("int8", 0.254)])
+@pytest.mark.parametrize(("codec", "share_of_fp32"), [("bf16", 0.5), ("int8", 0.254), ("int4", 0.133)])
 def test_differences_are_added_to_the_base_within_the_bound(codec, share_of_fp32, ranks):
     """A lossy push is staged as θ of its base plus what the codec makes of the differences; real bytes count."""
     with running_flow(lanes=2) as slave:
@@ -358,7 +358,7 @@ def test_differences_are_added_to_the_base_within_the_bound(codec, share_of_fp32
         assert same(buffers, decoded(codec, theta, [piece for hand in hands for piece in hand]))
         for i in LAYERS:
             error = np.abs(buffers[i] - (theta[i] + differences[i]))
-            step = np.abs(differences[i]).max() / 127
+            step = np.abs(differences[i]).max() / (7 if codec == "int4" else 127)
             bound = np.abs(differences[i]) * 2.0**-8 if codec == "bf16" else step / 2
             assert (error <= bound + 1e-6).all()
         assert not slave.flow.refused_frames

@@ -105,7 +105,10 @@ def accept_old_stream() -> list[Patch]:
             if (id(self), header.stream) in kept:
                 layout, targets, codec = kept[id(self), header.stream]
                 begin = layout.fields[header.layer, header.param].start + header.offset
-                length = {"fp32": header.length // 4, "bf16": header.length // 2, "int8": header.length - 4}[codec.name]
+                of_body = header.length
+                length = {"fp32": of_body // 4, "bf16": of_body // 2, "int8": of_body - 4, "int4": 2 * (of_body - 4)}[
+                    codec.name
+                ]
                 codec.put(body, targets[header.layer][begin : begin + length])
             raise
 

@@ -57,7 +57,7 @@ POINTS: dict[str, str] = {
     "degraded": "versions were announced without a snapshot",
     "durable_again": "and durable again",
     "stopped": "the run stopped for a broken disk, and went on when it was mended",
-    "lossy": "a push in bf16 or int8 was accepted",
+    "lossy": "a push in bf16, int8 or int4 was accepted",
     "one_way": "a link was parted one way only",
     "quarantine": "a diverged push was gated",
     "unmerged": "what was trained under overlap was not finite, and the version was installed whole",

@@ -77,7 +77,7 @@ def _options(rng: Random) -> Options:
     penalty = PenaltyOptions(warmup_rounds=2, history=4, gate_patience=3)
     outer = OuterOptions(clip=Clip(norm=rng.choice((0.05, 1.0))))
     stop = StopOptions(versions=rng.randint(8, 14) if rng.random() < 0.1 else 0)
-    codec = rng.choices(tuple(PushCodec), (6, 2, 2))[0]
+    codec = rng.choices(tuple(PushCodec), (6, 2, 2, 2))[0]
     durability = rng.choices(tuple(DurabilityMode), (5, 4))[0]
     failing, requeue = rng.choices(tuple(PersistFailurePolicy), (3, 1))[0], rng.choice(tuple(RequeuePolicy))
     return Options(

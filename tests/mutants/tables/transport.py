@@ -90,6 +90,16 @@ MUTANTS = (
         CODECS,
     ),
     Mutant("int8 overflows", WIRE, "_STEPS = np.float32(127)", "_STEPS = np.float32(128.5)", CODECS),
+    Mutant("int4 overflows", WIRE, "_STEPS4 = np.float32(7)", "_STEPS4 = np.float32(8.5)", CODECS),
+    Mutant("int4 swaps the two of a byte", WIRE, "pairs |= pairs << 4", "pairs |= pairs >> 4", CODECS),
+    Mutant("int4 has no zero of its own", WIRE, "whole -= _ZERO4", "whole -= 7", CODECS),
+    Mutant(
+        "a step of int4 without elements",
+        WIRE,
+        "(ITEM_BYTES + INT4_BLOCK // 2) <= ITEM_BYTES",
+        "(ITEM_BYTES + INT4_BLOCK // 2) < ITEM_BYTES",
+        FRAME,
+    ),
     Mutant("blocks are cut in two", WIRE, "most - most % (4 * BLOCK)", "most - most % 4", CODECS),
     # ---- streams
     Mutant(

@@ -9,6 +9,7 @@ import pytest
 import xxhash
 
 from dips.ids import PushId
+from dips.outer import reference
 from dips.protocol.manifest import Layer, Manifest, Parameter
 from dips.slave import receiver as receiver_module
 from dips.slave.moves import Move, PushOver, Say, Staged
@@ -81,6 +82,23 @@ def test_a_chunk_in_a_codec_that_was_not_granted_is_refused() -> None:
     with pytest.raises(BadFrame) as refused:
         push.bring(chunk, dtype=Dtype.BF16)
     assert refused.value.reason == "type"
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("step", [np.nan, np.inf, 3e38])
+def test_hostile_steps_are_seen_by_the_gate(codec: str, step: float) -> None:
+    """Whatever steps a peer makes up under right checksums, Measure's sum is not finite or huge [invariant 8]."""
+    push, spelled = OneRank(codec), codecs.codec_named(codec)
+    push.hello()
+    for chunk in push.wants():
+        body = bytearray(spelled.encode(VALUES[chunk.offset : chunk.offset + chunk.length]))
+        body[:4] = np.float32(step).tobytes()
+        header = Header(
+            Kind.CHUNK, 0, name().stream_id, len(body), xxhash.xxh3_64_intdigest(body), *chunk[:3], spelled.dtype
+        )
+        moves = push.receiver.stage_chunk(push.receiver.claim_chunk(0, PEER, header, memoryview(body), 0.0))
+    assert any(isinstance(move, Staged) for move in moves)
+    assert not reference.measure(np.zeros(N, np.float32), push.buffer) < 1e76
 
 
 @pytest.mark.parametrize("epoch", [1, 2])

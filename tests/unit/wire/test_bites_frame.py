@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dips.wire.frame import BLOCK, BadFrame, Dtype, Header, Kind, pack_header, unpack_header
+from dips.wire.frame import BLOCK, INT4_BLOCK, BadFrame, Dtype, Header, Kind, pack_header, unpack_header
 
 RUN, CHUNK_BYTES = 7, 4096
 
@@ -30,10 +30,15 @@ def reason(header: Header) -> str:
         (Dtype.INT8, 4 + BLOCK, True),
         (Dtype.INT8, 4 + BLOCK + 4, False),
         (Dtype.INT8, 4 + BLOCK + 5, True),
+        (Dtype.INT4, 4, False),
+        (Dtype.INT4, 5, True),
+        (Dtype.INT4, 4 + INT4_BLOCK // 2, True),
+        (Dtype.INT4, 4 + INT4_BLOCK // 2 + 4, False),
+        (Dtype.INT4, 4 + INT4_BLOCK // 2 + 5, True),
     ],
 )
 def test_a_chunk_is_a_number_of_whole_elements(dtype: Dtype, length: int, whole: bool) -> None:
-    """In its own spelling; of int8 each block is a step and at least one element."""
+    """In its own spelling; of int8 and int4 each block is a step and at least one element."""
     assert reason(Header(Kind.CHUNK, RUN, 1, length, 0, 0, 0, 0, dtype)) == ("" if whole else "length")
 
 

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 from dips.errors import LocalProtocolError
 from dips.wire.chunks import Range, split_chunks
 from dips.wire.codecs import CODECS, FP32, TINIEST, codec_named
-from dips.wire.frame import BLOCK, BadFrame, Dtype, Header, Kind, pack_header, run_id, unpack_header
+from dips.wire.frame import BLOCK, INT4_BLOCK, BadFrame, Dtype, Header, Kind, pack_header, run_id, unpack_header
 
 BIGGEST = float(np.float32(2.0**127))  # above it bf16 may round to infinity, which the gate refuses
 LENGTHS = st.one_of(st.integers(1, 3 * BLOCK), st.sampled_from([64 * BLOCK, 64 * BLOCK + 1, 65 * BLOCK - 1]))
@@ -26,11 +26,11 @@ def differences(draw: st.DrawFn) -> np.ndarray:
     return np.resize(some, length) * np.float32(draw(st.sampled_from([1.0, 2.0**-20, 2.0**-130])))
 
 
-def blockwise_max(x: np.ndarray) -> np.ndarray:
+def blockwise_max(x: np.ndarray, block: int = BLOCK) -> np.ndarray:
     """For each element the largest |x| of its block, in fp64."""
     out = np.empty(x.size)
-    for begin in range(0, x.size, BLOCK):
-        out[begin : begin + BLOCK] = np.abs(x[begin : begin + BLOCK].astype(np.float64)).max()
+    for begin in range(0, x.size, block):
+        out[begin : begin + block] = np.abs(x[begin : begin + block].astype(np.float64)).max()
     return out
 
 
@@ -38,7 +38,7 @@ def blockwise_max(x: np.ndarray) -> np.ndarray:
 @settings(deadline=None)
 @given(x=differences())
 def test_the_error_is_within_the_written_bound(name, x):
-    """fp32 exact; bf16 2^-8 of the element; int8 half a step of its block's max / 127."""
+    """fp32 exact; bf16 2^-8 of the element; int8 half a step of its block's max / 127, int4 / 7."""
     codec = CODECS[name]
     error = np.abs(codec.decode(codec.encode(x), x.size).astype(np.float64) - x)
     wide = np.abs(x.astype(np.float64))
@@ -46,6 +46,7 @@ def test_the_error_is_within_the_written_bound(name, x):
         "fp32": np.zeros(x.size),
         "bf16": np.maximum(2.0**-8 * wide, 2.0**-134),
         "int8": np.maximum((0.5 + 1e-4) * blockwise_max(x) / 127, float(TINIEST)),
+        "int4": np.maximum((0.5 + 1e-4) * blockwise_max(x, INT4_BLOCK) / 7, float(TINIEST)),
     }[name]
     assert (error <= bound).all()
 
@@ -87,7 +88,7 @@ def test_what_is_not_finite_arrives_not_finite(name, bits, at):
     assert np.allclose(back[far], 0.25, rtol=2**-8)
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8"])
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
 def test_what_is_put_is_added_to_the_base_also_from_an_odd_address(name):
     """slot = θ_base + difference, in one fp32 addition; a body in a message begins anywhere."""
     codec, rng = CODECS[name], np.random.default_rng(1)
@@ -112,13 +113,18 @@ def test_lossy_chunks_are_whole_blocks():
 def test_a_codec_that_nobody_knows_is_named():
     """A grant of a later release is refused by name."""
     assert codec_named("fp32") is FP32
-    with pytest.raises(LocalProtocolError, match="expected one of fp32, bf16, int8, got 'fp8'"):
+    with pytest.raises(LocalProtocolError, match="expected one of fp32, bf16, int8, int4, got 'fp8'"):
         codec_named("fp8")
 
 
 @pytest.mark.parametrize(
     ("dtype", "good", "bad"),
-    [(Dtype.FP32, (4, 4096), (0, 2, 6)), (Dtype.BF16, (2, 6), (0, 1, 7)), (Dtype.INT8, (5, 260, 265), (0, 1, 4, 264))],
+    [
+        (Dtype.FP32, (4, 4096), (0, 2, 6)),
+        (Dtype.BF16, (2, 6), (0, 1, 7)),
+        (Dtype.INT8, (5, 260, 265), (0, 1, 4, 264)),
+        (Dtype.INT4, (5, 68, 73), (0, 1, 4, 72)),
+    ],
 )
 def test_a_body_is_a_number_of_whole_elements(dtype, good, bad):
     """A length that no number of elements has is refused by the header alone."""

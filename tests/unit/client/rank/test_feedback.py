@@ -13,7 +13,7 @@ from dips.wire.chunks import Range, split_chunks
 
 SIZES = ((0, 0, 0, 3000), (0, 1, 512, 700), (3, 0, 0, 1))  # layer, param, offset, length
 CHUNK_BYTES = 4096
-LOSSY = ["bf16", "int8"]
+LOSSY = ["bf16", "int8", "int4"]
 
 
 class FeedbackRank:
@@ -80,7 +80,7 @@ def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
 
 def step_of(rank: FeedbackRank) -> float:
     """The most that one push of `train` can lose of an element."""
-    return 6e-3 / 127 if rank.codec == "int8" else 6e-3 * 2.0**-8
+    return 6e-3 * {"bf16": 2.0**-8, "int8": 1 / 127, "int4": 1 / 7}[rank.codec]
 
 
 @pytest.mark.parametrize("codec", LOSSY)
