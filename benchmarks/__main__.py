@@ -22,7 +22,7 @@ from rich.console import Console
 from benchmarks.harness import LOG, ROOT, append_log, end_in_order, shown
 
 NAMES = (
-    "kernels", "codecs", "transport", "memory", "persist", "round", "links", "ablation", "slow_cluster",
+    "kernels", "codecs", "transport", "memory", "persist", "round", "links", "ablation", "slow_cluster", "scale",
 )  # fmt: skip
 APART = (
     "recovery",

@@ -19,7 +19,7 @@ from dips.sim.master import MasterProcess
 from dips.sim.world import World
 from tests.simulation.checks import Invariant
 
-EVERY = 8  # steps of a master
+EVERY = 16  # steps of a master
 
 
 class IndexInvariant(Invariant):
