@@ -27,12 +27,16 @@ class Remainders:
         for copy in copies:
             if copy.rounds:
                 torch.sub(copy.host, copy.host.to(copy.view.dtype).float(), out=self._allocate(copy))
+            else:
+                self._of.pop(copy.key, None)  # its masters, made since the last install, hold all of it now
 
     def write_merged(self, copy: ShardCopy, merged: torch.Tensor) -> None:
         """Write fp32 values into a copy's tensor, and keep what that rounds away."""
         copy.view.copy_(merged)
         if copy.rounds:
             self._allocate(copy).copy_(merged - copy.view.float())
+        else:
+            self._of.pop(copy.key, None)
 
     def add_to(self, target: torch.Tensor, layer: int, source: LocalRect, blocks: ShardBlocks) -> None:
         """Add the remainder of a part of the model to `target`, which was read from it."""

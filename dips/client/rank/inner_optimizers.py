@@ -39,7 +39,7 @@ class InnerOptimizers:
 
     def drop_state(self) -> str:
         """Have the next step begin with no state; return why a reset does not mend this rank's model, or ""."""
-        if not self._found:
+        if not self._found and self._steps:  # where none has ever stepped, the script writes parameters itself
             return "its optimizer is not known: pass it, OuterLoop(model, optimizer=optimizer)"
         for optimizer in self._found:
             _clear_state(optimizer)

@@ -154,6 +154,18 @@ def test_masters_are_pushed_and_pulled_exactly(make: Callable[..., Any], place: 
     assert value == pytest.approx(1.0, abs=1e-6)
 
 
+def test_masters_that_are_made_after_the_first_pull_lose_nothing() -> None:
+    """They begin as what 16 bits left of θ: the first push adds what was rounded away, those after it do not."""
+    model = nn.Linear(3, 2, dtype=BF16)
+    optimizer = MasterAdam(model.parameters(), "master_param")
+    memory = memory_of(model, optimizer)
+    for value in (0.123456789, 0.345678912):
+        pull(memory, value)
+        optimizer.step()
+        (found,) = pushed(memory)
+        assert found == pytest.approx(value - 1e-3, abs=1e-7)
+
+
 def test_a_function_makes_masters_after_every_install() -> None:
     """For an optimizer of any other kind."""
     model, called = nn.Linear(3, 2, dtype=BF16), []

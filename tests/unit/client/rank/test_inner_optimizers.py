@@ -46,9 +46,10 @@ def test_a_dropped_state_is_that_of_a_new_optimizer(make: Callable[[Any], torch.
 
 
 def test_what_a_reset_does_not_mend_is_named() -> None:
-    """No optimizer of this model was seen; or a buffer holds NaN. A mask of infinities is no reason."""
+    """Only an optimizer of others was seen, or of copies; or a buffer holds NaN. A mask of infinities is no reason."""
     model, other = nn.BatchNorm1d(3), nn.Linear(3, 3)
     watched = InnerOptimizers([model])
+    assert watched.drop_state() == "", "nothing has stepped, nothing is to be dropped"
     anothers = torch.optim.SGD(other.parameters(), 0.1)
     step(other, anothers)
     assert "OuterLoop(model, optimizer=optimizer)" in watched.drop_state() and watched.steps == 1
