@@ -117,5 +117,5 @@ MUTANTS = (
         "cut.exchanges[begin, end, 0]",
         PLAN,
     ),
-    Mutant("lists of names never travel", PARALLEL, "if len(first) > 1:", "if False:", GATHERED),
+    Mutant("lists of names never travel", PARALLEL + "/rank_layout.py", "if len(first) > 1:", "if False:", GATHERED),
 )
