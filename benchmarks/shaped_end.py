@@ -1,10 +1,10 @@
 """The two ends of a push as they are: a slave's data flow and a rank, each a process in its network namespace.
 
 python -m benchmarks.shaped_end slave CAST NUMBER IP CONCURRENT_STREAMS LANES SECRET     says [addresses, public key]
-    ["open", push, order]   a slot for it, its ranks asked in that order;  ["places", push, places]: asked anew
-    ["end", push]           once it is staged: its processor time since "open"
+    ["open", push, places]   a slot for it, its ranks asked by their places;  ["places", push, places]: asked anew
+    ["end", push]            once it is staged: its processor time since "open"
 python -m benchmarks.shaped_end rank CAST CLUSTER RANK
-    ["push", number, slaves, order]   → [seconds, processor time]; slaves as [addresses, public key]
+    ["push", number, slaves, rule]   → [seconds, processor time]; slaves as [addresses, public key]
 
 CAST as in cast.py; SECRET is "curve" or "plain". Plain text leaves loopback only here.
 """
